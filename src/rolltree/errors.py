@@ -1,0 +1,111 @@
+"""The one exception tree of rolltree.
+
+    RolltreeError
+    ├── ConfigError            a key or value in a config file, flag or argument   (ValueError)
+    ├── UnknownName            a name that no registry holds, with the nearest one (LookupError)
+    ├── ModelError             a model call that gave no usable answer
+    │   ├── ServerError        the server answered with an error status; `status`, `retryable`
+    │   ├── ConnectionFailed   the server could not be reached, or hung up
+    │   ├── BadResponse        the server answered, but not with what the API promises
+    │   ├── PromptTooLong      the prompt does not fit the context window
+    │   └── UnsupportedSetting this engine cannot do what was asked; nothing is ignored silently
+    ├── TokenError             token data that contradicts itself: lengths, ranges, NaN logprobs
+    ├── StoreError             the run directory cannot be read or written
+    ├── TrainingError          a training step that must not go on: non-finite loss, starvation
+    └── RolloutTimeout         an episode outlived its time limit                  (TimeoutError)
+
+Each message says what happened, why it matters and what to do next. The module knows nothing
+about who raises; it leaves out the record of a failure, which is `types.ErrorRecord`.
+"""
+
+from __future__ import annotations
+
+import traceback as _traceback
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Literal
+
+from rolltree.types import ErrorRecord
+
+
+class RolltreeError(Exception):
+    """The root: catch it to catch everything that rolltree raises on purpose."""
+
+
+class ConfigError(RolltreeError, ValueError):
+    """A configuration key is unknown, or a value is not what the key takes."""
+
+
+class UnknownName(RolltreeError, LookupError):
+    """A name is not registered."""
+
+
+class ModelError(RolltreeError):
+    """A model call gave no usable answer."""
+
+
+class ServerError(ModelError):
+    """The server answered with an error status."""
+
+    def __init__(self, message: str, *, status: int, retryable: bool) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retryable = retryable
+
+
+class ConnectionFailed(ModelError):
+    """The server could not be reached, or hung up."""
+
+
+class BadResponse(ModelError):
+    """The server answered, but not with what the API promises."""
+
+
+class PromptTooLong(ModelError):
+    """The prompt does not fit the context window."""
+
+
+class UnsupportedSetting(ModelError):
+    """This engine cannot do what was asked."""
+
+
+class TokenError(RolltreeError, ValueError):
+    """Token data contradicts itself."""
+
+
+class StoreError(RolltreeError):
+    """The run directory cannot be read or written."""
+
+
+class TrainingError(RolltreeError):
+    """A training step must not go on."""
+
+
+class RolloutTimeout(RolltreeError, TimeoutError):
+    """An episode outlived its time limit."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `" Did you mean 'x'?"`, or the list of known names when none is near.
+
+    >>> did_you_mean("tempreature", ["temperature", "top_p"])
+    " Did you mean 'temperature'?"
+    """
+    names = sorted(known)
+    close = get_close_matches(name, names, n=1, cutoff=0.6)
+    if close:
+        return f" Did you mean {close[0]!r}?"
+    return f" Known: {', '.join(names)}." if names else " None are known."
+
+
+def record_error(
+    error: BaseException,
+    phase: Literal["setup", "model", "environment", "scoring", "cleanup", "timeout", "cancelled"],
+) -> ErrorRecord:
+    """Turn an exception into data, with its traceback."""
+    return ErrorRecord(
+        type=type(error).__name__,
+        message=str(error),
+        traceback="".join(_traceback.format_exception(error)),
+        phase=phase,
+    )

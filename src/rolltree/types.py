@@ -1,0 +1,389 @@
+"""Every value that crosses a room, and nothing that does work.
+
+A value is a frozen dataclass with slots, a `TypedDict` where the field expects a plain dict, or
+`State`, the dict that one rollout fills. This module knows nothing about engines, environments,
+files or torch. It leaves out the token tree itself (`rolltree.tokens`) and every behaviour.
+
+Dimension legend, used in every docstring of the project: `_B` batch, `_T` tokens, `_V` vocabulary,
+`_H` heads, `_D` model width, `_S` segments, `_R` loss records. Units are suffixes: `_s`, `_ms`,
+`_bytes`. `num_` marks a count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray: TypeAlias = NDArray[np.int32]
+FloatArray: TypeAlias = NDArray[np.float32]
+
+ChatMessage: TypeAlias = dict[str, Any]
+"""One OpenAI chat message: `{"role": "user", "content": "7 + 5 ="}`."""
+Messages: TypeAlias = str | list[ChatMessage]
+"""A chat history, or one string for the completions endpoint."""
+MessageType: TypeAlias = Literal["chat", "completion"]
+Info: TypeAlias = dict[str, Any]
+SamplingArgs: TypeAlias = dict[str, Any]
+"""OpenAI request fields as spec 1 passes them: `{"temperature": 1.0, "max_tokens": 4}`."""
+ToolSchema: TypeAlias = dict[str, Any]
+"""One OpenAI tool: `{"type": "function", "function": {"name": ..., "parameters": ...}}`."""
+Scope: TypeAlias = Literal["step", "turn", "interleave", "tree"]
+
+
+class FinishReason(StrEnum):
+    """Why the model stopped. Never the reason why the episode ended."""
+
+    STOP = "stop"  # an end token or a stop string was sampled
+    LENGTH = "length"  # max_tokens or the context window was reached
+    TOOL_CALLS = "tool_calls"  # the model asked for a tool
+    ABORT = "abort"  # the request was cancelled while it was being sampled
+    CONTENT_FILTER = "content_filter"  # the server cut the answer
+
+
+class TruncationReason(StrEnum):
+    """Why an episode was cut before the world reached a true end."""
+
+    MAX_STEPS = "max_steps"  # the protocol's or the environment's turn limit
+    ENV = "env"  # the world itself said `truncated`
+    MAX_SEQ_LEN = "max_seq_len"  # the prompt or the sample no longer fits
+    TIME_LIMIT = "time_limit"  # wall clock, waiting for the server excluded
+    BUDGET = "budget"  # a token or call budget was spent
+
+
+class TrajectoryStepTokens(TypedDict):
+    """Tokens of one model call, as lists (spec 1). In memory this is a view on the token tree."""
+
+    prompt_ids: list[int]
+    prompt_mask: list[int]
+    completion_ids: list[int]
+    completion_mask: list[int]
+    completion_logprobs: list[float]
+
+
+class TrajectoryStep(TypedDict):
+    """One model call: what was sent, what came back (spec 1)."""
+
+    prompt: Messages
+    completion: Messages
+    response: Any
+    tokens: TrajectoryStepTokens | None
+    reward: float | None
+    advantage: float | None
+    extras: dict[str, Any]
+
+
+class BaseRolloutInput(TypedDict):
+    """The columns every dataset row has."""
+
+    prompt: Messages
+    example_id: int
+    task: str
+
+
+class RolloutInput(BaseRolloutInput):
+    """One dataset row, which is the input of one rollout."""
+
+    answer: NotRequired[str]
+    info: NotRequired[Info]
+
+
+class RolloutTiming(TypedDict):
+    """Wall-clock milliseconds of one rollout; `start_time` is seconds since the epoch."""
+
+    start_time: float
+    generation_ms: float
+    scoring_ms: float
+    total_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRecord:
+    """A failure as data: stored with the rollout that it ended.
+
+    Example: `ErrorRecord("EngineError", "the server answered 500", "Traceback ...", "model")`.
+    """
+
+    type: str
+    message: str
+    traceback: str
+    phase: Literal["setup", "model", "environment", "scoring", "cleanup", "timeout", "cancelled"]
+
+    def as_dict(self) -> dict[str, str]:
+        """Return the record as JSON-ready strings."""
+        return {
+            "type": self.type,
+            "message": self.message,
+            "traceback": self.traceback,
+            "phase": self.phase,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample one completion. Every engine obeys every field or raises `UnsupportedSetting`.
+
+    `seed` makes this one request reproducible on its own; `logprobs` are always those of the
+    distribution sampled from (after temperature, top_k and top_p).
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    max_tokens: int | None = None  # None: up to the context window
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)  # passed through to a remote server
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """Token-in: sample one completion after exactly these ids. `prompt_ids` is int32 `[_T]`."""
+
+    prompt_ids: IntArray
+    sampling: SamplingParams
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One model call, token-out. What the engine was given, what it sampled, and how likely.
+
+    Shapes: `prompt_ids` int32 `[_P]`, `completion_ids` int32 `[_C]`, `logprobs` float32 `[_C]`,
+    `versions` int32 `[_C]` (policy version per sampled token). The ids are None when the server
+    gave none: such a call is evaluated and never trained. The end token, when it was sampled, is
+    the last completion id.
+
+    `call_id` is unique in the process. `extends` names the earlier call whose prompt and completion
+    are, id for id, a prefix of this prompt; it is a hint that makes storing cost O(new tokens).
+    """
+
+    message: ChatMessage
+    text: str
+    finish_reason: FinishReason
+    prompt_ids: IntArray | None
+    completion_ids: IntArray | None
+    logprobs: FloatArray | None
+    versions: IntArray | None
+    temperature: float
+    call_id: int
+    extends: int | None = None
+    response: Any = None  # the raw response where a server sent one
+    num_prompt_tokens: int = 0
+    num_completion_tokens: int = 0
+    wait_s: float = 0.0  # time in queues and retries, excluded from time limits
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """One episode to run: pure data, one request one episode (spec 2, last section).
+
+    `seed` seeds the world and is the same for all members of a group; `sampling_seed` differs.
+    `group_id` says which requests are compared with each other, `index_in_group` which one this is.
+    """
+
+    request_id: str
+    env_id: str
+    input: RolloutInput
+    seed: int
+    sampling_seed: int
+    group_id: str
+    index_in_group: int
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    phase: str = "eval"  # the store groups rollouts by it: "eval", "train", "eval_before", ...
+    train_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutResult:
+    """What became of one request: the trajectories it made (several with several agents).
+
+    A failed request has `error` set and keeps whatever its states hold.
+    """
+
+    request: RolloutRequest
+    states: tuple[State, ...]
+    error: ErrorRecord | None
+    num_attempts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """Loss records, one per trained token, as arrays of length `_R`.
+
+    Record r says: the logits at packed position `source[r]` gave `target[r]` with behaviour
+    logprob `logprob[r]` at `temperature[r]` under policy `version[r]`, and the rollout
+    `rollout[r]` credits it with `advantage[r]`. `weight` scales its loss (0 drops it). `call` is
+    the index of the model call inside its rollout, `offset` the token's index in its completion.
+    """
+
+    source: IntArray
+    target: IntArray
+    logprob: FloatArray
+    temperature: FloatArray
+    advantage: FloatArray
+    weight: FloatArray
+    version: IntArray
+    rollout: IntArray
+    call: IntArray
+    offset: IntArray
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOrigin:
+    """Which rollout, calls and agent a sample came from, and how that episode ended."""
+
+    rollout_id: str
+    calls: tuple[int, ...]
+    agent: str
+    reward: float | None
+    terminated: bool
+    truncated: bool
+    truncation_reason: str | None
+    finish_reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Tokens in depth-first order plus the records to train on them.
+
+    Token i attends to j iff `j <= i < subtree_end[j]`; its position id is `positions[i]`, its
+    depth. A flat sequence is the tree that is a path: `positions = arange(_T)`,
+    `subtree_end = full(_T)`. Arrays are int32 `[_T]`.
+
+    Example, prompt `[5, 6]` and two sampled siblings `[7]` and `[8, 9]`:
+    `ids [5 6 7 8 9]`, `positions [0 1 2 2 3]`, `subtree_end [5 5 3 5 5]`,
+    `records.source [1 1 3]`, `records.target [7 8 9]`.
+    """
+
+    ids: IntArray
+    positions: IntArray
+    subtree_end: IntArray
+    records: Records
+    origins: tuple[SampleOrigin, ...]
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens one forward pass over this sample computes."""
+        return len(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingExample:
+    """One flat training row with the fields of spec 1, section 6. Lists of equal length `_T`."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    mask: list[int]
+    reward: float | None
+    advantage: float | None = None
+
+
+INPUT_FIELDS: tuple[str, ...] = ("prompt", "answer", "task", "info", "example_id")
+
+
+class State(dict[str, Any]):
+    """What one rollout knows: a dict that forwards the input's fields (spec 1).
+
+    `state["prompt"]` reads `state["input"]["prompt"]` when there is an input. Forwarding is the
+    same for reading, writing, `in`, `get`, `pop`, `setdefault` and `del`; iteration, `len`, `keys`
+    and `==` see the dict's own keys only, so copying a state copies its input once.
+
+    Keys after a rollout: `input`, `is_completed`, `stop_condition`, `oai_tools`, `trajectory`,
+    `completion`, `reward`, `advantage`, `metrics`, `timing`, `error`, `terminated`, `truncated`,
+    `truncation_reason`, and whatever an environment adds.
+    """
+
+    INPUT_FIELDS = list(INPUT_FIELDS)
+
+    def _forwards(self, key: object) -> bool:
+        return key in INPUT_FIELDS and dict.__contains__(self, "input")
+
+    def __getitem__(self, key: str) -> Any:
+        if self._forwards(key):
+            source = dict.__getitem__(self, "input")
+            if key in source:
+                return source[key]
+        return dict.__getitem__(self, key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if self._forwards(key) and key in dict.__getitem__(self, "input"):
+            dict.__getitem__(self, "input")[key] = value
+        else:
+            dict.__setitem__(self, key, value)
+
+    def __delitem__(self, key: str) -> None:
+        if self._forwards(key) and key in dict.__getitem__(self, "input"):
+            del dict.__getitem__(self, "input")[key]
+        else:
+            dict.__delitem__(self, key)
+
+    def __contains__(self, key: object) -> bool:
+        if self._forwards(key) and key in dict.__getitem__(self, "input"):
+            return True
+        return dict.__contains__(self, key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return `state[key]`, forwarded, or `default`."""
+        return self[key] if key in self else default
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        """Return `state[key]`, forwarded, after setting it to `default` when it is missing."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """Remove `key`, forwarded, and return its value (or `default` when given)."""
+        if key in self:
+            value = self[key]
+            del self[key]
+            return value
+        if default:
+            return default[0]
+        raise KeyError(key)
+
+    def copy(self) -> State:
+        """Return a shallow copy that is still a `State`."""
+        return State(dict.items(self))
+
+    def __iter__(self) -> Iterator[str]:
+        return dict.__iter__(self)
+
+
+def as_input(row: Mapping[str, Any]) -> RolloutInput:
+    """Return the input columns of one dataset row, a fresh dict.
+
+    Raises:
+        ValueError: `prompt` or `example_id` is missing.
+    """
+    missing = [key for key in ("prompt", "example_id") if key not in row]
+    if missing:
+        raise ValueError(
+            f"a dataset row has no {' and no '.join(map(repr, missing))}; a rollout needs both to "
+            f"know what to ask and to count it once. The row has: {', '.join(map(repr, row))}."
+        )
+    known = {key: row[key] for key in INPUT_FIELDS if row.get(key) is not None}
+    known.setdefault("task", "default")
+    return RolloutInput(**known)  # type: ignore[typeddict-item]
+
+
+def concat_messages(parts: Sequence[Messages]) -> Messages:
+    """Join chat histories (or completion strings) in order, without copying the messages."""
+    if all(isinstance(part, str) for part in parts):
+        return "".join(part for part in parts if isinstance(part, str))
+    joined: list[ChatMessage] = []
+    for part in parts:
+        if isinstance(part, str):
+            raise TypeError("cannot join a completion string with chat messages; use one message_type")
+        joined.extend(part)
+    return joined
