@@ -1,0 +1,36 @@
+"""Rollouts: requests, strategies, and the engine that runs them.
+
+The room knows requests, clients and the shape of a source; it knows no environment class. It
+leaves out scoring (rubrics), storing (store) and what is learned from a rollout (training).
+"""
+
+from rolltree.rollouts.engine import Progress, RolloutEngine
+from rolltree.rollouts.episode import Clock, Episode, current_episode
+from rolltree.rollouts.requests import (
+    GroupStrategy,
+    RequestStrategy,
+    build_requests,
+    derive_seed,
+    merge_args,
+    repeat,
+    resolve_sampling,
+)
+from rolltree.rollouts.source import GroupScorer, RolloutSource, Split
+
+__all__ = [
+    "Clock",
+    "Episode",
+    "GroupScorer",
+    "GroupStrategy",
+    "Progress",
+    "RequestStrategy",
+    "RolloutEngine",
+    "RolloutSource",
+    "Split",
+    "build_requests",
+    "current_episode",
+    "derive_seed",
+    "merge_args",
+    "repeat",
+    "resolve_sampling",
+]

@@ -1,0 +1,268 @@
+"""The rollout engine: many episodes at once, bounded, each failing alone.
+
+It runs what a `RolloutSource` hands it and knows no environment class, no store and no training.
+It leaves out what is done with a result, and request-level retries, which are the client's.
+
+Time limits. An episode that has spent `time_limit_s` (waiting for the server excluded) should end
+at its next turn boundary: sources ask `current_episode().clock.expired` there. One that has not
+ended `grace_s` later is cancelled and becomes a `RolloutTimeout` error that keeps its states.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from rolltree.errors import ConfigError, RolloutTimeout, record_error
+from rolltree.inference.client import as_client
+from rolltree.rollouts.episode import Clock, Episode, TimedClient, playing
+from rolltree.rollouts.source import GroupScorer, RolloutSource
+from rolltree.types import (
+    ErrorRecord,
+    RolloutRequest,
+    RolloutResult,
+    State,
+    TruncationReason,
+)
+
+RETRYABLE = frozenset({"ConnectionFailed", "ServerError", "BadResponse"})
+"""Error types that `retries` runs again: the model call failed, not the episode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Counts after one more result. `num_total` is None when requests come from an iterator."""
+
+    num_done: int
+    num_failed: int
+    num_total: int | None
+
+
+class RolloutEngine:
+    """Run episodes of one source with one client.
+
+    Args:
+        source: what plays an episode.
+        client: a `ModelClient`, or what `as_client` accepts.
+        max_concurrent: most episodes in flight at once.
+        time_limit_s: seconds an episode may spend, waiting for the server excluded; None: no limit.
+        grace_s: seconds between that limit and the cancellation of an episode that goes on.
+        retries: how often an episode that failed with an error of `RETRYABLE` is run again, from
+            its start and with the same seeds. `RolloutResult.num_attempts` says how many it took.
+        on_progress: called after every result, in the event loop.
+    """
+
+    def __init__(
+        self,
+        source: RolloutSource,
+        client: object,
+        *,
+        max_concurrent: int = 64,
+        time_limit_s: float | None = None,
+        grace_s: float = 5.0,
+        retries: int = 0,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> None:
+        if max_concurrent < 1:
+            raise ConfigError(
+                f"max_concurrent is {max_concurrent}; no episode could ever run. Use at least 1."
+            )
+        if time_limit_s is not None and time_limit_s <= 0:
+            raise ConfigError(
+                f"time_limit_s is {time_limit_s}; every episode would be over before its first "
+                "turn. Use a positive number of seconds, or None for no limit."
+            )
+        if retries < 0 or grace_s < 0:
+            raise ConfigError("retries and grace_s cannot be negative; use 0 for none.")
+        self.source = source
+        self.client = as_client(client)
+        self.max_concurrent = max_concurrent
+        self.time_limit_s = time_limit_s
+        self.grace_s = grace_s
+        self.retries = retries
+        self.on_progress = on_progress
+
+    async def run_all(self, requests: Iterable[RolloutRequest]) -> list[RolloutResult]:
+        """Run all requests and return their results in the order of the requests."""
+        listed = list(requests)
+        by_id: dict[str, RolloutResult] = {}
+        async with aclosing(self.run(listed)) as results:
+            async for result in results:
+                by_id[result.request.request_id] = result
+        return [by_id[request.request_id] for request in listed]
+
+    async def run(self, requests: Iterable[RolloutRequest]) -> AsyncGenerator[RolloutResult, None]:
+        """Yield one result per request, as they finish.
+
+        When the source compares the members of a group, a group's results come together, after
+        its last member. Cancelling the consumer, or closing the iterator, cancels every episode in
+        flight (their `@cleanup` runs) and leaves no task behind.
+
+        Raises:
+            ConfigError: two requests share an id, which would make two results one.
+        """
+        groups = _Groups(self.source)
+        total: int | None = None
+        if isinstance(requests, list | tuple) or groups.active:
+            requests = list(requests)
+            total = len(requests)
+            groups.expect(requests)
+        feed = iter(_unique(requests))
+        done: asyncio.Queue[RolloutResult | None] = asyncio.Queue()
+        num_workers = self.max_concurrent if total is None else min(self.max_concurrent, total)
+        workers = [
+            asyncio.create_task(self._work(feed, groups, done), name=f"rollout-worker-{index}")
+            for index in range(num_workers)
+        ]
+        num_done = num_failed = 0
+        running = len(workers)
+        try:
+            while running:
+                result = await done.get()
+                if result is None:
+                    running -= 1
+                    continue
+                num_done += 1
+                num_failed += result.error is not None
+                if self.on_progress is not None:
+                    self.on_progress(Progress(num_done, num_failed, total))
+                yield result
+            await asyncio.gather(*workers)  # raises what a worker raised: a bad request iterator
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+
+    async def _work(
+        self,
+        feed: Iterator[RolloutRequest],
+        groups: _Groups,
+        done: asyncio.Queue[RolloutResult | None],
+    ) -> None:
+        try:
+            for request in feed:
+                for result in await groups.add(await self._run_one(request)):
+                    done.put_nowait(result)
+        finally:
+            done.put_nowait(None)
+
+    async def _run_one(self, request: RolloutRequest) -> RolloutResult:
+        attempt = 1
+        while True:
+            result = await self._attempt(request, attempt)
+            error = result.error
+            if error is None or attempt > self.retries or error.type not in RETRYABLE:
+                return result
+            attempt += 1
+
+    async def _attempt(self, request: RolloutRequest, attempt: int) -> RolloutResult:
+        clock = Clock(self.time_limit_s, self.grace_s)
+        episode = Episode(request, clock)
+        client = TimedClient(self.client, clock)
+        error: ErrorRecord | None = None
+        try:
+            with playing(episode):
+                async with clock.guard() as scope:
+                    states = tuple(await self.source.run_request(request, client))
+        except TimeoutError as failure:
+            states = tuple(episode.states)
+            error = self._timed_out(states) if scope.expired() else _broken_source(failure, states)
+        except Exception as failure:  # noqa: BLE001  one failed episode is data, never a lost run
+            states = tuple(episode.states)
+            error = _broken_source(failure, states)
+        finally:
+            clock.stop()
+        if error is None:
+            error = next((s["error"] for s in states if s.get("error") is not None), None)
+        return RolloutResult(request, states, error, attempt)
+
+    def _timed_out(self, states: tuple[State, ...]) -> ErrorRecord:
+        error = record_error(
+            RolloutTimeout(
+                f"the episode had spent its {self.time_limit_s} s (waiting for the server "
+                f"excluded) and did not end in the {self.grace_s} s after that, so it was "
+                "cancelled and has no reward. Look for an environment or tool call that hangs, or "
+                "raise time_limit_s."
+            ),
+            "timeout",
+        )
+        _mark_failed(states, error)
+        for state in states:
+            state["truncated"] = True
+            state["truncation_reason"] = TruncationReason.TIME_LIMIT.value
+        return error
+
+
+def _broken_source(failure: Exception, states: tuple[State, ...]) -> ErrorRecord:
+    error = record_error(failure, "environment")
+    _mark_failed(states, error)
+    return error
+
+
+def _mark_failed(states: tuple[State, ...], error: ErrorRecord) -> None:
+    for state in states:
+        if state.get("error") is None:
+            state["error"] = error
+        state["reward"] = None
+
+
+def _unique(requests: Iterable[RolloutRequest]) -> Iterator[RolloutRequest]:
+    seen: set[str] = set()
+    for request in requests:
+        if request.request_id in seen:
+            raise ConfigError(
+                f"two requests have the id {request.request_id!r}; the run store would count their "
+                "rollouts as one. Give each request its own id, for example with GroupStrategy."
+            )
+        seen.add(request.request_id)
+        yield request
+
+
+class _Groups:
+    """Holds finished members back until their group is complete, then has them compared."""
+
+    def __init__(self, source: RolloutSource) -> None:
+        self._scorer: GroupScorer | None = None
+        if isinstance(source, GroupScorer) and source.has_group_rewards:
+            self._scorer = source
+        self._missing: Counter[str] = Counter()
+        self._members: defaultdict[str, list[RolloutResult]] = defaultdict(list)
+
+    @property
+    def active(self) -> bool:
+        return self._scorer is not None
+
+    def expect(self, requests: Iterable[RolloutRequest]) -> None:
+        if self.active:
+            self._missing.update(request.group_id for request in requests)
+
+    async def add(self, result: RolloutResult) -> list[RolloutResult]:
+        """Return the results that are now final."""
+        if self._scorer is None:
+            return [result]
+        group = result.request.group_id
+        self._members[group].append(result)
+        self._missing[group] -= 1
+        if self._missing[group]:
+            return []
+        members = sorted(self._members.pop(group), key=lambda r: r.request.index_in_group)
+        states = [s for member in members if member.error is None for s in member.states]
+        failure: ErrorRecord | None = None
+        try:
+            if states:
+                await self._scorer.score_group(states)
+        except Exception as error:  # noqa: BLE001  scoring that fails is recorded with the group
+            failure = record_error(error, "scoring")
+            _mark_failed(tuple(states), failure)
+        return [_with_state_error(member) for member in members]
+
+
+def _with_state_error(result: RolloutResult) -> RolloutResult:
+    """Return the result with the error that group scoring may have left in its states."""
+    if result.error is not None:
+        return result
+    error = next((s["error"] for s in result.states if s.get("error") is not None), None)
+    return RolloutResult(result.request, result.states, error, result.num_attempts)

@@ -1,0 +1,174 @@
+"""From examples to requests: one request is one episode, more is a transform of requests.
+
+It knows seeds, ids and groups. It knows nothing about how an episode is played or scored, and it
+leaves out which examples a trainer picks.
+
+Seeds. Everything random in a run comes from one `run_seed` through `derive_seed`, a hash: no seed
+depends on how many were drawn before it, so a run that is killed and resumed draws the same ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from rolltree.errors import ConfigError
+from rolltree.inference.client import sampling_from_args
+from rolltree.rollouts.source import RolloutSource, Split
+from rolltree.types import RolloutRequest, SamplingArgs, SamplingParams
+
+_MAX_SEED = 2**31
+"""Seeds are below it: numpy's old interface and several servers take no more than 31 bits."""
+
+
+def derive_seed(run_seed: int, *parts: str | int) -> int:
+    """Return a seed in `[0, 2**31)` that depends on every part and on their order.
+
+    >>> derive_seed(0, "train", 3) == derive_seed(0, "train", 3)
+    True
+    >>> derive_seed(0, "1", 2) == derive_seed(0, 1, "2")
+    False
+    """
+    text = repr((int(run_seed), *parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") % _MAX_SEED
+
+
+class RequestStrategy(Protocol):
+    """A one-to-many transform of requests."""
+
+    def expand(self, requests: Iterable[RolloutRequest]) -> list[RolloutRequest]:
+        """Return the requests to run, in order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStrategy:
+    """Every request becomes a group: one world, `group_size` ways of sampling (GRPO).
+
+    The members share the world's seed, the group id and the input; the sampling seeds differ.
+    """
+
+    group_size: int
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1:
+            raise ConfigError(
+                f"group_size is {self.group_size}; a group without members would run nothing. "
+                "Use 1 for ungrouped rollouts, or at least 2 to compare rollouts with each other."
+            )
+
+    def expand(self, requests: Iterable[RolloutRequest]) -> list[RolloutRequest]:
+        """Return `group_size` requests for each request, group after group."""
+        return [
+            replace(
+                request,
+                request_id=f"{request.request_id}/{member}",
+                sampling_seed=derive_seed(request.sampling_seed, "member", member),
+                index_in_group=member,
+            )
+            for request in requests
+            for member in range(self.group_size)
+        ]
+
+
+def repeat(request: RolloutRequest, num: int) -> list[RolloutRequest]:
+    """Return `num` independent episodes of one request: own world seeds and own sampling seeds.
+
+    They keep the group id, so that evaluation can aggregate per example.
+    """
+    return [
+        replace(
+            request,
+            request_id=f"{request.request_id}/{index}",
+            seed=derive_seed(request.seed, "repeat", index),
+            sampling_seed=derive_seed(request.sampling_seed, "repeat", index),
+            index_in_group=index,
+        )
+        for index in range(num)
+    ]
+
+
+def resolve_sampling(
+    source: object, sampling: SamplingArgs | SamplingParams | None = None
+) -> SamplingParams:
+    """Return what to sample with: the caller's fields over the source's `sampling_args`.
+
+    A caller who passes `SamplingParams` has decided every field, so nothing of the source's is
+    used; a caller who passes a dict has decided the fields it names. `extra_body` is merged key
+    by key. Neither mapping is changed.
+    """
+    if isinstance(sampling, SamplingParams):
+        return sampling
+    return sampling_from_args(merge_args(getattr(source, "sampling_args", None), sampling))
+
+
+def merge_args(
+    base: Mapping[str, Any] | None, override: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return `base` with the fields of `override` on top, a new dict; `extra_body` key by key."""
+    merged = {**(base or {}), **(override or {})}
+    bodies = [args["extra_body"] for args in (base, override) if args and args.get("extra_body")]
+    if len(bodies) == 2:
+        merged["extra_body"] = {**bodies[0], **bodies[1]}
+    return merged
+
+
+def build_requests(
+    source: RolloutSource,
+    split: Split,
+    *,
+    indices: Sequence[int] | None = None,
+    num_examples: int = -1,
+    group_size: int = 1,
+    sampling: SamplingArgs | SamplingParams | None = None,
+    run_seed: int = 0,
+    phase: str = "eval",
+    train_step: int | None = None,
+) -> list[RolloutRequest]:
+    """Return the requests for some examples of a split, `group_size` for each.
+
+    `indices` names the examples; without it the first `num_examples` are taken (-1: all). The
+    world's seed depends on the run seed, the example and, when training, the step: two evaluations
+    of one run face the same worlds with the same sampling seeds.
+
+    Raises:
+        ConfigError: an index is outside the split, or there is nothing to run.
+    """
+    available = source.num_examples(split)
+    if indices is None:
+        indices = range(available if num_examples < 0 else min(num_examples, available))
+    if not indices:
+        raise ConfigError(
+            f"there is nothing to run: {source.env_id!r} has {available} examples in its {split} "
+            f"split and {num_examples} were asked for. Ask for at least one example, or give the "
+            "environment data for this split."
+        )
+    outside = [index for index in indices if not 0 <= index < available]
+    if outside:
+        raise ConfigError(
+            f"example {outside[0]} does not exist: the {split} split of {source.env_id!r} holds "
+            f"examples 0 to {available - 1}."
+        )
+    params = resolve_sampling(source, sampling)
+    stem = phase if train_step is None else f"{phase}/{train_step}"
+    when: tuple[str | int, ...] = () if train_step is None or split == "eval" else (train_step,)
+    requests = []
+    for index in indices:
+        seed = derive_seed(run_seed, source.env_id, split, index, *when)
+        requests.append(
+            RolloutRequest(
+                request_id=f"{stem}/{source.env_id}/{index}",
+                env_id=source.env_id,
+                input=source.example(split, index),
+                seed=seed,
+                sampling_seed=derive_seed(seed, "sampling"),
+                group_id=f"{stem}/{source.env_id}/{index}",
+                index_in_group=0,
+                sampling=params,
+                phase=phase,
+                train_step=train_step,
+            )
+        )
+    return GroupStrategy(group_size).expand(requests)
