@@ -1,0 +1,28 @@
+"""The run directory: one SQLite file per run, append-only rollouts, resume, export.
+
+The only room that writes runs. It takes plain values and blobs, and knows neither tokens, nor
+environments, nor torch.
+"""
+
+from rolltree.store.codec import Opaque, dumps, loads, to_plain
+from rolltree.store.listing import PhaseSummary, RunSummary, list_runs, summarize
+from rolltree.store.redact import redact, redact_text
+from rolltree.store.rows import Event, StepRow, StoredRollout
+from rolltree.store.run import Run
+
+__all__ = [
+    "Event",
+    "Opaque",
+    "PhaseSummary",
+    "Run",
+    "RunSummary",
+    "StepRow",
+    "StoredRollout",
+    "dumps",
+    "list_runs",
+    "loads",
+    "redact",
+    "redact_text",
+    "summarize",
+    "to_plain",
+]

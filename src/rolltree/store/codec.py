@@ -1,0 +1,151 @@
+"""Python values to JSON text and back, exactly, without pickle.
+
+Plain JSON loses tuples, integer keys, bytes, arrays and non-finite floats. Here such a value is
+written as an object with the one key that marks it, `{"$t": kind, "v": ...}`, so the text stays
+valid JSON that SQLite's own JSON functions can read. The module knows nothing about rollouts or
+files. It leaves out objects with behaviour (sandboxes, games, clients): these become an `Opaque`
+that names their type, never their contents, which may hold secrets.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+TAG = "$t"
+MAX_DEPTH = 100
+MAX_BITS = 8192  # Python refuses to print longer integers
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """What is left of a value that cannot be stored: the name of its type."""
+
+    type: str
+
+
+def dumps(value: Any) -> str:
+    """Return `value` as ASCII JSON text that `loads` turns back into an equal value.
+
+    Exact for None, bool, int, float (NaN and infinities too), str, bytes, list, tuple, set,
+    frozenset, dict with any such keys, and numpy arrays of numbers. Numpy scalars become Python
+    scalars, pydantic models become their dict, everything else becomes `Opaque`.
+    """
+    return json.dumps(_pack(value, 0), allow_nan=False, separators=(",", ":"))
+
+
+def loads(text: str | bytes) -> Any:
+    """Return the value that `dumps` wrote."""
+    return _unpack(json.loads(text))
+
+
+def to_plain(value: Any) -> Any:
+    """Return `value` as strict JSON data for other programs; what JSON cannot say is lost.
+
+    Tuples, sets and arrays become lists, non-finite floats None, other objects text.
+    """
+    if isinstance(value, np.ndarray | np.generic):
+        return to_plain(value.tolist())
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [to_plain(item) for item in value]
+    return f"<{value.type}>" if isinstance(value, Opaque) else str(value)
+
+
+def _pack(value: Any, depth: int) -> Any:
+    if value is None or value is True or value is False:
+        return value
+    if isinstance(value, int):
+        return (
+            int(value) if value.bit_length() <= MAX_BITS else _opaque("int of more than 8192 bits")
+        )
+    if isinstance(value, str):
+        return value if type(value) is str else str.__str__(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {TAG: "float", "v": repr(float(value))}
+    if depth > MAX_DEPTH:
+        return _opaque(f"{type(value).__name__} nested deeper than {MAX_DEPTH}")
+    if type(value) is list:
+        return [_pack(item, depth + 1) for item in value]
+    if isinstance(value, dict):
+        return _pack_dict(value, depth)
+    for kind, pack in _PACKERS.items():
+        if isinstance(value, kind):
+            return pack(value, depth)
+    if hasattr(value, "model_dump"):
+        return _pack(value.model_dump(), depth + 1)
+    if isinstance(value, Opaque):
+        return _opaque(value.type)
+    return _opaque(f"{type(value).__module__}.{type(value).__qualname__}")
+
+
+def _opaque(name: str) -> dict[str, str]:
+    return {TAG: "opaque", "v": name}
+
+
+def _pack_dict(value: dict[Any, Any], depth: int) -> Any:
+    if all(type(key) is str for key in value) and TAG not in value:
+        return {key: _pack(item, depth + 1) for key, item in value.items()}
+    pairs = [[_pack(key, depth + 1), _pack(item, depth + 1)] for key, item in value.items()]
+    return {TAG: "dict", "v": pairs}
+
+
+def _pack_items(tag: str) -> Callable[[Any, int], Any]:
+    return lambda value, depth: {TAG: tag, "v": [_pack(item, depth + 1) for item in value]}
+
+
+def _pack_array(value: Any, depth: int) -> Any:
+    if value.dtype.kind not in "biufc":
+        return _opaque(f"numpy.ndarray of {value.dtype}")
+    raw = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+    return {TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "v": raw}
+
+
+_PACKERS: dict[Any, Callable[[Any, int], Any]] = {
+    Mapping: lambda value, depth: _pack_dict(dict(value), depth),
+    list: lambda value, depth: _pack(list(value), depth),
+    tuple: _pack_items("tuple"),
+    frozenset: _pack_items("frozenset"),
+    set: _pack_items("set"),
+    bytes: lambda value, depth: {TAG: "bytes", "v": base64.b64encode(value).decode()},
+    np.ndarray: _pack_array,
+    np.generic: lambda value, depth: _pack(value.item(), depth + 1),
+}
+
+
+def _unpack(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unpack(item) for item in value]
+    if isinstance(value, dict):
+        if TAG in value:
+            return _UNPACKERS[value[TAG]](value)
+        return {key: _unpack(item) for key, item in value.items()}
+    return value
+
+
+def _unpack_array(value: dict[str, Any]) -> Any:
+    flat = np.frombuffer(base64.b64decode(value["v"]), dtype=np.dtype(value["dtype"]))
+    return flat.reshape(value["shape"]).copy()
+
+
+_UNPACKERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "float": lambda value: float(value["v"]),
+    "tuple": lambda value: tuple(_unpack(item) for item in value["v"]),
+    "frozenset": lambda value: frozenset(_unpack(item) for item in value["v"]),
+    "set": lambda value: {_unpack(item) for item in value["v"]},
+    "bytes": lambda value: base64.b64decode(value["v"]),
+    "dict": lambda value: {_unpack(key): _unpack(item) for key, item in value["v"]},
+    "array": _unpack_array,
+    "opaque": lambda value: Opaque(value["v"]),
+}

@@ -1,0 +1,205 @@
+"""The rows of a run as values: one stored trajectory, one training step, one event.
+
+`StoredRollout` is what other rooms hand in and get back. The module maps it to SQL columns and
+knows nothing about connections, and nothing about what is inside the two blobs; making them is
+`rolltree.rollouts.record`'s part.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from rolltree.store.codec import dumps, loads
+from rolltree.store.redact import REDACTED, redact
+
+Secrets: TypeAlias = tuple[str, ...]
+Status: TypeAlias = Literal["ok", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRollout:
+    """One trajectory of one request, with everything that is worth a query as its own column.
+
+    `(request_id, trajectory_index)` is the identity. A request that failed before it made a
+    trajectory is stored with `trajectory_index=0` and empty blobs. `reward` is None when nothing
+    scored it: never a silent 0.0. Times are milliseconds, `started_at` and `created_at` seconds
+    since the epoch. `min_version` and `max_version` are the policy versions of its sampled tokens.
+
+    `input` holds the dataset row without its prompt (which is in `record`). `record` is codec
+    JSON, `tokens` a token tree's bytes; both are opaque here.
+    """
+
+    request_id: str
+    trajectory_index: int = 0
+    num_trajectories: int = 1
+    group_id: str = ""
+    index_in_group: int = 0
+    phase: str = "eval"
+    train_step: int | None = None
+    env_id: str = ""
+    example_id: int | str | None = None
+    task: str = ""
+    agent: str = ""
+    reward: float | None = None
+    status: Status = "ok"
+    error_type: str | None = None
+    error_phase: str | None = None
+    stop_condition: str | None = None
+    is_completed: bool = True
+    terminated: bool = False
+    truncated: bool = False
+    truncation_reason: str | None = None
+    finish_reason: str | None = None
+    num_calls: int = 0
+    num_prompt_tokens: int = 0
+    num_completion_tokens: int = 0
+    num_unique_tokens: int = 0
+    min_version: int | None = None
+    max_version: int | None = None
+    num_attempts: int = 1
+    generation_ms: float = 0.0
+    scoring_ms: float = 0.0
+    total_ms: float = 0.0
+    started_at: float | None = None
+    created_at: float = field(default_factory=time.time)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    input: Mapping[str, Any] = field(default_factory=dict)
+    errors: Sequence[Mapping[str, Any]] = ()
+    record: bytes = b""
+    tokens: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """Metrics of one optimizer step."""
+
+    step: int
+    created_at: float
+    metrics: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to the run: started, resumed, checkpoint saved, steps dropped."""
+
+    kind: str
+    created_at: float
+    step: int | None
+    data: dict[str, Any]
+
+
+class Column(NamedTuple):
+    """How one field of `StoredRollout` lies in SQL."""
+
+    sql: str
+    encode: Callable[[Any, Secrets], Any]
+    decode: Callable[[Any], Any]
+
+
+def _text(value: Any, secrets: Secrets) -> str | None:
+    return None if value is None else str(value).encode("utf-8", "replace").decode()
+
+
+def _whole(value: Any, secrets: Secrets) -> int | str | None:
+    if value is None or isinstance(value, str):
+        return _text(value, secrets)
+    return int(value) if -(2**63) <= int(value) < 2**63 else str(value)
+
+
+def _real(value: Any, secrets: Secrets) -> float | None:
+    return None if value is None else float(value)
+
+
+def _json(value: Any, secrets: Secrets) -> str:
+    text = dumps(dict(value))
+    for secret in secrets:
+        text = text.replace(secret, REDACTED)
+    return text
+
+
+def _errors(value: Any, secrets: Secrets) -> str:
+    return dumps([redact(dict(item), secrets) for item in value])
+
+
+def _record(value: bytes, secrets: Secrets) -> bytes:
+    for secret in secrets:
+        value = value.replace(secret.encode(), REDACTED.encode())
+    return _compress(value, secrets)
+
+
+def _compress(value: bytes, secrets: Secrets) -> bytes:
+    return zlib.compress(value, 1) if value else b""
+
+
+def _decompress(value: bytes) -> bytes:
+    return zlib.decompress(value) if value else b""
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+_TEXT = Column("TEXT", _text, _same)
+_INT = Column("INTEGER", _whole, _same)
+_REAL = Column("REAL", _real, _same)
+_BOOL = Column("INTEGER", _whole, bool)
+
+COLUMNS: dict[str, Column] = {
+    "request_id": Column("TEXT NOT NULL", _text, _same),
+    "trajectory_index": Column("INTEGER NOT NULL", _whole, _same),
+    "num_trajectories": _INT,
+    "group_id": _TEXT,
+    "index_in_group": _INT,
+    "phase": Column("TEXT NOT NULL", _text, _same),
+    "train_step": _INT,
+    "env_id": _TEXT,
+    "example_id": _INT,
+    "task": _TEXT,
+    "agent": _TEXT,
+    "reward": _REAL,
+    "status": _TEXT,
+    "error_type": _TEXT,
+    "error_phase": _TEXT,
+    "stop_condition": _TEXT,
+    "is_completed": _BOOL,
+    "terminated": _BOOL,
+    "truncated": _BOOL,
+    "truncation_reason": _TEXT,
+    "finish_reason": _TEXT,
+    "num_calls": _INT,
+    "num_prompt_tokens": _INT,
+    "num_completion_tokens": _INT,
+    "num_unique_tokens": _INT,
+    "min_version": _INT,
+    "max_version": _INT,
+    "num_attempts": _INT,
+    "generation_ms": _REAL,
+    "scoring_ms": _REAL,
+    "total_ms": _REAL,
+    "started_at": _REAL,
+    "created_at": _REAL,
+    "metrics": Column("TEXT", _json, loads),
+    "input": Column("TEXT", _json, loads),
+    "errors": Column("TEXT", _errors, loads),
+    "record": Column("BLOB", _record, _decompress),
+    "tokens": Column("BLOB", _compress, _decompress),
+}
+"""Every field of `StoredRollout`, in its order; the blobs last, so that a scan skips them."""
+
+BLOBS = ("record", "tokens")
+
+
+def to_sql(row: StoredRollout, secrets: Secrets = ()) -> tuple[Any, ...]:
+    """Return the SQL values of a row in the order of `COLUMNS`, without the known secrets."""
+    return tuple(column.encode(getattr(row, name), secrets) for name, column in COLUMNS.items())
+
+
+def from_sql(names: Sequence[str], values: Sequence[Any]) -> StoredRollout:
+    """Return the row that has these values; columns that were not read keep their defaults."""
+    return StoredRollout(
+        **{name: COLUMNS[name].decode(value) for name, value in zip(names, values, strict=True)}
+    )

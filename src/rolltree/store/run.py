@@ -1,0 +1,363 @@
+"""A run directory: `run.db`, `config.json`, `checkpoints/`, one writer, any number of readers.
+
+Append-only rollouts, metrics per training step, events and metadata, each batch one transaction.
+The module takes plain values and opaque blobs: it knows neither tokens nor environments nor
+torch. It leaves out checkpoints (training writes them below `Run.checkpoints`) and turning a
+rollout into rows (`rolltree.rollouts.record`).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from rolltree.errors import ConfigError, StoreError, did_you_mean
+from rolltree.store.codec import dumps, loads, to_plain
+from rolltree.store.config import config_differences, write_config
+from rolltree.store.database import Database
+from rolltree.store.lock import WriterLock
+from rolltree.store.redact import redact
+from rolltree.store.rows import BLOBS, COLUMNS, Event, StepRow, StoredRollout, from_sql, to_sql
+
+_INSERT = (
+    f"INSERT INTO rollouts ({', '.join(COLUMNS)}) VALUES ({', '.join('?' for _ in COLUMNS)}) "
+    "ON CONFLICT (request_id, trajectory_index) DO NOTHING"
+)
+_FILTERS = [name for name in COLUMNS if name not in (*BLOBS, "metrics", "input", "errors")]
+
+
+class Run:
+    """One run. Make it with `create`, `open` or `open_or_create`; close it or use `with`.
+
+    Methods may be called from any thread of the process.
+    """
+
+    def __init__(self, path: Path, database: Database, lock: WriterLock | None) -> None:
+        self.path = path
+        self._database = database
+        self._lock = lock
+        self._secrets: tuple[str, ...] = ()
+
+    @classmethod
+    def create(
+        cls,
+        path: str | Path,
+        *,
+        config: Mapping[str, Any] | None = None,
+        kind: str = "run",
+        secrets: Sequence[str] = (),
+    ) -> Run:
+        """Make a new run directory and open it for writing.
+
+        `config` is stored redacted, in the database and as `config.json` for people. `secrets`
+        are those of `protect`.
+
+        Raises:
+            StoreError: there is a run already, or something else that is not ours.
+        """
+        run = cls._make(Path(path), _config_data(config or {}, secrets), kind, secrets)
+        if not run._database.is_new:
+            run.close()
+            raise StoreError(
+                f"{path} already holds a run, and a new one would mix with it. Continue it with "
+                "Run.open(path) or Run.open_or_create(path, ...), or choose another directory."
+            )
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path, mode: Literal["r", "w"] = "w") -> Run:
+        """Open an existing run to continue it (`"w"`), or to read it while others write (`"r"`).
+
+        Raises:
+            StoreError: not a run, of another schema, or (`"w"`) somebody else is writing.
+        """
+        directory = Path(path)
+        if mode == "r":
+            return cls(directory, Database(directory / "run.db", "r"), None)
+        if not (directory / "run.db").is_file():
+            Database(directory / "run.db", "w")  # raises with the explanation
+        lock = WriterLock(directory / "run.lock")
+        try:
+            return cls(directory, Database(directory / "run.db", "w"), lock)
+        except BaseException:
+            lock.release()
+            raise
+
+    @classmethod
+    def open_or_create(
+        cls,
+        path: str | Path,
+        *,
+        config: Mapping[str, Any],
+        kind: str = "run",
+        may_change: Sequence[str] = (),
+        secrets: Sequence[str] = (),
+    ) -> Run:
+        """Continue the run at `path`, or make it: what "the same command again" means.
+
+        `may_change` names dotted keys (or their parents) in which a continued run may differ
+        from its first start, such as `"max_concurrent"`.
+
+        Raises:
+            ConfigError: the run was started with other settings.
+        """
+        data = _config_data(config, secrets)
+        run = cls._make(Path(path), data, kind, secrets)
+        if run._database.is_new:
+            return run
+        differences = config_differences(run.config, data, may_change)
+        if differences:
+            run.close()
+            raise ConfigError(
+                f"{path} was started with other settings, and one run must not mix two: "
+                f"{'; '.join(differences)}. Choose another run directory, or use the settings in "
+                f"{Path(path) / 'config.json'}."
+            )
+        run.add_event("resumed")
+        return run
+
+    @classmethod
+    def _make(cls, path: Path, config: Any, kind: str, secrets: Sequence[str]) -> Run:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = WriterLock(path / "run.lock")
+        meta = {"kind": kind, "config": config, "created_at": time.time()}
+        try:
+            first_meta = {key: dumps(value) for key, value in meta.items()}
+            run = cls(path, Database(path / "run.db", "create", first_meta), lock)
+            run.protect(*secrets)
+            write_config(path / "config.json", run.config)
+        except BaseException:
+            lock.release()
+            raise
+        return run
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the database and let another writer in."""
+        self._database.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where training keeps its checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def read_only(self) -> bool:
+        """Whether this object may only read."""
+        return self._lock is None
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """Everything stored with `set_meta`, plus `kind`, `config` and `created_at`."""
+        rows = self._database.all("SELECT key, value FROM meta ORDER BY key")
+        return {key: loads(value) for key, value in rows}
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The redacted config that the run was made with."""
+        rows = self._database.all("SELECT value FROM meta WHERE key = 'config'")
+        return dict(loads(rows[0][0])) if rows else {}
+
+    def set_meta(self, key: str, value: Any) -> None:
+        """Store one value under a name; the last one wins."""
+        self._must_write()
+        text = dumps(redact(value, self._secrets))
+        with self._database.transaction() as connection:
+            connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, text))
+
+    def protect(self, *secrets: str) -> None:
+        """Name secrets of this process; they are cut out of everything written from now on.
+
+        Texts of fewer than eight characters are ignored: cutting them out would tear real data.
+        """
+        self._secrets = (*self._secrets, *(secret for secret in secrets if len(secret) >= 8))
+
+    def add_rollouts(self, rows: Iterable[StoredRollout], *, replace_failed: bool = False) -> int:
+        """Store rows in one transaction and return how many were new.
+
+        A `(request_id, trajectory_index)` that is stored already is left as it is, so the same
+        result may come twice and is counted once. With `replace_failed`, a request whose stored
+        rows failed is replaced, and an event keeps what failed.
+        """
+        self._must_write()
+        values = [(row.request_id, to_sql(row, self._secrets)) for row in rows]
+        with self._database.transaction() as connection:
+            if replace_failed:
+                for request_id in dict.fromkeys(request_id for request_id, _ in values):
+                    self._drop_failed(request_id)
+            before = connection.total_changes
+            connection.executemany(_INSERT, (row for _, row in values))
+            return connection.total_changes - before
+
+    def _drop_failed(self, request_id: str) -> None:
+        failed = self._database.all(
+            "SELECT trajectory_index, error_type, errors FROM rollouts "
+            "WHERE request_id = ? AND status = 'error'",
+            (request_id,),
+        )
+        if failed:
+            errors = [{"type": kind, "errors": loads(text)} for _, kind, text in failed]
+            self._insert_event("retried", {"request_id": request_id, "failed": errors}, None)
+            self._database.all("DELETE FROM rollouts WHERE request_id = ?", (request_id,))
+
+    def rollouts(
+        self, *, blobs: bool = True, limit: int | None = None, **where: Any
+    ) -> Iterator[StoredRollout]:
+        """Yield stored rows in the order they came; `where` compares columns.
+
+        `run.rollouts(phase="eval", status=["ok", "error"])`: a list means any of these, None
+        means NULL. Without `blobs`, `record` and `tokens` stay empty and reading is fast.
+
+        Raises:
+            ConfigError: there is no such column.
+        """
+        names = [name for name in COLUMNS if blobs or name not in BLOBS]
+        clause, values = _where(where)
+        for row in self._database.pages(names, clause, values, limit):
+            yield from_sql(names, row)
+
+    def num_rollouts(self, **where: Any) -> int:
+        """Count stored rows, with the filters of `rollouts`."""
+        clause, values = _where(where)
+        return int(
+            self._database.all(f"SELECT count(*) FROM rollouts WHERE {clause}", values)[0][0]
+        )
+
+    def finished_ids(self, phase: str | None = None, *, failed: bool = True) -> set[str]:
+        """Return the ids of requests that are stored; without `failed`, only those that worked."""
+        where: dict[str, Any] = {} if phase is None else {"phase": phase}
+        clause, values = _where(where if failed else {**where, "status": "ok"})
+        rows = self._database.all(f"SELECT request_id FROM rollouts WHERE {clause}", values)
+        return {row[0] for row in rows}
+
+    def add_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Store the metrics of one optimizer step; the same step again replaces them."""
+        self._must_write()
+        with self._database.transaction() as connection:
+            connection.execute(
+                "INSERT OR REPLACE INTO steps VALUES (?, ?, ?)",
+                (int(step), time.time(), dumps(redact(dict(metrics), self._secrets))),
+            )
+
+    def steps(self) -> list[StepRow]:
+        """Return the metrics of every step, in order."""
+        rows = self._database.all("SELECT step, created_at, metrics FROM steps ORDER BY step")
+        return [StepRow(step, created, loads(text)) for step, created, text in rows]
+
+    def truncate_steps(self, after: int, *, rollout_phases: Sequence[str] = ()) -> int:
+        """Forget the steps after a checkpoint's, which a resumed trainer takes again.
+
+        Rollouts of `rollout_phases` with a later `train_step` go with them. An event records how
+        many rows went. Returns the number of steps forgotten.
+        """
+        self._must_write()
+        with self._database.transaction() as connection:
+            steps = connection.execute("DELETE FROM steps WHERE step > ?", (after,)).rowcount
+            rollouts = 0
+            for phase in rollout_phases:
+                rollouts += connection.execute(
+                    "DELETE FROM rollouts WHERE phase = ? AND train_step > ?", (phase, after)
+                ).rowcount
+            if steps or rollouts:
+                self._insert_event("truncated", {"steps": steps, "rollouts": rollouts}, after)
+        return steps
+
+    def add_event(
+        self, kind: str, data: Mapping[str, Any] | None = None, *, step: int | None = None
+    ) -> None:
+        """Record that something happened."""
+        self._must_write()
+        with self._database.transaction():
+            self._insert_event(kind, data or {}, step)
+
+    def events(self, kind: str | None = None) -> list[Event]:
+        """Return what happened, oldest first."""
+        rows = self._database.all(
+            "SELECT kind, created_at, step, data FROM events WHERE ? IS NULL OR kind = ? "
+            "ORDER BY id",
+            (kind, kind),
+        )
+        return [Event(name, created, step, loads(data)) for name, created, step, data in rows]
+
+    def query(self, sql: str, *values: Any) -> list[dict[str, Any]]:
+        """Run read-only SQL over `meta`, `rollouts`, `steps`, `events`.
+
+        Raises:
+            StoreError: the SQL is wrong, or would write.
+        """
+        return self._database.query(sql, values)
+
+    def export(
+        self,
+        target: str | Path,
+        *,
+        render: Callable[[StoredRollout], Mapping[str, Any]] | None = None,
+        **where: Any,
+    ) -> int:
+        """Write one JSON line per stored row and return how many; filters as in `rollouts`.
+
+        Without `render` a line has every column but the blobs;
+        `rolltree.rollouts.export_line` is the renderer that adds messages and tokens.
+        """
+        num_rows = 0
+        with Path(target).open("w", encoding="utf-8") as file:
+            for row in self.rollouts(blobs=render is not None, **where):
+                line = _columns(row) if render is None else render(row)
+                file.write(json.dumps(to_plain(line), ensure_ascii=False) + "\n")
+                num_rows += 1
+        return num_rows
+
+    def _must_write(self) -> None:
+        if self.read_only:
+            raise StoreError(
+                f"{self.path} was opened for reading, so nothing can be stored in it. Open it "
+                'with Run.open(path, mode="w").'
+            )
+
+    def _insert_event(self, kind: str, data: Mapping[str, Any], step: int | None) -> None:
+        text = dumps(redact(dict(data), self._secrets))
+        self._database.all(
+            "INSERT INTO events (created_at, kind, step, data) VALUES (?, ?, ?, ?)",
+            (time.time(), kind, step, text),
+        )
+
+
+def _config_data(config: Mapping[str, Any], secrets: Sequence[str]) -> Any:
+    return to_plain(redact(dict(config), tuple(secrets)))
+
+
+def _columns(row: StoredRollout) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in COLUMNS if name not in BLOBS}
+
+
+def _where(filters: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    clauses: list[str] = ["1"]
+    values: list[Any] = []
+    for name, value in filters.items():
+        if name not in _FILTERS:
+            raise ConfigError(
+                f"rollouts cannot be filtered by {name!r}.{did_you_mean(name, _FILTERS)}"
+            )
+        if isinstance(value, (list, tuple, set, frozenset)):
+            clauses.append(f"{name} IN ({', '.join('?' for _ in value)})")
+            values.extend(value)
+        else:
+            clauses.append(f"{name} IS ?")
+            values.append(value)
+    return " AND ".join(clauses), values
