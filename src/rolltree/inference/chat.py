@@ -1,0 +1,202 @@
+"""Messages to prompt ids and completion ids to messages, for one tokenizer and chat template.
+
+The first prompt of a conversation is the rendered template. Each later one is the exact ids of the
+previous prompt and completion plus only what is new, so nothing that was sampled is ever
+re-tokenized. It knows nothing about engines, servers or which calls were made before (that is
+`rolltree.inference.session`), and leaves out text parsing by environments (`rolltree.parsers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from rolltree.errors import ConfigError, did_you_mean
+from rolltree.inference.completion import CompletionParser, ParsedCompletion
+from rolltree.inference.glue import Glue, GlueError
+from rolltree.inference.template import ChatTemplate
+from rolltree.inference.vocabulary import Tokenizer, Vocabulary
+from rolltree.types import ChatMessage, FinishReason, IntArray, ToolSchema
+
+History = Literal["keep", "template"]
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """How a prompt continues an earlier call.
+
+    With `suffix` (int32 `[_T]`, the new ids alone) the prompt is the earlier call's prompt and
+    completion followed by it. Without, the whole prompt is rendered anew as `rendered`, and
+    `reason` says why.
+    """
+
+    suffix: IntArray | None
+    rendered: IntArray | None = None
+    reason: str | None = None
+
+
+class ChatRenderer:
+    """Renders prompts and reads completions for one tokenizer.
+
+    Args:
+        tokenizer: anything with `encode` and `decode`, such as a transformers fast tokenizer.
+        template: the chat template's text, or several by name; None takes the tokenizer's.
+        history: what happens where the template rewrites earlier turns (say, strips reasoning):
+            `"keep"` continues the exact ids, `"template"` follows the template, which breaks the
+            prefix there and costs O(history) per turn.
+        variables: extra names for the template, such as `{"enable_thinking": False}`.
+        tool_parser: a name in `TOOL_PARSERS`, `"auto"` (found in the template), or `"none"`.
+        reasoning: a name in `REASONING_TAGS`, `"auto"` (found in the template), or `"none"`.
+        end_ids: further token ids that end a turn, beside the tokenizer's and the template's own.
+
+    Raises:
+        ConfigError: there is no template, or an argument is not one of its values.
+
+    Example:
+        >>> renderer = ChatRenderer(ByteTokenizer())                            # doctest: +SKIP
+        >>> renderer.render([{"role": "user", "content": "7 + 5 ="}])           # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: str | Mapping[str, str] | None = None,
+        *,
+        history: History = "keep",
+        variables: Mapping[str, Any] | None = None,
+        tool_parser: str = "auto",
+        reasoning: str = "auto",
+        end_ids: Sequence[int] = (),
+    ) -> None:
+        if history not in ("keep", "template"):
+            raise ConfigError(
+                f"history = {history!r} is not a way to treat rewritten turns."
+                + did_you_mean(history, ("keep", "template"))
+            )
+        self.history: History = history
+        self.vocabulary = Vocabulary(tokenizer)
+        self.tokenizer = tokenizer
+        sources = _sources(tokenizer, template)
+        names = {**self.vocabulary.variables, **(variables or {})}
+        self.template = ChatTemplate(sources["default"], names)
+        self._glue = Glue(self.template, self.vocabulary, end_ids)
+        self._tool_template = self.template
+        self._tool_glue = self._glue
+        if "tool_use" in sources:
+            self._tool_template = ChatTemplate(sources["tool_use"], names)
+            self._tool_glue = Glue(self._tool_template, self.vocabulary, end_ids)
+        self.end_ids = tuple(dict.fromkeys((*self._glue.end_ids, *self._tool_glue.end_ids)))
+        """Token ids that end a turn: an engine stops after sampling one of them."""
+        self._parser = CompletionParser(
+            self.vocabulary,
+            self.end_ids,
+            source=self._tool_template.source,
+            tool_parser=tool_parser,
+            reasoning=reasoning,
+            opener=self._glue.opener,
+        )
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSchema] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> IntArray:
+        """Return the prompt of a whole conversation, int32 `[_T]`.
+
+        Raises:
+            TemplateError: the template refuses these messages.
+        """
+        template = self._tool_template if tools else self.template
+        text = template.render(messages, tools, add_generation_prompt=add_generation_prompt)
+        return self.vocabulary.encode_start(text)
+
+    def continuation(
+        self,
+        previous_ids: IntArray,
+        messages: Sequence[ChatMessage],
+        num_old: int,
+        tools: Sequence[ToolSchema] | None = None,
+    ) -> Continuation:
+        """Return how the prompt for `messages` continues an earlier call.
+
+        `previous_ids` are that call's prompt and completion, int32 `[_T]`; `messages[:num_old]`
+        ends with the assistant message that it gave. A turn that was cut short (no end token as
+        its last id) is closed first: the closing token is context, never a sampled token. Cost is
+        O(new tokens) with `history="keep"`.
+        """
+        assistant, new = messages[num_old - 1], messages[num_old:]
+        glue = self._tool_glue if tools else self._glue
+        try:
+            text = glue.suffix(assistant, new, tools)
+        except GlueError as error:
+            return Continuation(None, self.render(messages, tools), str(error))
+        ids = self.vocabulary.encode(text)
+        ended = len(previous_ids) > 0 and int(previous_ids[-1]) in self.end_ids
+        if ended and len(ids) and int(ids[0]) in self.end_ids:
+            ids, text = ids[1:], text[len(self.vocabulary.decode(ids[:1])) :]
+        if self.history == "template":
+            template = self._tool_template if tools else self.template
+            whole = template.render(messages, tools)
+            kept = self.vocabulary.decode(previous_ids)
+            if whole != kept + text:
+                at = _first_difference(whole, kept + text)
+                reason = f"the template rewrites the history at character {at}"
+                return Continuation(None, self.vocabulary.encode_start(whole), reason)
+        return Continuation(ids)
+
+    def extend(
+        self,
+        previous_ids: IntArray,
+        messages: Sequence[ChatMessage],
+        num_old: int,
+        tools: Sequence[ToolSchema] | None = None,
+    ) -> IntArray:
+        """Return the whole next prompt, int32 `[_T]`; the arguments are `continuation`'s."""
+        found = self.continuation(previous_ids, messages, num_old, tools)
+        if found.suffix is None:
+            assert found.rendered is not None
+            return found.rendered
+        return np.concatenate([np.asarray(previous_ids, np.int32), found.suffix])
+
+    def parse(
+        self,
+        completion_ids: Sequence[int] | IntArray,
+        finish_reason: FinishReason = FinishReason.STOP,
+        tools: Sequence[ToolSchema] | None = None,
+    ) -> ParsedCompletion:
+        """Read sampled ids as an assistant message; never raises for what a model wrote."""
+        return self._parser.parse_ids(completion_ids, finish_reason, tools)
+
+    def encode_text(self, text: str, *, start: bool = True) -> IntArray:
+        """Return the ids of plain text, int32 `[_T]`; `start=False` when it continues other ids."""
+        return self.vocabulary.encode_start(text) if start else self.vocabulary.encode(text)
+
+    def decode(self, ids: Sequence[int] | IntArray) -> str:
+        """Return the text of `ids`, special tokens spelled out."""
+        return self.vocabulary.decode(ids)
+
+
+def _sources(tokenizer: Tokenizer, template: str | Mapping[str, str] | None) -> dict[str, str]:
+    found: Any = template if template is not None else getattr(tokenizer, "chat_template", None)
+    if isinstance(found, str):
+        return {"default": found}
+    if isinstance(found, Mapping) and found:
+        sources = {str(name): str(text) for name, text in found.items()}
+        sources.setdefault("default", next(iter(sources.values())))
+        return sources
+    raise ConfigError(
+        "the tokenizer has no chat template, so messages cannot become a prompt. Pass "
+        "template=..., or use message_type='completion' with a base model."
+    )
+
+
+def _first_difference(left: str, right: str) -> int:
+    for index, (one, other) in enumerate(zip(left, right, strict=False)):
+        if one != other:
+            return index
+    return min(len(left), len(right))

@@ -1,0 +1,192 @@
+"""The one interface to a model: `ModelClient`, and what turns other things into it.
+
+It knows the values of `rolltree.types` and how OpenAI names sampling fields. It knows nothing about
+HTTP, chat templates or torch; those live in the clients that implement the interface. It leaves out
+weight publishing, which belongs to whoever owns the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast, runtime_checkable
+
+from rolltree.errors import ConfigError
+from rolltree.types import (
+    GenerateRequest,
+    Generation,
+    Messages,
+    MessageType,
+    SamplingArgs,
+    SamplingParams,
+    ToolSchema,
+)
+
+
+@runtime_checkable
+class ModelClient(Protocol):
+    """A model one can talk to, by messages or by token ids.
+
+    All methods raise `rolltree.errors.ModelError` (or a subclass) when the model gave no usable
+    answer, and `TokenError` when the answer's tokens contradict themselves.
+    """
+
+    @property
+    def model(self) -> str:
+        """The name of the model that is asked when a call names none."""
+        ...
+
+    def session(self) -> ModelClient:
+        """Return a client for one rollout.
+
+        It remembers its calls: a prompt that continues an earlier call is sent as that call's exact
+        ids plus only what is new, and `Generation.extends` names the call.
+        """
+        ...
+
+    async def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[ToolSchema] | None = None,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
+        model: str | None = None,
+        message_type: MessageType = "chat",
+    ) -> Generation:
+        """Sample the next assistant message, or continue a string (`message_type="completion"`)."""
+        ...
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Sample one completion after exactly `request.prompt_ids`."""
+        ...
+
+    async def aclose(self) -> None:
+        """Release connections. A session shares them with its parent and releases none."""
+        ...
+
+
+def as_client(client: object, model: str | None = None) -> ModelClient:
+    """Return `client` as a `ModelClient`.
+
+    A `ModelClient` passes through. An object with `chat.completions.create`, as `AsyncOpenAI` has
+    it, is wrapped; `model` is then what is asked when a call names no model.
+
+    Raises:
+        ConfigError: the object is neither, or it is a blocking client.
+    """
+    if hasattr(getattr(client, "chat", None), "completions"):
+        from rolltree.inference.wrapped import WrappedClient
+
+        return WrappedClient(client, model)
+    if all(callable(getattr(client, name, None)) for name in ("chat", "generate", "session")):
+        return cast(ModelClient, client)
+    raise ConfigError(
+        f"a {type(client).__name__} is not a model client: it has neither `chat.completions` (like "
+        "openai.AsyncOpenAI) nor the methods of rolltree.inference.ModelClient, so no model can be "
+        "asked through it. Pass openai.AsyncOpenAI(...) or rolltree.inference.OpenAIClient(...)."
+    )
+
+
+_IN_BODY = ("top_k", "stop_token_ids")
+"""Fields that OpenAI's API lacks: the openai client sends them in `extra_body`."""
+
+
+def sampling_from_args(args: SamplingArgs) -> SamplingParams:
+    """Turn OpenAI request fields into `SamplingParams`; `args` is not changed.
+
+    Fields without a counterpart (and what is left of `extra_body`) go to `.extra` unchanged; fields
+    that are None count as not given.
+
+    >>> sampling_from_args({"temperature": 0.7, "max_completion_tokens": 8, "min_p": 0.1})
+    SamplingParams(temperature=0.7, top_p=1.0, top_k=0, max_tokens=8, stop=(), \
+stop_token_ids=(), seed=None, extra={'min_p': 0.1})
+
+    Raises:
+        ConfigError: a field has a value that cannot mean what it should, or `n` is not 1.
+    """
+    rest = {key: value for key, value in args.items() if value is not None}
+    body = dict(_mapping(rest.pop("extra_body", {})))
+    for key in _IN_BODY:
+        if key in body:
+            rest.setdefault(key, body.pop(key))
+    if rest.pop("n", 1) != 1:
+        raise ConfigError(
+            "n is not 1: one call gives one completion, so that each completion has its own seed "
+            "and its own place in the trajectory. Ask for more rollouts per example instead."
+        )
+    known: dict[str, Any] = {}
+    for name, (keys, convert) in _FIELDS.items():
+        for key in keys:
+            if key in rest:
+                value = rest.pop(key)
+                try:
+                    known[name] = convert(value)
+                except (TypeError, ValueError) as error:
+                    raise ConfigError(
+                        f"sampling argument {key} = {value!r} cannot be used ({error}); the "
+                        "request would not be sampled as intended. Correct the value."
+                    ) from error
+    if body:
+        rest["extra_body"] = body
+    return SamplingParams(**known, extra=rest)
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"extra_body is a {type(value).__name__}, not a mapping of request fields, so nothing "
+            "of it could be sent. Pass a dict."
+        )
+    return value
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, bool) or int(value) != value:
+        raise ValueError("not a whole number")
+    return int(value)
+
+
+def _positive(value: Any) -> int:
+    number = _integer(value)
+    if number < 1:
+        raise ValueError("below 1")
+    return number
+
+
+def _temperature(value: Any) -> float:
+    number = float(value)
+    if not 0.0 <= number < float("inf"):
+        raise ValueError("neither 0 nor a positive number")
+    return number
+
+
+def _probability(value: Any) -> float:
+    number = float(value)
+    if not 0.0 < number <= 1.0:
+        raise ValueError("not in (0, 1]")
+    return number
+
+
+def _top_k(value: Any) -> int:
+    return max(_integer(value), 0)  # -1 is vLLM's "off"
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    strings = (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(string, str) and string for string in strings):
+        raise ValueError("a stop string is empty or no string")
+    return strings
+
+
+def _integers(value: Any) -> tuple[int, ...]:
+    return tuple(_integer(item) for item in value)
+
+
+_FIELDS: dict[str, tuple[tuple[str, ...], Any]] = {
+    "temperature": (("temperature",), _temperature),
+    "top_p": (("top_p",), _probability),
+    "top_k": (("top_k",), _top_k),
+    "max_tokens": (("max_tokens", "max_completion_tokens"), _positive),
+    "stop": (("stop",), _strings),
+    "stop_token_ids": (("stop_token_ids",), _integers),
+    "seed": (("seed",), _integer),
+}

@@ -1,0 +1,116 @@
+"""Sampled ids to an assistant message: end token off, reasoning split, tool calls read.
+
+It knows the tokenizer and the styles of reasoning and tool calls. It knows nothing about prompts.
+It never raises for what a model wrote: what cannot be read stays in the content, and the message's
+`parse_problems` says what was wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rolltree.errors import UnknownName, did_you_mean
+from rolltree.inference.tool_calls import TOOL_PARSERS, call_messages, find_tool_parser
+from rolltree.inference.vocabulary import Vocabulary
+from rolltree.types import ChatMessage, FinishReason, IntArray, ToolSchema
+
+REASONING_TAGS: dict[str, tuple[str, str]] = {
+    "none": ("", ""),
+    "think": ("<think>", "</think>"),
+    "seed": ("<seed:think>", "</seed:think>"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCompletion:
+    """An answer in two forms: as a message, and as the text that was sampled (no end token)."""
+
+    message: ChatMessage
+    text: str
+    finish_reason: FinishReason
+
+
+class CompletionParser:
+    """Reads completions in one model's style.
+
+    `source` is the chat template, in which "auto" finds the styles; `opener` is what the template
+    puts before an answer: reasoning may have been opened there.
+
+    Raises:
+        UnknownName: no parser or no reasoning style has that name.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        end_ids: Sequence[int],
+        *,
+        source: str = "",
+        tool_parser: str = "auto",
+        reasoning: str = "auto",
+        opener: str = "",
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._end_ids = frozenset(end_ids)
+        self.tool_parser = find_tool_parser(source) if tool_parser == "auto" else tool_parser
+        self.reasoning = _find_reasoning(source) if reasoning == "auto" else reasoning
+        for name, table in ((self.tool_parser, TOOL_PARSERS), (self.reasoning, REASONING_TAGS)):
+            if name not in table:
+                raise UnknownName(
+                    f"no way to read completions is called {name!r}." + did_you_mean(name, table)
+                )
+        self._tags = REASONING_TAGS[self.reasoning]
+        self._starts_inside = bool(self._tags[0]) and opener.rstrip().endswith(self._tags[0])
+
+    def parse_ids(
+        self,
+        completion_ids: Sequence[int] | IntArray,
+        finish_reason: FinishReason,
+        tools: Sequence[ToolSchema] | None = None,
+    ) -> ParsedCompletion:
+        """Return the message that `completion_ids` (int32 `[_T]`, end token included) say."""
+        ids = completion_ids
+        if len(ids) and int(ids[-1]) in self._end_ids:
+            ids = ids[:-1]
+        return self.parse_text(self._vocabulary.decode(ids), finish_reason, tools)
+
+    def parse_text(
+        self,
+        text: str,
+        finish_reason: FinishReason,
+        tools: Sequence[ToolSchema] | None = None,
+    ) -> ParsedCompletion:
+        """Return the message that `text` says. Tool calls are read only when there are `tools`."""
+        reasoning, content = self._split(text)
+        message: ChatMessage = {"role": "assistant", "content": content}
+        if reasoning is not None:
+            message["reasoning_content"] = reasoning
+        if tools:
+            found = TOOL_PARSERS[self.tool_parser](content)
+            message["content"] = found.content
+            if found.calls:
+                message["tool_calls"] = call_messages(found.calls, text)
+                if finish_reason == FinishReason.STOP:
+                    finish_reason = FinishReason.TOOL_CALLS
+            if found.problems:
+                message["parse_problems"] = list(found.problems)
+        return ParsedCompletion(message, text, finish_reason)
+
+    def _split(self, text: str) -> tuple[str | None, str]:
+        start, end = self._tags
+        if not start:
+            return None, text
+        body = text.lstrip()
+        if body.startswith(start):
+            body = body[len(start) :]
+        elif not self._starts_inside:
+            return None, text
+        reasoning, _, content = body.partition(end)
+        return reasoning.strip("\n"), content.lstrip("\n")
+
+
+def _find_reasoning(source: str) -> str:
+    return next(
+        (name for name, (_, end) in REASONING_TAGS.items() if end and end in source), "none"
+    )

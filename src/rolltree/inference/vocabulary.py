@@ -1,0 +1,94 @@
+"""A tokenizer as this room needs it: text to ids and back, and which ids are special.
+
+It works with any object that has `encode(text, add_special_tokens=False)` and `decode(ids)`, such
+as transformers' fast tokenizers. It knows nothing about templates. It leaves out normalisation:
+text that a tokenizer changes is changed here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from rolltree.types import IntArray
+
+
+class Tokenizer(Protocol):
+    """What is needed of a tokenizer. `chat_template`, `eos_token_id` and the like are optional."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> Sequence[int]:
+        """Return the ids of `text`; special tokens spelled out in it become their ids."""
+        ...
+
+    def decode(self, ids: Sequence[int], /) -> str:
+        """Return the text of `ids`, special tokens spelled out."""
+        ...
+
+
+class Vocabulary:
+    """A tokenizer with its special ids looked up once.
+
+    `end_ids` are the tokenizer's own end tokens (`eos_token_id`, one or several). `variables` are
+    the special tokens by name, as templates read them (`bos_token`, ...).
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        special = {int(token) for token in getattr(tokenizer, "all_special_ids", None) or ()}
+        added: Any = getattr(tokenizer, "added_tokens_decoder", None) or {}
+        special.update(int(token) for token in added)
+        self.end_ids = _ids(getattr(tokenizer, "eos_token_id", None))
+        self._special = frozenset(special.union(self.end_ids))
+        names: Any = getattr(tokenizer, "special_tokens_map", None) or {}
+        self.variables = {name: str(text) for name, text in names.items() if _is_text(text)}
+        self._anchor = self._find_anchor()
+
+    def is_special(self, token: int) -> bool:
+        """Whether `token` is a control token, not text."""
+        return token in self._special
+
+    def encode(self, text: str) -> IntArray:
+        """Return the ids of `text` as they are inside a longer text, int32 `[_T]`.
+
+        A special token is put before the text and its id dropped again, since some tokenizers
+        (SentencePiece) add a space at the very start.
+        """
+        if not text:
+            return np.empty(0, np.int32)
+        if self._anchor is None:
+            return np.asarray(self._encode(text), np.int32)
+        anchor_text, anchor_id = self._anchor
+        ids = np.asarray(self._encode(anchor_text + text), np.int32)
+        return ids[1:] if ids[0] == anchor_id else np.asarray(self._encode(text), np.int32)
+
+    def encode_start(self, text: str) -> IntArray:
+        """Return the ids of `text` at the start of a sequence, int32 `[_T]`."""
+        return np.asarray(self._encode(text), np.int32)
+
+    def decode(self, ids: Sequence[int] | IntArray) -> str:
+        """Return the text of `ids`, special tokens spelled out."""
+        return self.tokenizer.decode([int(token) for token in ids])
+
+    def _encode(self, text: str) -> Sequence[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _find_anchor(self) -> tuple[str, int] | None:
+        for token in (*self.end_ids, *sorted(self._special)):
+            text = self.decode([token])
+            if text and list(self._encode(text)) == [token]:
+                return text, token
+        return None
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (
+        tuple(int(token) for token in value) if isinstance(value, list | tuple) else (int(value),)
+    )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) or hasattr(value, "content")
