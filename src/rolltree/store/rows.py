@@ -157,7 +157,7 @@ COLUMNS: dict[str, Column] = {
     "phase": Column("TEXT NOT NULL", _text, _same),
     "train_step": _INT,
     "env_id": _TEXT,
-    "example_id": _INT,
+    "example_id": Column("", _whole, _same),  # no type: SQLite would turn "7" into 7
     "task": _TEXT,
     "agent": _TEXT,
     "reward": _REAL,
