@@ -177,6 +177,7 @@ class Generation:
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0
     wait_s: float = 0.0  # time in queues and retries, excluded from time limits
+    info: Mapping[str, Any] = field(default_factory=dict)  # `num_retries`, `rerendered`: why, ...
 
 
 @dataclass(frozen=True, slots=True)

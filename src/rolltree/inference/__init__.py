@@ -8,6 +8,7 @@ and nothing about environments, rewards or training. The embedded torch engine l
 from rolltree.inference.chat import ChatRenderer, Continuation
 from rolltree.inference.client import ModelClient, as_client, sampling_from_args
 from rolltree.inference.completion import REASONING_TAGS, ParsedCompletion
+from rolltree.inference.session import Prompt, Sampled, TokenSession, next_call_id
 from rolltree.inference.template import ChatTemplate, TemplateError
 from rolltree.inference.tool_calls import TOOL_PARSERS, ToolCall, ToolCalls
 
@@ -19,9 +20,13 @@ __all__ = [
     "Continuation",
     "ModelClient",
     "ParsedCompletion",
+    "Prompt",
+    "Sampled",
     "TemplateError",
     "ToolCall",
+    "TokenSession",
     "ToolCalls",
     "as_client",
+    "next_call_id",
     "sampling_from_args",
 ]

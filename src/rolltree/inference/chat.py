@@ -172,6 +172,15 @@ class ChatRenderer:
         """Read sampled ids as an assistant message; never raises for what a model wrote."""
         return self._parser.parse_ids(completion_ids, finish_reason, tools)
 
+    def parse_text(
+        self,
+        text: str,
+        finish_reason: FinishReason = FinishReason.STOP,
+        tools: Sequence[ToolSchema] | None = None,
+    ) -> ParsedCompletion:
+        """Read an answer's text (no end token) as an assistant message."""
+        return self._parser.parse_text(text, finish_reason, tools)
+
     def encode_text(self, text: str, *, start: bool = True) -> IntArray:
         """Return the ids of plain text, int32 `[_T]`; `start=False` when it continues other ids."""
         return self.vocabulary.encode_start(text) if start else self.vocabulary.encode(text)

@@ -74,8 +74,12 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, limits: Limits) -> None:
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[GenerationTag, loopcontrols],
+            optimized=False,  # folding constants would compute them outside the limits
         )
+        del self.globals["lipsum"]
         self.limits = limits
         for name in list(self.filters):
             self.filters[name] = self._guard_filter(name, self.filters[name])
@@ -95,13 +99,13 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
         """Count one piece of output."""
         if not isinstance(value, str):
             self._check(weight(value, self.limits.num_characters))
-            value = str(value)
+        text = str(value)
         budget = _BUDGET.get()
         if budget is not None:
-            budget.num_characters_left -= len(value)
+            budget.num_characters_left -= len(text)
             if budget.num_characters_left < 0:
                 raise LimitExceeded(f"it wrote over {self.limits.num_characters} characters")
-        return value
+        return text
 
     def rolltree_concat(self, *values: Any) -> str:
         """Join the operands of `~`."""
@@ -120,6 +124,13 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
             self._check(_product(operator, left, right, limit))
         return super().call_binop(context, operator, left, right)
 
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Hand out `str.format` only for patterns that cannot make long text."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            self._check_format(value.__self__)
+        return wrapped
+
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Call what the sandbox allows, with arguments that cannot make large values."""
         owner = getattr(__obj, "__self__", None)
@@ -132,8 +143,8 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
             raise LimitExceeded(f"it made a value larger than {self.limits.num_characters}")
 
     def _check_format(self, pattern: Any) -> None:
-        if isinstance(pattern, str) and re.search(r"\d{6}", pattern):
-            raise LimitExceeded("it formats text to a width of six digits or more")
+        if isinstance(pattern, str) and _WIDE.search(pattern):
+            raise LimitExceeded("it formats text to a width that is not a small number")
 
     def _check_arguments(
         self, name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -168,31 +179,14 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
-        return _instrument(tree)
+        return _instrument(tree, self)
 
 
 _CHEAP = frozenset(
-    [
-        "length",
-        "count",
-        "first",
-        "last",
-        "default",
-        "d",
-        "defined",
-        "int",
-        "float",
-        "bool",
-        "abs",
-        "round",
-        "string",
-        "trim",
-        "lower",
-        "upper",
-    ]
+    ("length", "count", "first", "last", "default", "d", "int", "float", "bool", "abs", "round")
 )
 _GROWING = frozenset(
-    [
+    (
         "batch",
         "center",
         "expandtabs",
@@ -205,12 +199,14 @@ _GROWING = frozenset(
         "slice",
         "tojson",
         "translate",
+        "urlize",
         "wordwrap",
         "xmlattr",
         "zfill",
-        "urlize",
-    ]
+    )
 )
+_WIDE = re.compile(r"\d{6}|%[^a-z]*\*|\{[^{}]*:[^{}]*\{")
+"""Format patterns with a width of six digits or one that is an argument."""
 
 
 def weight(value: Any, limit: int, depth: int = 0) -> int:
@@ -249,14 +245,19 @@ def _call(method: str, args: list[nodes.Expr]) -> nodes.Call:
     return nodes.Call(nodes.EnvironmentAttribute(method), args, [], None, None)
 
 
-def _instrument(tree: nodes.Template) -> nodes.Template:
+def _instrument(tree: nodes.Template, environment: jinja2.Environment) -> nodes.Template:
     """Put a check into every loop, macro, piece of output and concatenation of the template."""
-    for loop in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
-        loop.body.insert(0, nodes.ExprStmt(_call("rolltree_tick", []), lineno=loop.lineno))
+    bodies: list[nodes.For | nodes.Macro | nodes.CallBlock] = [
+        *tree.find_all(nodes.For),
+        *tree.find_all(nodes.Macro),
+        *tree.find_all(nodes.CallBlock),
+    ]
+    for block in bodies:
+        block.body.insert(0, nodes.ExprStmt(_call("rolltree_tick", []), lineno=block.lineno))
     for output in list(tree.find_all(nodes.Output)):
         output.nodes = [_measured(node) for node in output.nodes]
     _replace_concat(tree)
-    tree.set_environment(tree.environment)
+    tree.set_environment(environment)
     return tree
 
 

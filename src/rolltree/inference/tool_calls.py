@@ -53,7 +53,7 @@ def parse_glm(text: str) -> ToolCalls:
 def parse_deepseek(text: str) -> ToolCalls:
     """Read DeepSeek V3 and R1 (fenced JSON) and V3.1 (bare JSON) calls."""
     found = _parse_blocks(text, _DEEPSEEK, _from_deepseek)
-    content = re.sub(r"<｜tool▁calls▁(?:begin|end)｜>", "", found.content).strip()
+    content = _DEEPSEEK_LIST.sub("", found.content).strip()
     return found if found.problems else ToolCalls(content, found.calls)
 
 
@@ -101,7 +101,7 @@ TOOL_PARSERS: dict[str, ToolParser] = {
 _MARKERS: tuple[tuple[str, str], ...] = (
     ("<arg_key>", "glm"),
     ("<tool_call>", "hermes"),
-    ("tool▁call▁begin", "deepseek"),
+    ("tool\u2581call\u2581begin", "deepseek"),
     ("[TOOL_CALLS]", "mistral"),
     ('"parameters": ', "llama3"),
 )
@@ -128,8 +128,18 @@ def call_messages(calls: tuple[ToolCall, ...], text: str) -> list[dict[str, Any]
     ]
 
 
+def _deepseek(*words: str) -> str:
+    """Return a special token of DeepSeek's, which has U+FF5C for bars and U+2581 for spaces."""
+    return "<\uff5c" + "\u2581".join(("tool", *words)) + "\uff5c>"
+
+
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
-_DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(.*?)(<｜tool▁call▁end｜>|\Z)", re.DOTALL)
+_DEEPSEEK = re.compile(
+    rf"{_deepseek('call', 'begin')}(.*?)({_deepseek('call', 'end')}|\Z)",
+    re.DOTALL,
+)
+_DEEPSEEK_LIST = re.compile(f"{_deepseek('calls', 'begin')}|{_deepseek('calls', 'end')}")
+_DEEPSEEK_SEPARATOR = _deepseek("sep")
 _PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
@@ -137,7 +147,10 @@ def _parse_blocks(
     text: str, pattern: re.Pattern[str], read: Callable[[str], ToolCall]
 ) -> ToolCalls:
     """Read every block that `pattern` finds; what cannot be read stays in the content."""
-    calls, problems, content, at = [], [], [], 0
+    calls: list[ToolCall] = []
+    problems: list[str] = []
+    content: list[str] = []
+    at = 0
     for match in pattern.finditer(text):
         content.append(text[at : match.start()])
         at = match.end()
@@ -189,7 +202,7 @@ def _value(text: str) -> Any:
 
 
 def _from_deepseek(body: str) -> ToolCall:
-    head, separator, rest = body.partition("<｜tool▁sep｜>")
+    head, separator, rest = body.partition(_DEEPSEEK_SEPARATOR)
     if not separator:
         raise ValueError("a call has no separator between its name and its arguments")
     name = head.strip()

@@ -1,0 +1,139 @@
+"""Which earlier call does this prompt continue? The messages of a rollout as a trie.
+
+A path from the root is a message history; a node that a call sampled remembers that call. Looking
+up a history walks down the trie, so the longest earlier call is found whatever the number of calls,
+agents or branches. A message is compared with a shallow copy taken when it was first seen: the same
+values are recognised without looking at their text, and a message edited in place is a different
+one. The module knows nothing about tokens (a call is whatever the caller remembers).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from rolltree.types import ChatMessage, ToolSchema
+
+CallT = TypeVar("CallT")
+
+
+class _Node(Generic[CallT]):
+    __slots__ = ("call", "children", "message", "snapshot")
+
+    def __init__(self, message: ChatMessage | None, call: CallT | None = None) -> None:
+        self.message = message
+        self.snapshot = None if message is None else dict(message)
+        self.children: list[_Node[CallT]] = []
+        self.call = call
+
+    def find(self, message: ChatMessage) -> _Node[CallT] | None:
+        """Return the child that is `message`, else the latest one that equals it."""
+        equal = None
+        for child in reversed(self.children):
+            if _equal(child.snapshot, message):
+                if child.message is message:
+                    return child
+                equal = equal or child
+        return equal
+
+
+@dataclass(frozen=True, slots=True)
+class Match(Generic[CallT]):
+    """An earlier call whose prompt and answer are the first `num_old` messages of a history."""
+
+    call: CallT
+    num_old: int
+
+
+class CallMemory(Generic[CallT]):
+    """The calls of one rollout, found by message history.
+
+    Histories are kept apart by `key` (such as the model's name) and by tools, since both change
+    what a prompt looks like from its first token on.
+    """
+
+    def __init__(self) -> None:
+        self._roots: list[tuple[object, list[ToolSchema], _Node[CallT]]] = []
+        self._walked: tuple[Sequence[ChatMessage] | None, int, _Node[CallT] | None]
+        self._walked = (None, 0, None)  # the last history looked up, and how far it was known
+
+    def find(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSchema] | None = None,
+        key: object = None,
+    ) -> Match[CallT] | None:
+        """Return the call with the longest prompt that `messages` continues, or None."""
+        node = self._root(tools, key)
+        match = None
+        depth = 0
+        for message in messages:
+            child = node.find(message)
+            if child is None:
+                break
+            node = child
+            depth += 1
+            if child.call is not None:
+                match = Match(child.call, depth)
+        self._walked = (messages, depth, node)
+        return match
+
+    def add(
+        self,
+        messages: Sequence[ChatMessage],
+        answer: ChatMessage,
+        call: CallT,
+        tools: Sequence[ToolSchema] | None = None,
+        key: object = None,
+    ) -> None:
+        """Remember that `call` answered `messages` with `answer`."""
+        walked, depth, node = self._walked
+        if walked is not messages or node is None:
+            depth, node = 0, self._root(tools, key)
+        for message in itertools.islice(messages, depth, None):
+            child = node.find(message)
+            if child is None:
+                child = _Node(message)
+                node.children.append(child)
+            node = child
+        node.children.append(_Node(answer, call))
+
+    def _root(self, tools: Sequence[ToolSchema] | None, key: object) -> _Node[CallT]:
+        wanted = list(tools or ())
+        for known_key, known_tools, root in self._roots:
+            if known_key == key and known_tools == wanted:
+                return root
+        root = _Node[CallT](None)
+        self._roots.append((key, wanted, root))
+        return root
+
+
+def _equal(known: ChatMessage | None, message: ChatMessage) -> bool:
+    if known is None or known == message:
+        return known is not None
+    if known.get("role") != "assistant" or message.get("role") != "assistant":
+        return False
+    return (known.get("content") or "") == (message.get("content") or "") and _calls(
+        known
+    ) == _calls(message)
+
+
+def _calls(message: ChatMessage) -> list[tuple[Any, Any]]:
+    """Return the tool calls by what the model decided: name and arguments, whatever their form."""
+    found = []
+    for call in message.get("tool_calls") or ():
+        function = _field(call, "function") or {}
+        arguments = _field(function, "arguments")
+        if isinstance(arguments, str):
+            with suppress(ValueError):
+                arguments = json.loads(arguments)
+        found.append((_field(function, "name"), arguments))
+    return found
+
+
+def _field(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, dict) else getattr(value, name, None)
