@@ -1,0 +1,156 @@
+"""The embedded engine behind `ModelClient`: messages in, a message with its exact tokens out.
+
+It joins `LocalEngine` (ids to ids) and `TokenSession` (messages to ids and back). It knows nothing
+about weights or batches. It leaves out servers: other processes cannot reach this client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rolltree.errors import UnsupportedSetting, did_you_mean
+from rolltree.inference.chat import ChatRenderer
+from rolltree.inference.local.engine import LocalEngine
+from rolltree.inference.local.slots import LocalOutput
+from rolltree.inference.session import Sampled, TokenSession, next_call_id
+from rolltree.types import (
+    GenerateRequest,
+    Generation,
+    Messages,
+    MessageType,
+    SamplingParams,
+    ToolSchema,
+)
+
+
+class LocalClient:
+    """A `ModelClient` over an engine in this process.
+
+    Args:
+        engine: the engine that answers.
+        renderer: renders prompts for the engine's model and reads its answers.
+        model: the name this model goes by.
+    """
+
+    def __init__(self, engine: LocalEngine, renderer: ChatRenderer, model: str) -> None:
+        self.engine, self.renderer = engine, renderer
+        self._model = model
+        self._session: TokenSession | None = None
+
+    @property
+    def model(self) -> str:
+        """The name of the model behind this client."""
+        return self._model
+
+    def session(self) -> LocalClient:
+        """Return a client for one rollout, whose prompts continue its own calls exactly."""
+        client = LocalClient(self.engine, self.renderer, self._model)
+        client._session = TokenSession(self.renderer)
+        return client
+
+    async def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[ToolSchema] | None = None,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
+        model: str | None = None,
+        message_type: MessageType = "chat",
+    ) -> Generation:
+        """Sample the next assistant message, or continue a string (`message_type="completion"`).
+
+        Raises:
+            ModelError: as `LocalEngine.generate`; `UnsupportedSetting` for another model's name.
+        """
+        self._check_model(model)
+        session = self._session or TokenSession(self.renderer)
+        prompt = session.prepare(messages, tools, message_type=message_type)
+        output = await self.engine.generate(GenerateRequest(prompt.ids, sampling))
+        sampled = Sampled(
+            ids=output.completion_ids,
+            logprobs=output.logprobs,
+            finish_reason=output.finish_reason,
+            versions=output.versions,
+            text=self._text_before_stop(output),
+            wait_s=output.wait_s,
+            info={"num_cached_tokens": output.num_cached_tokens},
+        )
+        return session.complete(prompt, sampled, temperature=sampling.temperature)
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Sample one completion after exactly `request.prompt_ids`; raises as `chat` does."""
+        self._check_model(request.model)
+        output = await self.engine.generate(request)
+        text = self._text_before_stop(output)
+        if text is None:
+            text = self.renderer.parse(output.completion_ids, output.finish_reason).text
+        return Generation(
+            message={"role": "assistant", "content": text},
+            text=text,
+            finish_reason=output.finish_reason,
+            prompt_ids=np.array(request.prompt_ids, np.int32),
+            completion_ids=output.completion_ids,
+            logprobs=output.logprobs,
+            versions=output.versions,
+            temperature=request.sampling.temperature,
+            call_id=next_call_id(),
+            num_prompt_tokens=output.num_prompt_tokens,
+            num_completion_tokens=len(output.completion_ids),
+            wait_s=output.wait_s,
+            info={"num_cached_tokens": output.num_cached_tokens},
+        )
+
+    async def aclose(self) -> None:
+        """Close the engine; a session leaves it open."""
+        if self._session is None:
+            await self.engine.aclose()
+
+    def _text_before_stop(self, output: LocalOutput) -> str | None:
+        """Return the text without the stop that ended it; None where only an end token may be."""
+        if output.stop is None:
+            return None
+        if isinstance(output.stop, str):
+            return self.renderer.decode(output.completion_ids).partition(output.stop)[0]
+        return self.renderer.decode(output.completion_ids[:-1])
+
+    def _check_model(self, model: str | None) -> None:
+        if model not in (None, self._model):
+            raise UnsupportedSetting(
+                f"this engine runs {self._model!r} and no other model, but {model!r} was asked "
+                f"for; its answer would pass for another model's.{did_you_mean(model, [self._model])}"
+            )
+
+
+def local_client(
+    model: Any,
+    tokenizer: Any,
+    *,
+    name: str = "local",
+    renderer: ChatRenderer | None = None,
+    end_token_ids: Sequence[int] = (),
+    **engine_options: Any,
+) -> LocalClient:
+    """Return a client over a new engine for `model`, with end tokens and stop strings set up.
+
+    An answer ends with any of: `end_token_ids`, the model's generation config's, the tokenizer's
+    and the chat template's end tokens. `engine_options` are `LocalEngine`'s. Closing the client
+    closes the engine.
+
+    Raises:
+        ConfigError: see `LocalEngine` and `ChatRenderer`.
+        UnsupportedSetting: the embedded engine cannot run this model.
+    """
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    known = [*end_token_ids, *(configured if isinstance(configured, list) else [configured])]
+    ends = [int(token) for token in known if token is not None]
+    renderer = renderer or ChatRenderer(tokenizer, end_ids=ends)
+    engine = LocalEngine(
+        model,
+        end_token_ids=sorted({*ends, *renderer.end_ids}),
+        decode_text=renderer.decode,
+        **engine_options,
+    )
+    return LocalClient(engine, renderer, name)

