@@ -5,7 +5,7 @@ template); `load_model` loads such a folder. The room knows nothing about engine
 leaves out model hubs and pickled weights: it opens no connection and unpickles nothing.
 """
 
-from rolltree.models.load import end_token_ids, load_model, resolve_model
+from rolltree.models.load import eos_token_ids, load_model, resolve_model
 from rolltree.models.tiny import TinyConfig, make_tiny
 
-__all__ = ["TinyConfig", "end_token_ids", "load_model", "make_tiny", "resolve_model"]
+__all__ = ["TinyConfig", "eos_token_ids", "load_model", "make_tiny", "resolve_model"]

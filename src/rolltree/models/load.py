@@ -100,7 +100,7 @@ def load_model(name: str, dtype: str = "float32", *, device: str = "cpu") -> tup
     return model.to(device).eval(), tokenizer
 
 
-def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+def eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """Return the ids that end an answer: the generation config's and the tokenizer's, sorted."""
     configured = getattr(model.generation_config, "eos_token_id", None)
     ids = set(configured if isinstance(configured, list) else [configured])

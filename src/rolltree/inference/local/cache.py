@@ -57,9 +57,9 @@ def probe_kv(model: Any, max_context: int) -> KvShape:
         same = plain and layer.keys.shape == layer.values.shape == layers[0].keys.shape
         if not same:
             raise UnsupportedSetting(
-                f"layer {index} of {type(model).__name__} keeps a {type(layer).__name__}, not plain "
-                "keys and values of one shape, so the embedded engine cannot batch it. Serve this "
-                "model with vLLM, or lower max_context to its sliding window if that is the cause."
+                f"layer {index} of {type(model).__name__} keeps a {type(layer).__name__}, not "
+                "plain keys and values of one shape, so the embedded engine cannot batch it. Serve "
+                "this model with vLLM, or lower max_context to its sliding window if it has one."
             )
     if not layers:
         raise UnsupportedSetting(
@@ -89,11 +89,9 @@ class SlotCache(Cache):  # type: ignore[misc]
         attention sees the first `length` positions of those rows. A `range` is read in place; a
         list is gathered.
         """
-        device = self.data.device
-        self.row_index = torch.tensor(rows, device=device)[:, None]
-        self.rows = (
-            slice(rows.start, rows.stop) if isinstance(rows, range) else self.row_index[:, 0]
-        )
+        index = torch.tensor(rows, device=self.data.device)
+        self.rows = slice(rows.start, rows.stop) if isinstance(rows, range) else index
+        self.row_index = index[:, None]
         self.write_at, self.length = write_at, length
 
     def copy(self, source: int, target: int, num_tokens: int) -> None:

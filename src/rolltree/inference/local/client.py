@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rolltree.errors import UnsupportedSetting, did_you_mean
+from rolltree.errors import UnsupportedSetting
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.local.engine import LocalEngine
 from rolltree.inference.local.slots import LocalOutput
@@ -31,13 +31,22 @@ class LocalClient:
 
     Args:
         engine: the engine that answers.
-        renderer: renders prompts for the engine's model and reads its answers.
-        model: the name this model goes by.
+        tokenizer: that of the engine's model, with its chat template.
+        model_name: the name this model goes by.
+        renderer: renders prompts and reads answers; None makes one from the tokenizer.
     """
 
-    def __init__(self, engine: LocalEngine, renderer: ChatRenderer, model: str) -> None:
-        self.engine, self.renderer = engine, renderer
-        self._model = model
+    def __init__(
+        self,
+        engine: LocalEngine,
+        tokenizer: Any,
+        model_name: str = "local",
+        *,
+        renderer: ChatRenderer | None = None,
+    ) -> None:
+        self.engine, self.tokenizer = engine, tokenizer
+        self.renderer = renderer or ChatRenderer(tokenizer, end_ids=engine.eos_token_ids)
+        self._model = model_name
         self._session: TokenSession | None = None
 
     @property
@@ -47,7 +56,7 @@ class LocalClient:
 
     def session(self) -> LocalClient:
         """Return a client for one rollout, whose prompts continue its own calls exactly."""
-        client = LocalClient(self.engine, self.renderer, self._model)
+        client = LocalClient(self.engine, self.tokenizer, self._model, renderer=self.renderer)
         client._session = TokenSession(self.renderer)
         return client
 
@@ -120,7 +129,7 @@ class LocalClient:
         if model not in (None, self._model):
             raise UnsupportedSetting(
                 f"this engine runs {self._model!r} and no other model, but {model!r} was asked "
-                f"for; its answer would pass for another model's.{did_you_mean(model, [self._model])}"
+                "for, and its answer would pass for that model's. Leave the model's name out."
             )
 
 
@@ -130,12 +139,12 @@ def local_client(
     *,
     name: str = "local",
     renderer: ChatRenderer | None = None,
-    end_token_ids: Sequence[int] = (),
+    eos_token_ids: Sequence[int] = (),
     **engine_options: Any,
 ) -> LocalClient:
     """Return a client over a new engine for `model`, with end tokens and stop strings set up.
 
-    An answer ends with any of: `end_token_ids`, the model's generation config's, the tokenizer's
+    An answer ends with any of: `eos_token_ids`, the model's generation config's, the tokenizer's
     and the chat template's end tokens. `engine_options` are `LocalEngine`'s. Closing the client
     closes the engine.
 
@@ -144,13 +153,13 @@ def local_client(
         UnsupportedSetting: the embedded engine cannot run this model.
     """
     configured = getattr(model.generation_config, "eos_token_id", None)
-    known = [*end_token_ids, *(configured if isinstance(configured, list) else [configured])]
+    known = [*eos_token_ids, *(configured if isinstance(configured, list) else [configured])]
     ends = [int(token) for token in known if token is not None]
     renderer = renderer or ChatRenderer(tokenizer, end_ids=ends)
     engine = LocalEngine(
         model,
-        end_token_ids=sorted({*ends, *renderer.end_ids}),
+        eos_token_ids=sorted({*ends, *renderer.end_ids}),
         decode_text=renderer.decode,
         **engine_options,
     )
-    return LocalClient(engine, renderer, name)
+    return LocalClient(engine, tokenizer, name, renderer=renderer)

@@ -40,14 +40,14 @@ class Decoder:
         *,
         max_batch: int,
         prefill_chunk: int,
-        end_token_ids: tuple[int, ...],
+        eos_token_ids: tuple[int, ...],
         decode_text: Callable[[list[int]], str] | None,
     ) -> None:
         self.model, self.cache, self.slots = model, cache, slots
         self.max_batch, self.prefill_chunk = max_batch, prefill_chunk
         self.decode_text = decode_text
         self.is_end = np.zeros(model.config.vocab_size, bool)
-        self.is_end[list(end_token_ids)] = True
+        self.is_end[list(eos_token_ids)] = True
         self.waiting: deque[Pending] = deque()
         self.paused_s = 0.0
         self.num_steps = self.num_prompt_tokens = self.num_cached_tokens = 0

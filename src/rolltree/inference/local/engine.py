@@ -47,7 +47,7 @@ class LocalEngine:
 
     Args:
         model: the module whose weights are used, in place, also after they change.
-        end_token_ids: ids that end an answer; they count as sampled and are its last id.
+        eos_token_ids: ids that end an answer; they count as sampled and are its last id.
         decode_text: ids to text (special tokens kept); needed for `stop` strings only.
         max_batch: how many requests decode together.
         max_context: prompt and completion of one request, in tokens; None is 2,048, or the model's
@@ -67,7 +67,7 @@ class LocalEngine:
         self,
         model: Any,
         *,
-        end_token_ids: Iterable[int] = (),
+        eos_token_ids: Iterable[int] = (),
         decode_text: Callable[[list[int]], str] | None = None,
         max_batch: int = 64,
         max_context: int | None = None,
@@ -98,10 +98,11 @@ class LocalEngine:
             num_slots = min(kv_budget_bytes // slot_bytes, 8 * max_batch)
         if num_slots < max_batch:
             raise ConfigError(
-                f"kv_budget_bytes = {kv_budget_bytes:,} holds {num_slots} slots of {self.max_context} "
-                f"tokens ({slot_bytes:,} bytes each), not max_batch = {max_batch}. Lower max_batch "
-                "or max_context, or raise the budget."
+                f"kv_budget_bytes = {kv_budget_bytes:,} holds {num_slots} slots of "
+                f"{self.max_context} tokens ({slot_bytes:,} bytes each), not max_batch = "
+                f"{max_batch}. Lower max_batch or max_context, or raise the budget."
             )
+        self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self.vocab_size = int(model.config.vocab_size)
         self.kv_bytes = num_slots * slot_bytes
         self._decoder = Decoder(
@@ -110,7 +111,7 @@ class LocalEngine:
             SlotTable(num_slots, self.max_context),
             max_batch=max_batch,
             prefill_chunk=prefill_chunk,
-            end_token_ids=tuple(end_token_ids),
+            eos_token_ids=self.eos_token_ids,
             decode_text=decode_text,
         )
         self._version = version
@@ -123,6 +124,7 @@ class LocalEngine:
         self._num_pauses = 0
         self._stepping = self._outdated = self._closed = False
         self._between_steps: list[Future[None]] = []
+        self._stopped: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="rolltree-engine", daemon=True)
         self._thread.start()
 
@@ -210,8 +212,8 @@ class LocalEngine:
         with self._condition:
             self._closed = True
             self._condition.notify_all()
-        while self._thread.is_alive():
-            await asyncio.sleep(0.005)
+        await asyncio.shield(asyncio.wrap_future(self._stopped))
+        self._thread.join()
 
     def _check(self, prompt: Any, sampling: SamplingParams) -> None:
         if prompt.ndim != 1 or not len(prompt):
@@ -272,6 +274,7 @@ class LocalEngine:
                 self._inbox.clear()
             self._decoder.fail_all(error)
             self._end_step()
+            self._stopped.set_result(None)
 
     def _begin_step(self) -> bool:
         """Wait until there is something to do and nobody has paused; False ends the thread."""
