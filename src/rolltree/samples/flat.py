@@ -1,0 +1,53 @@
+"""Flat samples: one path of tokens, the calls on it in order.
+
+A flat sequence is the tree that is a path, so it has the same arrays as a tree sample. Leaves out
+the choice of calls (`grouping.py`) and cutting (`capping.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rolltree.samples.records import make_records
+from rolltree.samples.rollout import Call, Rollout
+from rolltree.samples.spans import CallSpan, group_origins
+from rolltree.samples.stream_views import path_streams
+from rolltree.types import Sample, Scope
+
+
+def flat_sample(
+    rollout: Rollout,
+    calls: Sequence[Call],
+    scope: Scope,
+    advantages: Sequence[float | None],
+    factor: float = 1.0,
+) -> Sample:
+    """Return the sample of calls that each extend the one before them, id for id."""
+    tree, table = rollout.tree, rollout.tree.calls
+    last = calls[-1].handle
+    length = tree.path_len(last)
+    handles = [call.handle for call in calls]
+    prompt_lens = np.array([table.prompt_len[handle] for handle in handles], dtype=np.int64)
+    counts = np.array([table.num_sampled[handle] for handle in handles], dtype=np.int64)
+    total = int(counts.sum())
+    before = prompt_lens - 1 - (np.cumsum(counts) - counts)
+    source = (np.repeat(before, counts) + np.arange(total)).astype(np.int32)
+    spans = tuple(
+        CallSpan(rollout.index, call.step, start, start + count)
+        for call, start, count in zip(calls, prompt_lens.tolist(), counts.tolist(), strict=True)
+    )
+    return Sample(
+        ids=tree.arena.path(table.end(last), length),
+        positions=np.arange(length, dtype=np.int32),
+        subtree_end=np.full(length, length, dtype=np.int32),
+        records=make_records(rollout, calls, source, advantages, factor),
+        origins=group_origins([(rollout, calls)]),
+        info={
+            "scope": scope,
+            "spans": spans,
+            "step_rewards": tuple(call.reward for call in calls),
+            "streams": path_streams(tree, handles),
+        },
+    )

@@ -1,0 +1,207 @@
+"""The radix tree of token ids: an append-only arena of int32 ids cut into runs.
+
+A token's identity is its index in the arena and never changes. A run is a contiguous piece of the
+arena that hangs below one parent token; a branch inside a run is an entry of a dictionary, so
+nothing is ever split or moved. That is what makes call ends permanent, serialization append-only
+and merging a walk over runs.
+
+Knows nothing about calls, logprobs or text. Leaves out deletion: rollouts only grow.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from typing import NamedTuple
+
+import numpy as np
+
+from rolltree.tokens.buffers import concat
+from rolltree.types import IntArray
+
+_COMPARE_TOKENS = 8192
+
+
+class Place(NamedTuple):
+    """A token of the arena and the run that holds it; `ROOT` is the place before any token."""
+
+    token: int
+    run: int
+
+
+ROOT = Place(-1, -1)
+
+
+class TokenArena:
+    """Token ids in insertion order plus runs: `run_start`, `run_parent` (token), `run_depth`.
+
+    Run r covers the arena from `run_start[r]` to `run_start[r + 1]`. `run_depth[r]` is how many
+    tokens stand before its first token on the path from the root.
+    """
+
+    __slots__ = (
+        "_branches",
+        "_bytes",
+        "_ids",
+        "num_tokens",
+        "run_depth",
+        "run_parent",
+        "run_parent_run",
+        "run_start",
+    )
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+        self._ids: IntArray = np.empty(0, dtype=np.int32)
+        self.num_tokens = 0
+        self.run_start = array("i")
+        self.run_parent = array("i")
+        self.run_parent_run = array("i")
+        self.run_depth = array("i")
+        self._branches: dict[int, int] = {}
+
+    @property
+    def ids(self) -> IntArray:
+        """All ids in arena order, a view `[num_tokens]`. Do not write to it."""
+        return self._ids[: self.num_tokens]
+
+    @property
+    def num_runs(self) -> int:
+        """How many runs the tokens are cut into."""
+        return len(self.run_start)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, buffer slack and a dictionary estimate included."""
+        return len(self._bytes) + 16 * self.num_runs + 104 * len(self._branches)
+
+    def run_end(self, run: int) -> int:
+        """Return the arena index after the last token of `run`."""
+        return self.run_start[run + 1] if run + 1 < len(self.run_start) else self.num_tokens
+
+    def place(self, token: int) -> Place:
+        """Return the place of a token index: its run is found by bisection."""
+        return Place(token, bisect_right(self.run_start, token) - 1)
+
+    def depth(self, place: Place) -> int:
+        """Return how many tokens the path from the root to `place` has, `place` included."""
+        token, run = place
+        return self.run_depth[run] + token - self.run_start[run] + 1 if run >= 0 else 0
+
+    def match(self, ids: IntArray, place: Place = ROOT) -> tuple[int, Place]:
+        """Walk down from `place` as far as `ids` agree; return how many did, and where that is.
+
+        One `memcmp` per run, no Python per token.
+        """
+        token, run = place
+        num_ids, matched = len(ids), 0
+        if not num_ids:
+            return 0, place
+        raw = ids.data
+        raw_bytes = raw.cast("B")
+        stored, starts, branches = self._bytes, self.run_start, self._branches
+        while matched < num_ids:
+            follow = token + 1
+            if run >= 0 and follow < (end := self.run_end(run)):
+                count = min(end - follow, num_ids - matched)
+                piece = raw_bytes[4 * matched : 4 * (matched + count)]
+                agreed = count
+                if not stored.startswith(piece, 4 * follow):
+                    agreed = self._agreement(ids, matched, follow, count)
+                matched += agreed
+                token += agreed
+                if agreed == count:
+                    continue
+            child = branches.get(((token + 1) << 32) | (raw[matched] & 0xFFFFFFFF))
+            if child is None:
+                break
+            run, token = child, starts[child]
+            matched += 1
+        return matched, Place(token, run)
+
+    def _agreement(self, ids: IntArray, start: int, follow: int, count: int) -> int:
+        """Return how many of `count` ids agree from `ids[start]` and arena index `follow` on."""
+        for done in range(0, count, _COMPARE_TOKENS):
+            size = min(_COMPARE_TOKENS, count - done)
+            differs = (
+                ids[start + done : start + done + size]
+                != self._ids[follow + done : follow + done + size]
+            )
+            first = int(differs.argmax())
+            if differs[first]:
+                return done + first
+        return count
+
+    def extend(self, ids: IntArray, place: Place = ROOT) -> Place:
+        """Walk down from `place` by `ids`, adding what is not there; return the last place."""
+        matched, place = self.match(ids, place)
+        return self.append(ids[matched:], place) if matched < len(ids) else place
+
+    def append(self, ids: IntArray, place: Place) -> Place:
+        """Add `ids` below `place`, where nothing continues with `ids[0]` yet."""
+        if not len(ids):
+            return place
+        start = self.num_tokens
+        end = start + len(ids)
+        if 4 * end > len(self._bytes):
+            self._reserve(end)
+        self._ids[start:end] = ids
+        self.num_tokens = end
+        token, run = place
+        if run < 0 or token != start - 1:
+            new_run = len(self.run_start)
+            self.run_start.append(start)
+            self.run_parent.append(token)
+            self.run_parent_run.append(run)
+            self.run_depth.append(self.depth(place))
+            self._branches[((token + 1) << 32) | int(ids[0])] = new_run
+            run = new_run
+        return Place(end - 1, run)
+
+    def _reserve(self, num_tokens: int) -> None:
+        grown = bytearray(4 * (num_tokens + num_tokens // 8 + 256))
+        used = 4 * self.num_tokens
+        grown[:used] = memoryview(self._bytes)[:used]
+        self._bytes = grown
+        self._ids = np.frombuffer(grown, dtype=np.int32)
+
+    def slices(self, place: Place, count: int) -> list[tuple[int, int]]:
+        """Return the arena ranges of the last `count` tokens of the path to `place`, in order.
+
+        `count` may not exceed the path's length.
+        """
+        token, run = place
+        parts: list[tuple[int, int]] = []
+        while count > 0:
+            low = max(self.run_start[run], token + 1 - count)
+            parts.append((low, token + 1))
+            count -= token + 1 - low
+            token, run = self.run_parent[run], self.run_parent_run[run]
+        parts.reverse()
+        return parts
+
+    def path(self, place: Place, count: int | None = None) -> IntArray:
+        """Return a copy of the last `count` ids (default: all) of the path to `place`."""
+        wanted = self.depth(place) if count is None else count
+        ids = self._ids
+        return concat([ids[low:high] for low, high in self.slices(place, wanted)], np.int32)
+
+    def up(self, place: Place, count: int) -> Place:
+        """Return the place `count` tokens above `place` on its path."""
+        token, run = place
+        while run >= 0:
+            above = token - self.run_start[run]
+            if count <= above:
+                return Place(token - count, run)
+            count -= above + 1
+            token, run = self.run_parent[run], self.run_parent_run[run]
+        return ROOT
+
+    def common(self, left: Place, right: Place) -> Place:
+        """Return the last place that the paths to `left` and `right` share."""
+        while left.run != right.run:
+            if left.run > right.run:
+                left = Place(self.run_parent[left.run], self.run_parent_run[left.run])
+            else:
+                right = Place(self.run_parent[right.run], self.run_parent_run[right.run])
+        return left if left.token <= right.token else right

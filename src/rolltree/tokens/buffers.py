@@ -1,0 +1,159 @@
+"""Flat growable arrays and the checks on what enters them.
+
+Knows numpy and nothing about trees, calls or samples. Leaves out any meaning of the numbers: the
+tree (`tree.py`) says which slice belongs to which call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from rolltree.errors import TokenError
+from rolltree.types import FloatArray, IntArray
+
+_INT32_MAX = 2**31 - 1
+EMPTY_IDS: IntArray = np.empty(0, dtype=np.int32)
+
+
+class GrowBuffer:
+    """An append-only array `[size, *item_shape]` that over-allocates by an eighth when it grows."""
+
+    __slots__ = ("_data", "size")
+
+    def __init__(self, dtype: np.dtype[Any] | type, item_shape: tuple[int, ...] = ()) -> None:
+        self._data: NDArray[Any] = np.empty((0, *item_shape), dtype=dtype)
+        self.size = 0
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The element type."""
+        return self._data.dtype
+
+    @property
+    def item_shape(self) -> tuple[int, ...]:
+        """The shape of one item."""
+        return self._data.shape[1:]
+
+    @property
+    def nbytes(self) -> int:
+        """Allocated bytes, the slack included."""
+        return self._data.nbytes
+
+    def extend(self, values: NDArray[Any]) -> int:
+        """Append `values` `[n, *item_shape]`; return the offset of the first one."""
+        start, end = self.size, self.size + len(values)
+        if end > len(self._data):
+            grown = np.empty((end + end // 8 + 64, *self.item_shape), dtype=self.dtype)
+            grown[:start] = self._data[:start]
+            self._data = grown
+        self._data[start:end] = values
+        self.size = end
+        return start
+
+    def view(self, start: int, end: int) -> NDArray[Any]:
+        """Return a view of `[start, end)`. Copy it before handing it to a user."""
+        return self._data[start:end]
+
+
+def as_ids(values: ArrayLike, name: str) -> IntArray:
+    """Return `values` as contiguous int32 `[_T]`, without a copy when it already is.
+
+    Negative ids of an int32 array pass here; they are refused where tokens become new.
+
+    Raises:
+        TokenError: not one-dimensional, not integers, or out of the int32 range.
+    """
+    if (
+        type(values) is np.ndarray
+        and values.dtype == np.int32
+        and values.ndim == 1
+        and values.flags.c_contiguous
+    ):
+        return values
+    array = np.asarray(values)
+    if array.size == 0 and array.ndim == 1:
+        return EMPTY_IDS
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise TokenError(
+            f"{name} must be a flat sequence of token ids, got dtype {array.dtype} with shape "
+            f"{array.shape}; matching is by integer id only. Pass the ids the engine reported."
+        )
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high > _INT32_MAX:
+        raise TokenError(
+            f"{name} holds ids from {low} to {high}; token ids are 0 to {_INT32_MAX}. Placeholders "
+            "must be real ids of the vocabulary."
+        )
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def check_new_ids(ids: IntArray, name: str) -> None:
+    """Refuse negative ids, which are padding or placeholders and never tokens."""
+    if len(ids) and ids.min() < 0:
+        position = int(np.argmax(ids < 0))
+        raise TokenError(
+            f"{name} holds the negative id {int(ids[position])} at offset {position} of what is "
+            "new; such ids are padding or placeholders that no model was given. Drop them."
+        )
+
+
+def as_logprobs(values: ArrayLike, count: int) -> FloatArray:
+    """Return one logprob per sampled token as float32 `[count]`.
+
+    Raises:
+        TokenError: the length differs, or a value is no logprob: NaN, infinite, above zero, or
+            below -1000 (servers report -9999 for "unknown").
+    """
+    array = np.ascontiguousarray(values, dtype=np.float32)
+    if array.shape != (count,):
+        raise TokenError(
+            f"{count} sampled tokens came with logprobs of shape {array.shape}; a shifted logprob "
+            "corrupts every importance ratio. Give exactly one per sampled id, end token included."
+        )
+    if count and not (array.max() <= 1e-3 and array.min() >= -1000.0):
+        bad = int(np.argmax(~((array <= 1e-3) & (array >= -1000.0))))
+        raise TokenError(
+            f"the logprob of sampled token {bad} is {float(array[bad])}, a placeholder and not a "
+            "logprob; it would poison the importance ratio. Ask the engine for the logprobs of "
+            "sampled tokens, or pass None when it has none."
+        )
+    return array
+
+
+def shortest_floats(values: FloatArray) -> list[float]:
+    """Return float32 values as the shortest decimal doubles that round back to them.
+
+    `float32(-0.1)` gives `-0.1` and not `-0.10000000149011612`: lists compare with the numbers
+    people write, JSON is short, and no bit is lost on the way back to float32.
+    """
+    exact = values.astype(np.float64)
+    if not len(exact):
+        return []
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        magnitude = np.floor(np.log10(np.abs(exact)))
+        magnitude[~np.isfinite(magnitude)] = 0.0
+        result = exact.copy()
+        pending = np.ones(len(exact), dtype=bool)
+        for digits in range(1, 10):
+            power = digits - 1 - magnitude
+            usable = pending & (power >= 0) & (power <= 22)
+            scale = np.where(usable, 10.0 ** np.where(usable, power, 0.0), 1.0)
+            rounded = np.rint(exact * scale) / scale
+            hit = usable & (rounded.astype(np.float32) == values)
+            result[hit] = rounded[hit]
+            pending &= ~hit
+            if not pending.any():
+                break
+    out: list[float] = result.tolist()
+    return out
+
+
+def concat(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    """Concatenate into a fresh array that the caller owns, also for no part or one."""
+    if not parts:
+        return np.empty(0, dtype=dtype)
+    return np.concatenate(parts) if len(parts) > 1 else parts[0].copy()

@@ -1,0 +1,257 @@
+"""What rides along with a call's tokens: values per token, or arrays at placeholder positions.
+
+Three containers, all append-only and in flat buffers: `SampledStream` (a scalar per sampled token;
+a constant costs one number), `TokenStream` values (any item shape, any stretch of the path) and
+`PlacedStream` values (one array per placeholder, ragged, each distinct array kept once).
+
+Knows numpy and call handles. Leaves out what a stream means: logprobs, routed experts and image
+patches are all the same to it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from rolltree.errors import TokenError
+from rolltree.tokens.buffers import GrowBuffer
+from rolltree.types import IntArray
+
+ABSENT = -1
+CONSTANT = -2
+PLACED: tuple[str, tuple[int, ...]] = ("placed", ())
+
+
+class SampledStream:
+    """One scalar per token and call. `offset[call]` is a buffer offset, `ABSENT` or `CONSTANT`."""
+
+    __slots__ = ("buffer", "constant", "offset")
+
+    def __init__(self, dtype: type) -> None:
+        self.buffer = GrowBuffer(dtype)
+        self.offset = array("q")
+        self.constant = array("d")
+
+    def add(self, value: float | NDArray[Any] | None) -> None:
+        """Append one call: a scalar, an array with a value per token, or None."""
+        constant = 0.0
+        if value is None:
+            offset = ABSENT
+        elif isinstance(value, np.ndarray):
+            offset = self.buffer.extend(value)
+        else:
+            offset, constant = CONSTANT, float(value)
+        self.offset.append(offset)
+        self.constant.append(constant)
+
+    def get(self, call: int, count: int) -> NDArray[Any] | None:
+        """Return a call's `count` values: a view, or a filled array for a constant."""
+        offset = self.offset[call]
+        if offset >= 0:
+            return self.buffer.view(offset, offset + count)
+        if offset == ABSENT:
+            return None
+        return np.full(count, self.constant[call], dtype=self.buffer.dtype)
+
+    def raw(self, call: int, count: int) -> float | NDArray[Any] | None:
+        """Return what `add` was given."""
+        return self.constant[call] if self.offset[call] == CONSTANT else self.get(call, count)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, slack included."""
+        return self.buffer.nbytes + 16 * len(self.offset)
+
+
+def squeeze(values: ArrayLike, count: int, name: str, dtype: type) -> float | NDArray[Any]:
+    """Return a scalar when `values` is one or is constant, else an array `[count]`.
+
+    Raises:
+        TokenError: an array of another length, or values that are not finite numbers.
+    """
+    array_ = np.asarray(values)
+    if array_.ndim and array_.shape != (count,):
+        raise TokenError(
+            f"{name} has shape {array_.shape} for {count} tokens; a shifted value would be trained "
+            "at the wrong token. Give one number, or exactly one per token."
+        )
+    if array_.dtype.kind not in "iufb" or not np.isfinite(array_).all():
+        raise TokenError(
+            f"{name} holds values that are not finite numbers (dtype {array_.dtype}). Give numbers."
+        )
+    if array_.size == 0:
+        return 0.0
+    first = array_.reshape(-1)[0]
+    if array_.ndim == 0 or (array_ == first).all():
+        return float(first)
+    return array_.astype(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStream:
+    """Values `[n, ...]` for path positions `start .. start + n` of one call.
+
+    `start=None` means the call's sampled tokens. Give values for what is new in this call only:
+    positions of an earlier call's tokens already carry that call's values.
+
+    Example: routed experts of 3 sampled tokens, 2 layers, top 4: `TokenStream(array[3, 2, 4])`.
+    """
+
+    values: NDArray[Any]
+    start: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedStream:
+    """Arrays of any shape that belong to placeholder tokens, one per position of the path.
+
+    Example: two images in a prompt: `PlacedStream([pixels_a, pixels_b], positions=[4, 260])`.
+    """
+
+    values: Sequence[NDArray[Any]]
+    positions: Sequence[int] | IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class DenseEntry:
+    """Where one call's dense values lie: `count` items at `offset`, for positions from `start`."""
+
+    start: int
+    count: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedEntry:
+    """One call's placed values: path positions and indices into the tree's blobs."""
+
+    positions: IntArray
+    blobs: tuple[int, ...]
+
+
+class ExtraStreams:
+    """All named extra streams of a tree."""
+
+    __slots__ = ("_digests", "blobs", "buffers", "dense", "placed")
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, GrowBuffer] = {}
+        self.dense: dict[str, dict[int, DenseEntry]] = {}
+        self.placed: dict[str, dict[int, PlacedEntry]] = {}
+        self.blobs: list[NDArray[Any]] = []
+        self._digests: dict[bytes, int] = {}
+
+    def check(
+        self, name: str, value: object, prompt_len: int, num_sampled: int
+    ) -> TokenStream | PlacedStream:
+        """Return `value` as a stream that fits a call of this size, without storing anything.
+
+        Raises:
+            TokenError: wrong length, positions outside the call, or another kind, dtype or item
+                shape than `name` had before.
+        """
+        total = prompt_len + num_sampled
+        if isinstance(value, PlacedStream):
+            return self._check_placed(name, value, total)
+        stream = value if isinstance(value, TokenStream) else TokenStream(np.asarray(value))
+        values = np.ascontiguousarray(stream.values)
+        start = prompt_len if stream.start is None else stream.start
+        wrong_length = stream.start is None and len(values) != num_sampled
+        if values.ndim == 0 or wrong_length or start < 0 or start + len(values) > total:
+            raise TokenError(
+                f"stream {name!r} has shape {values.shape} from position {start}, but the call has "
+                f"{prompt_len} prompt and {num_sampled} sampled tokens; values would land on the "
+                "wrong tokens. Give one per sampled token, or TokenStream(values, start=position)."
+            )
+        if values.dtype.hasobject:
+            raise TokenError(f"stream {name!r} holds Python objects; give numeric arrays.")
+        self.check_kind(name, (values.dtype.str, values.shape[1:]))
+        return TokenStream(values, start)
+
+    def kind(self, name: str) -> tuple[str, tuple[int, ...]] | None:
+        """Return the dtype and item shape of a dense stream, `PLACED`, or None when unknown."""
+        buffer = self.buffers.get(name)
+        if buffer is not None:
+            return buffer.dtype.str, buffer.item_shape
+        return PLACED if name in self.placed else None
+
+    def check_kind(self, name: str, kind: tuple[str, tuple[int, ...]] | None) -> None:
+        """Refuse values of another kind than `name` had before.
+
+        Raises:
+            TokenError: another dtype, item shape, or placed arrays against one value per token.
+        """
+        known = self.kind(name)
+        if known is not None and kind is not None and known != kind:
+            raise TokenError(
+                f"stream {name!r} has values of kind {kind} and had {known} before; one name is "
+                "one kind of value, or merged samples could not hold them. Use another name."
+            )
+
+    def _check_placed(self, name: str, value: PlacedStream, total: int) -> PlacedStream:
+        positions = np.asarray(value.positions, dtype=np.int64)
+        if positions.shape != (len(value.values),) or (
+            len(positions) and not (positions.min() >= 0 and positions.max() < total)
+        ):
+            raise TokenError(
+                f"stream {name!r} places {len(value.values)} arrays at positions "
+                f"{positions.tolist()} of a call with {total} tokens. Give one position inside the "
+                "call per array."
+            )
+        self.check_kind(name, PLACED)
+        arrays = [np.ascontiguousarray(item) for item in value.values]
+        if any(item.dtype.hasobject for item in arrays):
+            raise TokenError(f"stream {name!r} holds Python objects; give numeric arrays.")
+        return PlacedStream(arrays, positions.astype(np.int32))
+
+    def add(self, call: int, name: str, stream: TokenStream | PlacedStream) -> None:
+        """Store a checked stream for `call`."""
+        if isinstance(stream, PlacedStream):
+            blobs = tuple(self.add_blob(item) for item in stream.values)
+            positions = np.asarray(stream.positions, dtype=np.int32)
+            self.placed.setdefault(name, {})[call] = PlacedEntry(positions, blobs)
+            return
+        values = stream.values
+        if name not in self.buffers:
+            self.buffers[name] = GrowBuffer(values.dtype, values.shape[1:])
+        offset = self.buffers[name].extend(values)
+        start = stream.start or 0
+        self.dense.setdefault(name, {})[call] = DenseEntry(start, len(values), offset)
+
+    def add_blob(self, item: NDArray[Any]) -> int:
+        """Keep a copy of an array once; return its index."""
+        key = hashlib.blake2b(item.tobytes(), digest_size=16)
+        key.update(f"{item.dtype.str}{item.shape}".encode())
+        digest = key.digest()
+        if digest not in self._digests:
+            self._digests[digest] = len(self.blobs)
+            self.blobs.append(item.copy())
+        return self._digests[digest]
+
+    def names(self) -> list[str]:
+        """Return the names of all streams, in order of first use by kind."""
+        return [*self.dense, *self.placed]
+
+    def get(self, name: str, call: int) -> TokenStream | PlacedStream | None:
+        """Return what `call` carries under `name`, or None."""
+        dense = self.dense.get(name, {}).get(call)
+        if dense is not None:
+            values = self.buffers[name].view(dense.offset, dense.offset + dense.count)
+            return TokenStream(values, dense.start)
+        placed = self.placed.get(name, {}).get(call)
+        if placed is not None:
+            return PlacedStream([self.blobs[index] for index in placed.blobs], placed.positions)
+        return None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, slack included."""
+        held = sum(buffer.nbytes for buffer in self.buffers.values())
+        entries = sum(map(len, self.dense.values())) + sum(map(len, self.placed.values()))
+        return held + sum(blob.nbytes for blob in self.blobs) + 120 * entries

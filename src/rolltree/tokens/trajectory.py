@@ -1,0 +1,193 @@
+"""`state["trajectory"]`: a list of spec-1 step dicts whose tokens live in one token tree.
+
+Knows `Generation` and the step's shape. Steps appended by hand with plain token lists are taken
+into the tree too, so every step costs O(new tokens). Leaves out what a step means to an
+environment or a trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, SupportsIndex, cast
+
+from rolltree.errors import TokenError
+from rolltree.tokens.tree import TokenTree
+from rolltree.tokens.view import TOKEN_KEYS, StepTokens
+from rolltree.types import Generation, Messages, TrajectoryStep
+
+
+class Trajectory(list[TrajectoryStep]):
+    """The steps of one rollout, and `tree`, the tokens of all of them.
+
+    A list in every respect. A slice or a shallow copy is a Trajectory over the same tree, which
+    only ever grows; a deep copy has its own.
+    """
+
+    tree: TokenTree
+
+    def __init__(
+        self, steps: Iterable[TrajectoryStep] = (), *, tree: TokenTree | None = None
+    ) -> None:
+        super().__init__()
+        self.tree = TokenTree() if tree is None else tree
+        self._handles: dict[int, int] = {}
+        self.extend(steps)
+
+    def append_call(
+        self,
+        *,
+        prompt: Messages,
+        completion: Messages,
+        generation: Generation,
+        agent: str = "",
+        turn: int | None = None,
+        extras: dict[str, Any] | None = None,
+        streams: Mapping[str, Any] | None = None,
+    ) -> TrajectoryStep:
+        """Record one model call as a step and return the step.
+
+        The ids go into the tree: O(new tokens) when `generation.extends` names a call recorded
+        here, one scan of the prompt otherwise. Without ids `step["tokens"]` is None. `extras` wins
+        over what is derived: `agent`, `turn`, `call_id`, `finish_reason`, `temperature`,
+        `num_prompt_tokens`, `num_completion_tokens` and, with ids, `policy_version_min` and
+        `policy_version_max`.
+
+        Raises:
+            TokenError: the generation's arrays contradict each other.
+        """
+        derived: dict[str, Any] = {
+            "agent": agent,
+            "turn": turn,
+            "call_id": generation.call_id,
+            "finish_reason": str(generation.finish_reason),
+            "temperature": generation.temperature,
+            "num_prompt_tokens": generation.num_prompt_tokens,
+            "num_completion_tokens": generation.num_completion_tokens,
+        }
+        tokens: StepTokens | None = None
+        if generation.prompt_ids is not None and generation.completion_ids is not None:
+            tokens = StepTokens(self.tree, self._insert(generation, agent, turn, streams))
+            derived["num_prompt_tokens"] = len(generation.prompt_ids)
+            derived["num_completion_tokens"] = len(generation.completion_ids)
+            versions = generation.versions
+            if versions is not None and len(versions):
+                derived["policy_version_min"] = int(versions.min())
+                derived["policy_version_max"] = int(versions.max())
+        step = TrajectoryStep(
+            prompt=list(prompt) if isinstance(prompt, list) else prompt,
+            completion=completion,
+            response=generation.response,
+            tokens=cast(Any, tokens),
+            reward=None,
+            advantage=None,
+            extras=derived | (extras or {}),
+        )
+        super().append(step)
+        return step
+
+    def _insert(
+        self,
+        generation: Generation,
+        agent: str,
+        turn: int | None,
+        streams: Mapping[str, Any] | None,
+    ) -> int:
+        parent = None
+        if generation.extends is not None:
+            parent = self._handles.get(generation.extends)
+        call = self.tree.insert(
+            cast(Any, generation.prompt_ids),
+            cast(Any, generation.completion_ids),
+            logprobs=generation.logprobs,
+            temperature=generation.temperature,
+            versions=0 if generation.versions is None else generation.versions,
+            agent=agent,
+            turn=turn,
+            parent=parent,
+            streams=streams,
+        )
+        self._handles[generation.call_id] = call
+        return call
+
+    def call_of(self, step_index: int) -> int | None:
+        """Return the handle in `tree` of a step's call, or None when the step has no tokens."""
+        tokens = self[step_index]["tokens"]
+        if isinstance(tokens, StepTokens) and tokens.tree is self.tree:
+            return tokens.call
+        return None
+
+    def _adopt(self, step: TrajectoryStep) -> TrajectoryStep:
+        tokens = step.get("tokens")
+        if isinstance(tokens, Mapping) and not isinstance(tokens, StepTokens):
+            call = insert_step(self.tree, step)
+            view = StepTokens(self.tree, call)
+            for key in tokens.keys() - set(TOKEN_KEYS):
+                view[key] = tokens[key]  # type: ignore[literal-required]
+            step["tokens"] = cast(Any, view)
+        return step
+
+    def append(self, step: TrajectoryStep) -> None:
+        """Append a step; plain token lists move into the tree."""
+        super().append(self._adopt(step))
+
+    def extend(self, steps: Iterable[TrajectoryStep]) -> None:
+        """Append steps; plain token lists move into the tree."""
+        super().extend([self._adopt(step) for step in steps])
+
+    def insert(self, index: SupportsIndex, step: TrajectoryStep) -> None:
+        """Insert a step; plain token lists move into the tree."""
+        super().insert(index, self._adopt(step))
+
+    def __iadd__(self, steps: Iterable[TrajectoryStep]) -> Trajectory:  # type: ignore[override,misc]
+        self.extend(steps)
+        return self
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if isinstance(index, slice):
+            super().__setitem__(index, [self._adopt(step) for step in value])
+        else:
+            super().__setitem__(index, self._adopt(value))
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return Trajectory(super().__getitem__(index), tree=self.tree)
+        return super().__getitem__(index)
+
+    def copy(self) -> Trajectory:
+        """Return a shallow copy over the same tree."""
+        return self[:]  # type: ignore[no-any-return]
+
+
+def insert_step(tree: TokenTree, step: Mapping[str, Any]) -> int:
+    """Insert a spec-1 step with plain token lists into a tree; return the call handle.
+
+    `extras` may hold `agent`, `turn`, `temperature` and `policy_version`. Empty logprobs for a
+    completion that is not empty mean that the engine gave none.
+
+    Raises:
+        TokenError: a key is missing, or lengths differ.
+    """
+    tokens = step["tokens"]
+    missing = [key for key in ("prompt_ids", "completion_ids") if tokens.get(key) is None]
+    if missing:
+        raise TokenError(
+            f"step['tokens'] has no {' and no '.join(missing)}; without ids the step cannot be "
+            "trained. Set step['tokens'] to None when the server gave no ids."
+        )
+    extras = step.get("extras") or {}
+    logprobs, mask, prompt_mask = (
+        value if value is not None and len(value) else None
+        for value in map(tokens.get, ("completion_logprobs", "completion_mask", "prompt_mask"))
+    )
+    return tree.insert(
+        tokens["prompt_ids"],
+        tokens["completion_ids"],
+        logprobs=logprobs,
+        temperature=extras.get("temperature", 1.0),
+        versions=extras.get("policy_version", 0),
+        mask=mask,
+        prompt_mask=prompt_mask,
+        agent=extras.get("agent", ""),
+        turn=extras.get("turn"),
+        streams=extras.get("token_streams"),
+    )

@@ -1,0 +1,435 @@
+"""The token tree of a rollout: every model call is a path of ids in one radix tree.
+
+`TokenTree` adds the calls to the radix tree of `arena.py`: where each prompt and completion ends,
+and the per-token streams that ride along. Calls get the handles 0, 1, 2, ... in order of insertion.
+
+Knows token ids, numbers per token, agent labels. Knows nothing about messages, text, rewards or
+training, and leaves out deletion: a call that was recorded stays.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from rolltree.errors import TokenError
+from rolltree.tokens.arena import ROOT, Place, TokenArena
+from rolltree.tokens.buffers import EMPTY_IDS, as_ids, as_logprobs, check_new_ids
+from rolltree.tokens.merge import extra_values, merge_into, stream_values
+from rolltree.tokens.streams import (
+    ExtraStreams,
+    PlacedStream,
+    SampledStream,
+    TokenStream,
+    squeeze,
+)
+from rolltree.types import FloatArray, IntArray
+
+NO_TURN = -1
+_BOUNDARY_TOKENS = 64
+
+
+class CallTable:
+    """One row per call, as columns of machine integers.
+
+    `prompt_token`/`end_token` are arena indices of the last prompt and the last token (-1: none),
+    `parent` the call whose path this prompt was known to extend (-1: none), `num_tokens` and
+    `num_runs` the sizes of the arena after the call: they make saving incremental.
+    """
+
+    COLUMNS = (
+        "prompt_token",
+        "prompt_run",
+        "end_token",
+        "end_run",
+        "prompt_len",
+        "num_sampled",
+        "parent",
+        "agent",
+        "turn",
+        "num_tokens",
+        "num_runs",
+    )
+    __slots__ = COLUMNS
+
+    def __init__(self) -> None:
+        self.prompt_token = array("i")
+        self.prompt_run = array("i")
+        self.end_token = array("i")
+        self.end_run = array("i")
+        self.prompt_len = array("i")
+        self.num_sampled = array("i")
+        self.parent = array("i")
+        self.agent = array("i")
+        self.turn = array("i")
+        self.num_tokens = array("i")
+        self.num_runs = array("i")
+
+    def __len__(self) -> int:
+        return len(self.end_token)
+
+    def end(self, call: int) -> Place:
+        """Return the place of a call's last token."""
+        return Place(self.end_token[call], self.end_run[call])
+
+    def prompt_end(self, call: int) -> Place:
+        """Return the place of a call's last prompt token."""
+        return Place(self.prompt_token[call], self.prompt_run[call])
+
+
+class TokenTree:
+    """All model calls of one rollout (or, merged, of a group) over shared token ids.
+
+    `arena` holds the ids, `calls` one row per call, `sampled` the streams with one number per
+    sampled token (`logprob`, `temperature`, `version`, `weight`) and, with one per prompt token,
+    `prompt_mask`; `extra` holds named streams of any shape.
+
+    Example:
+        >>> tree = TokenTree()
+        >>> first = tree.insert([5, 6], [7], logprobs=[-0.5])
+        >>> second = tree.insert([5, 6, 7, 8], [9], logprobs=[-0.25], parent=first)
+        >>> tree.prompt_ids(second).tolist(), tree.num_tokens
+        ([5, 6, 7, 8], 5)
+    """
+
+    def __init__(self) -> None:
+        self.arena = TokenArena()
+        self.calls = CallTable()
+        self.sampled: dict[str, SampledStream] = {
+            "logprob": SampledStream(np.float32),
+            "temperature": SampledStream(np.float32),
+            "version": SampledStream(np.int32),
+            "weight": SampledStream(np.float32),
+            "prompt_mask": SampledStream(np.float32),
+        }
+        self.extra = ExtraStreams()
+        self.agents: list[str] = []
+
+    # -- insertion ---------------------------------------------------------------------------
+
+    def insert(
+        self,
+        prompt_ids: ArrayLike,
+        completion_ids: ArrayLike,
+        *,
+        logprobs: ArrayLike | None = None,
+        temperature: ArrayLike = 1.0,
+        versions: ArrayLike = 0,
+        mask: ArrayLike | None = None,
+        prompt_mask: ArrayLike | None = None,
+        agent: str = "",
+        turn: int | None = None,
+        parent: int | None = None,
+        verify: bool = False,
+        streams: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Add one model call; return its handle. A call that is refused leaves no trace.
+
+        Args:
+            prompt_ids: int `[_P]`, the whole prompt. int32 arrays are scanned at memcmp speed.
+            completion_ids: int `[_C]`, what was sampled, the end token included when it was.
+            logprobs: float `[_C]` of the distribution sampled from; None when unknown.
+            temperature, versions, mask: one number, or one per sampled token. `mask` is the loss
+                weight (default 1).
+            prompt_mask: one number per prompt token; recorded, never trained.
+            agent, turn: labels for turn samples and break reports.
+            parent: the call whose prompt and completion this prompt extends, id for id. Makes the
+                cost O(new tokens). The length and the last 64 ids are checked, all with `verify`.
+            streams: name to `TokenStream`, `PlacedStream` or an array `[_C, ...]`.
+
+        Raises:
+            TokenError: data that contradicts itself, or a `parent` that is not a prefix.
+        """
+        prompt = as_ids(prompt_ids, "prompt_ids")
+        if parent is None:
+            known, place = self.arena.match(prompt)
+        else:
+            known, place = self._check_parent(parent, prompt, verify)
+        return self._add(
+            place,
+            prompt[known:],
+            len(prompt),
+            as_ids(completion_ids, "completion_ids"),
+            logprobs=logprobs,
+            temperature=temperature,
+            versions=versions,
+            mask=mask,
+            prompt_mask=prompt_mask,
+            agent=agent,
+            turn=turn,
+            parent=-1 if parent is None else parent,
+            streams=streams,
+        )
+
+    def insert_suffix(
+        self,
+        parent: int,
+        suffix_ids: ArrayLike,
+        completion_ids: ArrayLike,
+        *,
+        logprobs: ArrayLike | None = None,
+        temperature: ArrayLike = 1.0,
+        versions: ArrayLike = 0,
+        mask: ArrayLike | None = None,
+        agent: str = "",
+        turn: int | None = None,
+        streams: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Add a call whose prompt is `parent`'s prompt and completion plus `suffix_ids`.
+
+        O(new tokens): nothing before the suffix is looked at. Otherwise as `insert`.
+        """
+        self._check_call(parent)
+        suffix = as_ids(suffix_ids, "suffix_ids")
+        return self._add(
+            self.calls.end(parent),
+            suffix,
+            self.path_len(parent) + len(suffix),
+            as_ids(completion_ids, "completion_ids"),
+            logprobs=logprobs,
+            temperature=temperature,
+            versions=versions,
+            mask=mask,
+            prompt_mask=None,
+            agent=agent,
+            turn=turn,
+            parent=parent,
+            streams=streams,
+        )
+
+    def _add(
+        self,
+        place: Place,
+        new_prompt: IntArray,
+        prompt_len: int,
+        completion: IntArray,
+        *,
+        logprobs: ArrayLike | None,
+        temperature: ArrayLike,
+        versions: ArrayLike,
+        mask: ArrayLike | None,
+        prompt_mask: ArrayLike | None,
+        agent: str,
+        turn: int | None,
+        parent: int,
+        streams: Mapping[str, Any] | None,
+    ) -> int:
+        check_new_ids(new_prompt, "prompt_ids")
+        check_new_ids(completion, "completion_ids")
+        count = len(completion)
+        values: dict[str, float | NDArray[Any] | None] = {
+            "logprob": None if logprobs is None else as_logprobs(logprobs, count),
+            "temperature": squeeze(temperature, count, "temperature", np.float32),
+            "version": squeeze(versions, count, "versions", np.int32),
+            "weight": 1.0 if mask is None else squeeze(mask, count, "mask", np.float32),
+            "prompt_mask": 0.0
+            if prompt_mask is None
+            else squeeze(prompt_mask, prompt_len, "prompt_mask", np.float32),
+        }
+        extra = {
+            name: self.extra.check(name, value, prompt_len, count)
+            for name, value in (streams or {}).items()
+        }
+        prompt_end = self.arena.extend(new_prompt, place)
+        return self.record(
+            prompt_end,
+            self.arena.extend(completion, prompt_end),
+            prompt_len,
+            count,
+            parent=parent,
+            agent=agent,
+            turn=turn,
+            values=values,
+            extra=extra,
+        )
+
+    def record(
+        self,
+        prompt_end: Place,
+        end: Place,
+        prompt_len: int,
+        num_sampled: int,
+        *,
+        parent: int,
+        agent: str,
+        turn: int | None,
+        values: Mapping[str, float | NDArray[Any] | None],
+        extra: Mapping[str, TokenStream | PlacedStream],
+    ) -> int:
+        """Add the row of a call whose tokens are in the arena already and whose data was checked.
+
+        For `rolltree.tokens` itself; everybody else calls `insert`.
+        """
+        handle = len(self.calls)
+        calls = self.calls
+        calls.prompt_token.append(prompt_end.token)
+        calls.prompt_run.append(prompt_end.run)
+        calls.end_token.append(end.token)
+        calls.end_run.append(end.run)
+        calls.prompt_len.append(prompt_len)
+        calls.num_sampled.append(num_sampled)
+        calls.parent.append(parent)
+        calls.agent.append(self._agent_index(agent))
+        calls.turn.append(NO_TURN if turn is None else turn)
+        calls.num_tokens.append(self.arena.num_tokens)
+        calls.num_runs.append(self.arena.num_runs)
+        for name, stream in self.sampled.items():
+            stream.add(values[name])
+        for name, checked in extra.items():
+            self.extra.add(handle, name, checked)
+        return handle
+
+    def merge(self, other: TokenTree) -> int:
+        """Add all calls of `other`; return the handle that its call 0 now has.
+
+        Common prefixes are shared. `other` stays as it is. O(unique tokens of `other`).
+
+        Raises:
+            TokenError: a named stream has another kind, dtype or item shape in `other`.
+        """
+        for name in other.extra.names():
+            self.extra.check_kind(name, other.extra.kind(name))
+        return merge_into(self, other)
+
+    def copy_call(self, other: TokenTree, call: int) -> int:
+        """Add one call of another tree; return its handle here."""
+        streams = extra_values(other, call)
+        checked = {
+            name: self.extra.check(name, stream, other.prompt_len(call), other.num_sampled(call))
+            for name, stream in streams.items()
+        }
+        prompt_end = self.arena.extend(other.prompt_ids(call))
+        return self.record(
+            prompt_end,
+            self.arena.extend(other.completion_ids(call), prompt_end),
+            other.prompt_len(call),
+            other.num_sampled(call),
+            parent=-1,
+            agent=other.agent(call),
+            turn=other.turn(call),
+            values=stream_values(other, call),
+            extra=checked,
+        )
+
+    def _agent_index(self, agent: str) -> int:
+        if agent not in self.agents:
+            self.agents.append(agent)
+        return self.agents.index(agent)
+
+    def _check_call(self, call: int) -> None:
+        if not 0 <= call < len(self.calls):
+            raise TokenError(
+                f"call {call} is not in this tree, which has {len(self.calls)}; a prompt cannot "
+                "extend a call of another rollout. Insert the full prompt without a parent."
+            )
+
+    def _check_parent(self, parent: int, prompt: IntArray, verify: bool) -> tuple[int, Place]:
+        self._check_call(parent)
+        known, place = self.path_len(parent), self.calls.end(parent)
+        count = known if verify else min(known, _BOUNDARY_TOKENS)
+        if known > len(prompt) or not np.array_equal(
+            self.arena.path(place, count), prompt[known - count : known]
+        ):
+            raise TokenError(
+                f"the prompt ({len(prompt)} ids) does not extend call {parent} ({known} ids); "
+                "trusting the hint would record tokens the engine never saw. Pass parent=None to "
+                "have the prompt matched by id."
+            )
+        return known, place
+
+    # -- what a call is ----------------------------------------------------------------------
+
+    @property
+    def num_calls(self) -> int:
+        """How many calls were inserted."""
+        return len(self.calls)
+
+    @property
+    def num_tokens(self) -> int:
+        """How many unique tokens the tree holds."""
+        return self.arena.num_tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers, their slack included."""
+        columns = len(CallTable.COLUMNS) * 4 * len(self.calls)
+        sampled = sum(stream.nbytes for stream in self.sampled.values())
+        return self.arena.nbytes + columns + sampled + self.extra.nbytes
+
+    def prompt_len(self, call: int) -> int:
+        """Return the number of prompt tokens."""
+        return self.calls.prompt_len[call]
+
+    def num_sampled(self, call: int) -> int:
+        """Return the number of sampled tokens."""
+        return self.calls.num_sampled[call]
+
+    def path_len(self, call: int) -> int:
+        """Return the number of prompt and sampled tokens together."""
+        return self.calls.prompt_len[call] + self.calls.num_sampled[call]
+
+    def prompt_ids(self, call: int) -> IntArray:
+        """Return a copy of the prompt, int32 `[_P]`."""
+        return self.arena.path(self.calls.prompt_end(call), self.calls.prompt_len[call])
+
+    def completion_ids(self, call: int) -> IntArray:
+        """Return a copy of the sampled ids, int32 `[_C]`."""
+        return self.arena.path(self.calls.end(call), self.calls.num_sampled[call])
+
+    def path_ids(self, call: int) -> IntArray:
+        """Return a copy of prompt and completion, int32 `[_P + _C]`."""
+        return self.arena.path(self.calls.end(call), self.path_len(call))
+
+    def _sampled(self, name: str, call: int) -> NDArray[Any] | None:
+        values = self.sampled[name].get(call, self.calls.num_sampled[call])
+        return None if values is None else values.copy()
+
+    def logprobs(self, call: int) -> FloatArray | None:
+        """Return the behaviour logprobs, float32 `[_C]`, or None when the engine gave none."""
+        return self._sampled("logprob", call)
+
+    def temperature(self, call: int) -> FloatArray:
+        """Return the sampling temperature of each sampled token, float32 `[_C]`."""
+        values = self._sampled("temperature", call)
+        return EMPTY_IDS.astype(np.float32) if values is None else values
+
+    def versions(self, call: int) -> IntArray:
+        """Return the policy version that sampled each token, int32 `[_C]`."""
+        values = self._sampled("version", call)
+        return EMPTY_IDS if values is None else values
+
+    def mask(self, call: int) -> FloatArray:
+        """Return the loss weight of each sampled token, float32 `[_C]`."""
+        values = self._sampled("weight", call)
+        return EMPTY_IDS.astype(np.float32) if values is None else values
+
+    def prompt_mask(self, call: int) -> FloatArray:
+        """Return the recorded mask of each prompt token, float32 `[_P]`, normally zeros."""
+        values = self.sampled["prompt_mask"].get(call, self.calls.prompt_len[call])
+        return EMPTY_IDS.astype(np.float32) if values is None else values.copy()
+
+    def agent(self, call: int) -> str:
+        """Return the agent label."""
+        return self.agents[self.calls.agent[call]]
+
+    def turn(self, call: int) -> int | None:
+        """Return the turn label, or None."""
+        turn = self.calls.turn[call]
+        return None if turn == NO_TURN else turn
+
+    def parent(self, call: int) -> int | None:
+        """Return the call whose path the caller said this prompt extends, or None."""
+        parent = self.calls.parent[call]
+        return None if parent < 0 else parent
+
+    def stream(self, name: str, call: int) -> TokenStream | PlacedStream | None:
+        """Return a named extra stream of a call, or None when it carries none."""
+        return self.extra.get(name, call)
+
+    def find(self, ids: ArrayLike) -> int:
+        """Return how many of `ids` are a path of this tree."""
+        return self.arena.match(as_ids(ids, "ids"), ROOT)[0]
