@@ -47,6 +47,7 @@ class RolloutEngine:
     Args:
         source: what plays an episode.
         client: a `ModelClient`, or what `as_client` accepts.
+        model: the model to ask, when it is not the client's own.
         max_concurrent: most episodes in flight at once.
         time_limit_s: seconds an episode may spend, waiting for the server excluded; None: no limit.
         grace_s: seconds between that limit and the cancellation of an episode that goes on.
@@ -60,6 +61,7 @@ class RolloutEngine:
         source: RolloutSource,
         client: object,
         *,
+        model: str | None = None,
         max_concurrent: int = 64,
         time_limit_s: float | None = None,
         grace_s: float = 5.0,
@@ -78,7 +80,8 @@ class RolloutEngine:
         if retries < 0 or grace_s < 0:
             raise ConfigError("retries and grace_s cannot be negative; use 0 for none.")
         self.source = source
-        self.client = as_client(client)
+        self.client = as_client(client, model)
+        self.model = model
         self.max_concurrent = max_concurrent
         self.time_limit_s = time_limit_s
         self.grace_s = grace_s
@@ -161,7 +164,7 @@ class RolloutEngine:
     async def _attempt(self, request: RolloutRequest, attempt: int) -> RolloutResult:
         clock = Clock(self.time_limit_s, self.grace_s)
         episode = Episode(request, clock)
-        client = TimedClient(self.client, clock)
+        client = TimedClient(self.client, clock, self.model)
         error: ErrorRecord | None = None
         try:
             with playing(episode):

@@ -84,20 +84,24 @@ class Clock:
 
 
 class TimedClient:
-    """A `ModelClient` that tells an episode's clock when its calls start, end and waited."""
+    """A `ModelClient` that tells an episode's clock when its calls start, end and waited.
 
-    def __init__(self, inner: ModelClient, clock: Clock) -> None:
+    `model`, when given, is the model that it asks instead of the inner client's.
+    """
+
+    def __init__(self, inner: ModelClient, clock: Clock, model: str | None = None) -> None:
         self._inner = inner
         self._clock = clock
+        self._model = model
 
     @property
     def model(self) -> str:
-        """The inner client's model."""
-        return self._inner.model
+        """The model that is asked when a call names none."""
+        return self._model or self._inner.model
 
     def session(self) -> ModelClient:
         """Return the inner client's session, on the same clock."""
-        return TimedClient(self._inner.session(), self._clock)
+        return TimedClient(self._inner.session(), self._clock, self._model)
 
     async def chat(
         self,
@@ -113,7 +117,11 @@ class TimedClient:
         self._clock.call_started()
         try:
             generation = await self._inner.chat(
-                messages, tools=tools, sampling=sampling, model=model, message_type=message_type
+                messages,
+                tools=tools,
+                sampling=sampling,
+                model=model or self._model,
+                message_type=message_type,
             )
             wait_s = generation.wait_s
             return generation

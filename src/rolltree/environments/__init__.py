@@ -1,0 +1,25 @@
+"""Environments: data, worlds and rewards behind one interface (spec 1).
+
+The room knows everything below it. It knows nothing about training or evaluation, which only see a
+`RolloutSource`. It leaves out agents and protocols.
+"""
+
+from rolltree.environments.dataset import Rows
+from rolltree.environments.decorators import cleanup, stop, teardown
+from rolltree.environments.environment import Environment
+from rolltree.environments.multiturn import MultiTurnEnv, SingleTurnEnv
+from rolltree.environments.responses import ModelResponse
+from rolltree.environments.results import GenerateMetadata, GenerateResults
+
+__all__ = [
+    "Environment",
+    "GenerateMetadata",
+    "GenerateResults",
+    "ModelResponse",
+    "MultiTurnEnv",
+    "Rows",
+    "SingleTurnEnv",
+    "cleanup",
+    "stop",
+    "teardown",
+]

@@ -1,0 +1,65 @@
+"""The completion of a rollout: what was said after its prompt.
+
+It knows prompts and completions of steps. It knows nothing about tokens, and it leaves out what an
+environment may want to show instead (`Environment._render_completion` can be overridden).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rolltree.types import ChatMessage, Messages, TrajectoryStep, concat_messages
+
+
+def render_completion(
+    prompt: Messages, steps: Sequence[TrajectoryStep], last_words: Messages | None = None
+) -> Messages:
+    """Return everything after `prompt`, in the order in which it was said.
+
+    As long as each step's prompt continues the step before, that is the last step's conversation
+    without `prompt`. Where an environment rewrote the history, nothing said before is lost: of
+    such a prompt the new part is what follows its last assistant message and does not already
+    begin the earlier prompt. `last_words` is what the environment said after the last step.
+    Without steps the completion is empty.
+    """
+    empty: Messages = "" if isinstance(prompt, str) else []
+    parts: list[Messages] = [empty]
+    before: Messages = prompt
+    for step in steps:
+        parts.append(_new_part(before, step["prompt"]))
+        parts.append(step["completion"])
+        before = concat_messages([step["prompt"], step["completion"]])
+    if last_words:
+        parts.append(last_words)
+    return concat_messages(parts)
+
+
+def new_words(before: Messages, prompt: Messages) -> Messages:
+    """Return what `prompt` adds to the conversation `before`."""
+    return _new_part(before, prompt)
+
+
+def _new_part(before: Messages, prompt: Messages) -> Messages:
+    if isinstance(prompt, str) or isinstance(before, str):
+        shared = _num_shared(before, prompt)
+        return prompt[shared:]
+    shared = _num_shared(before, prompt)
+    if shared == len(before):
+        return prompt[shared:]
+    return prompt[max(shared, _after_last_answer(prompt)) :]
+
+
+def _num_shared(first: Messages, second: Messages) -> int:
+    shared = 0
+    for left, right in zip(first, second, strict=False):
+        if left is not right and left != right:
+            break
+        shared += 1
+    return shared
+
+
+def _after_last_answer(messages: list[ChatMessage]) -> int:
+    for index in range(len(messages) - 1, -1, -1):
+        if messages[index].get("role") == "assistant":
+            return index + 1
+    return 0

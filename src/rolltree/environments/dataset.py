@@ -1,0 +1,200 @@
+"""Rows: a data set as the environment sees it, whatever it came from.
+
+It knows lists of dicts, JSON Lines, Parquet and Hugging Face data sets (`datasets` is needed only
+for the last two) and how a row becomes a prompt. Rows are formatted when they are read: a large
+data set costs nothing to open. It knows nothing about rollouts, and it leaves out downloading.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, overload
+
+from rolltree.errors import ConfigError
+from rolltree.types import ChatMessage, Messages, MessageType
+
+Row: TypeAlias = dict[str, Any]
+Data: TypeAlias = "Sequence[Mapping[str, Any]] | str | Path | Rows | Any"
+"""A list of dicts, a path to `.jsonl` or `.parquet`, a Hugging Face `Dataset`, or `Rows`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """How a row becomes a prompt.
+
+    A row with a `prompt` keeps it; otherwise `question_key` becomes the user's message. The system
+    prompt goes in front unless the row's prompt has its own, the few-shot messages after it.
+    `example_id` is the row's, or its index; `task` the row's, or the environment's name.
+    """
+
+    env_id: str = "default"
+    system_prompt: str | None = None
+    few_shot: tuple[ChatMessage, ...] = ()
+    message_type: MessageType = "chat"
+    question_key: str = "question"
+    answer_key: str = "answer"
+
+    def __call__(self, row: Mapping[str, Any], index: int) -> Row:
+        """Return the row with `prompt`, `example_id`, `task` and, where there is one, `answer`."""
+        formatted = dict(row)
+        prompt = row.get("prompt")
+        if prompt is None:
+            if self.question_key not in row:
+                raise ConfigError(
+                    f"row {index} has neither 'prompt' nor {self.question_key!r}, so there is "
+                    f"nothing to ask. Its columns are {', '.join(map(repr, row))}; rename one or "
+                    "set question_key."
+                )
+            prompt = row[self.question_key]
+        formatted["prompt"] = self._prompt(prompt, index)
+        if self.answer_key != "answer" and self.answer_key in row:
+            formatted["answer"] = row[self.answer_key]
+        if not isinstance(row.get("example_id"), int):
+            formatted["example_id"] = index
+        if row.get("task") is None:
+            formatted["task"] = self.env_id or "default"
+        return formatted
+
+    def _prompt(self, prompt: Any, index: int) -> Messages:
+        if self.message_type == "completion":
+            if not isinstance(prompt, str):
+                raise ConfigError(
+                    f"the prompt of row {index} is a list of messages, but message_type is "
+                    "'completion', which continues a string. Use a string or message_type='chat'."
+                )
+            return prompt
+        if isinstance(prompt, str):
+            messages: list[ChatMessage] = [{"role": "user", "content": prompt}]
+        else:
+            messages = [_without_none(message) for message in prompt]
+        head: list[ChatMessage] = []
+        if messages and messages[0].get("role") == "system":
+            head = [messages.pop(0)]
+        elif self.system_prompt is not None:
+            head = [{"role": "system", "content": self.system_prompt}]
+        return [*head, *self.few_shot, *messages]
+
+
+class Rows(Sequence[Row]):
+    """Rows of a data set, formatted when read. It never changes; `shuffle` returns another one."""
+
+    def __init__(
+        self,
+        source: Any,
+        formatter: Callable[[Mapping[str, Any], int], Row],
+        order: Sequence[int] | None = None,
+    ) -> None:
+        self._source = source
+        self._format = formatter
+        self._order: Sequence[int] = range(len(source)) if order is None else order
+
+    @classmethod
+    def of(cls, data: Data, formatter: Callable[[Mapping[str, Any], int], Row]) -> Rows:
+        """Open `data`.
+
+        Raises:
+            ConfigError: it is of no known kind, unreadable, or has no rows.
+        """
+        if isinstance(data, Rows):
+            return data
+        source = _read_file(Path(data)) if isinstance(data, str | Path) else data
+        if isinstance(source, Mapping) or not hasattr(source, "__getitem__"):
+            raise ConfigError(
+                f"a {type(data).__name__} is no data set of rows: rollouts are counted and "
+                "repeated by index. Pass a list of dicts, a .jsonl or .parquet path, or a "
+                "Hugging Face Dataset (for a DatasetDict choose a split)."
+            )
+        if len(source) == 0:
+            raise ConfigError("a data set has no rows, so there would be nothing to run.")
+        return cls(source, formatter)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @overload
+    def __getitem__(self, key: int) -> Row: ...
+    @overload
+    def __getitem__(self, key: slice) -> Rows: ...
+    @overload
+    def __getitem__(self, key: str) -> list[Any]: ...
+    def __getitem__(self, key: int | slice | str) -> Row | Rows | list[Any]:
+        if isinstance(key, str):
+            return [row[key] for row in self]
+        if isinstance(key, slice):
+            return Rows(self._source, self._format, self._order[key])
+        index = self._order[key]
+        return self._format(self._source[index], index)
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[position] for position in range(len(self)))
+
+    @property
+    def column_names(self) -> list[str]:
+        """The columns of the first row."""
+        return list(self[0])
+
+    def select(self, indices: Sequence[int]) -> Rows:
+        """Return the rows at `indices`, in that order."""
+        return Rows(self._source, self._format, [self._order[index] for index in indices])
+
+    def shuffle(self, seed: int = 0) -> Rows:
+        """Return all rows in an order that depends on `seed` only. These rows stay as they are."""
+        order = list(self._order)
+        random.Random(seed).shuffle(order)
+        return Rows(self._source, self._format, order)
+
+    def take(self, num: int, seed: int | None = None) -> Rows:
+        """Return the first `num` rows (-1: all), after shuffling when there is a seed."""
+        rows = self if seed is None else self.shuffle(seed)
+        return rows if num < 0 else rows[:num]
+
+    def to_list(self) -> list[Row]:
+        """Return all rows as dicts."""
+        return list(self)
+
+
+def _without_none(message: Mapping[str, Any]) -> ChatMessage:
+    """Drop the keys that Arrow filled with None because another message has them."""
+    return {key: value for key, value in message.items() if value is not None or key == "content"}
+
+
+def _read_file(path: Path) -> Any:
+    reader = {".jsonl": _read_jsonl, ".parquet": _read_parquet}.get(path.suffix)
+    if reader is None:
+        raise ConfigError(
+            f"{path} cannot be read as a data set: its ending is {path.suffix!r}. Use .jsonl or "
+            ".parquet, or load it yourself and pass a list of dicts."
+        )
+    if not path.is_file():
+        raise ConfigError(f"there is no data set at {path}; the environment would have no rows.")
+    return reader(path)
+
+
+def _read_jsonl(path: Path) -> list[Row]:
+    rows: list[Row] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path}, line {number} is no JSON: {error}.") from error
+        if not isinstance(row, dict):
+            raise ConfigError(f"{path}, line {number} is no object, so it has no columns.")
+        rows.append(row)
+    return rows
+
+
+def _read_parquet(path: Path) -> Any:
+    try:
+        from datasets import Dataset
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} is a Parquet file, which needs the `datasets` package. Install it with "
+            "`pip install rolltree[envs]`, or convert the file to .jsonl."
+        ) from error
+    return Dataset.from_parquet(str(path))

@@ -1,0 +1,353 @@
+"""`Environment`: data, a rubric and a way to play one rollout (spec 1).
+
+It knows states, clients and rubrics, and it is a `RolloutSource`: the rollout engine runs it, for
+`generate` and `evaluate` too (`runnable`). It knows nothing about training or the run store. It
+leaves out the loop itself, which is `MultiTurnEnv`'s.
+
+A failed rollout is data: `state["error"]` is an `ErrorRecord` with a traceback, the steps made so
+far stay, the reward is None. Only cancellation is raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+from rolltree.environments.completion import render_completion
+from rolltree.environments.dataset import Data, RowFormat
+from rolltree.environments.decorators import Mark, discover
+from rolltree.environments.responses import OVERLONG, ModelResponse, to_generation
+from rolltree.environments.runnable import Runnable, failure_of
+from rolltree.environments.teardown import forget, register
+from rolltree.errors import ConfigError, PromptTooLong, record_error
+from rolltree.inference.client import as_client, sampling_from_args
+from rolltree.parsers import Parser
+from rolltree.rollouts import derive_seed, merge_args
+from rolltree.rollouts.episode import current_episode
+from rolltree.rubrics import Rubric
+from rolltree.tokens import Trajectory
+from rolltree.types import (
+    ChatMessage,
+    Messages,
+    MessageType,
+    RolloutInput,
+    RolloutTiming,
+    SamplingArgs,
+    State,
+    ToolSchema,
+    TruncationReason,
+)
+
+logger = logging.getLogger("rolltree.environments")
+CLEANUP_LIMIT_S = 30.0
+"""A cleanup that takes longer is given up and recorded."""
+
+
+class Environment(Runnable):
+    """Base of all environments.
+
+    Args:
+        dataset: rows to train on: a list of dicts, a `.jsonl` or `.parquet` path, a Hugging Face
+            `Dataset`. See `RowFormat` for the columns.
+        eval_dataset: held-out rows. Without them evaluation uses `dataset`.
+        system_prompt: put in front of every prompt that has no system message.
+        few_shot: messages put after the system message.
+        parser: what rewards read answers with; the rubric's when left out.
+        rubric: what scores a rollout. Without one the reward is what the environment sets.
+        sampling_args: OpenAI fields used where the caller of a rollout names none.
+        message_type: "chat", or "completion" for prompts that are one string.
+        oai_tools: tools offered in every rollout; a row's `info["oai_tools"]` wins.
+        env_id: the name in results, requests and seeds.
+        max_seq_len: no call begins once a call had this many tokens, prompt and completion.
+        question_key, answer_key: the columns to read where a row has no `prompt` or `answer`.
+
+    Raises:
+        ConfigError: there is no data, or settings contradict each other.
+    """
+
+    def __init__(
+        self,
+        dataset: Data | None = None,
+        eval_dataset: Data | None = None,
+        system_prompt: str | None = None,
+        few_shot: Sequence[ChatMessage] | None = None,
+        parser: Parser | None = None,
+        rubric: Rubric | None = None,
+        sampling_args: SamplingArgs | None = None,
+        message_type: MessageType = "chat",
+        oai_tools: Sequence[ToolSchema] | None = None,
+        env_id: str | None = None,
+        env_args: Mapping[str, Any] | None = None,
+        max_seq_len: int | None = None,
+        question_key: str = "question",
+        answer_key: str = "answer",
+    ) -> None:
+        if dataset is None and eval_dataset is None:
+            raise ConfigError(
+                f"{type(self).__name__} got neither dataset nor eval_dataset, so it has nothing "
+                "to run. Pass a list of rows, a path or a Hugging Face Dataset."
+            )
+        if message_type == "completion" and (system_prompt is not None or few_shot):
+            raise ConfigError(
+                "message_type is 'completion' but system_prompt or few_shot is set; a prompt that "
+                "is one string has no place for messages. Write them into the prompt."
+            )
+        self.message_type = message_type
+        self.system_prompt = system_prompt
+        self.few_shot = list(few_shot or ())
+        self.oai_tools: list[ToolSchema] = list(oai_tools or ())
+        self.env_id = env_id or "default"
+        self.env_args = dict(env_args or {})
+        self.max_seq_len = max_seq_len
+        self.sampling_args: SamplingArgs = dict(sampling_args or {})
+        sampling_from_args(self.sampling_args)  # raises now rather than in every rollout
+        self.rubric = rubric if rubric is not None else Rubric(parser=parser)
+        self.parser = parser if parser is not None else self.rubric.parser
+        self.row_format = RowFormat(
+            env_id=self.env_id,
+            system_prompt=system_prompt,
+            few_shot=tuple(self.few_shot),
+            message_type=message_type,
+            question_key=question_key,
+            answer_key=answer_key,
+        )
+        self.dataset = None if dataset is None else self.rows(dataset)
+        self.eval_dataset = None if eval_dataset is None else self.rows(eval_dataset)
+        found = discover(type(self))
+        self._stop_conditions = [(getattr(self, name), mark) for name, mark in found["stop"]]
+        self._cleanup_handlers = [getattr(self, name) for name, _ in found["cleanup"]]
+        self._teardown_handlers = [getattr(self, name) for name, _ in found["teardown"]]
+        self._closed = False
+        if self._teardown_handlers:
+            register(self)
+
+    # One rollout
+
+    async def init_state(self, input: RolloutInput, **kwargs: Any) -> State:
+        """Return the state before the first turn. It knows the row and nothing of the world.
+
+        `input` is copied. An `info` that is a string is read as JSON. `state["seed"]` seeds the
+        world: all members of a group have the same one.
+
+        Raises:
+            ConfigError: `info` is a string that is not JSON.
+        """
+        row: dict[str, Any] = deepcopy(dict(input))
+        info = row.get("info")
+        if isinstance(info, str):
+            try:
+                row["info"] = json.loads(info)
+            except json.JSONDecodeError as error:
+                raise ConfigError(
+                    f"info of example {row.get('example_id')} is a string but no JSON: {error}."
+                ) from error
+        row.setdefault("task", self.env_id)
+        row.setdefault("example_id", 0)
+        state = State(input=row)
+        state.update(
+            is_completed=False,
+            stop_condition=None,
+            oai_tools=_tools(row.get("info"), self.oai_tools),
+            trajectory=Trajectory(),
+            completion=None,
+            reward=None,
+            advantage=None,
+            metrics=None,
+            timing=RolloutTiming(
+                generation_ms=0.0, scoring_ms=0.0, total_ms=0.0, start_time=time.time()
+            ),
+            error=None,
+            terminated=False,
+            truncated=False,
+            truncation_reason=None,
+        )
+        episode = current_episode()
+        if episode is not None:
+            state["seed"] = episode.request.seed
+            episode.states.append(state)
+        else:
+            state["seed"] = derive_seed(0, self.env_id, str(row["example_id"]))
+        return state
+
+    async def setup_state(self, state: State) -> State:
+        """Prepare the world for this rollout. Called once, before the first model call."""
+        return state
+
+    async def is_completed(self, state: State, **kwargs: Any) -> bool:
+        """Ask the stop conditions in order; the first that is true ends the rollout.
+
+        An override must return True when `await super().is_completed(state)` does.
+        """
+        for condition, mark in self._stop_conditions:
+            if await self._render_stop(state, condition, mark):
+                await self._render_timing(state)
+                await self._render_completion(state)
+                return True
+        return False
+
+    async def get_prompt_messages(self, state: State) -> Messages:
+        """Return the next prompt. The base class asks once, with the row's prompt."""
+        prompt: Messages = state["prompt"]
+        return prompt
+
+    async def get_model_response(
+        self,
+        client: Any,
+        model: str,
+        prompt: Messages,
+        oai_tools: Sequence[ToolSchema] | None = None,
+        sampling_args: SamplingArgs | None = None,
+        message_type: MessageType | None = None,
+    ) -> ModelResponse:
+        """Ask the model once.
+
+        The caller's `sampling_args` win over the environment's field by field; neither is changed.
+        A prompt that does not fit gives a response whose `id` is "overlong-prompt".
+
+        Raises:
+            ModelError: there was no usable answer.
+        """
+        kind = message_type or self.message_type
+        args = merge_args(self.sampling_args, sampling_args)
+        try:
+            generation = await as_client(client, model).chat(
+                prompt,
+                tools=oai_tools or None,
+                sampling=sampling_from_args(args),
+                model=model or None,
+                message_type=kind,
+            )
+        except PromptTooLong:
+            return ModelResponse(None, kind, OVERLONG)
+        return ModelResponse(generation, kind)
+
+    async def add_model_response(
+        self, state: State, prompt_messages: Messages, response: Any
+    ) -> None:
+        """Append the step of one model call. An over-long prompt adds none and ends the rollout.
+
+        `response` is what `get_model_response` returns, an OpenAI response, a dict of its shape or
+        a mock of one.
+        """
+        given = response.get("id") if isinstance(response, Mapping) else response
+        if (given if isinstance(given, str) else getattr(given, "id", None)) == OVERLONG:
+            state["prompt_too_long"] = True
+            return
+        generation = to_generation(response, self.message_type)
+        chat = self.message_type == "chat"
+        trajectory = state["trajectory"]
+        trajectory.append_call(
+            prompt=prompt_messages,
+            completion=[generation.message] if chat else generation.text,
+            generation=generation,
+            turn=len(trajectory),
+        )
+
+    # What is written when a rollout ends
+
+    async def _render_stop(self, state: State, condition: Any, mark: Mark) -> bool:
+        if not await settle(condition(state)):
+            return False
+        state["is_completed"] = True
+        state["stop_condition"] = condition.__name__
+        if mark.truncates is not None and not state["terminated"]:
+            state["truncated"] = True
+            state["truncation_reason"] = state["truncation_reason"] or mark.truncates.value
+        self._settle_ending(state)
+        return True
+
+    def _settle_ending(self, state: State) -> None:
+        """Make the ending one of the two: truncated with a reason, or terminated."""
+        if state["truncated"]:
+            state["terminated"] = False
+            state["truncation_reason"] = state["truncation_reason"] or TruncationReason.ENV.value
+        else:
+            state["terminated"] = True
+
+    async def _render_timing(self, state: State) -> None:
+        timing: RolloutTiming = state["timing"]
+        timing["generation_ms"] = (time.time() - timing["start_time"]) * 1000.0
+        timing["total_ms"] = timing["generation_ms"] + timing["scoring_ms"]
+
+    async def _render_completion(self, state: State) -> None:
+        """Set `state["completion"]` from the trajectory, also after rewritten histories."""
+        state["completion"] = render_completion(
+            state["prompt"], state["trajectory"], state.get("final_env_response")
+        )
+
+    def record_failure(self, state: State, error: Exception, *, in_setup: bool = False) -> None:
+        """Write a failure into the state; the first one stays."""
+        if state.get("error") is None:
+            state["error"] = failure_of(error, in_setup=in_setup)
+        state["reward"] = None
+        logger.debug("a rollout of %s failed", self.env_id, exc_info=error)
+
+    # Lifecycle
+
+    async def _cleanup(self, state: State) -> None:
+        """Run every `@cleanup` once for this state, also while the rollout is being cancelled.
+
+        A handler that raises does not keep the others from running; what it raised is in
+        `state["cleanup_errors"]`.
+        """
+        if state.get("cleaned_up") or not self._cleanup_handlers:
+            return
+        state["cleaned_up"] = True
+        task = asyncio.create_task(self._run_cleanup(state))
+        cancelled: asyncio.CancelledError | None = None
+        while not task.done():
+            try:
+                await asyncio.shield(task)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+        task.result()
+
+    async def _run_cleanup(self, state: State) -> None:
+        for handler in self._cleanup_handlers:
+            try:
+                async with asyncio.timeout(CLEANUP_LIMIT_S):
+                    await settle(handler(state))
+            except Exception as error:  # noqa: BLE001  recorded; the other handlers must run
+                logger.warning("cleanup %s of %s failed: %s", handler.__name__, self.env_id, error)
+                state.setdefault("cleanup_errors", []).append(
+                    record_error(error, "cleanup").as_dict()
+                )
+
+    async def _teardown(self) -> None:
+        for handler in self._teardown_handlers:
+            try:
+                await settle(handler())
+            except Exception:
+                logger.exception("teardown %s of %s failed", handler.__name__, self.env_id)
+
+    async def aclose(self) -> None:
+        """Run every `@teardown`, once. At the end of the process it is called by itself."""
+        forget(self)
+        if not self._closed:
+            self._closed = True
+            await self._teardown()
+
+    async def __aenter__(self) -> Environment:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+
+def _tools(info: Any, own: Sequence[ToolSchema]) -> list[ToolSchema]:
+    if isinstance(info, Mapping) and info.get("oai_tools") is not None:
+        return list(info["oai_tools"])
+    return list(own)
+
+
+async def settle(value: Any) -> Any:
+    """Await `value` if it can be awaited: hooks may be plain functions."""
+    return await value if inspect.isawaitable(value) else value

@@ -1,0 +1,177 @@
+"""`MultiTurnEnv` and `SingleTurnEnv`: the loop between the model and the environment.
+
+It knows turns, limits and the end of a game. It knows nothing about tools. It leaves out several
+agents in one episode.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+from rolltree.environments.completion import new_words
+from rolltree.environments.decorators import stop
+from rolltree.environments.environment import Environment, settle
+from rolltree.errors import ConfigError
+from rolltree.inference.client import as_client
+from rolltree.rollouts import derive_seed, merge_args
+from rolltree.rollouts.episode import current_episode
+from rolltree.types import (
+    Messages,
+    RolloutInput,
+    SamplingArgs,
+    State,
+    TruncationReason,
+    concat_messages,
+)
+
+
+class MultiTurnEnv(Environment):
+    """A conversation: the model speaks, `env_response` answers, until a stop condition is true.
+
+    A game may end in `env_response`: set what a `@stop` condition looks at, or put the last words
+    into `state["final_env_response"]`. No further model call is made then, and what
+    `env_response` returned is part of the completion.
+
+    Args:
+        max_turns: most model calls; a rollout that reaches it without an end is truncated for
+            "max_steps". -1: no limit.
+        settings: `Environment`'s.
+    """
+
+    def __init__(self, max_turns: int = -1, **settings: Any) -> None:
+        super().__init__(**settings)
+        if max_turns == 0:
+            raise ConfigError("max_turns is 0; the model would never speak. Use -1 for no limit.")
+        self.max_turns = max_turns
+
+    @abstractmethod
+    async def env_response(self, messages: Messages, state: State) -> Messages:
+        """Return what the environment says after `messages`, the conversation so far.
+
+        `messages` is a new list; the messages in it belong to the trajectory and must not change.
+        """
+
+    @stop(priority=100, truncates=TruncationReason.MAX_SEQ_LEN)
+    async def prompt_too_long(self, state: State) -> bool:
+        """The prompt did not fit the model's context window."""
+        return bool(state.get("prompt_too_long", False))
+
+    @stop(priority=50)
+    async def has_final_env_response(self, state: State) -> bool:
+        """The environment has said its last words."""
+        return state.get("final_env_response") is not None
+
+    @stop(priority=-100, truncates=TruncationReason.MAX_STEPS)
+    async def max_turns_reached(self, state: State) -> bool:
+        """The model has had its turns."""
+        return len(state["trajectory"]) >= self.max_turns and self.max_turns > 0
+
+    @stop(priority=-100, truncates=TruncationReason.MAX_SEQ_LEN)
+    async def max_seq_len_reached(self, state: State) -> bool:
+        """The last call used up `max_seq_len`."""
+        if self.max_seq_len is None or not state["trajectory"]:
+            return False
+        extras = state["trajectory"][-1]["extras"]
+        used: int = extras["num_prompt_tokens"] + extras["num_completion_tokens"]
+        return used >= self.max_seq_len
+
+    @stop(priority=-100, truncates=TruncationReason.TIME_LIMIT)
+    async def time_limit_reached(self, state: State) -> bool:
+        """The engine's time limit for the episode is over."""
+        episode = current_episode()
+        return episode is not None and episode.clock.expired
+
+    async def get_prompt_messages(self, state: State) -> Messages:
+        """Return the row's prompt, and later the conversation with the environment's answer.
+
+        Override it to rewrite history: what the model is sent is what this returns.
+        """
+        if not state["trajectory"]:
+            prompt: Messages = state["prompt"]
+            return prompt
+        last = state["trajectory"][-1]
+        messages = concat_messages([last["prompt"], last["completion"]])
+        answer = await settle(self.env_response(messages, state))
+        return concat_messages([messages, answer])
+
+    async def rollout(
+        self,
+        input: RolloutInput,
+        client: Any,
+        model: str = "",
+        sampling_args: SamplingArgs | None = None,
+    ) -> State:
+        """Play one rollout and return its state.
+
+        The call of turn i samples with the seed of `sampling_args` for i = 0, and with one derived
+        from it for later turns. A failure is in `state["error"]`; cleanups have run.
+        """
+        state = await self.init_state(input)
+        in_setup = True
+        try:
+            session = as_client(client, model or None).session()
+            args = merge_args(self.sampling_args, sampling_args)
+            state = await self.setup_state(state)
+            in_setup = False
+            await self._play_turns(state, session, model, args)
+        except Exception as error:  # noqa: BLE001  a failed rollout is data
+            self.record_failure(state, error, in_setup=in_setup)
+        finally:
+            await self._cleanup(state)
+            if state["completion"] is None:  # failed or cancelled, or ended by an override
+                await self._render_timing(state)
+                await self._render_completion(state)
+        return state
+
+    async def _play_turns(self, state: State, session: Any, model: str, args: SamplingArgs) -> None:
+        seed = args.get("seed")
+        while not await self.is_completed(state):
+            prompt = await self.get_prompt_messages(state)
+            if await self._ended_in_response(state, prompt):
+                break
+            turn = len(state["trajectory"])
+            if seed is not None and turn:
+                args = {**args, "seed": derive_seed(seed, "turn", turn)}
+            response = await self.get_model_response(
+                session,
+                model,
+                prompt,
+                oai_tools=state["oai_tools"],
+                sampling_args=args,
+                message_type=self.message_type,
+            )
+            await self.add_model_response(state, prompt, response)
+        if not state["is_completed"]:  # an override of is_completed ended it
+            state["is_completed"] = True
+            self._settle_ending(state)
+
+    async def _ended_in_response(self, state: State, prompt: Messages) -> bool:
+        """Whether the answer of the environment ended the game; keeps its last words."""
+        if not await self.is_completed(state):
+            return False
+        if state["trajectory"] and state.get("final_env_response") is None:
+            last = state["trajectory"][-1]
+            said = concat_messages([last["prompt"], last["completion"]])
+            state["final_env_response"] = new_words(said, prompt)
+            await self._render_completion(state)
+        return True
+
+
+class SingleTurnEnv(MultiTurnEnv):
+    """One question, one answer. The answer is the end: `terminated`, not truncated."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(max_turns=1, **settings)
+
+    @stop
+    async def answered(self, state: State) -> bool:
+        """The model has answered."""
+        return bool(state["trajectory"])
+
+    async def env_response(self, messages: Messages, state: State) -> Messages:
+        """Never asked: the rollout ends with the answer."""
+        raise ConfigError(
+            "a SingleTurnEnv has no second turn; something removed its stop condition 'answered'. "
+            "Subclass MultiTurnEnv to answer the model."
+        )

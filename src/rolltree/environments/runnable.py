@@ -1,0 +1,368 @@
+"""How an environment runs many rollouts: as a source of the rollout engine.
+
+`Runnable` is the half of `Environment` that turns rows into requests and requests into results. It
+knows rows, the engine and rubrics; it knows nothing about turns. It leaves out aggregation beyond
+means (evaluation) and storing (store).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from rolltree.environments.dataset import Data, RowFormat, Rows
+from rolltree.environments.results import GenerateResults, summarize
+from rolltree.errors import ConfigError, ModelError, record_error
+from rolltree.inference.client import ModelClient, as_client
+from rolltree.rollouts import (
+    Progress,
+    RolloutEngine,
+    Split,
+    current_episode,
+    derive_seed,
+    merge_args,
+    resolve_sampling,
+)
+from rolltree.rollouts.episode import Episode, playing
+from rolltree.rubrics import Rubric, write_advantages
+from rolltree.tokens import Trajectory
+from rolltree.types import (
+    ErrorRecord,
+    RolloutInput,
+    RolloutRequest,
+    RolloutResult,
+    SamplingArgs,
+    SamplingParams,
+    State,
+    as_input,
+)
+
+T = TypeVar("T")
+
+
+class Runnable(ABC):
+    """The data of an environment, and the ways to run it. A `RolloutSource` and a `GroupScorer`."""
+
+    env_id: str
+    rubric: Rubric
+    sampling_args: SamplingArgs
+    row_format: RowFormat
+    dataset: Rows | None
+    eval_dataset: Rows | None
+
+    @abstractmethod
+    async def rollout(
+        self,
+        input: RolloutInput,
+        client: Any,
+        model: str,
+        sampling_args: SamplingArgs | None = None,
+    ) -> State:
+        """Play one rollout and return its state, with the failure in it if there was one."""
+
+    @abstractmethod
+    async def _cleanup(self, state: State) -> None:
+        """Run the cleanups of this state unless they ran."""
+
+    # Data
+
+    def rows(self, data: Data) -> Rows:
+        """Return `data` as rows with this environment's prompts; `Rows` pass through."""
+        return Rows.of(data, self.row_format)
+
+    def get_dataset(self, n: int = -1, seed: int | None = None) -> Rows:
+        """Return `n` training rows (-1: all), shuffled by `seed` when there is one.
+
+        Raises:
+            ConfigError: the environment has evaluation data only.
+        """
+        if self.dataset is None:
+            raise ConfigError(
+                f"environment {self.env_id!r} has evaluation data only, so it cannot be trained "
+                "on. Pass dataset=..., or use the eval split."
+            )
+        return self.dataset.take(n, seed)
+
+    def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> Rows:
+        """Return `n` evaluation rows (-1: all); the training rows where there are no others."""
+        if self.eval_dataset is None:
+            return self.get_dataset(n, seed)
+        return self.eval_dataset.take(n, seed)
+
+    def num_examples(self, split: Split) -> int:
+        """Return how many rows the split has. Without evaluation rows it is the training rows."""
+        return len(self._split(split))
+
+    def example(self, split: Split, index: int) -> RolloutInput:
+        """Return the input of row `index` of the split."""
+        return as_input(self._split(split)[index])
+
+    def _split(self, split: Split) -> Rows:
+        return self.get_dataset() if split == "train" else self.get_eval_dataset()
+
+    # One request
+
+    async def run_request(self, request: RolloutRequest, client: ModelClient) -> Sequence[State]:
+        """Play and score one episode. Never raises for a failed one, except when cancelled.
+
+        With group reward functions the reward waits for `score_group`.
+        """
+        states = await self.play_request(request, client)
+        if not self.rubric.has_group_rewards:
+            for state in states:
+                if state.get("error") is None:
+                    await self._score(state)
+        return states
+
+    async def play_request(self, request: RolloutRequest, client: ModelClient) -> list[State]:
+        """Play one episode without scoring it."""
+        episode = current_episode()
+        if episode is not None and episode.request is request:
+            return [await self._play(episode, client)]
+        with playing(Episode(request)) as own:
+            return [await self._play(own, client)]
+
+    async def _play(self, episode: Episode, client: ModelClient) -> State:
+        request = episode.request
+        args = sampling_to_args(request.sampling)
+        wanted = request.sampling.seed
+        args["seed"] = (
+            request.sampling_seed if wanted is None else derive_seed(wanted, request.sampling_seed)
+        )
+        state: State | None = None
+        try:
+            state = await self.rollout(request.input, client, client.model, args)
+        except Exception as error:  # noqa: BLE001  an overridden rollout() may raise: it is data
+            state = episode.states[-1] if episode.states else _empty_state(request)
+            if state.get("error") is None:
+                state["error"] = failure_of(error)
+            state["reward"] = None
+        finally:
+            for made in [state] if state is not None else episode.states:
+                await self._cleanup(made)
+        return state
+
+    async def _score(self, state: State) -> None:
+        try:
+            await self.rubric.score_rollout(state)
+        except Exception as error:  # noqa: BLE001  an overridden rubric may raise: it is data
+            state["error"], state["reward"] = record_error(error, "scoring"), None
+
+    @property
+    def has_group_rewards(self) -> bool:
+        """Whether the rubric compares the members of a group."""
+        return self.rubric.has_group_rewards
+
+    async def score_group(self, states: Sequence[State]) -> None:
+        """Score the finished rollouts of one group, in place."""
+        await self.rubric.score_group(states)
+
+    # Many requests
+
+    async def generate(
+        self,
+        inputs: Data,
+        client: Any,
+        model: str | None = None,
+        sampling_args: SamplingArgs | None = None,
+        *,
+        rollouts_per_example: int = 1,
+        score_rollouts: bool = True,
+        max_concurrent: int = 64,
+        time_limit_s: float | None = None,
+        seed: int = 0,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> GenerateResults:
+        """Run rollouts for rows and return them in the rows' order.
+
+        Rows with one `example_id` are one group, and so are the `rollouts_per_example` of a row:
+        they share the world's seed, and `advantage` is the reward minus the group's mean. `seed`
+        decides every seed. The caller's `sampling_args` win over the environment's, field by field.
+
+        Raises:
+            ConfigError: the rows, the client or a setting cannot be used. Failed rollouts do not
+                raise; see `results.metadata.num_failed`.
+        """
+        started = time.perf_counter()
+        asked = as_client(client, model)
+        name = model or asked.model
+        args = merge_args(self.sampling_args, sampling_args)
+        requests = self._requests(self.rows(inputs), args, seed, rollouts_per_example)
+        engine = RolloutEngine(
+            self if score_rollouts else _Unscored(self),
+            asked,
+            model=name,
+            max_concurrent=max_concurrent,
+            time_limit_s=time_limit_s,
+            on_progress=on_progress,
+        )
+        results = await engine.run_all(requests)
+        states = [state for result in results for state in _states_of(result)]
+        if score_rollouts:
+            _fill_advantages(results)
+        metadata = summarize(
+            states,
+            env_id=self.env_id,
+            model=name,
+            sampling_args=args,
+            rollouts_per_example=rollouts_per_example,
+            time_ms=(time.perf_counter() - started) * 1000.0,
+            seed=seed,
+        )
+        return GenerateResults(states, metadata, results)
+
+    async def evaluate(
+        self,
+        client: Any,
+        model: str | None = None,
+        sampling_args: SamplingArgs | None = None,
+        num_examples: int = -1,
+        rollouts_per_example: int = 1,
+        **settings: Any,
+    ) -> GenerateResults:
+        """Run the first `num_examples` evaluation rows (-1: all). `settings` are `generate`'s."""
+        rows = self.get_eval_dataset(num_examples)
+        return await self.generate(
+            rows,
+            client,
+            model,
+            sampling_args,
+            rollouts_per_example=rollouts_per_example,
+            **settings,
+        )
+
+    async def run_group(
+        self,
+        group_inputs: Sequence[RolloutInput],
+        client: Any,
+        model: str | None = None,
+        sampling_args: SamplingArgs | None = None,
+        **settings: Any,
+    ) -> list[State]:
+        """Run the given inputs as one group and return the scored states."""
+        first = group_inputs[0]["example_id"] if group_inputs else 0
+        rows = [dict(row, example_id=first) for row in group_inputs]
+        results = await self.generate(rows, client, model, sampling_args, **settings)
+        return results.state
+
+    def generate_sync(self, *args: Any, **kwargs: Any) -> GenerateResults:
+        """`generate` for callers without an event loop (or with a running one, as in notebooks)."""
+        return run_sync(self.generate(*args, **kwargs))
+
+    def evaluate_sync(self, *args: Any, **kwargs: Any) -> GenerateResults:
+        """`evaluate` for callers without an event loop (or with a running one)."""
+        return run_sync(self.evaluate(*args, **kwargs))
+
+    def _requests(
+        self, rows: Rows, args: SamplingArgs, seed: int, rollouts_per_example: int
+    ) -> list[RolloutRequest]:
+        sampling = resolve_sampling(None, args)
+        met: Counter[str] = Counter()
+        requests: list[RolloutRequest] = []
+        for row in rows:
+            group = f"{row['task']}/{row['example_id']}"
+            world = derive_seed(seed, self.env_id, group)
+            for _ in range(rollouts_per_example):
+                index = met[group]
+                met[group] += 1
+                requests.append(
+                    RolloutRequest(
+                        request_id=f"{group}/{index}",
+                        env_id=self.env_id,
+                        input=as_input(row),
+                        seed=world,
+                        sampling_seed=derive_seed(world, "sample", index),
+                        group_id=group,
+                        index_in_group=index,
+                        sampling=sampling,
+                        phase="generate",
+                    )
+                )
+        return requests
+
+
+class _Unscored:
+    """The source `generate(score_rollouts=False)` runs: it plays and does not score."""
+
+    def __init__(self, environment: Runnable) -> None:
+        self.env_id = environment.env_id
+        self.num_examples = environment.num_examples
+        self.example = environment.example
+        self.run_request = environment.play_request
+
+
+def _states_of(result: RolloutResult) -> tuple[State, ...]:
+    if result.states:
+        return result.states
+    state = _empty_state(result.request)
+    state["error"] = result.error
+    return (state,)
+
+
+def _empty_state(request: RolloutRequest) -> State:
+    """Return what is known of an episode that failed before it had a state."""
+    return State(
+        input=dict(request.input),
+        is_completed=False,
+        stop_condition=None,
+        oai_tools=[],
+        trajectory=Trajectory(),
+        completion=None,
+        reward=None,
+        advantage=None,
+        metrics=None,
+        timing=None,
+        error=None,
+        terminated=False,
+        truncated=False,
+        truncation_reason=None,
+        seed=request.seed,
+    )
+
+
+def _fill_advantages(results: Sequence[RolloutResult]) -> None:
+    groups: defaultdict[str, list[State]] = defaultdict(list)
+    for result in results:
+        groups[result.request.group_id].extend(result.states)
+    for states in groups.values():
+        write_advantages(states)
+
+
+def failure_of(error: Exception, *, in_setup: bool = False) -> ErrorRecord:
+    """Return what ended a rollout as data, with the phase it happened in."""
+    if isinstance(error, ModelError):
+        return record_error(error, "model")
+    return record_error(error, "setup" if in_setup else "environment")
+
+
+def sampling_to_args(sampling: SamplingParams) -> SamplingArgs:
+    """Return OpenAI request fields that `sampling_from_args` turns into the same params."""
+    args: SamplingArgs = {**sampling.extra}
+    args["temperature"] = sampling.temperature
+    args["top_p"] = sampling.top_p
+    if sampling.max_tokens is not None:
+        args["max_tokens"] = sampling.max_tokens
+    if sampling.stop:
+        args["stop"] = list(sampling.stop)
+    if sampling.top_k:
+        args["top_k"] = sampling.top_k
+    if sampling.stop_token_ids:
+        args["stop_token_ids"] = list(sampling.stop_token_ids)
+    if sampling.seed is not None:
+        args["seed"] = sampling.seed
+    return args
+
+
+def run_sync(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end: in this thread, or in another when this one has a loop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1, thread_name_prefix="rolltree-sync") as pool:
+        return pool.submit(asyncio.run, work).result()

@@ -1,0 +1,162 @@
+"""`XMLParser`: named fields between tags, as in `<answer>42</answer>`.
+
+It knows tags without attributes, found by text. It is no XML parser in the strict sense: models
+write `a < b` inside a field, and that must not break it. It leaves out nesting: of nested tags of
+one name, a field ends at the first closing tag.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from rolltree.errors import ConfigError, did_you_mean
+from rolltree.parsers.parser import Parser, identity, text_of
+from rolltree.types import Messages
+
+
+class XMLParser(Parser):
+    """Read and write text with tagged fields.
+
+    Args:
+        fields: tag names. A tuple names alternatives for one field, the first one is canonical:
+            `["think", ("code", "answer")]`.
+        answer_field: the field that `parse_answer` returns.
+        extract_fn: applied to the answer's text.
+
+    Example:
+        >>> parser = XMLParser(["think", "answer"])
+        >>> parser.parse("<think>2 + 2</think> <answer> 4 </answer>").answer
+        '4'
+
+    Raises:
+        ConfigError: there is no field, or one is named twice.
+    """
+
+    def __init__(
+        self,
+        fields: Sequence[str | Sequence[str]],
+        answer_field: str = "answer",
+        extract_fn: Callable[[str], Any] = identity,
+    ) -> None:
+        super().__init__(extract_fn)
+        self._fields: list[tuple[str, ...]] = [
+            (field,) if isinstance(field, str) else tuple(field) for field in fields
+        ]
+        names = [name for field in self._fields for name in field]
+        if not names or not all(isinstance(name, str) and name for name in names):
+            raise ConfigError(
+                f"XMLParser fields are {list(fields)!r}; without names there is nothing to find. "
+                "Pass tag names, such as ['think', 'answer']."
+            )
+        if len(set(names)) != len(names):
+            raise ConfigError(
+                f"an XMLParser field is named twice in {names}; it would be unclear which one a "
+                "tag belongs to. Name each field once."
+            )
+        self.answer_field = answer_field
+        self._patterns = {
+            name: re.compile(rf"<{re.escape(name)}>(.*?)</{re.escape(name)}>", re.DOTALL)
+            for name in names
+        }
+
+    def parse(self, text: str, strip: bool = True, last: bool = False) -> SimpleNamespace:
+        """Return a namespace with one attribute per tag name: its text, or None when missing.
+
+        The first occurrence of a tag counts, with `last` the last one.
+        """
+        found = SimpleNamespace()
+        for name, pattern in self._patterns.items():
+            matches = pattern.findall(text) if last else pattern.search(text)
+            value = None
+            if matches:
+                value = matches[-1] if isinstance(matches, list) else matches.group(1)
+            setattr(found, name, value.strip() if strip and value is not None else value)
+        return found
+
+    def parse_answer(self, completion: Messages) -> Any:
+        """Return the answer field of the latest assistant message that has one, else None.
+
+        Of several occurrences in that message, the last counts.
+
+        Raises:
+            ConfigError: `answer_field` is no field of this parser.
+        """
+        texts = (
+            [completion]
+            if isinstance(completion, str)
+            else [text_of(message) for message in self.get_assistant_messages(completion)]
+        )
+        for text in reversed(texts):
+            found = self.parse(text, last=True)
+            for name in self._alternatives(self.answer_field):
+                value = getattr(found, name)
+                if value is not None:
+                    return self.extract_fn(value)
+        return None
+
+    def get_fields(self) -> list[str]:
+        """Return the canonical field names, in order."""
+        return [field[0] for field in self._fields]
+
+    def get_format_str(self) -> str:
+        """Return a template of the format, to put into a system prompt."""
+        return "\n".join(
+            f"<{'|'.join(names)}>\n...\n</{'|'.join(names)}>" for names in self._fields
+        )
+
+    def format(self, **values: Any) -> str:
+        """Return text with the given fields in the parser's order.
+
+        Raises:
+            ConfigError: a field is missing, given twice or unknown.
+        """
+        unknown = [name for name in values if name not in self._patterns]
+        if unknown:
+            hint = did_you_mean(unknown[0], self._patterns)
+            raise ConfigError(f"{unknown[0]!r} is no field of this parser.{hint}")
+        parts = []
+        for names in self._fields:
+            given = [name for name in names if name in values]
+            if len(given) != 1:
+                what = "no value" if not given else f"several values ({', '.join(given)})"
+                raise ConfigError(
+                    f"field {names[0]!r} has {what}; the formatted text would not parse back. "
+                    "Give each field exactly one."
+                )
+            parts.append(f"<{given[0]}>\n{values[given[0]]}\n</{given[0]}>")
+        return "\n".join(parts)
+
+    def score_format(self, text: str) -> float:
+        """Return the format score of one message, in [0, 1].
+
+        0.4 times the share of fields present, plus 0.2 each when every present field holds its
+        text without surrounding white space trouble (exactly as it parses), when the message
+        begins with a field's tag, and when it ends with one. Without any field: 0.
+        """
+        bare, raw = self.parse(text), self.parse(text, strip=False)
+        present = [names for names in self._fields if any(getattr(bare, n) for n in names)]
+        if not present:
+            return 0.0
+        filled = [name for names in present for name in names if getattr(bare, name) is not None]
+        tidy = all(_single_spaced(getattr(raw, name), getattr(bare, name)) for name in filled)
+        body = text.strip()
+        starts = any(body.startswith(f"<{name}>") for name in self._patterns)
+        ends = any(body.endswith(f"</{name}>") for name in self._patterns)
+        share = len(present) / len(self._fields)
+        return 0.4 * share + 0.2 * tidy + 0.2 * starts + 0.2 * ends
+
+    def _alternatives(self, field: str) -> tuple[str, ...]:
+        for names in self._fields:
+            if field in names:
+                return names
+        raise ConfigError(
+            f"answer_field {field!r} is no field of this parser, so no answer can ever be found."
+            f"{did_you_mean(field, self._patterns)}"
+        )
+
+
+def _single_spaced(raw: str, bare: str) -> bool:
+    return raw in (bare, f"\n{bare}\n")

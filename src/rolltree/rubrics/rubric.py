@@ -1,0 +1,303 @@
+"""`Rubric`: weighted reward functions over a finished rollout.
+
+It knows states, steps and functions. It knows nothing about environments or models. It leaves out
+the comparison of rollouts for training, which is credit's; the advantage it writes for a group is
+the plain difference from the group's mean.
+
+A function that raises scores `None`, never 0: the metric is None, `state["scoring_errors"]` holds
+the error under the function's name, and when the function has a weight the reward is None and
+`state["error"]` says why.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rolltree.errors import ConfigError, record_error
+from rolltree.parsers import Parser
+from rolltree.rubrics.functions import (
+    Call,
+    Kind,
+    Outcome,
+    RewardFunc,
+    RewardFunction,
+    as_number,
+    call_all,
+    group_arguments,
+    rollout_arguments,
+)
+from rolltree.types import ErrorRecord, State
+
+
+@dataclass(slots=True)
+class Scores:
+    """What a rubric found for one rollout, before anything is written to its state.
+
+    `reward` is None when a weighted function failed. `step_rewards` is None when no function
+    scores steps. `scored` is False for a rubric without functions: it leaves the reward alone.
+    """
+
+    reward: float | None = 0.0
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    step_rewards: list[float] | None = None
+    errors: dict[str, ErrorRecord] = field(default_factory=dict)
+    failed: ErrorRecord | None = None
+    scored: bool = False
+
+    def add(self, name: str, weight: float, outcome: Outcome) -> None:
+        """Add what one function gave for this rollout."""
+        self.scored = True
+        value = self._number(name, weight, outcome)
+        self.metrics[name] = value
+        if self.reward is not None and value is not None:
+            self.reward += weight * value
+
+    def add_steps(self, name: str, weight: float, outcomes: Sequence[Outcome]) -> None:
+        """Add what one function gave for each step; the metric is the sum over the steps."""
+        self.scored = True
+        values = [self._number(name, weight, outcome) for outcome in outcomes]
+        known = [value for value in values if value is not None]
+        self.metrics[name] = sum(known) if len(known) == len(values) else None
+        if self.step_rewards is None:
+            self.step_rewards = [0.0] * len(values)
+        for index, value in enumerate(values):
+            self.step_rewards[index] += weight * (value or 0.0)
+        if self.reward is not None:
+            self.reward += weight * sum(known)
+
+    def _number(self, name: str, weight: float, outcome: Outcome) -> float | None:
+        if not isinstance(outcome, ErrorRecord):
+            try:
+                return as_number(outcome)
+            except (TypeError, ValueError) as error:
+                outcome = record_error(error, "scoring")
+        self.errors[name] = outcome
+        if weight:
+            self.reward = None
+            self.failed = self.failed or outcome
+        return None
+
+
+class Rubric:
+    """Score rollouts with functions that name what they want.
+
+    A function may ask, by argument name, for `prompt`, `completion`, `answer`, `state`, `info`,
+    `task`, `example_id`, `parser`, anything in `class_objects`, and any key of the state. A
+    function that asks for plurals (`completions`, `states`, ...) or returns a list scores a whole
+    group at once. Step functions ask for `step` and `step_index` as well.
+
+    Args:
+        funcs: reward functions, synchronous or not.
+        weights: one per function; 1.0 each when left out. Weight 0 makes a metric.
+        parser: handed to functions that ask for it.
+
+    Raises:
+        ConfigError: two functions have one name, or there are more weights than functions or
+            fewer.
+    """
+
+    def __init__(
+        self,
+        funcs: Sequence[RewardFunc] | None = None,
+        weights: Sequence[float] | None = None,
+        parser: Parser | None = None,
+    ) -> None:
+        funcs = list(funcs or ())
+        if weights is not None and len(weights) != len(funcs):
+            raise ConfigError(
+                f"a rubric got {len(funcs)} functions and {len(weights)} weights; some function "
+                "would count by accident. Pass one weight per function."
+            )
+        self.parser = parser if parser is not None else Parser()
+        self.class_objects: dict[str, Any] = {"parser": self.parser}
+        self._functions: list[RewardFunction] = []
+        for func, weight in zip(funcs, weights or [1.0] * len(funcs), strict=True):
+            self.add_reward_func(func, weight)
+
+    def add_reward_func(
+        self, func: RewardFunc, weight: float = 1.0, *, cheap: bool = False
+    ) -> None:
+        """Add a function that scores a rollout (or a group); `cheap` keeps it in the event loop.
+
+        Raises:
+            ConfigError: the rubric already has a function of that name.
+        """
+        self._add(RewardFunction.of(func, weight, is_cheap=cheap))
+
+    def add_metric(self, func: RewardFunc, weight: float = 0.0, *, cheap: bool = False) -> None:
+        """Add a function that is reported and, at weight 0, not rewarded."""
+        self.add_reward_func(func, weight, cheap=cheap)
+
+    def add_step_reward_func(
+        self, func: RewardFunc, weight: float = 1.0, *, cheap: bool = False
+    ) -> None:
+        """Add a function that scores every step of a rollout: it may ask for `step`."""
+        self._add(RewardFunction.of(func, weight, kind="step", is_cheap=cheap))
+
+    def _add(self, function: RewardFunction) -> None:
+        if function.name in self.get_reward_func_names():
+            raise ConfigError(
+                f"the rubric already has a function named {function.name!r}; one metric would "
+                "overwrite the other. Rename it, or wrap it in a function with its own name."
+            )
+        self._functions.append(function)
+
+    @property
+    def functions(self) -> tuple[RewardFunction, ...]:
+        """The functions, in the order in which they were added."""
+        return tuple(self._functions)
+
+    def get_reward_func_names(self) -> list[str]:
+        """Return the functions' names, which are the metrics' names."""
+        return [function.name for function in self.functions]
+
+    def get_reward_funcs(self) -> list[RewardFunc]:
+        """Return the functions themselves."""
+        return [function.func for function in self.functions]
+
+    def get_reward_weights(self) -> list[float]:
+        """Return the weights, in the functions' order."""
+        return [function.weight for function in self.functions]
+
+    @property
+    def has_group_rewards(self) -> bool:
+        """Whether some function needs the whole group."""
+        return any(function.kind == "group" for function in self.functions)
+
+    async def score_rollout(self, state: State) -> None:
+        """Fill `reward`, `metrics`, the steps' rewards and the scoring time of one rollout.
+
+        A rubric with group functions must be given whole groups: here it scores a group of one.
+        """
+        started = time.perf_counter()
+        scores = await self.evaluate([state])
+        write_scores(state, scores[0], time.perf_counter() - started)
+
+    async def score_group(self, states: Sequence[State]) -> None:
+        """Score the rollouts of one group, and fill each advantage: reward minus the mean.
+
+        Rollouts whose reward is None have no advantage and do not count in the mean.
+        """
+        started = time.perf_counter()
+        scores = await self.evaluate(states)
+        elapsed_s = time.perf_counter() - started
+        for state, found in zip(states, scores, strict=True):
+            write_scores(state, found, elapsed_s)
+        write_advantages(states)
+
+    async def evaluate(self, states: Sequence[State]) -> list[Scores]:
+        """Return the scores of the rollouts of one group, without writing them."""
+        scores = [Scores() for _ in states]
+        calls: list[Call] = []
+        targets: list[tuple[RewardFunction, int]] = []  # which scores each call belongs to
+        kinds: dict[Kind, list[RewardFunction]] = {"rollout": [], "step": [], "group": []}
+        for function in self.functions:
+            kinds[function.kind].append(function)
+        for index, state in enumerate(states):
+            known = rollout_arguments(state, self.class_objects)
+            for function in kinds["rollout"]:
+                calls.append((function, known, state))
+                targets.append((function, index))
+            for position, step in enumerate(state["trajectory"] if kinds["step"] else ()):
+                here = {**known, "step": step, "step_index": position}
+                for function in kinds["step"]:
+                    calls.append((function, here, state))
+                    targets.append((function, index))
+        if kinds["group"]:
+            together = group_arguments(states, self.class_objects)
+            for function in kinds["group"]:
+                calls.append((function, together, {}))
+                targets.append((function, -1))
+        _distribute(scores, targets, await call_all(calls), kinds["step"])
+        return scores
+
+
+def _distribute(
+    scores: list[Scores],
+    targets: Sequence[tuple[RewardFunction, int]],
+    outcomes: Sequence[Outcome],
+    step_functions: Sequence[RewardFunction],
+) -> None:
+    by_step: dict[tuple[int, str], list[Outcome]] = {
+        (index, function.name): [] for index in range(len(scores)) for function in step_functions
+    }
+    for (function, index), outcome in zip(targets, outcomes, strict=True):
+        if function.kind == "step":
+            by_step[index, function.name].append(outcome)
+        elif function.kind == "group":
+            for found, value in zip(scores, _spread(function, outcome, len(scores)), strict=True):
+                found.add(function.name, function.weight, value)
+        else:
+            scores[index].add(function.name, function.weight, outcome)
+    for index, found in enumerate(scores):
+        for function in step_functions:
+            found.add_steps(function.name, function.weight, by_step[index, function.name])
+
+
+def _spread(function: RewardFunction, outcome: Outcome, num: int) -> list[Outcome]:
+    if isinstance(outcome, ErrorRecord):
+        return [outcome] * num
+    try:
+        values = list(outcome)
+        if len(values) == num:
+            return values
+        problem = f"{len(values)} scores"
+    except TypeError:
+        problem = f"a {type(outcome).__name__}"
+    error = ConfigError(
+        f"group function {function.name!r} returned {problem} for {num} rollouts; nobody could "
+        "say which score is whose. Return one number per rollout, in order."
+    )
+    return [record_error(error, "scoring")] * num
+
+
+def write_scores(state: State, scores: Scores, elapsed_s: float) -> None:
+    """Write scores into a state and its steps.
+
+    With step functions a step's reward is its own, and the last step's includes what the rollout
+    as a whole earned, so that the steps add up to the reward. Without them, every step that has no
+    reward yet gets the rollout's (spec 1). `state["has_step_rewards"]` tells the two apart.
+    """
+    steps = state["trajectory"]
+    own = state.get("has_step_rewards")
+    if own is None:
+        own = any(step["reward"] is not None for step in steps)
+    if scores.scored:
+        state["reward"] = scores.reward
+    state["metrics"] = {**(state.get("metrics") or {}), **scores.metrics}
+    if scores.errors:
+        state["scoring_errors"] = {name: e.as_dict() for name, e in scores.errors.items()}
+    if scores.failed is not None and state.get("error") is None:
+        state["error"] = scores.failed
+    state["has_step_rewards"] = own or scores.step_rewards is not None
+    if scores.step_rewards is not None and scores.reward is not None and steps:
+        rewards = list(scores.step_rewards)
+        rewards[-1] += scores.reward - sum(scores.step_rewards)
+        for step, reward in zip(steps, rewards, strict=True):
+            step["reward"] = reward
+    elif scores.step_rewards is None:
+        for step in steps:
+            if step["reward"] is None or not own:
+                step["reward"] = state["reward"]
+    timing = state.get("timing")
+    if timing is not None:
+        timing["scoring_ms"] = elapsed_s * 1000.0
+        timing["total_ms"] = timing["generation_ms"] + timing["scoring_ms"]
+
+
+def write_advantages(states: Sequence[Mapping[str, Any]]) -> None:
+    """Fill each advantage of one group: the reward minus the mean of the known rewards."""
+    rewards = [state["reward"] for state in states if state["reward"] is not None]
+    if not rewards:
+        return
+    mean = sum(rewards) / len(rewards)
+    for state in states:
+        if state["reward"] is None:
+            continue
+        state["advantage"] = state["reward"] - mean  # type: ignore[index]
+        for step in state["trajectory"]:
+            if step["advantage"] is None:
+                step["advantage"] = state["advantage"]
