@@ -1,0 +1,169 @@
+"""From samples to logprobs: how a model reads a pack of samples, as a table.
+
+`tree` computes every unique token once; `rows` runs each sample through the model's own causal
+attention, for models that a tree would be wrong for. Both give the same numbers. It knows nothing
+about losses and optimizers. It leaves out padding: no token is computed that no sample has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rolltree.errors import ConfigError, TrainingError
+from rolltree.training.layout import Forest
+from rolltree.training.logprobs import DEFAULT_CHUNK_ROWS, RecordLogprobs, gather_logprobs
+from rolltree.training.tree_attention import tree_attention, tree_layout
+from rolltree.training.tree_support import check_tree_support, why_not_tree
+
+HiddenFn = Callable[[Any, Forest, torch.device], Tensor]
+
+
+def _ids(array: Any, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=torch.long)
+
+
+def tree_hidden(model: Any, forest: Forest, device: torch.device) -> Tensor:
+    """Return the last hidden states `[_T, _D]` of a forest in one pass over unique tokens."""
+    hidden: Tensor = model.base_model(
+        input_ids=_ids(forest.ids, device)[None],
+        position_ids=_ids(forest.positions, device)[None],
+        use_cache=False,
+        tree_layout=tree_layout(forest, device),
+    ).last_hidden_state
+    return hidden[0]
+
+
+def rows_hidden(model: Any, forest: Forest, device: torch.device) -> Tensor:
+    """Return the same, sample by sample; every sample must be an unbranched sequence.
+
+    Raises:
+        TrainingError: a sample is a tree.
+    """
+    parts, first = [], 0
+    while first < forest.num_tokens:
+        stop = int(forest.subtree_end[first])
+        if (forest.subtree_end[first:stop] != stop).any():
+            raise TrainingError(
+                "a sample branches, and this model reads only unbranched rows, so the branches "
+                "would see each other. Set train.scope = 'interleave'."
+            )
+        row = _ids(forest.ids[first:stop], device)[None]
+        parts.append(model.base_model(input_ids=row, use_cache=False).last_hidden_state[0])
+        first = stop
+    return torch.cat(parts)
+
+
+FORWARDS: dict[str, HiddenFn] = {"tree": tree_hidden, "rows": rows_hidden}
+
+
+def choose_forward(model: Any, name: str, scope: str) -> str:
+    """Return `"tree"` or `"rows"` for `"auto"`, or check that the named one fits the model.
+
+    Raises:
+        TrainingError: the model cannot do it.
+        ConfigError: rows were asked for with the `tree` scope.
+    """
+    if name == "rows" and scope == "tree":
+        raise ConfigError(
+            "train.forward is 'rows' and train.scope is 'tree', but a row cannot hold branches. "
+            "Use train.scope = 'interleave', or train.forward = 'auto'."
+        )
+    if name == "tree" or scope == "tree":
+        check_tree_support(model)
+        return "tree"
+    if name == "rows":
+        return "rows"
+    return "rows" if why_not_tree(model) else "tree"
+
+
+def check_head(model: Any) -> None:
+    """Refuse a model that does more to its logits than its output embedding.
+
+    Raises:
+        TrainingError: for logit scaling or soft-capping, which the chunked head would leave out.
+    """
+    device = model.get_input_embeddings().weight.device
+    probe = torch.tensor([[3, 1, 2]], device=device)
+    with torch.no_grad():
+        whole = model(input_ids=probe, use_cache=False).logits.float()
+        ours = model.get_output_embeddings()(
+            model.base_model(input_ids=probe, use_cache=False).last_hidden_state
+        ).float()
+    if not torch.allclose(whole, ours, rtol=1e-3, atol=1e-3 * float(whole.abs().max())):
+        raise TrainingError(
+            f"{type(model).__name__} scales or caps its logits after the output embedding, and the "
+            "chunked logprobs leave that out, so they would not be the engine's. Models with plain "
+            "logits can be trained."
+        )
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Recompute each layer's activations in the backward pass: less memory, a third more time.
+
+    Raises:
+        ConfigError: the model cannot do it, or has dropout, which it would switch on.
+    """
+    drops = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
+    config = model.config.get_text_config(decoder=True)
+    drops.append(getattr(config, "attention_dropout", 0.0) or 0.0)
+    if not getattr(model, "supports_gradient_checkpointing", False) or any(drops):
+        raise ConfigError(
+            f"train.gradient_checkpointing is on, but {type(model).__name__} "
+            f"{'has dropout, which it would switch on' if any(drops) else 'does not support it'}. "
+            "Turn it off, and lower train.max_tokens if memory is short."
+        )
+    name = "activation_checkpointing_enable"  # transformers' name from 5.20 on
+    enable = getattr(model, name, None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    model.train()
+
+
+class LogprobModel:
+    """A causal LM as a function from forests to record logprobs.
+
+    Args:
+        model: the Hugging Face module; it is used in place and never copied.
+        forward: a key of `FORWARDS`.
+        compute_dtype: autocast to this while computing; float32 turns autocast off.
+        chunk_rows: rows of logits that exist at the same time.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        forward: str = "tree",
+        *,
+        compute_dtype: torch.dtype = torch.float32,
+        chunk_rows: int = DEFAULT_CHUNK_ROWS,
+    ) -> None:
+        check_head(model)
+        self.model = model
+        self.forward = forward
+        self.compute_dtype = compute_dtype
+        self.chunk_rows = chunk_rows
+        self.device: torch.device = model.get_input_embeddings().weight.device
+
+    def context(self) -> AbstractContextManager[None]:
+        """Return what must be open around a forward pass and its backward pass."""
+        return tree_attention(self.model) if self.forward == "tree" else nullcontext()
+
+    def __call__(self, forest: Forest) -> RecordLogprobs:
+        """Return the logprobs of all records of `forest`, in their order."""
+        autocast = self.compute_dtype != torch.float32
+        with torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=autocast):
+            hidden = FORWARDS[self.forward](self.model, forest, self.device)
+            wanted = hidden.index_select(0, torch.from_numpy(forest.rows).to(self.device))
+            return gather_logprobs(
+                wanted,
+                self.model.get_output_embeddings(),
+                torch.from_numpy(forest.row_temperature).to(self.device),
+                torch.from_numpy(forest.record_row).to(self.device),
+                _ids(forest.records.target, self.device),
+                chunk_rows=self.chunk_rows,
+            )

@@ -1,0 +1,181 @@
+"""Samples laid side by side for one forward pass, and which blocks attend to which.
+
+Pure numpy: it turns samples into one packed forest and the forest into key blocks. It knows nothing
+about models or losses. It leaves out choosing what goes into one pack (`rolltree.samples.pack`).
+
+Depth-first order gives a key that is on a path a contiguous range of queries: token j is attended
+by the tokens `j .. subtree_end[j] - 1`. So attention over a tree is a short list of dense
+rectangles, with a mask only where a block meets itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rolltree.errors import TokenError
+from rolltree.types import Records, Sample
+
+BoolArray: TypeAlias = NDArray[np.bool_]
+LongArray: TypeAlias = NDArray[np.int64]
+
+DEFAULT_BLOCK = 64
+"""Keys per block. Measured on CPU: 64 and 128 are equal, 32 costs calls, 256 costs masked work."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyBlock:
+    """Keys `first .. stop - 1` and the queries that see them: `first .. reach - 1`.
+
+    Queries from `stop` on see every key of the block. Those inside the block see key j iff
+    `mask[i - first, j - first]`; `mask` is bool `[stop - first, stop - first]`.
+    """
+
+    first: int
+    stop: int
+    reach: int
+    mask: BoolArray
+
+
+@dataclass(frozen=True, slots=True)
+class Forest:
+    """Several samples as one row of tokens.
+
+    `ids`, `positions`, `subtree_end` are int32 `[_T]`. `rows` are the positions whose logits are
+    needed, int32 `[_S]`, each with its `row_temperature`; record r reads row `record_row[r]`.
+    `record_sample[r]` is the index of the sample that record r came from.
+    """
+
+    ids: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    subtree_end: NDArray[np.int32]
+    records: Records
+    rows: LongArray
+    row_temperature: NDArray[np.float32]
+    record_row: LongArray
+    record_sample: LongArray
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that one forward pass computes."""
+        return len(self.ids)
+
+    @property
+    def is_path(self) -> bool:
+        """Whether the forest is one unbranched sequence, for which plain causal is exact."""
+        return bool((self.subtree_end == len(self.ids)).all())
+
+
+def prune(sample: Sample) -> Sample:
+    """Drop the tokens that no loss record needs: those with no source at or below them.
+
+    The last sampled token of a leaf is one: its logits train nothing. Records keep their order.
+
+    Example: `[5 6 7 8 9]` with sources 1 and 3 keeps `[5 6 8]`, sources 1 and 2.
+    """
+    num_tokens = len(sample.ids)
+    is_source = np.zeros(num_tokens + 1, np.int64)
+    is_source[np.asarray(sample.records.source) + 1] = 1
+    before = np.cumsum(is_source)
+    keep = before[sample.subtree_end] > before[:num_tokens]
+    if keep.all():
+        return sample
+    new_index = np.concatenate([[0], np.cumsum(keep)]).astype(np.int32)
+    records = replace(sample.records, source=new_index[sample.records.source])
+    return replace(
+        sample,
+        ids=sample.ids[keep],
+        positions=sample.positions[keep],
+        subtree_end=new_index[sample.subtree_end[keep]],
+        records=records,
+    )
+
+
+def collate(samples: Sequence[Sample]) -> Forest:
+    """Lay samples side by side; no token of one sees a token of another.
+
+    Raises:
+        TokenError: there is no record at all, or a record points outside its sample.
+    """
+    offset = 0
+    ends, sources, origin = [], [], []
+    for index, sample in enumerate(samples):
+        source = sample.records.source
+        if len(source) and (source.min() < 0 or source.max() >= len(sample.ids)):
+            raise TokenError(
+                f"sample {index} ({_name(sample)}) has {len(sample.ids)} tokens and a loss record "
+                f"at position {int(source.max())}; its logits would come from another sample. "
+                "Build samples with rolltree.samples.build_samples."
+            )
+        ends.append(sample.subtree_end + offset)
+        sources.append(source + offset)
+        origin.append(np.full(len(source), index, np.int64))
+        offset += len(sample.ids)
+    if not any(len(source) for source in sources):
+        raise TokenError(
+            "there is no loss record in these samples, so there is nothing to train on. Check that "
+            "the rollouts carry token ids and that credit left some of them to train."
+        )
+    records = concat_records([sample.records for sample in samples], np.concatenate(sources))
+    key = np.stack([records.source.astype(np.float64), records.temperature.astype(np.float64)])
+    unique, inverse = np.unique(key, axis=1, return_inverse=True)
+    return Forest(
+        ids=np.concatenate([sample.ids for sample in samples]).astype(np.int32),
+        positions=np.concatenate([sample.positions for sample in samples]).astype(np.int32),
+        subtree_end=np.concatenate(ends).astype(np.int32),
+        records=records,
+        rows=unique[0].astype(np.int64),
+        row_temperature=unique[1].astype(np.float32),
+        record_row=np.asarray(inverse, np.int64).reshape(-1),
+        record_sample=np.concatenate(origin),
+    )
+
+
+def concat_records(parts: Sequence[Records], source: NDArray[np.int32] | None = None) -> Records:
+    """Join records in order, with new `source` positions when given."""
+    joined = {
+        name: np.concatenate([getattr(part, name) for part in parts])
+        for name in Records.__dataclass_fields__
+    }
+    if source is not None:
+        joined["source"] = source.astype(np.int32)
+    return Records(**joined)
+
+
+def key_blocks(
+    subtree_end: NDArray[np.int32], max_block: int = DEFAULT_BLOCK
+) -> tuple[KeyBlock, ...]:
+    """Cut a forest, `[_T]` in depth-first order, into blocks that together cover it once.
+
+    A block is either a run of whole small subtrees (nothing outside sees its keys) or a piece of
+    a path that is longer than a block (everything below sees all its keys).
+    """
+    ends = subtree_end.tolist()
+    num_tokens = len(ends)
+    blocks: list[KeyBlock] = []
+    first = 0
+    while first < num_tokens:
+        end = ends[first]
+        if end - first <= max_block:
+            stop = end
+            while stop < num_tokens and ends[stop] - first <= max_block:
+                stop = ends[stop]
+            reach = stop
+        else:
+            stop = first + 1
+            while stop - first < max_block and stop < num_tokens and ends[stop] == end:
+                stop += 1
+            reach = end
+        index = np.arange(first, stop)
+        mask = (index[:, None] >= index) & (index[:, None] < subtree_end[first:stop])
+        blocks.append(KeyBlock(first, stop, reach, mask))
+        first = stop
+    return tuple(blocks)
+
+
+def _name(sample: Sample) -> str:
+    return ", ".join(origin.rollout_id for origin in sample.origins[:3]) or "unnamed"

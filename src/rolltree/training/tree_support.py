@@ -1,0 +1,126 @@
+"""For which models tree training is exact: what the configuration says, then a probe.
+
+A model whose tokens talk through anything but full attention (linear attention, a recurrent state,
+a sliding window, a short convolution, rotary angles that depend on the length of the row) would
+train on the wrong function, silently. Such models are refused by name. It knows nothing about
+training. It leaves out how a refused model is trained instead: row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from rolltree.errors import TrainingError
+from rolltree.training.layout import collate
+from rolltree.training.tree_attention import tree_attention, tree_layout
+from rolltree.types import Records, Sample
+
+PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05}
+"""Largest difference between tree and rows, relative to the largest hidden value."""
+
+
+def _layer_types(config: Any) -> str | None:
+    other = sorted({*(getattr(config, "layer_types", None) or [])} - {"full_attention"})
+    return f"it has layers of type {', '.join(other)}" if other else None
+
+
+def _window(config: Any) -> str | None:
+    window = getattr(config, "sliding_window", None)
+    if window is None or not getattr(config, "use_sliding_window", True):
+        return None
+    if getattr(config, "layer_types", None):  # which layers use it is said there
+        return None
+    return f"its attention has a sliding window of {window} tokens"
+
+
+def _rotary(config: Any) -> str | None:
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("dynamic", "longrope"):
+        return None
+    return f"its rotary angles ({kind}) depend on the length of the whole row"
+
+
+def _shape(config: Any) -> str | None:
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder"
+    if not getattr(config, "is_causal", True):
+        return "its attention is not causal"
+    return None
+
+
+CONFIG_CHECKS: tuple[Callable[[Any], str | None], ...] = (_shape, _layer_types, _window, _rotary)
+"""Each returns why a configuration rules tree training out, or None."""
+
+
+def why_not_tree(model: Any) -> str | None:
+    """Return why `model` cannot be trained on trees, or None when it can.
+
+    Reads the configuration, then compares a small tree with its rows on the model itself.
+    """
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "get_output_embeddings"):
+        return "it is not a Hugging Face causal language model"
+    config = config.get_text_config(decoder=True)
+    for check in CONFIG_CHECKS:
+        if reason := check(config):
+            return reason
+    if getattr(model, "_is_stateful", False):
+        return "it carries a recurrent state from token to token"
+    if not model._can_set_attn_implementation():
+        return "its attention does not go through transformers' attention interface"
+    return _probe(model)
+
+
+def check_tree_support(model: Any) -> None:
+    """Refuse a model for which tree training is not exact.
+
+    Raises:
+        TrainingError: with the reason.
+    """
+    if reason := why_not_tree(model):
+        raise TrainingError(
+            f"{type(model).__name__} cannot be trained on token trees: {reason}. The gradient "
+            "would not be that of its rows. Set train.forward = 'rows' and train.scope = "
+            "'interleave'."
+        )
+
+
+@torch.no_grad()
+def _probe(model: Any) -> str | None:
+    """Run prefix `a b`, branches `c d` and `e` as a tree and as rows, and compare."""
+    device = model.get_input_embeddings().weight.device
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = (np.arange(5, dtype=np.int32) * 7919 + 11) % vocabulary
+    position = np.array([0, 1, 2, 3, 2], np.int32)
+    forest = collate(
+        [Sample(ids, position, np.array([5, 5, 4, 4, 5], np.int32), _no_records(), ())]
+    )
+    base = model.base_model
+    try:
+        with tree_attention(model):
+            tree = base(
+                input_ids=torch.from_numpy(ids).long()[None].to(device),
+                position_ids=torch.from_numpy(position).long()[None].to(device),
+                use_cache=False,
+                tree_layout=tree_layout(forest, device),
+            ).last_hidden_state[0]
+    except TrainingError as error:
+        return str(error)
+    for path in ([0, 1, 2, 3], [0, 1, 4]):
+        row = torch.from_numpy(ids[path]).long()[None].to(device)
+        rows = base(input_ids=row, use_cache=False).last_hidden_state[0]
+        difference = float((rows - tree[path]).abs().max() / rows.abs().max())
+        if not difference <= PROBE_TOLERANCE.get(rows.dtype, 1e-4):
+            return f"on a small probe its tree and its rows differ by {difference:.2g}"
+    return None
+
+
+def _no_records() -> Records:
+    ints = np.zeros(1, np.int32)
+    floats = np.ones(1, np.float32)
+    return Records(ints, ints, floats, floats, floats, floats, ints, ints, ints, ints)

@@ -1,0 +1,239 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_training_layout import forests, seen_by_definition
+from torch.nn.functional import scaled_dot_product_attention
+from training_kit import Call, flat, group, tiny_model, tree
+
+from rolltree.errors import ConfigError, TrainingError
+from rolltree.training import tree_attention as room
+from rolltree.training.forward import LogprobModel, choose_forward, enable_checkpointing
+from rolltree.training.layout import collate, prune
+from rolltree.training.tree_support import check_tree_support, why_not_tree
+
+
+def difference(left, right):
+    return float((left - right).detach().norm() / right.detach().norm())
+
+
+def layout_of(end, max_block):
+    sample = flat(Call([0] * len(end), [1]))
+    forest = collate([sample])
+    object.__setattr__(forest, "subtree_end", end)
+    object.__setattr__(forest, "ids", np.zeros(len(end), np.int32))
+    return room.tree_layout(forest, max_block=max_block)
+
+
+@given(forests(), st.integers(1, 9), st.sampled_from([(4, 4), (4, 2), (3, 1)]))
+@settings(max_examples=60, deadline=None)
+def test_attention_and_gradients_equal_the_dense_mask(end, max_block, heads):
+    torch.manual_seed(len(end))
+    num_heads, num_kv = heads
+    shapes = [(1, num_heads, len(end), 5)] + [(1, num_kv, len(end), 5)] * 2
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    seen = torch.from_numpy(seen_by_definition(end))
+    q, k, v = inputs
+    repeat = num_heads // num_kv
+    expected = scaled_dot_product_attention(
+        q, k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1), attn_mask=seen, scale=0.4
+    ).transpose(1, 2)
+    weight = torch.randn_like(expected)
+    wanted = torch.autograd.grad((expected * weight).sum(), inputs)
+    got = room.forest_attention(q, k, v, layout_of(end, max_block), 0.4)
+    assert got.shape == expected.shape
+    assert difference(got, expected) < 1e-5
+    for ours, theirs in zip(torch.autograd.grad((got * weight).sum(), inputs), wanted, strict=True):
+        assert difference(ours, theirs) < 1e-5 or float(theirs.norm()) < 1e-6
+
+
+def test_scores_far_apart_do_not_overflow():
+    end = np.array([6, 6, 4, 4, 6, 6], np.int32)
+    q, k, v = (200 * torch.randn(1, 2, 6, 4) for _ in range(3))
+    got = room.forest_attention(q, k, v, layout_of(end, 2), 1.0)
+    expected = scaled_dot_product_attention(
+        q, k, v, attn_mask=torch.from_numpy(seen_by_definition(end)), scale=1.0
+    )
+    assert torch.isfinite(got).all()
+    assert difference(got, expected.transpose(1, 2)) < 1e-5
+
+
+def gradient(model, samples, forward="tree", chunk_rows=512, dtype=torch.float32):
+    """d(sum of weighted logprobs) / d(parameters), pack by pack."""
+    model.zero_grad()
+    run = LogprobModel(model, forward, chunk_rows=chunk_rows, compute_dtype=dtype)
+    total = 0.0
+    for pack in samples:
+        with run.context():
+            forest = collate(pack)
+            got = run(forest)
+            loss = (got.logprob * torch.from_numpy(forest.records.advantage)).sum()
+            loss.backward()
+            total += float(loss.detach())
+    return torch.cat([p.grad.flatten() for p in model.parameters()]), total
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@pytest.mark.parametrize("shape", [(4, 20, 2), (8, 100, 1), (3, 4, 4)])
+def test_tree_gradients_equal_row_by_row_training(kind, shape):
+    model = tiny_model(kind)
+    calls = group(*shape)
+    rows, loss = gradient(model, [[flat(call)] for call in calls], "rows")
+    ours, tree_loss = gradient(model, [[tree(calls)]])
+    assert difference(ours, rows) < 2e-6  # both are rounded
+    assert tree_loss == pytest.approx(loss, rel=1e-5)
+    exact, _ = gradient(model.double(), [[flat(call)] for call in calls], "rows")
+    assert difference(ours.double(), exact) < 1.5e-6
+    for pack in ([tree(calls)], [prune(tree(calls))], [flat(call) for call in calls]):
+        assert difference(gradient(model, [pack])[0], exact) < 5e-7  # norms are fp32 inside
+
+
+def test_packs_of_trees_and_paths_give_the_same_gradient():
+    model = tiny_model()
+    one, two = group(3, 12, 2, seed=1), group(4, 9, 1, seed=2)
+    rows, _ = gradient(model, [[flat(call)] for call in one + two], "rows")
+    packed, _ = gradient(model, [[tree(one), flat(two[0]), tree(two[1:])]])
+    assert difference(packed, rows) < 1e-6
+
+
+def test_small_chunks_of_logits_change_nothing():
+    model = tiny_model()
+    calls = group(4, 10, 2)
+    for call in calls[::2]:
+        call.temperature = 0.7
+    whole, loss = gradient(model, [[tree(calls)]])
+    chunked, chunked_loss = gradient(model, [[tree(calls)]], chunk_rows=3)
+    assert difference(chunked, whole) < 1e-6
+    assert chunked_loss == pytest.approx(loss, rel=1e-6)
+
+
+def test_gradient_checkpointing_gives_the_same_gradient():
+    model = tiny_model("llama")
+    calls = group(4, 30, 2)
+    plain, _ = gradient(model, [[tree(calls)]])
+    enable_checkpointing(model)
+    assert difference(gradient(model, [[tree(calls)]])[0], plain) < 1e-6
+
+
+def test_logprobs_are_those_of_the_plain_model_at_their_temperature():
+    model = tiny_model()
+    call = Call([3, 4, 5], [6, 7], temperature=0.5)
+    got = LogprobModel(model)(collate([flat(call)]))
+    logits = model(torch.tensor([[3, 4, 5, 6]])).logits[0, 2:] / 0.5
+    expected = logits.log_softmax(-1)
+    assert torch.allclose(got.logprob, expected[[0, 1], [6, 7]], atol=1e-5)
+    entropy = -(expected.exp() * expected).sum(-1)
+    assert torch.allclose(got.entropy, entropy, atol=1e-5)
+    assert not got.entropy.requires_grad
+
+
+def test_bf16_compute_keeps_fp32_gradients():
+    model = tiny_model()
+    calls = group(4, 10, 1)
+    exact, _ = gradient(model, [[tree(calls)]])
+    rough, _ = gradient(model, [[tree(calls)]], dtype=torch.bfloat16)
+    assert rough.dtype == torch.float32
+    assert 1e-6 < difference(rough, exact) < 0.2
+
+
+def test_the_model_is_itself_again_afterwards():
+    model = tiny_model()
+    ids = torch.tensor([[1, 2, 3, 4]])
+    before = model(ids).logits
+    implementation = model.config._attn_implementation
+    gradient(model, [[tree(group())]])
+    assert model.config._attn_implementation == implementation
+    assert torch.equal(model(ids).logits, before)
+
+
+def test_other_callers_of_the_registered_attention_get_sdpa():
+    model = tiny_model()
+    ids = torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]])
+    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
+    before = model(ids, attention_mask=mask).logits
+    model.config._attn_implementation = room.NAME  # as an engine thread sees it meanwhile
+    assert torch.equal(model(ids, attention_mask=mask).logits, before)
+
+
+def test_a_model_that_swallows_the_layout_is_refused():
+    model = tiny_model()
+    with room.tree_attention(model), pytest.raises(TrainingError, match="did not pass"):
+        model(torch.tensor([[1, 2, 3]]))
+
+
+def test_attention_extras_are_refused():
+    model = tiny_model("llama", attention_dropout=0.5)
+    run = LogprobModel(model)
+    model.train()
+    with pytest.raises(TrainingError, match="dropout"), run.context():
+        run(collate([tree(group())]))
+    q = torch.randn(1, 2, 3, 4)
+    layout = layout_of(np.array([3, 2, 3], np.int32), 64)
+    with pytest.raises(TrainingError, match="sliding_window"):
+        room._attention(model, q, q, q, None, tree_layout=layout, sliding_window=2)
+
+
+class TestSupport:
+    def test_plain_models_are_supported(self):
+        assert why_not_tree(tiny_model("qwen3")) is None
+        assert why_not_tree(tiny_model("llama")) is None
+
+    def test_sliding_windows_are_refused(self):
+        model = tiny_model("qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=1)
+        with pytest.raises(TrainingError, match=r"sliding_attention.*interleave"):
+            check_tree_support(model)
+
+    def test_a_window_for_all_layers_is_refused(self):
+        from training_kit import SIZES
+        from transformers import AutoModelForCausalLM, MistralConfig
+
+        model = AutoModelForCausalLM.from_config(MistralConfig(sliding_window=4, **SIZES))
+        assert "sliding window" in why_not_tree(model)
+
+    def test_recurrent_models_are_refused(self):
+        from transformers import AutoModelForCausalLM, MambaConfig
+
+        config = MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, state_size=4)
+        assert why_not_tree(AutoModelForCausalLM.from_config(config)) is not None
+
+    def test_the_probe_finds_what_the_configuration_hides(self):
+        model = tiny_model()
+        layer = model.model.layers[0].mlp.down_proj
+        layer.register_forward_hook(lambda m, i, out: out + out.roll(1, dims=1))  # leaks neighbours
+        assert "differ" in why_not_tree(model)
+
+    def test_lengths_that_change_rotary_angles_are_refused(self):
+        model = tiny_model()
+        model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0}
+        assert "rotary" in why_not_tree(model)
+
+    def test_choosing_a_forward(self):
+        model = tiny_model()
+        assert choose_forward(model, "auto", "interleave") == "tree"
+        assert choose_forward(model, "rows", "interleave") == "rows"
+        with pytest.raises(ConfigError, match="cannot hold branches"):
+            choose_forward(model, "rows", "tree")
+        model.config.layer_types = ["linear_attention"] * 2
+        assert choose_forward(model, "auto", "interleave") == "rows"
+        with pytest.raises(TrainingError, match="linear_attention"):
+            choose_forward(model, "auto", "tree")
+
+    def test_rows_refuse_branches(self):
+        with pytest.raises(TrainingError, match="branches"):
+            gradient(tiny_model(), [[tree(group())]], "rows")
+
+    def test_scaled_logits_are_refused(self):
+        model = tiny_model()
+        model.lm_head.register_forward_hook(lambda m, i, out: out)  # harmless
+        LogprobModel(model)
+        inner = model.forward
+
+        def scaled(*args, **kwargs):
+            out = inner(*args, **kwargs)
+            out.logits = out.logits * 2
+            return out
+
+        model.forward = scaled
+        with pytest.raises(TrainingError, match="scales or caps"):
+            LogprobModel(model)

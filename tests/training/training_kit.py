@@ -1,0 +1,140 @@
+"""Tiny models and naive sample builders for the tests of the training room."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from rolltree.types import Records, Sample, SampleOrigin
+
+VOCAB = 61
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
+
+
+def tiny_model(kind: str = "qwen3", seed: int = 0, **changes):
+    torch.manual_seed(seed)
+    sizes = {**SIZES, **changes}
+    if kind == "llama":
+        config = LlamaConfig(tie_word_embeddings=False, **sizes)
+    else:
+        config = Qwen3Config(head_dim=8, tie_word_embeddings=True, **sizes)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@dataclass
+class Call:
+    prompt: list[int]
+    completion: list[int]
+    rollout: int = 0
+    call: int = 0
+    advantage: float = 1.0
+    temperature: float = 1.0
+    logprob: list[float] = field(default_factory=list)
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.logprob = self.logprob or [-1.0 - 0.1 * i for i in range(len(self.completion))]
+
+
+def records_of(entries: Sequence[tuple[int, int, Call]]) -> Records:
+    """(source, offset in completion, call) -> records."""
+    ints = {name: [] for name in ("source", "target", "version", "rollout", "call", "offset")}
+    floats = {name: [] for name in ("logprob", "temperature", "advantage", "weight")}
+    for source, offset, call in entries:
+        ints["source"].append(source)
+        ints["target"].append(call.completion[offset])
+        ints["version"].append(0)
+        ints["rollout"].append(call.rollout)
+        ints["call"].append(call.call)
+        ints["offset"].append(offset)
+        floats["logprob"].append(call.logprob[offset])
+        floats["temperature"].append(call.temperature)
+        floats["advantage"].append(call.advantage)
+        floats["weight"].append(call.weight)
+    return Records(
+        **{name: np.array(values, np.int32) for name, values in ints.items()},
+        **{name: np.array(values, np.float32) for name, values in floats.items()},
+    )
+
+
+def origin(call: Call) -> SampleOrigin:
+    return SampleOrigin(f"r{call.rollout}", (call.call,), "", 1.0, True, False, None, "stop")
+
+
+def flat(call: Call) -> Sample:
+    ids = np.array(call.prompt + call.completion, np.int32)
+    first = len(call.prompt) - 1
+    return Sample(
+        ids=ids,
+        positions=np.arange(len(ids), dtype=np.int32),
+        subtree_end=np.full(len(ids), len(ids), np.int32),
+        records=records_of([(first + i, i, call) for i in range(len(call.completion))]),
+        origins=(origin(call),),
+    )
+
+
+def tree(calls: Sequence[Call]) -> Sample:
+    """One token per node: the slowest, most obvious radix tree."""
+    root: dict = {}
+    for call in calls:
+        node = root
+        for token in call.prompt + call.completion:
+            node = node.setdefault(token, {})
+    ids: list[int] = []
+    positions: list[int] = []
+    ends: list[int] = []
+    index: dict[int, int] = {}
+
+    def walk(node: dict, depth: int) -> None:
+        for token, child in node.items():
+            at = len(ids)
+            index[id(child)] = at
+            ids.append(token)
+            positions.append(depth)
+            ends.append(-1)
+            walk(child, depth + 1)
+            ends[at] = len(ids)
+
+    walk(root, 0)
+    entries = []
+    for call in calls:
+        node, path = root, []
+        for token in call.prompt + call.completion:
+            node = node[token]
+            path.append(index[id(node)])
+        first = len(call.prompt) - 1
+        entries += [(path[first + i], i, call) for i in range(len(call.completion))]
+    arrays = [np.array(values, np.int32) for values in (ids, positions, ends)]
+    return Sample(*arrays, records=records_of(entries), origins=tuple(origin(c) for c in calls))
+
+
+def group(
+    num: int = 4, prefix: int = 20, turns: int = 2, seed: int = 0, length: int = 4
+) -> list[Call]:
+    """A GRPO group of multi-turn rollouts over one prompt, the second turn extending the first."""
+    rng = np.random.default_rng(seed)
+    prompt = rng.integers(0, VOCAB, prefix).tolist()
+    feedback = rng.integers(0, VOCAB, 5).tolist()
+    calls = []
+    for rollout in range(num):
+        context = list(prompt)
+        for turn in range(turns):
+            answer = rng.integers(0, VOCAB, int(rng.integers(1, length + 1))).tolist()
+            logprob = (-rng.random(len(answer)) * 4).tolist()
+            advantage = float(np.float32(rng.normal()))
+            calls.append(Call(list(context), answer, rollout, turn, advantage, 1.0, logprob))
+            context += answer + feedback
+    return calls
