@@ -1,0 +1,32 @@
+"""Evaluation: run, aggregate, compare. Over the rollout engine; never imports training.
+
+`evaluate` runs a source and stores every rollout, `EvalReport` holds what reducers made of them,
+`compare` pairs two reports. It leaves out how any of it is shown (`rolltree.reports`).
+"""
+
+from rolltree.evaluation.compare import Comparison, compare
+from rolltree.evaluation.estimate import Estimate, estimate, pass_at_k
+from rolltree.evaluation.evaluate import EvalProgress, evaluate
+from rolltree.evaluation.outcomes import Outcome, outcomes
+from rolltree.evaluation.reducers import REDUCERS, Reducer, Settings
+from rolltree.evaluation.report import EvalReport, build_report, stored_report
+from rolltree.evaluation.results_files import write_results
+
+__all__ = [
+    "Comparison",
+    "Estimate",
+    "EvalProgress",
+    "EvalReport",
+    "Outcome",
+    "REDUCERS",
+    "Reducer",
+    "Settings",
+    "build_report",
+    "compare",
+    "estimate",
+    "evaluate",
+    "outcomes",
+    "pass_at_k",
+    "stored_report",
+    "write_results",
+]

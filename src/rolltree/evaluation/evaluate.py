@@ -1,0 +1,268 @@
+"""Run a source's examples through a model, store what happened, and report.
+
+Over the rollout engine and the run store; nothing here depends on training. Stopped and started
+again with the same run, it runs only what is missing: a request whose result is stored is never
+run again. It leaves out how progress and reports are shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rolltree.errors import ConfigError
+from rolltree.evaluation.outcomes import Outcome, outcomes
+from rolltree.evaluation.reducers import REDUCERS, Reducer, Settings
+from rolltree.evaluation.report import EvalReport, build_report
+from rolltree.inference.client import as_client
+from rolltree.rollouts import GroupScorer, RolloutEngine, RolloutSource, Split, build_requests
+from rolltree.rollouts.record import encode_result
+from rolltree.store import Run, StoredRollout, redact, to_plain
+from rolltree.types import RolloutRequest, RolloutResult, SamplingArgs, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class EvalProgress:
+    """Where an evaluation stands: the counts include what earlier starts had stored."""
+
+    num_done: int
+    num_total: int
+    num_resumed: int
+    num_failed: int
+    num_truncated: int
+    num_scored: int
+    mean_reward: float | None
+    num_completion_tokens: int
+
+
+async def evaluate(
+    source: RolloutSource,
+    client: object,
+    *,
+    num_examples: int = -1,
+    rollouts_per_example: int = 1,
+    sampling: SamplingArgs | SamplingParams | None = None,
+    max_concurrent: int = 64,
+    seed: int = 0,
+    run: Run | None = None,
+    phase: str = "eval",
+    split: Split = "eval",
+    time_limit_s: float | None = None,
+    retries: int = 0,
+    retry_failed: bool = False,
+    settings: Settings | None = None,
+    reducers: Mapping[str, Reducer] = REDUCERS,
+    on_result: Callable[[RolloutResult], None] | None = None,
+    on_progress: Callable[[EvalProgress], None] | None = None,
+) -> EvalReport:
+    """Evaluate a model on `num_examples` (-1: all) of a source's split.
+
+    Every result is stored in `run` under `phase` before it counts. Failed rollouts have no
+    reward: they are left out of means and counted in `EvalReport.num_failed`. A failed rollout
+    that is stored is finished, unless `retry_failed` asks to run it again (an event records
+    that). `sampling` goes over the source's own `sampling_args`; `seed` makes world and sampling
+    seeds. `on_result` is called for new results, `on_progress` also once at the start.
+
+    Raises:
+        ConfigError: nothing to run, or `run` holds this phase with other settings.
+    """
+    start = time.monotonic()
+    model = as_client(client)
+    if rollouts_per_example < 1:
+        raise ConfigError(
+            f"rollouts_per_example is {rollouts_per_example}; nothing would be measured. Use 1 or "
+            "more."
+        )
+    requests = build_requests(
+        source,
+        split,
+        num_examples=num_examples,
+        group_size=rollouts_per_example,
+        sampling=sampling,
+        run_seed=seed,
+        phase=phase,
+    )
+    stored = _finished_rows(run, phase, requests, retry_failed, source)
+    if run is not None:
+        group_size = rollouts_per_example if _compares_groups(source) else None
+        _check_same_evaluation(
+            run, phase, requests[0], model=model.model, split=split, seed=seed, group=group_size
+        )
+    tally = _Tally(len(requests), stored, on_progress)
+    finished = {row.request_id for row in stored}
+    todo = [request for request in requests if request.request_id not in finished]
+    sink = _Sink(run, retry_failed, todo if _compares_groups(source) else None)
+    engine = RolloutEngine(
+        source,
+        model,
+        max_concurrent=max_concurrent,
+        time_limit_s=time_limit_s,
+        retries=retries,
+    )
+    async with aclosing(engine.run(todo)) as results:
+        async for result in results:
+            rows = await sink.add(result)
+            tally.add(rows)
+            if on_result is not None:
+                on_result(result)
+    rows = tally.rows if run is None else _stored_rows(run, phase, requests)
+    return build_report(
+        _in_order(requests, rows),
+        env_id=source.env_id,
+        model=model.model,
+        phase=phase,
+        settings=settings,
+        reducers=reducers,
+        num_resumed=len(finished),
+        elapsed_s=time.monotonic() - start,
+        run_path=None if run is None else str(run.path),
+    )
+
+
+def _compares_groups(source: RolloutSource) -> bool:
+    return isinstance(source, GroupScorer) and source.has_group_rewards
+
+
+def _stored_rows(run: Run, phase: str, requests: Sequence[RolloutRequest]) -> list[StoredRollout]:
+    wanted = {request.request_id for request in requests}
+    return [row for row in run.rollouts(phase=phase, blobs=False) if row.request_id in wanted]
+
+
+def _finished_rows(
+    run: Run | None,
+    phase: str,
+    requests: Sequence[RolloutRequest],
+    retry_failed: bool,
+    source: RolloutSource,
+) -> list[StoredRollout]:
+    """Return the light rows of the requests that need not be run again.
+
+    When the source compares the members of a group, a group is finished whole or not at all.
+    """
+    if run is None:
+        return []
+    rows = _stored_rows(run, phase, requests)
+    if retry_failed:
+        rows = [row for row in rows if row.status == "ok"]
+    if _compares_groups(source):
+        sizes = Counter(request.group_id for request in requests)
+        found = Counter(group for group, _ in {(row.group_id, row.request_id) for row in rows})
+        rows = [row for row in rows if found[row.group_id] == sizes[row.group_id]]
+    return rows
+
+
+def _check_same_evaluation(run: Run, phase: str, request: RolloutRequest, **settings: Any) -> None:
+    """Refuse to continue a phase that was run with other settings.
+
+    Raises:
+        ConfigError: naming the first setting that differs.
+    """
+    key = f"evaluation.{phase}"
+    sampling = asdict(replace(request.sampling, extra=dict(request.sampling.extra)))
+    now = to_plain(redact({"env_id": request.env_id, **settings, **sampling}))
+    before = run.meta.get(key)
+    if before is None:
+        run.set_meta(key, now)
+        return
+    different = [name for name in now if before.get(name) != now[name]]
+    if different:
+        name = different[0]
+        raise ConfigError(
+            f"{run.path} holds the evaluation {phase!r} with {name} = {before.get(name)!r}, now "
+            f"{name} is {now[name]!r}; one report over both would measure neither. Use another "
+            "run directory or phase, or the same settings."
+        )
+
+
+def _in_order(
+    requests: Sequence[RolloutRequest], rows: Sequence[StoredRollout]
+) -> list[StoredRollout]:
+    place = {request.request_id: index for index, request in enumerate(requests)}
+    return sorted(rows, key=lambda row: (place[row.request_id], row.trajectory_index))
+
+
+class _Sink:
+    """Stores results as they come; the members of a compared group all at once."""
+
+    def __init__(
+        self, run: Run | None, replace_failed: bool, grouped: Sequence[RolloutRequest] | None
+    ) -> None:
+        self._run = run
+        self._replace_failed = replace_failed
+        self._missing = Counter(request.group_id for request in grouped or ())
+        self._waiting: dict[str, list[StoredRollout]] = {}
+
+    async def add(self, result: RolloutResult) -> list[StoredRollout]:
+        rows = encode_result(result)
+        group = result.request.group_id
+        if group in self._missing:
+            self._waiting.setdefault(group, []).extend(rows)
+            self._missing[group] -= 1
+            if self._missing[group] == 0:
+                await self._store(self._waiting.pop(group))
+        else:
+            await self._store(rows)
+        return [replace(row, record=b"", tokens=b"") for row in rows]
+
+    async def _store(self, rows: Sequence[StoredRollout]) -> None:
+        if self._run is not None:
+            await asyncio.to_thread(
+                self._run.add_rollouts, rows, replace_failed=self._replace_failed
+            )
+
+
+class _Tally:
+    """The rows so far, and the progress they make."""
+
+    def __init__(
+        self,
+        num_total: int,
+        stored: Sequence[StoredRollout],
+        on_progress: Callable[[EvalProgress], None] | None,
+    ) -> None:
+        self.rows: list[StoredRollout] = list(stored)
+        self._num_total = num_total
+        self._on_progress = on_progress
+        self._num_resumed = 0
+        self._done = self._failed = self._truncated = self._scored = self._tokens = 0
+        self._reward_sum = 0.0
+        found = outcomes(stored)
+        self._num_resumed = len(found)
+        for outcome in found:
+            self._count(outcome)
+        self._tell()
+
+    def add(self, rows: Sequence[StoredRollout]) -> None:
+        self.rows.extend(rows)
+        for outcome in outcomes(rows):
+            self._count(outcome)
+        self._tell()
+
+    def _count(self, outcome: Outcome) -> None:
+        self._done += 1
+        self._failed += outcome.failed
+        self._truncated += outcome.truncation_reason is not None
+        self._tokens += outcome.num_completion_tokens
+        if outcome.reward is not None:
+            self._scored += 1
+            self._reward_sum += outcome.reward
+
+    def _tell(self) -> None:
+        if self._on_progress is not None:
+            self._on_progress(
+                EvalProgress(
+                    num_done=self._done,
+                    num_total=self._num_total,
+                    num_resumed=self._num_resumed,
+                    num_failed=self._failed,
+                    num_truncated=self._truncated,
+                    num_scored=self._scored,
+                    mean_reward=self._reward_sum / self._scored if self._scored else None,
+                    num_completion_tokens=self._tokens,
+                )
+            )

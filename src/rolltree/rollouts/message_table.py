@@ -1,0 +1,120 @@
+"""Chat histories that share messages: each message once, each step's history O(new messages).
+
+Histories are paths in a trie of messages, so a prompt that continues an earlier prompt adds one
+node per new message, and one that rewrites history adds nodes from the rewritten message on.
+Strings (the completions endpoint) are paths of text pieces in the same way. It knows nothing
+about rollouts or tokens. It leaves out storing: it turns into JSON text and back.
+
+A history's reference is an integer (a trie node, -1 for the empty list), `{"t": node}` for a
+string, None, or `{"v": value}` for anything that is no chat history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from rolltree.store import dumps, loads
+
+Reference: TypeAlias = Any
+_EMPTY = -1
+
+
+class MessageTable:
+    """Collects histories. `add` returns a reference that `MessageReader.get` resolves.
+
+    The messages must stay alive and unchanged while the table is filled.
+    """
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []  # the JSON of each unique message
+        self._by_text: dict[str, int] = {}
+        self._by_identity: dict[int, int] = {}
+        self._nodes: dict[tuple[int, int], int] = {}
+        self._pieces: list[tuple[int, str]] = []
+        self._strings: dict[str, int] = {"": _EMPTY}
+
+    @property
+    def num_messages(self) -> int:
+        """How many different messages the table holds."""
+        return len(self._texts)
+
+    @property
+    def num_nodes(self) -> int:
+        """How many trie nodes all histories need together."""
+        return len(self._nodes) + len(self._pieces)
+
+    def add(self, history: Any) -> Reference:
+        """Return the reference of a history. A string that begins a later one is its prefix."""
+        if isinstance(history, str):
+            return {"t": self._add_string(history)}
+        if history is None:
+            return None
+        if not isinstance(history, list):
+            return {"v": history}
+        node = _EMPTY
+        for message in history:
+            edge = (node, self._add_message(message))
+            node = self._nodes.setdefault(edge, len(self._nodes))
+        return node
+
+    def _add_message(self, message: Any) -> int:
+        index = self._by_identity.get(id(message))
+        if index is None:
+            text = dumps(message)
+            index = self._by_text.setdefault(text, len(self._texts))
+            if index == len(self._texts):
+                self._texts.append(text)
+            self._by_identity[id(message)] = index
+        return index
+
+    def _add_string(self, text: str) -> int:
+        if text in self._strings:
+            return self._strings[text]
+        known = next((s for s in reversed(self._strings) if text.startswith(s)), "")
+        self._pieces.append((self._strings[known], text[len(known) :]))
+        self._strings[text] = len(self._pieces) - 1
+        return len(self._pieces) - 1
+
+    def to_json(self) -> str:
+        """Return the table as JSON text for `MessageReader`."""
+        nodes = dumps([list(edge) for edge in self._nodes])
+        pieces = dumps([list(piece) for piece in self._pieces])
+        return f'{{"messages":[{",".join(self._texts)}],"nodes":{nodes},"pieces":{pieces}}}'
+
+
+class MessageReader:
+    """Resolves references into the data of `MessageTable.to_json`, parsed by `store.loads`.
+
+    Histories share their message objects, as they did when they were recorded; the lists are
+    fresh.
+    """
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self._messages: Sequence[Any] = data["messages"]
+        self._nodes: Sequence[Sequence[int]] = data["nodes"]
+        self._pieces: Sequence[Any] = data["pieces"]
+
+    @classmethod
+    def from_json(cls, text: str) -> MessageReader:
+        """Read what `to_json` wrote."""
+        return cls(loads(text))
+
+    def get(self, reference: Reference) -> Any:
+        """Return the history of a reference."""
+        if reference is None:
+            return None
+        if isinstance(reference, dict):
+            return self._string(reference["t"]) if "t" in reference else reference["v"]
+        path = []
+        while reference != _EMPTY:
+            reference, message = self._nodes[reference]
+            path.append(self._messages[message])
+        return path[::-1]
+
+    def _string(self, node: int) -> str:
+        parts = []
+        while node != _EMPTY:
+            node, piece = self._pieces[node]
+            parts.append(piece)
+        return "".join(reversed(parts))
