@@ -217,12 +217,15 @@ class ExtraStreams:
             positions = np.asarray(stream.positions, dtype=np.int32)
             self.placed.setdefault(name, {})[call] = PlacedEntry(positions, blobs)
             return
-        values = stream.values
+        offset = self.append_values(name, stream.values)
+        self.dense[name][call] = DenseEntry(stream.start or 0, len(stream.values), offset)
+
+    def append_values(self, name: str, values: NDArray[Any]) -> int:
+        """Append checked dense values; return the offset of the first one."""
         if name not in self.buffers:
             self.buffers[name] = GrowBuffer(values.dtype, values.shape[1:])
-        offset = self.buffers[name].extend(values)
-        start = stream.start or 0
-        self.dense.setdefault(name, {})[call] = DenseEntry(start, len(values), offset)
+            self.dense[name] = {}
+        return self.buffers[name].extend(values)
 
     def add_blob(self, item: NDArray[Any]) -> int:
         """Keep a copy of an array once; return its index."""

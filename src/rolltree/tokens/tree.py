@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,6 +20,7 @@ from rolltree.errors import TokenError
 from rolltree.tokens.arena import ROOT, Place, TokenArena
 from rolltree.tokens.buffers import EMPTY_IDS, as_ids, as_logprobs, check_new_ids
 from rolltree.tokens.merge import extra_values, merge_into, stream_values
+from rolltree.tokens.serialize import load, save
 from rolltree.tokens.streams import (
     ExtraStreams,
     PlacedStream,
@@ -340,6 +341,33 @@ class TokenTree:
                 "have the prompt matched by id."
             )
         return known, place
+
+    # -- bytes -------------------------------------------------------------------------------
+
+    def to_bytes(self, since: int | None = None) -> bytes:
+        """Return the tree as compact bytes, or only what calls `since`, `since + 1`, ... added.
+
+        Pieces concatenate: `to_bytes()` after 3 calls plus `to_bytes(since=3)` is the whole.
+        """
+        return save(self, 0 if since is None else since)
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> Self:
+        """Return the tree that one piece, or several concatenated in order, describe.
+
+        Raises:
+            TokenError: the bytes are torn, foreign or contradict themselves.
+        """
+        tree = cls()
+        load(tree, data)
+        return tree
+
+    def extend_from_bytes(self, data: bytes | bytearray | memoryview) -> None:
+        """Append pieces that continue this tree. Raises as `from_bytes`."""
+        load(self, data)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).from_bytes, (self.to_bytes(),)
 
     # -- what a call is ----------------------------------------------------------------------
 

@@ -1,0 +1,269 @@
+"""A token tree as bytes and back, in one piece or call by call.
+
+The tree is append-only, so "what is new since call k" is a slice of every buffer, and the
+concatenation of all pieces is the whole. Knows the tree's columns and the byte codec. Leaves out
+files and databases.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rolltree.errors import TokenError
+from rolltree.tokens.arena import ROOT
+from rolltree.tokens.codec import Reader, Writer, chunks, damaged
+from rolltree.tokens.streams import (
+    PLACED,
+    DenseEntry,
+    ExtraStreams,
+    PlacedEntry,
+    SampledStream,
+)
+
+if TYPE_CHECKING:
+    from rolltree.tokens.tree import TokenTree
+
+_SAVED_COLUMNS = (
+    "prompt_token",
+    "end_token",
+    "prompt_len",
+    "num_sampled",
+    "parent",
+    "agent",
+    "turn",
+    "num_tokens",
+    "num_runs",
+)
+
+
+def save(tree: TokenTree, since: int) -> bytes:
+    """Return the calls from handle `since` on, with every token and value they brought."""
+    calls, arena = tree.calls, tree.arena
+    if not 0 <= since <= len(calls):
+        raise TokenError(
+            f"the tree has {len(calls)} calls and cannot be saved from call {since} on. Pass how "
+            "many calls were saved before."
+        )
+    out = Writer()
+    num_tokens = calls.num_tokens[since - 1] if since else 0
+    num_runs = calls.num_runs[since - 1] if since else 0
+    for number in (since, len(calls) - since, num_tokens, num_runs):
+        out.number(number)
+    out.ints(arena.ids[num_tokens:])
+    out.ints(arena.run_start[num_runs:])
+    out.ints(arena.run_parent[num_runs:])
+    for name in _SAVED_COLUMNS:
+        out.ints(getattr(calls, name)[since:])
+    known_agents = max(calls.agent[:since], default=-1) + 1
+    out.number(len(tree.agents) - known_agents)
+    for agent in tree.agents[known_agents:]:
+        out.text(agent)
+    for stream in tree.sampled.values():
+        _save_sampled(out, stream, since)
+    _save_extra(out, tree.extra, since)
+    return out.chunk()
+
+
+def _save_sampled(out: Writer, stream: SampledStream, since: int) -> None:
+    offsets = np.array(stream.offset[since:], dtype=np.int64)
+    stored = offsets[offsets >= 0]
+    first = int(stored[0]) if len(stored) else stream.buffer.size
+    out.ints(np.where(offsets >= 0, offsets - first, offsets))
+    out.array(np.array(stream.constant[since:], dtype=np.float64))
+    out.array(stream.buffer.view(first, stream.buffer.size))
+
+
+def _save_extra(out: Writer, extra: ExtraStreams, since: int) -> None:
+    dense = {
+        name: [(call, entry) for call, entry in entries.items() if call >= since]
+        for name, entries in extra.dense.items()
+    }
+    dense = {name: entries for name, entries in dense.items() if entries}
+    out.number(len(dense))
+    for name, rows in dense.items():
+        buffer = extra.buffers[name]
+        first = rows[0][1].offset
+        out.text(name)
+        out.ints([call for call, _ in rows])
+        out.ints([entry.start for _, entry in rows])
+        out.ints([entry.count for _, entry in rows])
+        out.array(buffer.view(first, buffer.size))
+    placed = {
+        name: [(call, entry) for call, entry in entries.items() if call >= since]
+        for name, entries in extra.placed.items()
+    }
+    placed = {name: rows_ for name, rows_ in placed.items() if rows_}
+    earlier = [
+        max(entry.blobs, default=-1)
+        for entries in extra.placed.values()
+        for call, entry in entries.items()
+        if call < since
+    ]
+    known_blobs = max(earlier, default=-1) + 1
+    out.number(known_blobs)
+    out.number(len(extra.blobs) - known_blobs)
+    for blob in extra.blobs[known_blobs:]:
+        out.array(blob)
+    out.number(len(placed))
+    for name, rows_ in placed.items():
+        out.text(name)
+        out.number(len(rows_))
+        for call, entry in rows_:
+            out.number(call)
+            out.ints(entry.positions)
+            out.ints(entry.blobs)
+
+
+def load(tree: TokenTree, data: bytes | bytearray | memoryview) -> None:
+    """Append saved chunks to a tree that holds exactly the calls before them.
+
+    Raises:
+        TokenError: the bytes are torn, foreign, out of order, or contradict themselves. The tree
+            must not be used after that.
+    """
+    for reader in chunks(data):
+        _load_chunk(tree, reader)
+
+
+def _load_chunk(tree: TokenTree, reader: Reader) -> None:
+    calls, arena = tree.calls, tree.arena
+    since, count, num_tokens, num_runs = (reader.number() for _ in range(4))
+    if (since, num_tokens, num_runs) != (len(calls), arena.num_tokens, arena.num_runs):
+        raise damaged(
+            f"the record continues after call {since}, but the tree holds {len(calls)} calls"
+        )
+    ids = reader.ints()
+    starts = reader.ints()
+    parents = reader.ints(len(starts))
+    _load_runs(tree, ids, starts, parents)
+    columns = {name: reader.ints(count).tolist() for name in _SAVED_COLUMNS}
+    tree.agents.extend(reader.text() for _ in range(reader.number()))
+    for row in range(count):
+        _load_call(tree, {name: column[row] for name, column in columns.items()})
+    for name, stream in tree.sampled.items():
+        lengths = calls.prompt_len if name == "prompt_mask" else calls.num_sampled
+        _load_sampled(reader, stream, lengths[since:].tolist())
+    _load_extra(reader, tree, since)
+    reader.done()
+
+
+def _load_runs(tree: TokenTree, ids: Any, starts: Any, parents: Any) -> None:
+    arena = tree.arena
+    if len(ids) and (ids.min() < 0 or ids.max() >= 2**31):
+        raise damaged("a token id is out of range")
+    first = arena.num_tokens
+    total = first + len(ids)
+    bounds = np.concatenate([starts, [total]])
+    if (
+        (np.diff(bounds) <= 0).any()
+        or (len(starts) and starts[0] < first)
+        or ((parents >= starts) | (parents < -1)).any()
+        or (len(ids) and not len(starts) and not arena.num_runs)
+    ):
+        raise damaged("the runs do not tile the tokens")
+    ids = ids.astype(np.int32)
+    edges = [first, *starts.tolist(), total]
+    if edges[1] > first:
+        last = first - 1
+        if arena.append(ids[: edges[1] - first], arena.place(last)).token != edges[1] - 1 or (
+            last < 0
+        ):
+            raise damaged("tokens continue a run that is not there")
+    for low, high, parent in zip(edges[1:], edges[2:], parents.tolist(), strict=False):
+        place = arena.place(parent) if parent >= 0 else ROOT
+        piece = ids[low - first : high - first]
+        if (parent == low - 1 and parent >= 0) or arena.match(piece[:1], place)[0]:
+            raise damaged("two runs hold the same path")
+        arena.append(piece, place)
+
+
+def _load_call(tree: TokenTree, row: dict[str, int]) -> None:
+    arena, calls = tree.arena, tree.calls
+    prompt_token, end_token = row["prompt_token"], row["end_token"]
+    if not (-1 <= prompt_token <= end_token < arena.num_tokens) or not (
+        -1 <= row["parent"] < len(calls) and 0 <= row["agent"] < len(tree.agents)
+    ):
+        raise damaged("a call points outside the tree")
+    prompt_end = arena.place(prompt_token) if prompt_token >= 0 else ROOT
+    end = arena.place(end_token) if end_token >= 0 else ROOT
+    sampled = row["num_sampled"]
+    if (
+        arena.depth(prompt_end) != row["prompt_len"]
+        or arena.depth(end) != row["prompt_len"] + sampled
+        or sampled < 0
+        or arena.up(end, sampled) != prompt_end
+    ):
+        raise damaged("a call's lengths do not fit its path")
+    for name, value in row.items():
+        getattr(calls, name).append(value)
+    calls.prompt_run.append(prompt_end.run)
+    calls.end_run.append(end.run)
+
+
+def _load_sampled(reader: Reader, stream: SampledStream, lengths: list[int]) -> None:
+    offsets = reader.ints(len(lengths))
+    constants = reader.array()
+    values = reader.array()
+    needed = sum(n for n, offset in zip(lengths, offsets, strict=True) if offset >= 0)
+    if (
+        constants.shape != offsets.shape
+        or values.shape != (needed,)
+        or values.dtype != stream.buffer.dtype
+        or (len(offsets) and offsets.min() < -2)
+    ):
+        raise damaged("a stream does not fit its calls")
+    at = 0
+    first = stream.buffer.size
+    for length, offset, constant in zip(lengths, offsets.tolist(), constants.tolist(), strict=True):
+        if offset >= 0 and offset != at:
+            raise damaged("a stream does not fit its calls")
+        stream.offset.append(first + offset if offset >= 0 else offset)
+        stream.constant.append(constant)
+        at += length if offset >= 0 else 0
+    stream.buffer.extend(values)
+
+
+def _load_extra(reader: Reader, tree: TokenTree, since: int) -> None:
+    extra, num_calls = tree.extra, len(tree.calls)
+
+    def path_len(call: int) -> int:
+        if not since <= call < num_calls:
+            raise damaged("a stream names a call that is not there")
+        return tree.path_len(call)
+
+    for _ in range(reader.number()):
+        name = reader.text()
+        handles = reader.ints()
+        starts, counts = reader.ints(len(handles)), reader.ints(len(handles))
+        values = reader.array()
+        if values.ndim == 0 or len(values) != counts.sum() or (counts < 0).any():
+            raise damaged("a stream does not fit its calls")
+        extra.check_kind(name, (values.dtype.str, values.shape[1:]))
+        offset = extra.append_values(name, values)
+        for call, start, count in zip(
+            handles.tolist(), starts.tolist(), counts.tolist(), strict=True
+        ):
+            if start < 0 or start + count > path_len(call):
+                raise damaged("a stream runs past its call")
+            extra.dense[name][call] = DenseEntry(start, count, offset)
+            offset += count
+    if reader.number() != len(extra.blobs):
+        raise damaged("placed arrays are missing")
+    for _ in range(reader.number()):
+        extra.add_blob(reader.array())
+    for _ in range(reader.number()):
+        name = reader.text()
+        extra.check_kind(name, PLACED)
+        for _ in range(reader.number()):
+            call = reader.number()
+            positions = reader.ints()
+            blobs = reader.ints(len(positions)).tolist()
+            total = path_len(call)
+            if any(not 0 <= blob < len(extra.blobs) for blob in blobs) or (
+                len(positions) and not (positions.min() >= 0 and positions.max() < total)
+            ):
+                raise damaged("a placed array lies outside its call")
+            entry = PlacedEntry(positions.astype(np.int32), tuple(blobs))
+            extra.placed.setdefault(name, {})[call] = entry
