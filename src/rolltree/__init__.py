@@ -1,5 +1,107 @@
 """rolltree: reinforcement learning of LLM agents on the exact tokens the engine saw and sampled.
 
-The package loads its public names on first use, so `import rolltree` costs no torch and no web
-server. It holds no behaviour of its own; the rooms do.
+The package loads its public names on first use (PEP 562), so `import rolltree` costs no torch and
+no web server. It holds no behaviour of its own; the rooms do, and what a room exports beyond these
+names is imported from the room.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rolltree.environments import Environment as Environment
+    from rolltree.environments import GenerateMetadata as GenerateMetadata
+    from rolltree.environments import GenerateResults as GenerateResults
+    from rolltree.environments import ModelResponse as ModelResponse
+    from rolltree.environments import MultiTurnEnv as MultiTurnEnv
+    from rolltree.environments import SingleTurnEnv as SingleTurnEnv
+    from rolltree.environments import ToolEnv as ToolEnv
+    from rolltree.environments import cleanup as cleanup
+    from rolltree.environments import load_environment as load_environment
+    from rolltree.environments import stop as stop
+    from rolltree.environments import teardown as teardown
+    from rolltree.errors import ConfigError as ConfigError
+    from rolltree.errors import ModelError as ModelError
+    from rolltree.errors import PromptTooLong as PromptTooLong
+    from rolltree.errors import RolloutTimeout as RolloutTimeout
+    from rolltree.errors import RolltreeError as RolltreeError
+    from rolltree.errors import UnknownName as UnknownName
+    from rolltree.evaluation import evaluate as evaluate
+    from rolltree.inference import ModelClient as ModelClient
+    from rolltree.inference import OpenAIClient as OpenAIClient
+    from rolltree.inference import as_client as as_client
+    from rolltree.parsers import MaybeThinkParser as MaybeThinkParser
+    from rolltree.parsers import Parser as Parser
+    from rolltree.parsers import ThinkParser as ThinkParser
+    from rolltree.parsers import XMLParser as XMLParser
+    from rolltree.parsers import extract_boxed_answer as extract_boxed_answer
+    from rolltree.parsers import extract_hash_answer as extract_hash_answer
+    from rolltree.rollouts import GroupStrategy as GroupStrategy
+    from rolltree.rollouts import RolloutEngine as RolloutEngine
+    from rolltree.rollouts import RolloutSource as RolloutSource
+    from rolltree.rubrics import Rubric as Rubric
+    from rolltree.rubrics import RubricGroup as RubricGroup
+    from rolltree.rubrics import cheap as cheap
+    from rolltree.samples import build_samples as build_samples
+    from rolltree.samples import (
+        process_trajectories_for_training as process_trajectories_for_training,
+    )
+    from rolltree.tokens import TokenTree as TokenTree
+    from rolltree.tokens import Trajectory as Trajectory
+    from rolltree.types import ChatMessage as ChatMessage
+    from rolltree.types import ErrorRecord as ErrorRecord
+    from rolltree.types import FinishReason as FinishReason
+    from rolltree.types import Generation as Generation
+    from rolltree.types import Info as Info
+    from rolltree.types import Messages as Messages
+    from rolltree.types import MessageType as MessageType
+    from rolltree.types import RolloutInput as RolloutInput
+    from rolltree.types import RolloutRequest as RolloutRequest
+    from rolltree.types import RolloutResult as RolloutResult
+    from rolltree.types import RolloutTiming as RolloutTiming
+    from rolltree.types import Sample as Sample
+    from rolltree.types import SamplingArgs as SamplingArgs
+    from rolltree.types import SamplingParams as SamplingParams
+    from rolltree.types import State as State
+    from rolltree.types import TrainingExample as TrainingExample
+    from rolltree.types import TrajectoryStep as TrajectoryStep
+    from rolltree.types import TrajectoryStepTokens as TrajectoryStepTokens
+    from rolltree.types import TruncationReason as TruncationReason
+
+_ROOMS: dict[str, str] = {
+    "environments": "Environment GenerateMetadata GenerateResults ModelResponse MultiTurnEnv "
+    "SingleTurnEnv ToolEnv cleanup load_environment stop teardown",
+    "errors": "ConfigError ModelError PromptTooLong RolloutTimeout RolltreeError UnknownName",
+    "evaluation": "evaluate",
+    "inference": "ModelClient OpenAIClient as_client",
+    "parsers": "MaybeThinkParser Parser ThinkParser XMLParser extract_boxed_answer "
+    "extract_hash_answer",
+    "rollouts": "GroupStrategy RolloutEngine RolloutSource",
+    "rubrics": "Rubric RubricGroup cheap",
+    "samples": "build_samples process_trajectories_for_training",
+    "tokens": "TokenTree Trajectory",
+    "types": "ChatMessage ErrorRecord FinishReason Generation Info Messages MessageType "
+    "RolloutInput RolloutRequest RolloutResult RolloutTiming Sample SamplingArgs SamplingParams "
+    "State TrainingExample TrajectoryStep TrajectoryStepTokens TruncationReason",
+}
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names.split()}
+
+__version__ = "0.1.0"
+__all__ = sorted([*_ROOM_OF, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"rolltree.{name}")
+    room = _ROOM_OF.get(name)
+    if room is None:
+        raise AttributeError(f"module 'rolltree' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"rolltree.{room}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -8,8 +8,15 @@ from rolltree.environments.dataset import Rows
 from rolltree.environments.decorators import cleanup, stop, teardown
 from rolltree.environments.environment import Environment
 from rolltree.environments.multiturn import MultiTurnEnv, SingleTurnEnv
+from rolltree.environments.registry import (
+    find_environment,
+    known_environments,
+    load_environment,
+)
 from rolltree.environments.responses import ModelResponse
 from rolltree.environments.results import GenerateMetadata, GenerateResults
+from rolltree.environments.tool_env import ToolEnv
+from rolltree.environments.tools import Tool, convert_func_to_oai_tool
 
 __all__ = [
     "Environment",
@@ -19,7 +26,13 @@ __all__ = [
     "MultiTurnEnv",
     "Rows",
     "SingleTurnEnv",
+    "Tool",
+    "ToolEnv",
     "cleanup",
+    "convert_func_to_oai_tool",
+    "find_environment",
+    "known_environments",
+    "load_environment",
     "stop",
     "teardown",
 ]

@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 from rolltree.environments.completion import render_completion
@@ -126,6 +127,13 @@ class Environment(Runnable):
         self._closed = False
         if self._teardown_handlers:
             register(self)
+
+    def name_as(self, env_id: str, env_args: Mapping[str, Any]) -> None:
+        """Take the name and arguments it was loaded by, unless it was given a name."""
+        if self.env_id == "default":
+            self.env_id = env_id
+            self.row_format = replace(self.row_format, env_id=env_id)
+        self.env_args = dict(env_args)
 
     # One rollout
 

@@ -73,7 +73,7 @@ class Runnable(ABC):
 
     def rows(self, data: Data) -> Rows:
         """Return `data` as rows with this environment's prompts; `Rows` pass through."""
-        return Rows.of(data, self.row_format)
+        return Rows.of(data, lambda row, index: self.row_format(row, index))
 
     def get_dataset(self, n: int = -1, seed: int | None = None) -> Rows:
         """Return `n` training rows (-1: all), shuffled by `seed` when there is one.

@@ -167,7 +167,7 @@ async def call_all(calls: Sequence[Call]) -> list[Outcome]:
         else:
             blocking.append(index)
     if blocking:
-        results = await _in_thread(lambda: [_call(calls[index]) for index in blocking])
+        results = await in_thread(lambda: [_call(calls[index]) for index in blocking])
         for index, outcome in zip(blocking, results, strict=True):
             outcomes[index] = await _settle(outcome)
     if waiting:
@@ -220,7 +220,8 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_threads, thread_name_prefix="rolltree-scoring")
 
 
-async def _in_thread(work: Callable[[], T]) -> T:
+async def in_thread(work: Callable[[], T]) -> T:
+    """Run blocking work in a thread of the scoring pool, with this task's context variables."""
     context = contextvars.copy_context()
     return await asyncio.get_running_loop().run_in_executor(_pool(), context.run, work)
 

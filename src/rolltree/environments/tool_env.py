@@ -1,0 +1,153 @@
+"""`ToolEnv`: a conversation in which the model calls Python functions.
+
+It knows tool calls in assistant messages and tool messages. What a model gets wrong (malformed
+JSON, an unknown tool, wrong arguments) and what a tool raises is an answer to the model, never a
+failed rollout. It leaves out tools with hidden state and sandboxes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rolltree.environments.decorators import stop
+from rolltree.environments.environment import settle
+from rolltree.environments.multiturn import MultiTurnEnv
+from rolltree.environments.tools import Tool, ToolArgumentError, result_text
+from rolltree.errors import ConfigError, did_you_mean, record_error
+from rolltree.rubrics.functions import in_thread
+from rolltree.types import ChatMessage, Messages, State
+
+
+class ToolEnv(MultiTurnEnv):
+    """Let the model call tools until it answers without a call.
+
+    Asynchronous tools of one message run side by side. Synchronous ones run after each other, in
+    the order of the calls, in a thread; `rolltree.rubrics.cheap` keeps a quick one in the loop.
+    The exceptions that tools raised are in `state["tool_errors"]`, with their tracebacks.
+
+    Args:
+        tools: functions with type hints and docstrings.
+        max_turns: most model calls.
+        error_formatter: what the model is told about an exception.
+        settings: `MultiTurnEnv`'s.
+
+    Raises:
+        ConfigError: two tools have one name, or a tool cannot be described.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        max_turns: int = 10,
+        error_formatter: Callable[[Exception], str] = str,
+        **settings: Any,
+    ) -> None:
+        super().__init__(max_turns=max_turns, **settings)
+        if self.message_type != "chat":
+            raise ConfigError(
+                "a ToolEnv needs message_type='chat': a completion string has no tool calls."
+            )
+        self.error_formatter = error_formatter
+        self.tool_map: dict[str, Tool] = {}
+        for tool in tools or ():
+            self.add_tool(tool)
+
+    @property
+    def tools(self) -> list[Callable[..., Any]]:
+        """The tools' functions."""
+        return [tool.func for tool in self.tool_map.values()]
+
+    def add_tool(self, tool: Callable[..., Any], *, hidden: Sequence[str] = ()) -> None:
+        """Offer one more tool; rollouts that have begun do not see it.
+
+        Raises:
+            ConfigError: there is a tool of that name.
+        """
+        described = Tool.of(tool, hidden=hidden)
+        if described.name in self.tool_map:
+            raise ConfigError(
+                f"there are two tools named {described.name!r}; a call could not say which one it "
+                "means. Rename one."
+            )
+        self.tool_map[described.name] = described
+        self.oai_tools.append(described.schema)
+
+    def remove_tool(self, tool: Callable[..., Any] | str) -> None:
+        """Offer a tool no longer.
+
+        Raises:
+            ConfigError: there is no such tool.
+        """
+        name = tool if isinstance(tool, str) else getattr(tool, "__name__", "")
+        if name not in self.tool_map:
+            raise ConfigError(f"there is no tool {name!r}.{did_you_mean(name, self.tool_map)}")
+        schema = self.tool_map.pop(name).schema
+        self.oai_tools = [known for known in self.oai_tools if known is not schema]
+
+    @stop
+    async def no_tools_called(self, state: State) -> bool:
+        """The model has answered without calling a tool."""
+        return bool(state["trajectory"]) and not _calls_of(state["trajectory"][-1]["completion"])
+
+    async def env_response(self, messages: Messages, state: State) -> Messages:
+        """Return one tool message per call of the last message, in the calls' order."""
+        calls = _calls_of(messages)
+        answers: list[str] = [""] * len(calls)
+        waiting: list[int] = []
+        blocking: list[int] = []
+        for index, call in enumerate(calls):
+            tool = self.tool_map.get(_name_of(call))
+            is_plain = tool is not None and not tool.is_async
+            (blocking if is_plain else waiting).append(index)
+        done = await asyncio.gather(*(self.call_tool(calls[i], state) for i in waiting))
+        for index, answer in zip(waiting, done, strict=True):
+            answers[index] = answer
+        for index in blocking:
+            answers[index] = await self.call_tool(calls[index], state)
+        return [
+            {"role": "tool", "tool_call_id": call.get("id") or "", "content": answer}
+            for call, answer in zip(calls, answers, strict=True)
+        ]
+
+    async def call_tool(self, call: Mapping[str, Any], state: State) -> str:
+        """Run one call and return the text of its tool message."""
+        name = _name_of(call)
+        tool = self.tool_map.get(name)
+        if tool is None:
+            return f"There is no tool named {name!r}.{did_you_mean(name, self.tool_map)}"
+        try:
+            arguments = tool.read_arguments((call.get("function") or {}).get("arguments"))
+        except ToolArgumentError as error:
+            return str(error)
+        try:
+            return result_text(
+                await self._run(tool, self.complete_arguments(tool, arguments, state))
+            )
+        except Exception as error:  # noqa: BLE001  the model is told, and the trace is kept
+            record = record_error(error, "environment").as_dict()
+            state.setdefault("tool_errors", []).append({**record, "tool": name})
+            return self.error_formatter(error)
+
+    def complete_arguments(
+        self, tool: Tool, arguments: dict[str, Any], state: State
+    ) -> dict[str, Any]:
+        """Return the arguments to call with. Override it to fill in hidden ones from the state."""
+        return arguments
+
+    async def _run(self, tool: Tool, arguments: dict[str, Any]) -> Any:
+        if tool.is_async or getattr(tool.func, "__rolltree_cheap__", False):
+            return await settle(tool.func(**arguments))
+        return await settle(await in_thread(lambda: tool.func(**arguments)))
+
+
+def _calls_of(messages: Messages) -> list[ChatMessage]:
+    if isinstance(messages, str) or not messages:
+        return []
+    last = messages[-1]
+    return list(last.get("tool_calls") or ()) if last.get("role") == "assistant" else []
+
+
+def _name_of(call: Mapping[str, Any]) -> str:
+    return str((call.get("function") or {}).get("name") or "")
