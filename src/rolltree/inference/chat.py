@@ -91,9 +91,7 @@ class ChatRenderer:
         self.end_ids = tuple(dict.fromkeys((*self._glue.end_ids, *self._tool_glue.end_ids)))
         """Token ids that end a turn: an engine stops after sampling one of them."""
         self._parser = CompletionParser(
-            self.vocabulary,
-            self.end_ids,
-            source=self._tool_template.source,
+            self._tool_template.source,
             tool_parser=tool_parser,
             reasoning=reasoning,
             opener=self._glue.opener,
@@ -170,7 +168,7 @@ class ChatRenderer:
         tools: Sequence[ToolSchema] | None = None,
     ) -> ParsedCompletion:
         """Read sampled ids as an assistant message; never raises for what a model wrote."""
-        return self._parser.parse_ids(completion_ids, finish_reason, tools)
+        return self._parser.parse(self.decode_answer(completion_ids), finish_reason, tools)
 
     def parse_text(
         self,
@@ -179,11 +177,16 @@ class ChatRenderer:
         tools: Sequence[ToolSchema] | None = None,
     ) -> ParsedCompletion:
         """Read an answer's text (no end token) as an assistant message."""
-        return self._parser.parse_text(text, finish_reason, tools)
+        return self._parser.parse(text, finish_reason, tools)
 
     def encode_text(self, text: str, *, start: bool = True) -> IntArray:
         """Return the ids of plain text, int32 `[_T]`; `start=False` when it continues other ids."""
         return self.vocabulary.encode_start(text) if start else self.vocabulary.encode(text)
+
+    def decode_answer(self, ids: Sequence[int] | IntArray) -> str:
+        """Return the text of sampled ids without the end token."""
+        ended = len(ids) > 0 and int(ids[-1]) in self.end_ids
+        return self.vocabulary.decode(ids[:-1] if ended else ids)
 
     def decode(self, ids: Sequence[int] | IntArray) -> str:
         """Return the text of `ids`, special tokens spelled out."""

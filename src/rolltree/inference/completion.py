@@ -1,6 +1,6 @@
-"""Sampled ids to an assistant message: end token off, reasoning split, tool calls read.
+"""An answer's text to an assistant message: reasoning split off, tool calls read.
 
-It knows the tokenizer and the styles of reasoning and tool calls. It knows nothing about prompts.
+It knows the styles of reasoning and tool calls. It knows nothing about tokens and prompts.
 It never raises for what a model wrote: what cannot be read stays in the content, and the message's
 `parse_problems` says what was wrong.
 """
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from rolltree.errors import UnknownName, did_you_mean
 from rolltree.inference.tool_calls import TOOL_PARSERS, call_messages, find_tool_parser
-from rolltree.inference.vocabulary import Vocabulary
-from rolltree.types import ChatMessage, FinishReason, IntArray, ToolSchema
+from rolltree.types import ChatMessage, FinishReason, ToolSchema
 
 REASONING_TAGS: dict[str, tuple[str, str]] = {
     "none": ("", ""),
@@ -43,16 +42,12 @@ class CompletionParser:
 
     def __init__(
         self,
-        vocabulary: Vocabulary,
-        end_ids: Sequence[int],
-        *,
         source: str = "",
+        *,
         tool_parser: str = "auto",
         reasoning: str = "auto",
         opener: str = "",
     ) -> None:
-        self._vocabulary = vocabulary
-        self._end_ids = frozenset(end_ids)
         self.tool_parser = find_tool_parser(source) if tool_parser == "auto" else tool_parser
         self.reasoning = _find_reasoning(source) if reasoning == "auto" else reasoning
         for name, table in ((self.tool_parser, TOOL_PARSERS), (self.reasoning, REASONING_TAGS)):
@@ -63,19 +58,7 @@ class CompletionParser:
         self._tags = REASONING_TAGS[self.reasoning]
         self._starts_inside = bool(self._tags[0]) and opener.rstrip().endswith(self._tags[0])
 
-    def parse_ids(
-        self,
-        completion_ids: Sequence[int] | IntArray,
-        finish_reason: FinishReason,
-        tools: Sequence[ToolSchema] | None = None,
-    ) -> ParsedCompletion:
-        """Return the message that `completion_ids` (int32 `[_T]`, end token included) say."""
-        ids = completion_ids
-        if len(ids) and int(ids[-1]) in self._end_ids:
-            ids = ids[:-1]
-        return self.parse_text(self._vocabulary.decode(ids), finish_reason, tools)
-
-    def parse_text(
+    def parse(
         self,
         text: str,
         finish_reason: FinishReason,
@@ -108,6 +91,16 @@ class CompletionParser:
             return None, text
         reasoning, _, content = body.partition(end)
         return reasoning.strip("\n"), content.lstrip("\n")
+
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> str:
+    """Return `text` up to the first stop string in it, whole when there is none.
+
+    >>> cut_at_stop("12\\nQ:", ["Q:", "\\n"])
+    '12'
+    """
+    found = [text.find(string) for string in stop]
+    return text[: min((at for at in found if at >= 0), default=len(text))]
 
 
 def _find_reasoning(source: str) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 from rolltree.errors import ConfigError, TokenError
 from rolltree.inference.buffer import IdPath
 from rolltree.inference.chat import ChatRenderer
+from rolltree.inference.extract import checked_logprobs
 from rolltree.inference.memory import CallMemory
 from rolltree.types import (
     ChatMessage,
@@ -43,8 +44,8 @@ class Sampled:
     """What an engine sampled after a prompt.
 
     Shapes: `ids` int32 `[_C]`, end token included where one was sampled; `logprobs` float32 `[_C]`
-    of the distribution sampled from; `versions` int32 `[_C]`. `text` is given when the text is not
-    the decoded ids, as when an engine cuts a stop string off.
+    of the distribution sampled from; `versions` int32 `[_C]` or one for all. `text` is given where
+    it is not the decoded ids, as when a stop string, which is among the ids, is cut off.
     """
 
     ids: Sequence[int] | IntArray
@@ -133,7 +134,8 @@ class TokenSession:
         ids = np.array(sampled.ids, np.int32)
         logprobs, versions = check_sampled(ids, sampled.logprobs, sampled.versions)
         call = _Call(next_call_id(), prompt.path.extended(ids))
-        message, text, finish_reason = self._read(prompt, ids, sampled)
+        text = self.renderer.decode_answer(ids) if sampled.text is None else sampled.text
+        message, finish_reason = self._message(prompt, text, sampled.finish_reason)
         generation = Generation(
             message=message,
             text=text,
@@ -159,18 +161,42 @@ class TokenSession:
             self._memory.add(prompt.messages, message, call, prompt.tools, prompt.model)
         return generation
 
-    def _read(
-        self, prompt: Prompt, ids: IntArray, sampled: Sampled
-    ) -> tuple[ChatMessage, str, FinishReason]:
+    def complete_text(
+        self,
+        prompt: Prompt,
+        text: str,
+        finish_reason: FinishReason,
+        *,
+        temperature: float,
+        response: Any = None,
+        wait_s: float = 0.0,
+        info: Mapping[str, Any] | None = None,
+    ) -> Generation:
+        """Return the `Generation` for an answer without ids. No later call can continue it."""
+        message, finish_reason = self._message(prompt, text, finish_reason)
+        return Generation(
+            message=message,
+            text=text,
+            finish_reason=finish_reason,
+            prompt_ids=None,
+            completion_ids=None,
+            logprobs=None,
+            versions=None,
+            temperature=temperature,
+            call_id=next_call_id(),
+            response=response,
+            num_prompt_tokens=len(prompt.ids),
+            wait_s=wait_s,
+            info=dict(info or {}),
+        )
+
+    def _message(
+        self, prompt: Prompt, text: str, finish_reason: FinishReason
+    ) -> tuple[ChatMessage, FinishReason]:
         if isinstance(prompt.messages, str):
-            kept = ids[:-1] if self._ended(ids) else ids
-            text = self.renderer.decode(kept) if sampled.text is None else sampled.text
-            return {"role": "assistant", "content": text}, text, sampled.finish_reason
-        if sampled.text is None:
-            parsed = self.renderer.parse(ids, sampled.finish_reason, prompt.tools)
-        else:
-            parsed = self.renderer.parse_text(sampled.text, sampled.finish_reason, prompt.tools)
-        return parsed.message, parsed.text, parsed.finish_reason
+            return {"role": "assistant", "content": text}, finish_reason
+        parsed = self.renderer.parse_text(text, finish_reason, prompt.tools)
+        return parsed.message, parsed.finish_reason
 
     def _prepare_text(self, text: str, model: str | None) -> Prompt:
         best: tuple[str | None, str, IdPath, _Call] | None = None
@@ -198,9 +224,6 @@ class TokenSession:
             if text.startswith(spelled):
                 return num_kept, spelled
         return 0, ""
-
-    def _ended(self, ids: IntArray) -> bool:
-        return len(ids) > 0 and int(ids[-1]) in self.renderer.end_ids
 
 
 def check_message_type(messages: Messages, message_type: MessageType) -> None:
@@ -239,17 +262,4 @@ def check_sampled(
         )
     if logprobs is None:
         return None, per_token
-    values = np.array(logprobs, np.float32)
-    if len(values) != len(ids):
-        raise TokenError(
-            f"{len(ids)} sampled tokens came with {len(values)} logprobs, so the ratio of policies "
-            "would be computed for the wrong tokens. The engine must give one logprob per token."
-        )
-    bad = np.flatnonzero(~(np.isfinite(values) & (values <= 1e-4)))  # rounding passes 0 by a hair
-    if len(bad):
-        raise TokenError(
-            f"the logprob of sampled token {int(bad[0])} is {float(values[bad[0]])}, which is no "
-            "log-probability (a placeholder?), and training on it would poison the policy ratio. "
-            "Check the engine's logprobs setting."
-        )
-    return np.minimum(values, np.float32(0.0)), per_token
+    return checked_logprobs(logprobs, len(ids)), per_token

@@ -1,0 +1,181 @@
+"""What to write into a request: OpenAI's sampling fields, and the fields that ask for token ids.
+
+Whether a server understands the latter is found out by asking: `TokenFields` remembers what became
+of the first request and says once, in the log, when no ids can be had. It knows OpenAI's and vLLM's
+field names. It knows nothing about HTTP.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from rolltree.errors import ConfigError, UnsupportedSetting, did_you_mean
+from rolltree.types import ChatMessage, MessageType, SamplingParams
+
+logger = logging.getLogger("rolltree.inference")
+
+TokenIds = Literal["auto", "vllm", "off"]
+"""Whether to ask for token ids: try and see, insist, or never."""
+LogprobsMode = Literal["raw", "processed"]
+"""Whether a server's logprobs are the model's own or those of the distribution sampled from."""
+
+_RESHAPING = frozenset(
+    (
+        "frequency_penalty",
+        "logit_bias",
+        "min_p",
+        "presence_penalty",
+        "repetition_penalty",
+        "typical_p",
+        "allowed_token_ids",
+        "bad_words",
+    )
+)
+
+
+def check_choice(name: str, value: str, known: Sequence[str]) -> None:
+    """Raise `ConfigError` unless `value` is one of `known`."""
+    if value not in known:
+        raise ConfigError(f"{name} = {value!r} is not a known value.{did_you_mean(value, known)}")
+
+
+def sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
+    """Return the fields that OpenAI's API has.
+
+    Temperature and top_p are always sent, since servers take other defaults from the model folder.
+    """
+    fields: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    if sampling.max_tokens is not None:
+        fields["max_tokens"] = sampling.max_tokens
+    if sampling.stop:
+        fields["stop"] = list(sampling.stop)
+    if sampling.seed is not None:
+        fields["seed"] = sampling.seed
+    return fields
+
+
+def extension_fields(sampling: SamplingParams) -> dict[str, Any]:
+    """Return the fields beyond OpenAI's API that this call needs, `extra_body` included."""
+    fields: dict[str, Any] = {}
+    if sampling.top_k:
+        fields["top_k"] = sampling.top_k
+    if sampling.stop_token_ids:
+        fields["stop_token_ids"] = list(sampling.stop_token_ids)
+    fields.update(sampling.extra.get("extra_body", {}))
+    return fields
+
+
+def extra_fields(sampling: SamplingParams) -> dict[str, Any]:
+    """Return the caller's further fields.
+
+    Raises:
+        UnsupportedSetting: the caller asks for streaming, which would bring no tokens here.
+    """
+    if sampling.extra.get("stream"):
+        raise UnsupportedSetting(
+            "stream = True is set, but an answer is used only when it is complete. Leave it out."
+        )
+    return {name: value for name, value in sampling.extra.items() if name != "extra_body"}
+
+
+def outgoing(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return the messages without what is for this side only."""
+    return [
+        {name: value for name, value in message.items() if name != "parse_problems"}
+        if "parse_problems" in message
+        else message
+        for message in messages
+    ]
+
+
+def samples_the_model(sampling: SamplingParams) -> bool:
+    """Whether the distribution sampled from is the model's own, unchanged."""
+    body: Mapping[str, Any] = sampling.extra.get("extra_body", {})
+    return (
+        sampling.temperature == 1.0
+        and sampling.top_p == 1.0
+        and sampling.top_k == 0
+        and not _RESHAPING.intersection(sampling.extra, body)
+        and not _RESHAPING.intersection(body)
+    )
+
+
+class TokenFields:
+    """The fields that ask one server for ids and logprobs, sent while there is hope.
+
+    `standard` are OpenAI's own (`logprobs`), `extension` are vLLM's.
+    """
+
+    def __init__(self, mode: TokenIds, logprobs_mode: LogprobsMode, where: str) -> None:
+        check_choice("token_ids", mode, ("auto", "vllm", "off"))
+        check_choice("logprobs_mode", logprobs_mode, ("raw", "processed"))
+        self.mode = mode
+        self.logprobs_mode = logprobs_mode
+        self._where = where
+        self._refused = False
+        self._proven = False
+        self._said: set[str] = set()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether to ask for ids."""
+        return self.mode != "off" and not self._refused
+
+    @property
+    def may_be_refused(self) -> bool:
+        """Whether a rejected request may have been rejected because of these fields."""
+        return self.mode == "auto" and self.wanted and not self._proven
+
+    def standard(self, message_type: MessageType) -> dict[str, Any]:
+        """Return OpenAI's fields for the logprobs of the sampled tokens."""
+        if not self.wanted:
+            return {}
+        return {"logprobs": True} if message_type == "chat" else {"logprobs": 1}
+
+    def extension(self) -> dict[str, Any]:
+        """Return vLLM's fields: ids, and no sampling defaults from the model folder."""
+        if not self.wanted:
+            return {}
+        return {"return_token_ids": True, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+
+    def refuse(self, why: str) -> None:
+        """Note that the server takes these fields amiss or ignores them.
+
+        Raises:
+            UnsupportedSetting: ids were insisted on.
+        """
+        if self.mode == "vllm":
+            raise UnsupportedSetting(
+                f"{self._where} gives no token ids ({why}), and token_ids = 'vllm' insists on them "
+                "because calls without ids cannot be trained. Serve the model with vLLM >= 0.10.2, "
+                "or set token_ids = 'auto' to evaluate only."
+            )
+        self._refused = not self._proven
+        self._say(
+            "ids",
+            f"{self._where} gives no token ids ({why}): calls are evaluated and cannot be trained. "
+            "vLLM and rolltree's own engine give ids.",
+        )
+
+    def prove(self) -> None:
+        """Note that the server gave ids."""
+        self._proven = True
+
+    def usable_logprobs(self, sampling: SamplingParams) -> bool:
+        """Whether the server's logprobs are those of the distribution sampled from."""
+        if self.logprobs_mode == "processed" or samples_the_model(sampling):
+            return True
+        self._say(
+            "raw",
+            f"{self._where} gives raw logprobs, but temperature, top_p or the like reshape what is "
+            "sampled, so its logprobs are dropped. Start vLLM with --logprobs-mode "
+            "processed_logprobs and set logprobs_mode = 'processed' to train on such calls.",
+        )
+        return False
+
+    def _say(self, topic: str, text: str) -> None:
+        if topic not in self._said:
+            self._said.add(topic)
+            logger.warning(text)

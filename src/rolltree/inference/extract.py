@@ -1,0 +1,263 @@
+"""Token ids, logprobs and messages out of OpenAI-shaped responses, whoever decoded them.
+
+A response may be a dict, a struct of `rolltree.inference.wire`, an object of the openai client
+(vLLM's fields are then extra attributes) or a stand-in from a test. It knows vLLM's fields:
+`prompt_token_ids` (of the response for chat, of the choice for text), `token_ids` of the choice,
+`"token_id:504"` as token text. It knows nothing about requests. Arrays that contradict each other
+raise `TokenError`; arrays that are missing give None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rolltree.errors import BadResponse, TokenError
+from rolltree.types import (
+    ChatMessage,
+    FinishReason,
+    FloatArray,
+    Generation,
+    IntArray,
+    Messages,
+    MessageType,
+    TrajectoryStepTokens,
+)
+
+_PREFIX = "token_id:"
+_FINISH_REASONS = {reason.value: reason for reason in FinishReason} | {
+    "function_call": FinishReason.TOOL_CALLS,
+    "eos_token": FinishReason.STOP,
+    "max_tokens": FinishReason.LENGTH,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseTokens:
+    """int32 `[_P]`, int32 `[_C]` and float32 `[_C]` (None when the server gave no logprobs)."""
+
+    prompt_ids: IntArray
+    completion_ids: IntArray
+    logprobs: FloatArray | None
+
+
+def extract_tokens(
+    response: object, message_type: MessageType, sent_ids: IntArray | None = None
+) -> ResponseTokens | None:
+    """Return the tokens of a response, or None when the server gave no ids.
+
+    `sent_ids` (int32 `[_P]`) is the prompt where it was sent as ids.
+
+    Raises:
+        TokenError: there are not as many logprobs as tokens, one is NaN or above 0, or the server
+            used another prompt than it was sent.
+    """
+    choice = first_choice(response)
+    entries, values = _logprobs(choice, message_type)
+    completion = _integers(read(choice, "token_ids"))
+    if completion is None:
+        completion = _spelled_ids(entries)
+    prompt = _integers(read(response, "prompt_token_ids"))
+    if prompt is None:
+        prompt = _integers(read(choice, "prompt_token_ids"))
+    if prompt is None:
+        prompt = sent_ids
+    if prompt is None or completion is None:
+        return None
+    if sent_ids is not None and not np.array_equal(prompt, sent_ids):
+        raise TokenError(
+            f"the server was sent {len(sent_ids)} prompt ids and used {len(prompt)} others, so it "
+            "did not sample from what is recorded. Does it add a token at the start?"
+        )
+    if values is None:
+        return ResponseTokens(prompt, completion, None)
+    return ResponseTokens(prompt, completion, checked_logprobs(values, len(completion)))
+
+
+def checked_logprobs(values: object, num_tokens: int) -> FloatArray:
+    """Return logprobs as float32 `[num_tokens]`, each at most 0.
+
+    Raises:
+        TokenError: the number differs, or one is missing, NaN, infinite or above 0.
+    """
+    array = np.array(values, np.float32)  # None becomes NaN
+    if array.shape != (num_tokens,):
+        extra = " An end token that was never sampled may have been appended." * (
+            num_tokens == len(array) + 1
+        )
+        raise TokenError(
+            f"{num_tokens} sampled tokens came with {len(array)} logprobs, so the ratio of "
+            f"policies would be computed for the wrong tokens.{extra} Check the server's logprobs "
+            "setting."
+        )
+    bad = np.flatnonzero(~(np.isfinite(array) & (array <= 1e-4)))  # rounding passes 0 by a hair
+    if len(bad):
+        raise TokenError(
+            f"the logprob of sampled token {int(bad[0])} is {float(array[bad[0]])}, which is no "
+            "log-probability but a placeholder; training on it would poison the ratio of policies. "
+            "Check the server's logprobs setting."
+        )
+    return np.minimum(array, np.float32(0.0))
+
+
+def extract_message(response: object, message_type: MessageType) -> tuple[ChatMessage, str]:
+    """Return the assistant message and its text."""
+    choice = first_choice(response)
+    if message_type == "completion":
+        text = _text(read(choice, "text"))
+        return {"role": "assistant", "content": text}, text
+    source = read(choice, "message")
+    if source is None:
+        raise BadResponse(
+            "the server's first choice has no message, so there is no answer. Is this URL that of "
+            "a chat completions endpoint?"
+        )
+    message: ChatMessage = {"role": "assistant", "content": _text(read(source, "content"))}
+    for name in ("reasoning_content", "reasoning"):
+        reasoning = read(source, name)
+        if isinstance(reasoning, str) and reasoning:
+            message["reasoning_content"] = reasoning
+            break
+    calls = read(source, "tool_calls")
+    if isinstance(calls, list | tuple) and calls:
+        message["tool_calls"] = [_tool_call(call, index) for index, call in enumerate(calls)]
+    return message, str(message["content"])
+
+
+def extract_finish_reason(response: object) -> FinishReason:
+    """Return why the model stopped.
+
+    Raises:
+        BadResponse: the server gives a reason that no API describes.
+    """
+    reason = read(first_choice(response), "finish_reason")
+    if not isinstance(reason, str):
+        return FinishReason.STOP
+    if reason not in _FINISH_REASONS:
+        raise BadResponse(
+            f"the server stopped with finish_reason {reason!r}, so the answer may be incomplete. "
+            "See the server's log."
+        )
+    return _FINISH_REASONS[reason]
+
+
+def extract_usage(response: object) -> tuple[int, int]:
+    """Return how many prompt and completion tokens the server counted (0, 0 when it did not)."""
+    usage = read(response, "usage")
+    counts = (read(usage, "prompt_tokens"), read(usage, "completion_tokens"))
+    first, second = (count if isinstance(count, int) else 0 for count in counts)
+    return first, second
+
+
+async def parse_response_messages(response: object, message_type: MessageType) -> Messages:
+    """Return a response's answer: a list with one message, or a string for text completions."""
+    if isinstance(response, Generation):
+        return response.text if message_type == "completion" else [response.message]
+    message, text = extract_message(response, message_type)
+    return text if message_type == "completion" else [message]
+
+
+async def parse_response_tokens(
+    response: object, message_type: MessageType
+) -> TrajectoryStepTokens | None:
+    """Return a response's tokens as lists (spec 1), or None when ids or logprobs are missing.
+
+    Raises:
+        TokenError: the token data contradicts itself.
+    """
+    found: ResponseTokens | Generation | None
+    if isinstance(response, Generation):
+        found = response
+    else:
+        found = extract_tokens(response, message_type)
+    if found is None or found.prompt_ids is None or found.completion_ids is None:
+        return None
+    if found.logprobs is None:
+        return None
+    return TrajectoryStepTokens(
+        prompt_ids=found.prompt_ids.tolist(),
+        prompt_mask=[0] * len(found.prompt_ids),
+        completion_ids=found.completion_ids.tolist(),
+        completion_mask=[1] * len(found.completion_ids),
+        completion_logprobs=found.logprobs.tolist(),
+    )
+
+
+def read(value: object, name: str) -> Any:
+    """Return `value[name]` of a mapping or `value.name` of an object, or None."""
+    if isinstance(value, Mapping):
+        return value.get(name)
+    return getattr(value, name, None)
+
+
+def first_choice(response: object) -> object:
+    """Return the response's first choice.
+
+    Raises:
+        BadResponse: there is none.
+    """
+    choices = read(response, "choices")
+    if not isinstance(choices, list | tuple) or not choices:
+        raise BadResponse(
+            f"the server's answer ({type(response).__name__}) holds no choices, so there is no "
+            "completion. Is the base URL that of an OpenAI-compatible API (it often ends in /v1)?"
+        )
+    return choices[0]
+
+
+def _logprobs(choice: object, message_type: MessageType) -> tuple[list[Any], list[Any] | None]:
+    """Return the sampled tokens' texts and logprobs, in the shape of either endpoint."""
+    logprobs = read(choice, "logprobs")
+    if message_type == "chat":
+        content = read(logprobs, "content")
+        if not isinstance(content, list | tuple):
+            return [], None
+        return (
+            [read(entry, "token") for entry in content],
+            [read(entry, "logprob") for entry in content],
+        )
+    values = read(logprobs, "token_logprobs")
+    texts = read(logprobs, "tokens")
+    return (
+        list(texts) if isinstance(texts, list | tuple) else [],
+        list(values) if isinstance(values, list | tuple) else None,
+    )
+
+
+def _integers(value: Any) -> IntArray | None:
+    if not isinstance(value, list | tuple | np.ndarray):
+        return None
+    ids = np.array(value, np.int64)
+    if len(ids) and (ids.min() < 0 or ids.max() > np.iinfo(np.int32).max):
+        raise TokenError(
+            f"a token id lies outside 0 to 2**31 - 1 (from {ids.min()} to {ids.max()}); it cannot "
+            "be an id of any vocabulary. Check the server."
+        )
+    return ids.astype(np.int32)
+
+
+def _spelled_ids(texts: list[Any]) -> IntArray | None:
+    """Return ids given as token texts `"token_id:504"`, or None."""
+    if not texts or not all(isinstance(text, str) and text.startswith(_PREFIX) for text in texts):
+        return None
+    return np.array([int(text.removeprefix(_PREFIX)) for text in texts], np.int32)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _tool_call(call: object, index: int) -> dict[str, Any]:
+    function = read(call, "function")
+    identifier = read(call, "id")
+    return {
+        "id": identifier if isinstance(identifier, str) else f"call_{index}",
+        "type": "function",
+        "function": {
+            "name": _text(read(function, "name")),
+            "arguments": _text(read(function, "arguments")),
+        },
+    }

@@ -1,0 +1,183 @@
+"""One HTTP server that answers JSON: connection limit, retries, and errors by what they mean.
+
+It knows status codes and how OpenAI-compatible servers say that a prompt is too long. It knows
+nothing about what is asked. The API key is kept out of `repr`, logs and error messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from time import monotonic
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+
+from rolltree.errors import (
+    BadResponse,
+    ConfigError,
+    ConnectionFailed,
+    ModelError,
+    PromptTooLong,
+    ServerError,
+)
+from rolltree.inference.retry import Outcome, Retry, RetryPolicy, parse_retry_after, with_retries
+
+ResultT = TypeVar("ResultT")
+
+_TOO_LONG = (
+    "context_length_exceeded",
+    "maximum context length",
+    "context length",
+    "context window",
+    "maximum model length",
+    "max_model_len",
+    "prompt is too long",
+    "input is too long",
+    "too many tokens",
+)
+_RETRYABLE = frozenset((408, 409, 425, 429))
+
+
+class HttpServer:
+    """Requests to one base URL, at most `max_connections` at a time.
+
+    Raises:
+        ConfigError: the base URL is no http(s) URL, or holds a password.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        retry: RetryPolicy | None = None,
+        timeout_s: float = 600.0,
+        max_connections: int = 256,
+        headers: Mapping[str, str] | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        url = httpx.URL(base_url)
+        if url.scheme not in ("http", "https") or not url.host:
+            raise ConfigError(
+                f"base_url = {base_url!r} is no http or https URL, so no server can be reached. "
+                "It looks like 'http://127.0.0.1:8000/v1'."
+            )
+        if url.userinfo:
+            raise ConfigError(
+                "base_url holds a user name or password, which would end up in logs. Pass the "
+                "secret as api_key, or as a header."
+            )
+        self.base_url = str(url).rstrip("/")
+        self.retry = retry or RetryPolicy()
+        self._api_key = api_key
+        self._headers = dict(headers or {})
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, 10.0), pool=None)
+        self._max_connections = max_connections
+        self._transport = transport
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._client: httpx.AsyncClient | None = None
+        self._slots = asyncio.Semaphore(max_connections)
+
+    def __repr__(self) -> str:
+        return f"HttpServer({self.base_url!r})"
+
+    async def post(
+        self, path: str, body: Mapping[str, Any], decode: Callable[[bytes], ResultT]
+    ) -> Outcome[ResultT]:
+        """Send `body` as JSON and return the decoded answer.
+
+        Raises:
+            PromptTooLong: the server says that the prompt does not fit.
+            ServerError: an error status that stayed, or that no retry can mend.
+            ConnectionFailed: no connection, or none that lasted until the answer was complete.
+            BadResponse: the answer could not be decoded, time after time.
+        """
+        content = msgspec.json.encode(body)
+        client, slots = self._connect()
+        start = monotonic()
+        async with slots:
+            queued_s = monotonic() - start
+
+            async def attempt() -> ResultT:
+                answer = await self._send(client, path, content)
+                try:
+                    return decode(answer)
+                except BadResponse as error:
+                    raise Retry(error) from error
+
+            outcome = await with_retries(self.retry, attempt)
+        return Outcome(outcome.value, outcome.num_retries, outcome.wait_s + queued_s)
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        client, self._client = self._client, None
+        if client is not None and self._loop is asyncio.get_running_loop():
+            await client.aclose()
+
+    def _connect(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
+        """Return the client of the running loop: connections cannot move to another one."""
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._loop is not loop:
+            self._loop = loop
+            self._slots = asyncio.Semaphore(self._max_connections)
+            self._client = httpx.AsyncClient(
+                headers=self._headers,
+                timeout=self._timeout,
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+                transport=self._transport,
+            )
+        return self._client, self._slots
+
+    async def _send(self, client: httpx.AsyncClient, path: str, content: bytes) -> bytes:
+        try:
+            response = await client.post(
+                self.base_url + path,
+                content=content,
+                headers={"Content-Type": "application/json"},
+            )
+        except httpx.TimeoutException as error:
+            raise Retry(
+                ConnectionFailed(
+                    f"{self.base_url}{path} gave no answer in time ({type(error).__name__}). The "
+                    "call is lost. Is the server overloaded? Raise timeout_s or ask less at a time."
+                )
+            ) from error
+        except httpx.TransportError as error:
+            raise Retry(
+                ConnectionFailed(
+                    f"{self.base_url}{path} could not be reached or hung up "
+                    f"({type(error).__name__}: {error}). The call is lost. Is the server running?"
+                )
+            ) from error
+        if response.is_success:
+            return response.content
+        error_of_status = self._status_error(response, path)
+        if isinstance(error_of_status, ServerError) and error_of_status.retryable:
+            raise Retry(error_of_status, parse_retry_after(response.headers.get("Retry-After")))
+        raise error_of_status
+
+    def _status_error(self, response: httpx.Response, path: str) -> ModelError:
+        text = response.text[:500]
+        if self._api_key:
+            text = text.replace(self._api_key, "***")
+        return status_error(response.status_code, text, f"{self.base_url}{path}")
+
+
+def status_error(status: int, text: str, where: str) -> ModelError:
+    """Return the exception for an error status with the answer `text`."""
+    if status in (400, 413, 422) and any(sign in text.lower() for sign in _TOO_LONG):
+        return PromptTooLong(
+            f"{where} says that the prompt does not fit: {text}. The call has no answer; shorten "
+            "the history or serve the model with a longer context."
+        )
+    retryable = status in _RETRYABLE or status >= 500
+    advice = "It may pass; retries are exhausted." if retryable else "The request must change."
+    return ServerError(
+        f"{where} answered {status}: {text or '(no text)'}. The call has no answer. {advice}",
+        status=status,
+        retryable=retryable,
+    )

@@ -1,0 +1,283 @@
+"""A client for OpenAI-compatible servers: httpx and msgspec, arrays instead of response objects.
+
+With a `ChatRenderer` it renders prompts itself and sends token ids (token-in); without one it sends
+messages and takes whatever ids the server returns. It knows vLLM's token id fields. It leaves out
+streaming, several endpoints, and weight updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+
+from rolltree.errors import ConfigError, ServerError
+from rolltree.inference.chat import ChatRenderer
+from rolltree.inference.completion import cut_at_stop
+from rolltree.inference.dialect import (
+    LogprobsMode,
+    TokenFields,
+    TokenIds,
+    extension_fields,
+    extra_fields,
+    outgoing,
+    sampling_fields,
+)
+from rolltree.inference.extract import extract_finish_reason, extract_message, extract_tokens
+from rolltree.inference.http import HttpServer
+from rolltree.inference.remote import Answer, MessageSession, ask_for_tokens, generated
+from rolltree.inference.retry import Outcome, RetryPolicy
+from rolltree.inference.session import Prompt, Sampled, TokenSession, check_message_type
+from rolltree.inference.wire import Response, decode_response
+from rolltree.types import (
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    IntArray,
+    Messages,
+    MessageType,
+    SamplingParams,
+    ToolSchema,
+)
+
+_PATHS: dict[MessageType, str] = {"chat": "/chat/completions", "completion": "/completions"}
+
+
+class OpenAIClient:
+    """One OpenAI-compatible server.
+
+    Args:
+        base_url: where the API is, usually ending in `/v1`.
+        model: the model asked when a call names none.
+        api_key: sent as a bearer token; never shown.
+        renderer: renders prompts on this side and sends ids; needs a server that returns ids.
+        token_ids: `"auto"` asks for ids and does without them where the server gives none (such
+            calls cannot be trained), `"vllm"` insists on them, `"off"` never asks.
+        logprobs_mode: what the server's logprobs are: `"raw"` the model's own (vLLM's default), or
+            `"processed"` those of the distribution sampled from. Raw ones are dropped when
+            temperature, top_p and the like are not neutral, since they would be wrong.
+        retry: how often to try again.
+        timeout_s: longest wait for an answer's next bytes.
+        max_connections: most requests at a time; further ones wait, which counts as `wait_s`.
+        transport: an httpx transport instead of the network, for tests.
+
+    `version` is the policy version written to each sampled token; whoever publishes weights to the
+    server sets it.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        api_key: str | None = None,
+        renderer: ChatRenderer | None = None,
+        token_ids: TokenIds = "auto",
+        logprobs_mode: LogprobsMode = "raw",
+        retry: RetryPolicy | None = None,
+        timeout_s: float = 600.0,
+        max_connections: int = 256,
+        headers: Mapping[str, str] | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        if not model:
+            raise ConfigError("model is empty, so the server cannot tell what to ask. Name one.")
+        self._server = HttpServer(
+            base_url,
+            api_key=api_key,
+            retry=retry,
+            timeout_s=timeout_s,
+            max_connections=max_connections,
+            headers=headers,
+            transport=transport,
+        )
+        self._model = model
+        self.renderer = renderer
+        self.tokens = TokenFields(token_ids, logprobs_mode, self._server.base_url)
+        self.version = 0
+        self._max_tokens_field = "max_tokens"
+
+    def __repr__(self) -> str:
+        return f"OpenAIClient({self._server.base_url!r}, {self._model!r})"
+
+    @property
+    def model(self) -> str:
+        """The model asked when a call names none."""
+        return self._model
+
+    def session(self) -> OpenAISession:
+        """Return a client for one rollout that remembers its calls."""
+        return OpenAISession(self)
+
+    async def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[ToolSchema] | None = None,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
+        model: str | None = None,
+        message_type: MessageType = "chat",
+    ) -> Generation:
+        """Ask once, with no memory of earlier calls. See `ModelClient.chat`."""
+        return await self.session().chat(
+            messages, tools=tools, sampling=sampling, model=model, message_type=message_type
+        )
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Sample one completion after exactly these ids. See `ModelClient.generate`."""
+        outcome = await self.ask_ids(request.prompt_ids.tolist(), request.sampling, request.model)
+        return generated(request, self.tokens, self._answer(outcome))
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._server.aclose()
+
+    async def ask(
+        self,
+        content: Mapping[str, Any],
+        message_type: MessageType,
+        sampling: SamplingParams,
+        model: str | None,
+    ) -> Outcome[Response]:
+        """Send one request: `content` is its messages or prompt. Asks for ids while there is hope.
+
+        Raises:
+            ModelError: as `HttpServer.post` says.
+        """
+
+        async def send(with_tokens: bool) -> Outcome[Response]:
+            body = {"model": model or self._model, **content, **sampling_fields(sampling)}
+            if with_tokens:
+                body |= self.tokens.standard(message_type) | self.tokens.extension()
+            body |= extension_fields(sampling) | extra_fields(sampling)
+            if "max_tokens" in body and self._max_tokens_field != "max_tokens":
+                body[self._max_tokens_field] = body.pop("max_tokens")
+            return await self._server.post(_PATHS[message_type], body, decode_response)
+
+        try:
+            return await ask_for_tokens(self.tokens, send)
+        except ServerError as error:
+            if "max_completion_tokens" not in str(error) or self._max_tokens_field != "max_tokens":
+                raise
+            self._max_tokens_field = "max_completion_tokens"  # newer OpenAI models insist on it
+            return await ask_for_tokens(self.tokens, send)
+
+    async def ask_ids(
+        self, prompt_ids: list[int], sampling: SamplingParams, model: str | None
+    ) -> Outcome[Response]:
+        """Send token ids to the completions endpoint."""
+        return await self.ask({"prompt": prompt_ids}, "completion", sampling, model)
+
+    def _answer(self, outcome: Outcome[Response]) -> Answer:
+        """Keep of a response what is light: its id, model, and the server's stop reason."""
+        response = outcome.value
+        raw = {
+            "id": response.id,
+            "model": response.model,
+            "stop_reason": response.choices[0].stop_reason if response.choices else None,
+        }
+        return Answer(response, raw, outcome.num_retries, outcome.wait_s, self.version)
+
+
+class OpenAISession:
+    """One rollout's view of an `OpenAIClient`; connections are shared with it."""
+
+    def __init__(self, client: OpenAIClient) -> None:
+        self._client = client
+        self._by_message = MessageSession(client.tokens)
+        self._by_token = None if client.renderer is None else TokenSession(client.renderer)
+
+    @property
+    def model(self) -> str:
+        """The model asked when a call names none."""
+        return self._client.model
+
+    def session(self) -> OpenAISession:
+        """Return a session of its own, with nothing remembered."""
+        return self._client.session()
+
+    async def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[ToolSchema] | None = None,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
+        model: str | None = None,
+        message_type: MessageType = "chat",
+    ) -> Generation:
+        """Sample the next message, continuing an earlier call where one fits."""
+        check_message_type(messages, message_type)
+        if self._by_token is not None and self._client.tokens.wanted:
+            prompt = self._by_token.prepare(messages, tools, message_type=message_type, model=model)
+            return await self._chat_by_token(self._by_token, prompt, sampling)
+        content: dict[str, Any] = {"prompt": messages}
+        if not isinstance(messages, str):
+            messages = list(messages)
+            content = {"messages": outgoing(messages)}
+            if tools:
+                content["tools"] = list(tools)
+        outcome = await self._client.ask(content, message_type, sampling, model)
+        answer = self._client._answer(outcome)
+        return self._by_message.complete(messages, tools, message_type, model, sampling, answer)
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Sample one completion after exactly these ids."""
+        return await self._client.generate(request)
+
+    async def aclose(self) -> None:
+        """Do nothing: the connections are the client's."""
+
+    async def _chat_by_token(
+        self, session: TokenSession, prompt: Prompt, sampling: SamplingParams
+    ) -> Generation:
+        client = self._client
+        ends = dict.fromkeys((*sampling.stop_token_ids, *session.renderer.end_ids))
+        body = {**sampling.extra.get("extra_body", {}), "stop_token_ids": list(ends)}
+        asked = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            stop=sampling.stop,
+            seed=sampling.seed,
+            extra={**sampling.extra, "extra_body": body},
+        )
+        outcome = await client.ask_ids(prompt.ids.tolist(), asked, prompt.model)
+        answer = client._answer(outcome)
+        info = {"num_retries": answer.num_retries} if answer.num_retries else {}
+        reason = extract_finish_reason(outcome.value)
+        found = extract_tokens(outcome.value, "completion", prompt.ids)
+        if found is None:
+            client.tokens.refuse("the answer holds none")
+            _, text = extract_message(outcome.value, "completion")
+            return session.complete_text(
+                prompt,
+                text,
+                reason,
+                temperature=sampling.temperature,
+                response=answer.raw,
+                wait_s=answer.wait_s,
+                info=info,
+            )
+        client.tokens.prove()
+        stopped = reason == FinishReason.STOP
+        sampled = Sampled(
+            ids=found.completion_ids,
+            logprobs=found.logprobs if client.tokens.usable_logprobs(sampling) else None,
+            finish_reason=reason,
+            versions=np.full(len(found.completion_ids), answer.version, np.int32),
+            text=_text(session.renderer, found.completion_ids, sampling) if stopped else None,
+            response=answer.raw,
+            wait_s=answer.wait_s,
+            info=info,
+        )
+        return session.complete(prompt, sampled, temperature=sampling.temperature)
+
+
+def _text(renderer: ChatRenderer, ids: IntArray, sampling: SamplingParams) -> str:
+    """Return the text of an answer without what stopped it."""
+    if len(ids) and int(ids[-1]) in sampling.stop_token_ids:
+        return renderer.decode(ids[:-1])
+    return cut_at_stop(renderer.decode_answer(ids), sampling.stop)

@@ -1,0 +1,105 @@
+"""Trying again: which failures of a model call pass by themselves, and how long to wait.
+
+A failed attempt raises `Retry` around the error to be reported; any other exception ends the call.
+Waiting doubles from attempt to attempt with full jitter and never undercuts the server's
+Retry-After. Every retry is counted and timed, so that none is silent. It knows nothing about HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from time import monotonic, time
+from typing import Generic, TypeVar
+
+import msgspec
+
+from rolltree.errors import ModelError
+
+ResultT = TypeVar("ResultT")
+
+
+class RetryPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How often and how long to try again.
+
+    Waits are drawn from `[0, first_wait_s * 2**attempt]`, at most `max_wait_s` each. A Retry-After
+    beyond `max_retry_after_s` is not waited for: the call fails at once.
+    """
+
+    max_retries: int = 6
+    first_wait_s: float = 0.5
+    max_wait_s: float = 30.0
+    max_retry_after_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.max_retries < 0 or min(self.first_wait_s, self.max_wait_s) < 0:
+            raise ValueError("a retry policy has no negative counts or times")
+
+    def wait_s(self, attempt: int, after_s: float | None) -> float:
+        """Return how long to wait after failed attempt number `attempt` (0, 1, ...)."""
+        ceiling = min(self.first_wait_s * 2.0 ** min(attempt, 60), self.max_wait_s)
+        return max(random.uniform(0.0, ceiling), after_s or 0.0)
+
+
+class Retry(Exception):
+    """An attempt failed with `error` and may be made again, `after_s` from now at the earliest."""
+
+    def __init__(self, error: ModelError, after_s: float | None = None) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.after_s = after_s
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome(Generic[ResultT]):
+    """What came of it, how many attempts failed before, and the time they cost with the waits."""
+
+    value: ResultT
+    num_retries: int
+    wait_s: float
+
+
+async def with_retries(
+    policy: RetryPolicy, attempt: Callable[[], Awaitable[ResultT]]
+) -> Outcome[ResultT]:
+    """Make `attempt` until it succeeds or the policy is exhausted.
+
+    Raises:
+        ModelError: the last attempt's error, with a note on how many were made.
+    """
+    start = monotonic()
+    for number in range(policy.max_retries + 1):
+        began = monotonic()
+        try:
+            return Outcome(await attempt(), number, began - start)
+        except Retry as failure:
+            too_long = (failure.after_s or 0.0) > policy.max_retry_after_s
+            if number == policy.max_retries or too_long:
+                failure.error.add_note(
+                    f"{number + 1} attempts in {monotonic() - start:.1f} s"
+                    + (f"; the server asks to wait {failure.after_s:g} s" if too_long else "")
+                )
+                raise failure.error from failure.error.__cause__
+            await asyncio.sleep(policy.wait_s(number, failure.after_s))
+    raise AssertionError("unreachable: the loop returns or raises")
+
+
+def parse_retry_after(value: str | None) -> float | None:
+    """Return a Retry-After header (seconds or an HTTP date) in seconds from now, or None.
+
+    >>> parse_retry_after("2")
+    2.0
+    """
+    if value is None:
+        return None
+    try:
+        return max(float(value), 0.0)
+    except ValueError:
+        pass
+    try:
+        return max(parsedate_to_datetime(value).timestamp() - time(), 0.0)
+    except ValueError:
+        return None

@@ -1,0 +1,234 @@
+"""Somebody else's client as a `ModelClient`: `openai.AsyncOpenAI`, or anything shaped like it.
+
+Requests go through `client.chat.completions.create` and `client.completions.create`; the response
+object is kept in `Generation.response`. It knows the openai package only by the attributes of its
+exceptions and imports nothing of it. It leaves out token-in: give `OpenAIClient` a renderer.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rolltree.errors import BadResponse, ConfigError, ConnectionFailed, ModelError, ServerError
+from rolltree.inference.dialect import (
+    LogprobsMode,
+    TokenFields,
+    TokenIds,
+    extension_fields,
+    extra_fields,
+    outgoing,
+    sampling_fields,
+)
+from rolltree.inference.http import status_error
+from rolltree.inference.remote import Answer, MessageSession, ask_for_tokens, generated
+from rolltree.inference.retry import (
+    Outcome,
+    Retry,
+    RetryPolicy,
+    parse_retry_after,
+    with_retries,
+)
+from rolltree.inference.session import check_message_type
+from rolltree.types import (
+    GenerateRequest,
+    Generation,
+    Messages,
+    MessageType,
+    SamplingParams,
+    ToolSchema,
+)
+
+
+class WrappedClient:
+    """An AsyncOpenAI-like object as a `ModelClient`.
+
+    The openai client's own retries are switched off and made here instead, as many, so that they
+    are counted. `token_ids` and `logprobs_mode` are those of `OpenAIClient`; with `"auto"`,
+    OpenAI's own servers are not asked for ids, which they do not have.
+
+    Raises:
+        ConfigError: the object is a blocking client.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        model: str | None = None,
+        *,
+        token_ids: TokenIds = "auto",
+        logprobs_mode: LogprobsMode = "raw",
+    ) -> None:
+        where = str(getattr(client, "base_url", type(client).__name__))
+        self._retry = RetryPolicy(max_retries=0)
+        if type(client).__module__.partition(".")[0] == "openai":
+            if not hasattr(client, "__aenter__"):
+                raise ConfigError(
+                    f"{type(client).__name__} blocks the event loop in every call, so rollouts "
+                    "would run one after the other. Pass openai.AsyncOpenAI(...)."
+                )
+            self._retry = RetryPolicy(max_retries=client.max_retries)
+            client = client.with_options(max_retries=0)
+            if token_ids == "auto" and "api.openai.com" in where:
+                token_ids = "off"
+        self._client = client
+        self._model = model
+        self.tokens = TokenFields(token_ids, logprobs_mode, where)
+        self.version = 0
+
+    def __repr__(self) -> str:
+        return f"WrappedClient({type(self._client).__name__}, {self._model!r})"
+
+    @property
+    def model(self) -> str:
+        """The model asked when a call names none; empty when there is none."""
+        return self._model or ""
+
+    def session(self) -> WrappedSession:
+        """Return a client for one rollout that remembers its calls."""
+        return WrappedSession(self)
+
+    async def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[ToolSchema] | None = None,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
+        model: str | None = None,
+        message_type: MessageType = "chat",
+    ) -> Generation:
+        """Ask once, with no memory of earlier calls. See `ModelClient.chat`."""
+        return await self.session().chat(
+            messages, tools=tools, sampling=sampling, model=model, message_type=message_type
+        )
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Sample one completion after exactly these ids. See `ModelClient.generate`."""
+        content = {"prompt": request.prompt_ids.tolist()}
+        answer = await self.ask(content, "completion", request.sampling, request.model)
+        return generated(request, self.tokens, answer)
+
+    async def aclose(self) -> None:
+        """Close the wrapped client if it can be closed."""
+        close = getattr(self._client, "close", None)
+        result = close() if callable(close) else None
+        if inspect.isawaitable(result):
+            await result
+
+    async def ask(
+        self,
+        content: Mapping[str, Any],
+        message_type: MessageType,
+        sampling: SamplingParams,
+        model: str | None,
+    ) -> Answer:
+        """Send one request: `content` is its messages or prompt.
+
+        Raises:
+            ConfigError: neither the call nor the client names a model.
+            ModelError: the request failed.
+        """
+        name = model or self._model
+        if not name:
+            raise ConfigError(
+                "neither the call nor as_client(client, model) names a model, so the server cannot "
+                "tell what to ask. Pass model=..."
+            )
+        endpoint = (
+            self._client.chat.completions if message_type == "chat" else self._client.completions
+        )
+
+        async def send(with_tokens: bool) -> Outcome[Any]:
+            fields = {"model": name, **content, **sampling_fields(sampling)}
+            body = extension_fields(sampling)
+            if with_tokens:
+                fields |= self.tokens.standard(message_type)
+                body = self.tokens.extension() | body
+            fields |= extra_fields(sampling)
+            if body:
+                fields["extra_body"] = body
+
+            async def attempt() -> Any:
+                try:
+                    result = endpoint.create(**fields)
+                    return await result if inspect.isawaitable(result) else result
+                except _openai_errors() as error:
+                    raise self._failure(error) from error
+
+            return await with_retries(self._retry, attempt)
+
+        outcome = await ask_for_tokens(self.tokens, send)
+        return Answer(
+            outcome.value, outcome.value, outcome.num_retries, outcome.wait_s, self.version
+        )
+
+    def _failure(self, error: BaseException) -> Exception:
+        """Return what an exception of the openai package means here."""
+        status = getattr(error, "status_code", None)
+        where = str(getattr(self._client, "base_url", "the server"))
+        if isinstance(status, int):
+            found: ModelError = status_error(status, str(error)[:500], where)
+            headers = getattr(getattr(error, "response", None), "headers", {})
+            if isinstance(found, ServerError) and found.retryable:
+                return Retry(found, parse_retry_after(headers.get("Retry-After")))
+            return found
+        if "Connection" in type(error).__name__ or "Timeout" in type(error).__name__:
+            return Retry(
+                ConnectionFailed(
+                    f"{where} could not be reached or gave no answer in time ({error}). The call "
+                    "is lost. Is the server running?"
+                )
+            )
+        return BadResponse(f"{where} gave no usable answer ({error}). The call is lost.")
+
+
+class WrappedSession:
+    """One rollout's view of a `WrappedClient`."""
+
+    def __init__(self, client: WrappedClient) -> None:
+        self._client = client
+        self._by_message = MessageSession(client.tokens)
+
+    @property
+    def model(self) -> str:
+        """The model asked when a call names none."""
+        return self._client.model
+
+    def session(self) -> WrappedSession:
+        """Return a session of its own, with nothing remembered."""
+        return self._client.session()
+
+    async def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[ToolSchema] | None = None,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
+        model: str | None = None,
+        message_type: MessageType = "chat",
+    ) -> Generation:
+        """Sample the next message; `extends` is set where the server's ids continue a call's."""
+        check_message_type(messages, message_type)
+        content: dict[str, Any] = {"prompt": messages}
+        if not isinstance(messages, str):
+            messages = list(messages)
+            content = {"messages": outgoing(messages)}
+            if tools:
+                content["tools"] = list(tools)
+        answer = await self._client.ask(content, message_type, sampling, model)
+        return self._by_message.complete(messages, tools, message_type, model, sampling, answer)
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Sample one completion after exactly these ids."""
+        return await self._client.generate(request)
+
+    async def aclose(self) -> None:
+        """Do nothing: the connections are the client's."""
+
+
+def _openai_errors() -> tuple[type[BaseException], ...]:
+    """Return the openai package's root exception, if somebody has imported the package."""
+    package = sys.modules.get("openai")
+    return (package.OpenAIError,) if package is not None else ()
