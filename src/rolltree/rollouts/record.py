@@ -162,7 +162,10 @@ def _columns(state: State, trajectory: Trajectory, row: StoredRollout) -> dict[s
         for call, extra in zip(handles, extras, strict=True)
     ]
     error = state.get("error")
-    own = [error.as_dict()] if isinstance(error, ErrorRecord) else []
+    own: list[Mapping[str, Any]] = []
+    if error is not None:
+        loose = {"type": type(error).__name__, "message": str(error), "phase": "environment"}
+        own = [error.as_dict() if isinstance(error, ErrorRecord) else loose]
     scoring = state.get("scoring_errors") or {}
     return {
         "agent": str(
@@ -170,6 +173,7 @@ def _columns(state: State, trajectory: Trajectory, row: StoredRollout) -> dict[s
         ),
         "task": str(state.get("task") or row.task),
         "reward": _number(state.get("reward")),
+        "status": "error" if own else row.status,
         "error_type": own[0]["type"] if own else row.error_type,
         "error_phase": own[0]["phase"] if own else row.error_phase,
         "errors": [
@@ -262,23 +266,7 @@ def _as_trajectory(value: Any) -> Trajectory:
 
 def _graft(tokens: StepTokens, tree: TokenTree) -> StepTokens:
     """Copy one call, with all that rides along, from the view's tree into another."""
-    old, call = tokens.tree, tokens.call
-    streams = {name: old.stream(name, call) for name in old.extra.names()}
-    grafted = StepTokens(
-        tree,
-        tree.insert(
-            old.prompt_ids(call),
-            old.completion_ids(call),
-            logprobs=old.logprobs(call),
-            temperature=old.temperature(call),
-            versions=old.versions(call),
-            mask=old.mask(call),
-            prompt_mask=old.prompt_mask(call),
-            agent=old.agent(call),
-            turn=old.turn(call),
-            streams={name: stream for name, stream in streams.items() if stream is not None},
-        ),
-    )
+    grafted = StepTokens(tree, tree.copy_call(tokens.tree, tokens.call))
     for key in tokens.assigned:
         grafted[key] = tokens[key]
     return grafted
