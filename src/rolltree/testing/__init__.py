@@ -1,8 +1,30 @@
 """The public test kit: scripted and faulty models, and a tokenizer to test with.
 
-It may import any room and is imported by none.
+It may import any room and is imported by none. `ScriptedClient` answers in this process,
+`ScriptedServer` over real HTTP on loopback; both report exact token ids and logprobs.
 """
 
+from rolltree.testing.faults import FaultRow, FaultyClient, HttpFault
+from rolltree.testing.loopback import LoopbackServer, Reply, Request
+from rolltree.testing.script import ScriptedAnswer, scripted_logprobs
+from rolltree.testing.scripted_client import ScriptedCall, ScriptedClient
+from rolltree.testing.scripted_server import ScriptedServer, ServedRequest
 from rolltree.testing.tokenizer import CHATML_TEMPLATE, SPECIAL_TOKENS, ByteTokenizer
 
-__all__ = ["CHATML_TEMPLATE", "SPECIAL_TOKENS", "ByteTokenizer"]
+__all__ = [
+    "CHATML_TEMPLATE",
+    "SPECIAL_TOKENS",
+    "ByteTokenizer",
+    "FaultRow",
+    "FaultyClient",
+    "HttpFault",
+    "LoopbackServer",
+    "Reply",
+    "Request",
+    "ScriptedAnswer",
+    "ScriptedCall",
+    "ScriptedClient",
+    "ScriptedServer",
+    "ServedRequest",
+    "scripted_logprobs",
+]

@@ -1,0 +1,137 @@
+"""Faults in a row: what goes wrong at the first call, the second, and so on.
+
+`FaultyClient` puts them in front of any model client; `ScriptedServer` takes `HttpFault`s. It knows
+nothing about scripts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeAlias, TypeVar
+
+from rolltree.inference.client import ModelClient
+from rolltree.types import (
+    GenerateRequest,
+    Generation,
+    Messages,
+    MessageType,
+    SamplingParams,
+    ToolSchema,
+)
+
+FaultT = TypeVar("FaultT")
+
+
+class FaultRow(Generic[FaultT]):
+    """Faults by call number: a list (none after its end) or a function of 0, 1, ...
+
+    `num_calls` and `num_faults` count what was handed out. It may be used from several threads.
+    """
+
+    def __init__(
+        self, faults: Sequence[FaultT | None] | Callable[[int], FaultT | None] = ()
+    ) -> None:
+        self._faults = faults
+        self._lock = threading.Lock()
+        self.num_calls = 0
+        self.num_faults = 0
+
+    def next(self) -> FaultT | None:
+        """Return the next call's fault."""
+        with self._lock:
+            number = self.num_calls
+            self.num_calls += 1
+            if callable(self._faults):
+                fault = self._faults(number)
+            else:
+                fault = self._faults[number] if number < len(self._faults) else None
+            self.num_faults += fault is not None
+            return fault
+
+
+@dataclass(frozen=True, slots=True)
+class HttpFault:
+    """How a server fails one request; the fields combine.
+
+    `status` answers with that error (0: answers normally), `retry_after_s` adds the header. `body`
+    spoils a normal answer: `"broken"` is complete and no JSON, `"truncated"` ends before its stated
+    length. `reset` drops the connection without an answer. `delay_s` passes first.
+    """
+
+    status: int = 0
+    message: str = "scripted fault"
+    retry_after_s: float | None = None
+    delay_s: float = 0.0
+    reset: bool = False
+    body: Literal["whole", "broken", "truncated"] = "whole"
+
+
+ClientFault: TypeAlias = BaseException | float
+"""What happens before a call: an exception is raised, or a number of seconds passes."""
+
+
+class FaultyClient:
+    """Any client with faults in front of it, in the order of the calls of all its sessions.
+
+    Example:
+        >>> from rolltree.errors import ConnectionFailed
+        >>> from rolltree.testing import ScriptedClient
+        >>> client = FaultyClient(ScriptedClient(["12"]), [ConnectionFailed("no route"), 0.5])
+    """
+
+    def __init__(
+        self,
+        client: ModelClient,
+        faults: Sequence[ClientFault | None]
+        | Callable[[int], ClientFault | None]
+        | FaultRow[ClientFault],
+    ) -> None:
+        self._client = client
+        self.faults: FaultRow[ClientFault]
+        if isinstance(faults, FaultRow):
+            self.faults = faults
+        else:
+            self.faults = FaultRow(faults)
+
+    @property
+    def model(self) -> str:
+        """The inner client's model."""
+        return self._client.model
+
+    def session(self) -> FaultyClient:
+        """Return a session of the inner client behind the same row of faults."""
+        return FaultyClient(self._client.session(), self.faults)
+
+    async def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[ToolSchema] | None = None,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
+        model: str | None = None,
+        message_type: MessageType = "chat",
+    ) -> Generation:
+        """Meet the next fault, then ask the inner client."""
+        await self._meet()
+        return await self._client.chat(
+            messages, tools=tools, sampling=sampling, model=model, message_type=message_type
+        )
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Meet the next fault, then ask the inner client."""
+        await self._meet()
+        return await self._client.generate(request)
+
+    async def aclose(self) -> None:
+        """Close the inner client."""
+        await self._client.aclose()
+
+    async def _meet(self) -> None:
+        fault = self.faults.next()
+        if isinstance(fault, BaseException):
+            raise fault
+        if fault is not None:
+            await asyncio.sleep(fault)

@@ -1,0 +1,152 @@
+"""A minimal HTTP/1.1 server on loopback in a thread of its own, for tests over real sockets.
+
+It reads requests with a Content-Length, keeps connections alive, and can misbehave: answer late,
+cut a body short, reset the connection. It knows nothing about models. It leaves out TLS, chunked
+requests and everything else a server on a network would need.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from types import TracebackType
+
+_MAX_BODY_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request; header names are in lower case."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer. `num_sent_bytes` cuts the body short; `reset` drops the connection instead."""
+
+    status: int
+    body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+    num_sent_bytes: int | None = None
+    reset: bool = False
+
+
+Handler = Callable[[Request], Awaitable[Reply]]
+
+
+class LoopbackServer:
+    """Serves `handler` on 127.0.0.1 while the `with` block lasts.
+
+    The handler runs in the server's thread and event loop.
+
+    Raises:
+        OSError: the port is taken.
+    """
+
+    def __init__(self, handler: Handler, port: int = 0) -> None:
+        self._handler = handler
+        self._port = port
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="rolltree-loopback", daemon=True)
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    def __enter__(self) -> LoopbackServer:
+        self._thread.start()
+        try:
+            asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
+        self._end()
+
+    @property
+    def url(self) -> str:
+        """The address, such as `http://127.0.0.1:40123`."""
+        return f"http://127.0.0.1:{self._port}"
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _end(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _start(self) -> None:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self._port)
+        self._port = self._server.sockets[0].getsockname()[1]
+
+    async def _stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for task in list(self._connections):
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            while (request := await _read_request(reader)) is not None:
+                reply = await self._handler(request)
+                if not await _write_reply(writer, reply):
+                    break
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass  # the client left, or the server stops
+        finally:
+            self._connections.discard(task)
+            writer.close()
+
+
+async def _read_request(reader: asyncio.StreamReader) -> Request | None:
+    try:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    except asyncio.IncompleteReadError:
+        return None
+    first, *lines = head.rstrip("\r\n").split("\r\n")
+    method, path, _ = first.split(" ", 2)
+    headers = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        headers[name.strip().lower()] = value.strip()
+    size = int(headers.get("content-length", 0))
+    if size > _MAX_BODY_BYTES:
+        return None
+    return Request(method, path, headers, await reader.readexactly(size))
+
+
+async def _write_reply(writer: asyncio.StreamWriter, reply: Reply) -> bool:
+    """Send the reply; return whether the connection can serve another request."""
+    if reply.reset:
+        writer.transport.abort()
+        return False
+    phrase = HTTPStatus(reply.status).phrase
+    headers = {
+        "Content-Type": "application/json",
+        "Content-Length": str(len(reply.body)),
+        **reply.headers,
+    }
+    head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    writer.write(f"HTTP/1.1 {reply.status} {phrase}\r\n{head}\r\n".encode("latin-1"))
+    writer.write(reply.body[: reply.num_sent_bytes])
+    await writer.drain()
+    return reply.num_sent_bytes is None

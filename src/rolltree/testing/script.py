@@ -1,0 +1,146 @@
+"""What a scripted model says: answers in a row or a function of the prompt, with exact tokens.
+
+It turns an answer's text into the ids and logprobs that an engine with this tokenizer would have
+reported, and obeys `max_tokens`, `stop` and `stop_token_ids`. Nothing is sampled, so temperature,
+top_p, top_k and seed have nothing to act on. It knows nothing about clients and servers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from rolltree.errors import BadResponse
+from rolltree.inference.chat import ChatRenderer
+from rolltree.types import (
+    ChatMessage,
+    FinishReason,
+    FloatArray,
+    IntArray,
+    Messages,
+    SamplingParams,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedAnswer:
+    """One answer. `ids` (end token included) and `logprobs` are made from the text when None."""
+
+    text: str
+    finish_reason: FinishReason = FinishReason.STOP
+    ids: Sequence[int] | None = None
+    logprobs: Sequence[float] | None = None
+
+
+AnswerLike: TypeAlias = str | ChatMessage | ScriptedAnswer
+"""An answer's text, an assistant message (tool calls are spelled in Hermes style), or both."""
+ScriptSource: TypeAlias = (
+    Sequence[AnswerLike] | Callable[[Messages], AnswerLike | Awaitable[AnswerLike]]
+)
+"""Answers in the order of the calls, or a function from the prompt to its answer."""
+
+
+class Script:
+    """A cursor over answers. A function is asked anew each time."""
+
+    def __init__(self, source: ScriptSource) -> None:
+        self.source = [source] if isinstance(source, str) else source
+        self.num_answers = 0
+
+    async def next(self, prompt: Messages) -> ScriptedAnswer:
+        """Return the next answer.
+
+        Raises:
+            BadResponse: all answers in the row have been given.
+        """
+        number, self.num_answers = self.num_answers, self.num_answers + 1
+        if callable(self.source):
+            given = self.source(prompt)
+            return as_answer(await given if inspect.isawaitable(given) else given)
+        if number >= len(self.source):
+            raise BadResponse(
+                f"the script has {len(self.source)} answers and was asked for one more. Add "
+                "answers, or pass a function that answers any prompt."
+            )
+        return as_answer(self.source[number])
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedTokens:
+    """An answer as an engine reports it: int32 `[_C]`, float32 `[_C]`, text without its stop."""
+
+    ids: IntArray
+    logprobs: FloatArray
+    finish_reason: FinishReason
+    text: str
+
+
+def as_answer(answer: AnswerLike) -> ScriptedAnswer:
+    """Return `answer` as a `ScriptedAnswer`."""
+    if isinstance(answer, ScriptedAnswer):
+        return answer
+    if isinstance(answer, str):
+        return ScriptedAnswer(answer)
+    calls = [
+        "<tool_call>"
+        + json.dumps(
+            {"name": call["function"]["name"], "arguments": _arguments(call)}, ensure_ascii=False
+        )
+        + "</tool_call>"
+        for call in answer.get("tool_calls") or ()
+    ]
+    return ScriptedAnswer((answer.get("content") or "") + "".join(calls))
+
+
+def scripted_logprobs(ids: Sequence[int] | IntArray) -> FloatArray:
+    """Return made-up logprobs that tell tokens apart, float32 `[_C]`, in [-1, -1/16].
+
+    >>> scripted_logprobs([0, 15, 16]).tolist()
+    [-0.0625, -1.0, -0.0625]
+    """
+    return -((np.asarray(ids, np.int64) % 16 + 1) / 16).astype(np.float32)
+
+
+def tokens_of(
+    answer: ScriptedAnswer, renderer: ChatRenderer, sampling: SamplingParams
+) -> ScriptedTokens:
+    """Return the answer's tokens, ended where `sampling` says."""
+    given = answer.ids
+    if given is None:
+        given = renderer.encode_text(answer.text, start=False).tolist()
+        if answer.finish_reason in (FinishReason.STOP, FinishReason.TOOL_CALLS):
+            given = [*given, renderer.end_ids[0]]
+    ids, reason, num_stop = _ended(list(given), answer.finish_reason, renderer, sampling)
+    text = renderer.decode_answer(ids[: len(ids) - num_stop] if num_stop == 1 else ids)
+    for stop in sampling.stop:
+        text = text.partition(stop)[0]
+    logprobs = answer.logprobs
+    values = scripted_logprobs(ids) if logprobs is None else np.array(logprobs, np.float32)
+    return ScriptedTokens(
+        np.array(ids, np.int32), values[: len(ids)] if logprobs is None else values, reason, text
+    )
+
+
+def _ended(
+    ids: list[int], reason: FinishReason, renderer: ChatRenderer, sampling: SamplingParams
+) -> tuple[list[int], FinishReason, int]:
+    """Cut `ids` where sampling would have ended; the last number is 1 after a stop token id."""
+    for index, token in enumerate(ids):
+        text = renderer.decode(ids[: index + 1]) if sampling.stop else ""
+        if token in sampling.stop_token_ids and token not in renderer.end_ids:
+            return ids[: index + 1], FinishReason.STOP, 1
+        if any(stop in text for stop in sampling.stop):
+            return ids[: index + 1], FinishReason.STOP, 0
+        if index + 1 == sampling.max_tokens and index + 1 < len(ids):
+            return ids[: index + 1], FinishReason.LENGTH, 0
+    return ids, reason, 0
+
+
+def _arguments(call: ChatMessage) -> object:
+    arguments = call["function"].get("arguments") or "{}"
+    return json.loads(arguments) if isinstance(arguments, str) else arguments

@@ -1,0 +1,260 @@
+"""An OpenAI-compatible server that says what a script says, over real HTTP, and fails on demand.
+
+It answers `/v1/chat/completions`, `/v1/completions`, `/v1/models` and `/health`, with vLLM's token
+id fields made by a byte tokenizer. It checks what vLLM checks as far as clients depend on it:
+context length, unknown models, API key. It leaves out streaming and sampling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+
+from rolltree.errors import BadResponse, ConfigError
+from rolltree.inference.chat import ChatRenderer
+from rolltree.inference.client import sampling_from_args
+from rolltree.testing.faults import FaultRow, HttpFault
+from rolltree.testing.loopback import LoopbackServer, Reply, Request
+from rolltree.testing.script import Script, ScriptedTokens, ScriptSource, tokens_of
+from rolltree.testing.tokenizer import ByteTokenizer
+from rolltree.types import IntArray, MessageType, SamplingParams
+
+_SERVER_ONLY = ("model", "messages", "prompt", "tools", "tool_choice")
+_PATHS: dict[str, MessageType] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completion",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRequest:
+    """One request as it came in: `body` is the decoded JSON, None when there was none."""
+
+    method: str
+    path: str
+    body: dict[str, Any] | None
+    headers: Mapping[str, str]
+
+
+class ScriptedServer:
+    """A scripted model behind HTTP, from `with` to the end of its block.
+
+    Args:
+        script: answers in the order of the requests, or a function from the messages (from the
+            decoded prompt, for text completions) to the answer.
+        faults: what goes wrong with the first completion request, the second, ...
+        token_ids: `"vllm"` returns ids and logprobs where they are asked for, `"ignore"` ignores
+            the request for them, `"reject"` answers it with status 400, as OpenAI does.
+        api_key: requests must carry it as a bearer token.
+        context_length: longest prompt and completion, in tokens; a longer one gets status 400.
+        delay_s: how long each answer takes.
+
+    Attributes:
+        requests: every request, in order of arrival.
+
+    Example:
+        >>> with ScriptedServer(["12"]) as server:
+        ...     server.base_url.startswith("http://127.0.0.1:")
+        True
+    """
+
+    def __init__(
+        self,
+        script: ScriptSource,
+        *,
+        model: str = "scripted",
+        faults: Sequence[HttpFault | None] | Callable[[int], HttpFault | None] = (),
+        renderer: ChatRenderer | None = None,
+        token_ids: Literal["vllm", "ignore", "reject"] = "vllm",
+        api_key: str | None = None,
+        context_length: int | None = None,
+        delay_s: float = 0.0,
+        port: int = 0,
+    ) -> None:
+        if token_ids not in ("vllm", "ignore", "reject"):
+            raise ConfigError(f"token_ids = {token_ids!r} is not 'vllm', 'ignore' or 'reject'.")
+        self.model = model
+        self.renderer = renderer or ChatRenderer(ByteTokenizer())
+        self.faults = FaultRow(faults)
+        self.requests: list[ServedRequest] = []
+        self.num_answers = 0
+        self.max_concurrent = 0
+        self._script = Script(script)
+        self._token_ids = token_ids
+        self._api_key = api_key
+        self._context_length = context_length
+        self._delay_s = delay_s
+        self._num_open = 0
+        self._lock = threading.Lock()
+        self._ids = itertools.count()
+        self._http = LoopbackServer(self._handle, port)
+
+    def __enter__(self) -> ScriptedServer:
+        self._http.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._http.__exit__(kind, error, trace)
+
+    @property
+    def base_url(self) -> str:
+        """What an OpenAI client takes as `base_url`."""
+        return self._http.url + "/v1"
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests came, of any kind."""
+        return len(self.requests)
+
+    async def _handle(self, request: Request) -> Reply:
+        try:
+            body = json.loads(request.body) if request.body else None
+        except ValueError:
+            return _error(400, "the body is not JSON")
+        path = request.path.partition("?")[0]
+        self.requests.append(ServedRequest(request.method, path, body, request.headers))
+        if self._api_key and request.headers.get("authorization") != f"Bearer {self._api_key}":
+            return _error(401, "Incorrect API key provided")
+        if path == "/health":
+            return Reply(200, b"{}")
+        if path == "/v1/models":
+            card = {"id": self.model, "object": "model", "owned_by": "rolltree"}
+            return _json(200, {"object": "list", "data": [card]})
+        if path not in _PATHS or request.method != "POST" or not isinstance(body, dict):
+            return _error(404, f"{request.method} {path} is not served")
+        self._num_open += 1
+        self.max_concurrent = max(self.max_concurrent, self._num_open)
+        try:
+            return await self._complete(body, _PATHS[path])
+        finally:
+            self._num_open -= 1
+
+    async def _complete(self, body: dict[str, Any], message_type: MessageType) -> Reply:
+        fault = self.faults.next() or HttpFault()
+        await asyncio.sleep(self._delay_s + fault.delay_s)
+        if fault.reset:
+            return Reply(200, b"", reset=True)
+        if fault.status:
+            after = {} if fault.retry_after_s is None else {"Retry-After": f"{fault.retry_after_s}"}
+            return _error(fault.status, fault.message, after)
+        if body.get("model") != self.model:
+            return _error(404, f"The model {body.get('model')!r} does not exist.")
+        if body.get("stream"):
+            return _error(400, "the scripted server does not stream")
+        if self._token_ids == "reject" and "return_token_ids" in body:
+            return _error(400, "Unrecognized request argument supplied: return_token_ids")
+        try:
+            reply = await self._answer(body, message_type)
+        except (BadResponse, ConfigError) as error:
+            return _error(400, str(error))
+        if fault.body == "broken":
+            return Reply(200, reply.body[: len(reply.body) // 2])
+        if fault.body == "truncated":
+            return Reply(200, reply.body, num_sent_bytes=len(reply.body) // 2)
+        return reply
+
+    async def _answer(self, body: dict[str, Any], message_type: MessageType) -> Reply:
+        tools = body.get("tools") or None
+        if message_type == "chat":
+            asked: Any = body["messages"]
+            prompt_ids = self.renderer.render(asked, tools)
+        else:
+            asked = body["prompt"]
+            if isinstance(asked, str):
+                prompt_ids = self.renderer.encode_text(asked)
+            else:
+                prompt_ids = np.array(asked, np.int32)
+                asked = self.renderer.decode(prompt_ids)
+        sampling = sampling_from_args({k: v for k, v in body.items() if k not in _SERVER_ONLY})
+        if self._context_length is not None:
+            size = len(prompt_ids) + (sampling.max_tokens or 1)
+            if size > self._context_length:
+                return _error(
+                    400,
+                    f"This model's maximum context length is {self._context_length} tokens. "
+                    f"However, you requested {size} tokens. Please reduce the length.",
+                )
+        said = tokens_of(await self._script.next(asked), self.renderer, sampling)
+        self.num_answers += 1
+        return _json(200, self._completion(body, message_type, prompt_ids, said, sampling))
+
+    def _completion(
+        self,
+        body: dict[str, Any],
+        message_type: MessageType,
+        prompt_ids: IntArray,
+        said: ScriptedTokens,
+        sampling: SamplingParams,
+    ) -> dict[str, Any]:
+        number = next(self._ids)
+        choice: dict[str, Any] = {"index": 0, "finish_reason": said.finish_reason.value}
+        completion: dict[str, Any] = {
+            "id": f"{'chatcmpl' if message_type == 'chat' else 'cmpl'}-{number}",
+            "object": "chat.completion" if message_type == "chat" else "text_completion",
+            "created": 0,
+            "model": self.model,
+            "choices": [choice],
+            "usage": {
+                "prompt_tokens": len(prompt_ids),
+                "completion_tokens": len(said.ids),
+                "total_tokens": len(prompt_ids) + len(said.ids),
+            },
+        }
+        if message_type == "chat":
+            parsed = self.renderer.parse_text(said.text, said.finish_reason, body.get("tools"))
+            choice["finish_reason"] = parsed.finish_reason.value
+            choice["message"] = {
+                name: value for name, value in parsed.message.items() if name != "parse_problems"
+            }
+        else:
+            choice["text"] = said.text
+        if self._token_ids != "vllm":
+            return completion
+        if body.get("logprobs"):
+            choice["logprobs"] = self._logprobs(body, message_type, said)
+        if body.get("return_token_ids"):
+            (completion if message_type == "chat" else choice)["prompt_token_ids"] = (
+                prompt_ids.tolist()
+            )
+            choice["token_ids"] = said.ids.tolist()
+        return completion
+
+    def _logprobs(
+        self, body: dict[str, Any], message_type: MessageType, said: ScriptedTokens
+    ) -> dict[str, Any]:
+        as_ids = bool(body.get("return_tokens_as_token_ids"))
+        texts = [
+            f"token_id:{token}" if as_ids else self.renderer.decode([token])
+            for token in said.ids.tolist()
+        ]
+        values = said.logprobs.tolist()
+        if message_type == "completion":
+            return {"tokens": texts, "token_logprobs": values}
+        return {
+            "content": [
+                {"token": text, "logprob": value, "bytes": None, "top_logprobs": []}
+                for text, value in zip(texts, values, strict=True)
+            ]
+        }
+
+
+def _json(status: int, value: Any) -> Reply:
+    return Reply(status, json.dumps(value).encode())
+
+
+def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> Reply:
+    error = {"message": message, "type": "error", "code": status}
+    return Reply(status, json.dumps({"error": error}).encode(), headers or {})
