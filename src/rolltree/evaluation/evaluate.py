@@ -89,9 +89,14 @@ async def evaluate(
     )
     stored = _finished_rows(run, phase, requests, retry_failed, source)
     if run is not None:
-        group_size = rollouts_per_example if _compares_groups(source) else None
         _check_same_evaluation(
-            run, phase, requests[0], model=model.model, split=split, seed=seed, group=group_size
+            run,
+            phase,
+            requests[0],
+            model=model.model,
+            split=split,
+            seed=seed,
+            group_size=rollouts_per_example if _compares_groups(source) else None,
         )
     tally = _Tally(len(requests), stored, on_progress)
     finished = {row.request_id for row in stored}
@@ -164,7 +169,8 @@ def _check_same_evaluation(run: Run, phase: str, request: RolloutRequest, **sett
     """
     key = f"evaluation.{phase}"
     sampling = asdict(replace(request.sampling, extra=dict(request.sampling.extra)))
-    now = to_plain(redact({"env_id": request.env_id, **settings, **sampling}))
+    named = {f"sampling.{name}": value for name, value in redact(sampling).items()}
+    now = to_plain({"env_id": request.env_id, **settings, **named})
     before = run.meta.get(key)
     if before is None:
         run.set_meta(key, now)
