@@ -6,7 +6,7 @@ the choice of calls (`grouping.py`) and cutting (`capping.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from rolltree.samples.records import make_records
 from rolltree.samples.rollout import Call, Rollout
 from rolltree.samples.spans import CallSpan, group_origins
 from rolltree.samples.stream_views import path_streams
+from rolltree.tokens import Break
 from rolltree.types import Sample, Scope
 
 
@@ -22,9 +23,13 @@ def flat_sample(
     calls: Sequence[Call],
     scope: Scope,
     advantages: Sequence[float | None],
-    factor: float = 1.0,
+    factor: float,
+    openers: Mapping[tuple[int, int], Break],
 ) -> Sample:
-    """Return the sample of calls that each extend the one before them, id for id."""
+    """Return the sample of calls that each extend the one before them, id for id.
+
+    `openers` maps rollout and call to the break that opened a sample there.
+    """
     tree, table = rollout.tree, rollout.tree.calls
     last = calls[-1].handle
     length = tree.path_len(last)
@@ -38,15 +43,18 @@ def flat_sample(
         CallSpan(rollout.index, call.step, start, start + count)
         for call, start, count in zip(calls, prompt_lens.tolist(), counts.tolist(), strict=True)
     )
+    origins, indices = group_origins([(rollout, calls)])
     return Sample(
         ids=tree.arena.path(table.end(last), length),
         positions=np.arange(length, dtype=np.int32),
         subtree_end=np.full(length, length, dtype=np.int32),
         records=make_records(rollout, calls, source, advantages, factor),
-        origins=group_origins([(rollout, calls)]),
+        origins=origins,
         info={
             "scope": scope,
             "spans": spans,
+            "rollouts": indices,
+            "break": openers.get((rollout.index, calls[0].step)),
             "step_rewards": tuple(call.reward for call in calls),
             "streams": path_streams(tree, handles),
         },

@@ -168,15 +168,17 @@ def forest_sample(
         ]
         return np.concatenate(path)[positions] if path else positions
 
+    origins, indices = group_origins(parts)
     return Sample(
         ids=laid.ids,
         positions=laid.positions,
         subtree_end=laid.subtree_end,
         records=concat_records(records),
-        origins=group_origins(parts),
+        origins=origins,
         info={
             "scope": "tree",
             "spans": tuple(spans),
+            "rollouts": indices,
             "step_rewards": tuple(call.reward for _, calls in parts for call in calls),
             "streams": collect_streams(tree, handles, locate),
         },

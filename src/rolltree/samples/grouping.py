@@ -1,4 +1,4 @@
-"""Which calls share a flat sample: one each, per turn, or for as long as the exact prefix holds.
+"""Which calls share a flat sample: those of a turn, or as long as the exact prefix holds.
 
 Works on arena indices of the token tree, never on text. Leaves out the arrays (`flat.py`) and the
 reasons for a break (`rolltree.tokens.breaks`).
@@ -51,12 +51,7 @@ class OpenEnds:
         return None
 
 
-def by_step(rollout: Rollout) -> list[Group]:
-    """Every call is its own sample."""
-    return [[call] for call in rollout.calls]
-
-
-def by_prefix(rollout: Rollout, calls: Sequence[Call] | None = None) -> list[Group]:
+def by_prefix(rollout: Rollout, calls: Sequence[Call]) -> list[Group]:
     """Best-effort interleaving (spec 3): a call joins the longest open sample its prompt extends.
 
     An empty suffix is a hit. A prompt that extends no open sample opens a new one; older samples
@@ -65,7 +60,7 @@ def by_prefix(rollout: Rollout, calls: Sequence[Call] | None = None) -> list[Gro
     tree = rollout.tree
     ends = OpenEnds(tree)
     groups: list[Group] = []
-    for call in rollout.calls if calls is None else calls:
+    for call in calls:
         sample = ends.take(tree.calls.prompt_end(call.handle))
         if sample is None:
             sample = len(groups)
@@ -89,12 +84,3 @@ def turn_calls(rollout: Rollout) -> list[tuple[Group, float | None]]:
         if step in by_position:
             turns.setdefault(key, []).append(by_position[step])
     return [(calls, credit[key]) for key, calls in turns.items()]
-
-
-def by_turn(rollout: Rollout) -> list[tuple[Group, float | None]]:
-    """Turn-concatenated samples (spec 2): a turn is one sample, split where the prefix breaks."""
-    return [
-        (group, credit)
-        for calls, credit in turn_calls(rollout)
-        for group in by_prefix(rollout, calls)
-    ]

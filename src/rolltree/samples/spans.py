@@ -23,12 +23,16 @@ class CallSpan:
     end: int
 
 
-def group_origins(parts: Sequence[tuple[Rollout, Sequence[Call]]]) -> tuple[SampleOrigin, ...]:
-    """Return one origin per rollout and agent, in order of first call."""
+def group_origins(
+    parts: Sequence[tuple[Rollout, Sequence[Call]]],
+) -> tuple[tuple[SampleOrigin, ...], tuple[int, ...]]:
+    """Return one origin per rollout and agent, in order of first call, and their rollouts."""
     origins: list[SampleOrigin] = []
+    rollouts: list[int] = []
     for rollout, calls in parts:
         by_agent: dict[str, list[Call]] = {}
         for call in calls:
             by_agent.setdefault(call.agent, []).append(call)
         origins.extend(rollout.origin(group) for group in by_agent.values())
-    return tuple(origins)
+        rollouts.extend([rollout.index] * len(by_agent))
+    return tuple(origins), tuple(rollouts)

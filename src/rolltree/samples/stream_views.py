@@ -90,3 +90,21 @@ def move_streams(
             )
             moved[name] = SampleStream(positions[order].astype(np.int32), kept)
     return moved
+
+
+def join_streams(
+    parts: Sequence[Mapping[str, SampleStream]], starts: Sequence[int]
+) -> dict[str, SampleStream]:
+    """Return the streams of samples put side by side, part p shifted by `starts[p]`."""
+    joined: dict[str, SampleStream] = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        found = [(part[name], s) for part, s in zip(parts, starts, strict=True) if name in part]
+        positions = np.concatenate([stream.positions + np.int32(s) for stream, s in found])
+        values = [stream.values for stream, _ in found]
+        if isinstance(values[0], tuple):
+            joined[name] = SampleStream(
+                positions, tuple(item for group in values for item in group)
+            )
+        else:
+            joined[name] = SampleStream(positions, np.concatenate(values))
+    return joined

@@ -5,13 +5,19 @@ the dict view between them. numpy only.
 """
 
 from rolltree.tokens.arena import ROOT, Place, TokenArena
+from rolltree.tokens.breaks import Break, BreakCause, Decoder, explain_break
+from rolltree.tokens.buffers import shortest_floats
+from rolltree.tokens.calls import CallTable
 from rolltree.tokens.streams import PlacedStream, TokenStream
 from rolltree.tokens.trajectory import Trajectory, insert_step
-from rolltree.tokens.tree import CallTable, TokenTree
-from rolltree.tokens.view import StepTokens
+from rolltree.tokens.tree import TokenTree
+from rolltree.tokens.view import StepTokens, mask_list
 
 __all__ = [
+    "Break",
+    "BreakCause",
     "CallTable",
+    "Decoder",
     "PlacedStream",
     "Place",
     "ROOT",
@@ -20,5 +26,8 @@ __all__ = [
     "TokenStream",
     "TokenTree",
     "Trajectory",
+    "explain_break",
     "insert_step",
+    "mask_list",
+    "shortest_floats",
 ]

@@ -9,7 +9,6 @@ training, and leaves out deletion: a call that was recorded stays.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -19,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from rolltree.errors import TokenError
 from rolltree.tokens.arena import ROOT, Place, TokenArena
 from rolltree.tokens.buffers import EMPTY_IDS, as_ids, as_logprobs, check_new_ids
+from rolltree.tokens.calls import NO_TURN, CallTable
 from rolltree.tokens.merge import extra_values, merge_into, stream_values
 from rolltree.tokens.serialize import load, save
 from rolltree.tokens.streams import (
@@ -30,56 +30,7 @@ from rolltree.tokens.streams import (
 )
 from rolltree.types import FloatArray, IntArray
 
-NO_TURN = -1
 _BOUNDARY_TOKENS = 64
-
-
-class CallTable:
-    """One row per call, as columns of machine integers.
-
-    `prompt_token`/`end_token` are arena indices of the last prompt and the last token (-1: none),
-    `parent` the call whose path this prompt was known to extend (-1: none), `num_tokens` and
-    `num_runs` the sizes of the arena after the call: they make saving incremental.
-    """
-
-    COLUMNS = (
-        "prompt_token",
-        "prompt_run",
-        "end_token",
-        "end_run",
-        "prompt_len",
-        "num_sampled",
-        "parent",
-        "agent",
-        "turn",
-        "num_tokens",
-        "num_runs",
-    )
-    __slots__ = COLUMNS
-
-    def __init__(self) -> None:
-        self.prompt_token = array("i")
-        self.prompt_run = array("i")
-        self.end_token = array("i")
-        self.end_run = array("i")
-        self.prompt_len = array("i")
-        self.num_sampled = array("i")
-        self.parent = array("i")
-        self.agent = array("i")
-        self.turn = array("i")
-        self.num_tokens = array("i")
-        self.num_runs = array("i")
-
-    def __len__(self) -> int:
-        return len(self.end_token)
-
-    def end(self, call: int) -> Place:
-        """Return the place of a call's last token."""
-        return Place(self.end_token[call], self.end_run[call])
-
-    def prompt_end(self, call: int) -> Place:
-        """Return the place of a call's last prompt token."""
-        return Place(self.prompt_token[call], self.prompt_run[call])
 
 
 class TokenTree:

@@ -1,0 +1,160 @@
+"""Micro-batches of a token budget: first fit decreasing, the same number on every rank.
+
+A micro-batch is one `Sample`: its parts side by side as a forest. Trees over the budget are split
+and repeat their ancestors (`split.py`). Knows token counts only. Leaves out devices and padding
+itself: it says what padding would cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rolltree.errors import ConfigError
+from rolltree.samples.records import empty_records
+from rolltree.samples.split import join_samples, split_sample
+from rolltree.types import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSamples:
+    """`ranks[r][m]` is micro-batch m of rank r; every rank has the same number.
+
+    `report`: `num_micro_batches` per rank, `num_tokens` computed, `num_repeated_tokens` of split
+    trees, `num_untrained_samples` and `num_untrained_tokens` left out because nothing in them
+    trains, `num_filler_batches` (one token, no record, so that ranks stay in step),
+    `padding_waste` (share of the budget left empty), `repetition_waste` (share of computed tokens
+    that are repeated context) and `rank_imbalance` (fullest rank over mean, minus 1).
+    """
+
+    ranks: tuple[tuple[Sample, ...], ...]
+    report: dict[str, float]
+
+
+def pack(samples: Sequence[Sample], max_tokens: int, num_ranks: int = 1) -> PackedSamples:
+    """Pack samples into micro-batches of at most `max_tokens`, balanced over `num_ranks`.
+
+    Samples without a record of weight other than 0 train nothing and are left out and counted. The
+    order of micro-batches carries no meaning: normalizers are sums over all of them.
+
+    Raises:
+        ConfigError: `max_tokens` or `num_ranks` below 1.
+        TokenError: one path is longer than `max_tokens`.
+    """
+    if max_tokens < 1 or num_ranks < 1:
+        raise ConfigError(
+            f"cannot pack into {num_ranks} ranks of {max_tokens} tokens; give at least 1 of each."
+        )
+    trained = [sample for sample in samples if (sample.records.weight != 0).any()]
+    parts = [part for sample in trained for part in split_sample(sample, max_tokens)]
+    parts = [part for part in parts if (part.records.weight != 0).any()]
+    sizes = [part.num_tokens for part in parts]
+    bins = _balance(sizes, _first_fit_decreasing(sizes, max_tokens), max_tokens, num_ranks)
+    ranks = _deal(sizes, bins, num_ranks)
+    batches = tuple(
+        tuple(_join([parts[index] for index in members]) for members in rank) for rank in ranks
+    )
+    return PackedSamples(batches, _report(samples, trained, parts, batches, max_tokens))
+
+
+def _first_fit_decreasing(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Return the members of each bin; bins overflow never, and few are open at the end."""
+    bins: list[list[int]] = []
+    room = np.empty(0, np.int64)
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        fits = room >= sizes[index]
+        slot = int(fits.argmax()) if fits.any() else len(bins)
+        if slot == len(bins):
+            bins.append([])
+            room = np.append(room, max_tokens)
+        bins[slot].append(index)
+        room[slot] -= sizes[index]
+    return bins
+
+
+def _balance(
+    sizes: Sequence[int], bins: list[list[int]], max_tokens: int, num_ranks: int
+) -> list[list[int]]:
+    """Spread the samples evenly over the next multiple of `num_ranks` bins.
+
+    Longest first into the emptiest bin; where that overflows, the first-fit bins stay and empty
+    ones are added.
+    """
+    count = max(1, -(-len(bins) // num_ranks)) * num_ranks
+    even: list[list[int]] = [[] for _ in range(count)]
+    load = np.zeros(count, np.int64)
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        slot = int(load.argmin())
+        if load[slot] + sizes[index] > max_tokens:
+            return _fill_empty(bins + [[] for _ in range(count - len(bins))])
+        even[slot].append(index)
+        load[slot] += sizes[index]
+    return even
+
+
+def _fill_empty(bins: list[list[int]]) -> list[list[int]]:
+    """Move samples from crowded bins into empty ones: fewer micro-batches that train nothing."""
+    for empty in (members for members in bins if not members):
+        donor = max(bins, key=len)
+        if len(donor) > 1:
+            empty.extend(donor[1::2])
+            del donor[1::2]
+    return bins
+
+
+def _deal(sizes: Sequence[int], bins: list[list[int]], num_ranks: int) -> list[list[list[int]]]:
+    """Deal bins to ranks, equally many each, the heaviest to the rank with the least so far."""
+    per_rank = len(bins) // num_ranks
+    ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    load = [0] * num_ranks
+    weight = [sum(sizes[index] for index in members) for members in bins]
+    for index in sorted(range(len(bins)), key=lambda i: (-weight[i], i)):
+        open_ranks = [rank for rank in range(num_ranks) if len(ranks[rank]) < per_rank]
+        rank = min(open_ranks, key=lambda r: load[r])
+        ranks[rank].append(bins[index])
+        load[rank] += weight[index]
+    return ranks
+
+
+def _join(parts: list[Sample]) -> Sample:
+    return join_samples(parts) if parts else _filler()
+
+
+def _filler() -> Sample:
+    """Return a micro-batch that computes one token and trains nothing."""
+    one = np.zeros(1, np.int32)
+    return Sample(
+        ids=one,
+        positions=one.copy(),
+        subtree_end=np.ones(1, np.int32),
+        records=empty_records(),
+        origins=(),
+        info={"filler": True, "parts": (), "part_starts": (), "streams": {}},
+    )
+
+
+def _report(
+    samples: Sequence[Sample],
+    trained: Sequence[Sample],
+    parts: Sequence[Sample],
+    ranks: Sequence[Sequence[Sample]],
+    max_tokens: int,
+) -> dict[str, float]:
+    totals = [sum(batch.num_tokens for batch in rank) for rank in ranks]
+    num_tokens = sum(totals)
+    num_batches = sum(map(len, ranks))
+    repeated = sum(int(part.info.get("num_repeated", 0)) for part in parts)
+    all_tokens = sum(sample.num_tokens for sample in samples)
+    return {
+        "num_micro_batches": len(ranks[0]),
+        "num_tokens": num_tokens,
+        "num_repeated_tokens": repeated,
+        "num_untrained_samples": len(samples) - len(trained),
+        "num_untrained_tokens": all_tokens - sum(sample.num_tokens for sample in trained),
+        "num_filler_batches": sum("filler" in batch.info for rank in ranks for batch in rank),
+        "padding_waste": 1.0 - num_tokens / (num_batches * max_tokens),
+        "repetition_waste": repeated / num_tokens,
+        "rank_imbalance": max(totals) * len(totals) / num_tokens - 1.0,
+    }

@@ -1,0 +1,86 @@
+"""Flat rows as spec 1 defines them: one `TrainingExample` per step, or per flat sample.
+
+Knows the step dict and the flat sample. Leaves out everything a row of lists cannot say: versions,
+temperatures, several records per position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rolltree.errors import TokenError
+from rolltree.tokens import mask_list, shortest_floats
+from rolltree.types import Sample, TrainingExample
+
+
+def process_trajectories_for_training(
+    states: Sequence[Mapping[str, Any]], mask_prompts: bool = True
+) -> list[TrainingExample]:
+    """Make one training row per trajectory step (spec 1, section 6: horizontal processing).
+
+    Args:
+        states: rollouts with a `trajectory`; steps whose `tokens` are None are left out.
+        mask_prompts: use the steps' masks; False trains every token, prompts included.
+
+    Returns:
+        Rows of equal-length lists `[_T]`: ids, logprobs (0.0 on prompts), mask, and the step's
+        reward (0.0 when the step has no such key) and advantage.
+    """
+    examples: list[TrainingExample] = []
+    for state in states:
+        for step in state.get("trajectory") or ():
+            if step["tokens"] is None:
+                continue
+            tokens = dict(step["tokens"])
+            prompt_ids, completion_ids = tokens["prompt_ids"], tokens["completion_ids"]
+            token_ids = [*prompt_ids, *completion_ids]
+            mask = [1] * len(token_ids)
+            if mask_prompts:
+                mask = [*tokens["prompt_mask"], *tokens["completion_mask"]]
+            examples.append(
+                TrainingExample(
+                    token_ids=token_ids,
+                    logprobs=[0.0] * len(prompt_ids) + list(tokens["completion_logprobs"]),
+                    mask=mask,
+                    reward=step.get("reward", 0.0),
+                    advantage=step.get("advantage"),
+                )
+            )
+    return examples
+
+
+def to_examples(samples: Sequence[Sample]) -> list[TrainingExample]:
+    """Return flat samples as rows: logprob and weight stand at the sampled token, 0 elsewhere.
+
+    The advantage is that of the sample's first record when all are equal, else None.
+
+    Raises:
+        TokenError: a tree sample with branches; a row is one path.
+    """
+    examples = []
+    for index, sample in enumerate(samples):
+        records = sample.records
+        at = records.source + 1
+        if not np.array_equal(sample.positions, np.arange(len(sample.ids))):
+            raise TokenError(
+                f"sample {index} is a tree and a row is one path; flattening it would change what "
+                "tokens attend to. Build the samples with scope 'interleave'."
+            )
+        logprobs = np.zeros(len(sample.ids), np.float32)
+        weights = np.zeros(len(sample.ids), np.float32)
+        logprobs[at] = records.logprob
+        weights[at] = records.weight
+        same = len(records) > 0 and bool((records.advantage == records.advantage[0]).all())
+        examples.append(
+            TrainingExample(
+                token_ids=sample.ids.tolist(),
+                logprobs=shortest_floats(logprobs),
+                mask=mask_list(weights),
+                reward=sample.origins[0].reward,
+                advantage=float(records.advantage[0]) if same else None,
+            )
+        )
+    return examples

@@ -1,0 +1,240 @@
+"""Why a prompt does not extend what came before: position, surroundings and a cause.
+
+Causes are told from ids alone where ids suffice; with a decoder, which the caller passes in, equal
+text under other ids is told too. Knows the token tree. Leaves out what to do about a break: sample
+makers open a new sample (spec 3).
+
+Rules, the first that holds gives the cause:
+
+1. `agent_handoff`: this agent has no earlier call in the rollout.
+2. `retokenized` (decoder only): behind the divergence both sides read the same.
+3. `system_or_tools_changed`: it diverges before anything was sampled, and all that was sampled
+   survives behind the change.
+4. `reasoning_stripped`: it diverges within 32 tokens of the start of a sampled completion, the
+   front of that completion is gone and its end survives.
+5. `compaction`: sampled completions left the prompt and it became shorter, or their later history
+   survives without them.
+6. `history_rewritten`: everything else, a rollback to an earlier point included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+
+import numpy as np
+
+from rolltree.tokens.arena import ROOT, Place
+from rolltree.tokens.tree import TokenTree
+from rolltree.types import IntArray
+
+Decoder = Callable[[list[int]], str]
+
+NEIGHBOURHOOD_TOKENS = 16
+_CONTEXT_TOKENS = 8
+_WINDOW_TOKENS = 64
+_FRONT_TOKENS = 32
+_GLUE_TOKENS = 16
+_MARKERS = ("think>", "reasoning>", "thought>", "analysis", "[/THINK]")
+
+
+class BreakCause(StrEnum):
+    """Why the exact prefix did not hold."""
+
+    AGENT_HANDOFF = "agent_handoff"  # another agent's first call
+    RETOKENIZED = "retokenized"  # same text, other ids
+    SYSTEM_CHANGED = "system_or_tools_changed"  # the text before the first sampled token
+    REASONING_STRIPPED = "reasoning_stripped"  # the template dropped earlier thinking
+    COMPACTION = "compaction"  # history was summarized or dropped
+    HISTORY_REWRITTEN = "history_rewritten"  # anything else, rollbacks included
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """One broken prefix.
+
+    `call` and `previous` are call handles of a tree or, in a batch of samples, steps of rollout
+    `rollout`. `previous` is None when the agent had no earlier call. `position` is how many ids
+    agree. `previous_ids` and `current_ids` are up to 16 ids on each side of it, as they were and
+    as they are; the texts are None without a decoder.
+    """
+
+    rollout: int
+    call: int
+    previous: int | None
+    agent: str
+    position: int
+    cause: BreakCause
+    previous_ids: IntArray
+    current_ids: IntArray
+    previous_text: str | None
+    current_text: str | None
+
+    def of(self, rollout: int, call: int, previous: int, agent: str) -> Break:
+        """Return this break with the indices of a rollout instead of those of a tree."""
+        known = None if self.previous is None else previous
+        return replace(self, rollout=rollout, call=call, previous=known, agent=agent)
+
+    def __str__(self) -> str:
+        was = self.previous_ids.tolist() if self.previous_text is None else self.previous_text
+        now = self.current_ids.tolist() if self.current_text is None else self.current_text
+        return (
+            f"rollout {self.rollout} call {self.call}: {self.cause} at token {self.position}, "
+            f"was {was!r}, is {now!r}"
+        )
+
+
+@dataclass(frozen=True)
+class _Divergence:
+    """The two sides of a break from the first differing token on, and what was sampled when."""
+
+    position: int
+    context: IntArray
+    previous: IntArray
+    current: IntArray
+    sampled: tuple[tuple[int, int], ...]
+    first_prompt_len: int
+    decode: Decoder | None
+
+    @cached_property
+    def surviving(self) -> int:
+        """How many of the last ids of the previous path occur in the new prompt."""
+        return surviving_tail(self.previous, self.current)[0]
+
+    @cached_property
+    def end(self) -> int:
+        """The length of the previous path."""
+        return self.position + len(self.previous)
+
+
+def surviving_tail(old: IntArray, new: IntArray) -> tuple[int, int]:
+    """Return the longest suffix of `old` that occurs in `new`: its length and where it starts."""
+    hits = np.empty(0, dtype=np.int64)
+    for needed in (4, 2, 1):
+        if needed <= len(old) and needed <= len(new):
+            hits = np.flatnonzero(new[needed - 1 :] == old[-1]) + needed - 1
+            for back in range(1, needed):
+                hits = hits[new[hits - back] == old[-1 - back]]
+            if len(hits):
+                break
+    best, start = 0, 0
+    for hit in hits[:64].tolist():
+        count = min(hit + 1, len(old))
+        agree = old[len(old) - count :][::-1] == new[hit + 1 - count : hit + 1][::-1]
+        length = count if agree.all() else int(agree.argmin())
+        if length > best:
+            best, start = length, hit + 1 - length
+    return best, start
+
+
+def _retokenized(d: _Divergence) -> bool:
+    if d.decode is None or not len(d.previous) or not len(d.current):
+        return False
+    context = d.context.tolist()
+    texts = [
+        d.decode(context + side[:_WINDOW_TOKENS].tolist()).rstrip("\ufffd")
+        for side in (d.previous, d.current)
+    ]
+    shorter = min(map(len, texts))
+    return texts[0][:shorter] == texts[1][:shorter] and shorter > len(d.decode(context))
+
+
+def _system_changed(d: _Divergence) -> bool:
+    return d.position < d.first_prompt_len and d.end - d.surviving <= d.first_prompt_len
+
+
+def _reasoning_stripped(d: _Divergence) -> bool:
+    for start, end in d.sampled:
+        if not start - _GLUE_TOKENS <= d.position < end or d.position - start > _FRONT_TOKENS:
+            continue
+        completion = d.previous[: end - d.position]
+        window = d.current[: len(completion) + _WINDOW_TOKENS]
+        kept, inserted = max(surviving_tail(side, window) for side in (completion, completion[:-1]))
+        removed = completion[: len(completion) - kept]
+        if not len(removed) or inserted >= max(kept, 1):
+            continue
+        if d.decode is None:
+            return kept >= 2
+        text = d.decode(removed.tolist())
+        return bool(text.strip()) and (kept >= 2 or any(marker in text for marker in _MARKERS))
+    return False
+
+
+def _compaction(d: _Divergence) -> bool:
+    if not len(d.current):
+        return False
+    lost = sum(start >= d.position and end <= d.end - d.surviving for start, end in d.sampled)
+    shorter = len(d.current) < len(d.previous)
+    early = d.position < d.first_prompt_len
+    return bool(lost >= 2 and shorter) or bool(lost and early and (shorter or d.surviving > 1))
+
+
+_RULES: tuple[tuple[BreakCause, Callable[[_Divergence], bool]], ...] = (
+    (BreakCause.RETOKENIZED, _retokenized),
+    (BreakCause.SYSTEM_CHANGED, _system_changed),
+    (BreakCause.REASONING_STRIPPED, _reasoning_stripped),
+    (BreakCause.COMPACTION, _compaction),
+)
+
+
+def explain_break(
+    tree: TokenTree,
+    call: int,
+    previous: int,
+    *,
+    history: Sequence[int] = (),
+    first_prompt_len: int = 0,
+    handoff: bool = False,
+    decode: Decoder | None = None,
+) -> Break:
+    """Compare the prompt of `call` with the path of `previous`; say where and why they part.
+
+    Args:
+        history: calls along the path of `previous` whose sampled tokens are on it, in order,
+            `previous` included.
+        first_prompt_len: prompt length of the agent's first call: what stood before anything was
+            sampled.
+        handoff: `previous` is another agent's call, and this agent had none.
+        decode: ids to text, for `retokenized` and the two texts.
+    """
+    calls, arena = tree.calls, tree.arena
+    old_end, new_end = calls.end(previous), calls.prompt_end(call)
+    position = arena.depth(arena.common(old_end, new_end))
+    old_len, new_len = tree.path_len(previous), tree.prompt_len(call)
+    divergence = _Divergence(
+        position=position,
+        context=_window(tree, old_end, old_len, max(0, position - _CONTEXT_TOKENS), position),
+        previous=_window(tree, old_end, old_len, position, old_len),
+        current=_window(tree, new_end, new_len, position, new_len),
+        sampled=tuple((tree.prompt_len(c), tree.path_len(c)) for c in history or (previous,)),
+        first_prompt_len=first_prompt_len,
+        decode=decode,
+    )
+    cause = BreakCause.AGENT_HANDOFF
+    if not handoff:
+        cause = next(
+            (cause for cause, holds in _RULES if holds(divergence)), BreakCause.HISTORY_REWRITTEN
+        )
+    low, high = position - NEIGHBOURHOOD_TOKENS, position + NEIGHBOURHOOD_TOKENS
+    was = _window(tree, old_end, old_len, max(0, low), min(high, old_len))
+    now = _window(tree, new_end, new_len, max(0, low), min(high, new_len))
+    return Break(
+        rollout=0,
+        call=call,
+        previous=None if handoff else previous,
+        agent=tree.agent(call),
+        position=position,
+        cause=cause,
+        previous_ids=was,
+        current_ids=now,
+        previous_text=None if decode is None else decode(was.tolist()),
+        current_text=None if decode is None else decode(now.tolist()),
+    )
+
+
+def _window(tree: TokenTree, end: Place, length: int, low: int, high: int) -> IntArray:
+    """Return ids `low` to `high` of the path of `length` tokens to `end`."""
+    arena = tree.arena
+    return arena.path(arena.up(end, length - high), high - low) if high > low else arena.path(ROOT)
