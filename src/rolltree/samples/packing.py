@@ -1,26 +1,31 @@
 """Micro-batches of a token budget: first fit decreasing, the same number on every rank.
 
-A micro-batch is one `Sample`: its parts side by side as a forest. Trees over the budget are split
-and repeat their ancestors (`split.py`). Knows token counts only. Leaves out devices and padding
-itself: it says what padding would cost.
+A micro-batch is a tuple of samples; `join_samples` lays them side by side as one forest. Trees over
+the budget are split and repeat their ancestors (`split.py`). Knows token counts only. Leaves out
+devices and padding itself: it says what padding would cost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
 from rolltree.errors import ConfigError
 from rolltree.samples.records import empty_records
-from rolltree.samples.split import join_samples, split_sample
+from rolltree.samples.split import split_sample
 from rolltree.types import Sample
+
+MicroBatch: TypeAlias = tuple[Sample, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PackedSamples:
-    """`ranks[r][m]` is micro-batch m of rank r; every rank has the same number.
+    """`ranks[r][m]` is micro-batch m of rank r; every rank has the same number, maybe none.
+
+    Iterating gives the micro-batches of all ranks, rank by rank.
 
     `report`: `num_micro_batches` per rank, `num_tokens` computed, `num_repeated_tokens` of split
     trees, `num_untrained_samples` and `num_untrained_tokens` left out because nothing in them
@@ -29,8 +34,14 @@ class PackedSamples:
     that are repeated context) and `rank_imbalance` (fullest rank over mean, minus 1).
     """
 
-    ranks: tuple[tuple[Sample, ...], ...]
+    ranks: tuple[tuple[MicroBatch, ...], ...]
     report: dict[str, float]
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return (batch for rank in self.ranks for batch in rank)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.ranks))
 
 
 def pack(samples: Sequence[Sample], max_tokens: int, num_ranks: int = 1) -> PackedSamples:
@@ -54,7 +65,8 @@ def pack(samples: Sequence[Sample], max_tokens: int, num_ranks: int = 1) -> Pack
     bins = _balance(sizes, _first_fit_decreasing(sizes, max_tokens), max_tokens, num_ranks)
     ranks = _deal(sizes, bins, num_ranks)
     batches = tuple(
-        tuple(_join([parts[index] for index in members]) for members in rank) for rank in ranks
+        tuple(tuple(parts[index] for index in members) or (_filler(),) for members in rank)
+        for rank in ranks
     )
     return PackedSamples(batches, _report(samples, trained, parts, batches, max_tokens))
 
@@ -82,7 +94,7 @@ def _balance(
     Longest first into the emptiest bin; where that overflows, the first-fit bins stay and empty
     ones are added.
     """
-    count = max(1, -(-len(bins) // num_ranks)) * num_ranks
+    count = -(-len(bins) // num_ranks) * num_ranks
     even: list[list[int]] = [[] for _ in range(count)]
     load = np.zeros(count, np.int64)
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
@@ -118,10 +130,6 @@ def _deal(sizes: Sequence[int], bins: list[list[int]], num_ranks: int) -> list[l
     return ranks
 
 
-def _join(parts: list[Sample]) -> Sample:
-    return join_samples(parts) if parts else _filler()
-
-
 def _filler() -> Sample:
     """Return a micro-batch that computes one token and trains nothing."""
     one = np.zeros(1, np.int32)
@@ -131,7 +139,7 @@ def _filler() -> Sample:
         subtree_end=np.ones(1, np.int32),
         records=empty_records(),
         origins=(),
-        info={"filler": True, "parts": (), "part_starts": (), "streams": {}},
+        info={"filler": True},
     )
 
 
@@ -139,12 +147,12 @@ def _report(
     samples: Sequence[Sample],
     trained: Sequence[Sample],
     parts: Sequence[Sample],
-    ranks: Sequence[Sequence[Sample]],
+    ranks: Sequence[Sequence[MicroBatch]],
     max_tokens: int,
 ) -> dict[str, float]:
-    totals = [sum(batch.num_tokens for batch in rank) for rank in ranks]
+    batches = [batch for rank in ranks for batch in rank]
+    totals = [sum(part.num_tokens for batch in rank for part in batch) for rank in ranks]
     num_tokens = sum(totals)
-    num_batches = sum(map(len, ranks))
     repeated = sum(int(part.info.get("num_repeated", 0)) for part in parts)
     all_tokens = sum(sample.num_tokens for sample in samples)
     return {
@@ -153,8 +161,8 @@ def _report(
         "num_repeated_tokens": repeated,
         "num_untrained_samples": len(samples) - len(trained),
         "num_untrained_tokens": all_tokens - sum(sample.num_tokens for sample in trained),
-        "num_filler_batches": sum("filler" in batch.info for rank in ranks for batch in rank),
-        "padding_waste": 1.0 - num_tokens / (num_batches * max_tokens),
-        "repetition_waste": repeated / num_tokens,
-        "rank_imbalance": max(totals) * len(totals) / num_tokens - 1.0,
+        "num_filler_batches": sum("filler" in batch[0].info for batch in batches),
+        "padding_waste": 1.0 - num_tokens / (len(batches) * max_tokens) if batches else 0.0,
+        "repetition_waste": repeated / num_tokens if batches else 0.0,
+        "rank_imbalance": max(totals) * len(totals) / num_tokens - 1.0 if batches else 0.0,
     }

@@ -8,6 +8,7 @@ one path as context. Knows the sample's arrays. Leaves out which parts go togeth
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -71,13 +72,13 @@ def split_sample(sample: Sample, max_tokens: int) -> list[Sample]:
     if longest > max_tokens:
         raise TokenError(
             f"a sample has a path of {longest} tokens and a batch holds {max_tokens}; a path "
-            "cannot be split without changing what its tokens attend to. Raise the token budget, or cut "
+            "cannot be split without changing what its tokens attend to. Raise the budget, or cut "
             "samples with build_samples(..., max_seq_len=...)."
         )
     if sample.num_tokens <= max_tokens:
         return [sample]
     bounds = _best_cuts(sample.positions, max_tokens)
-    return [_part(sample, low, high) for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [_part(sample, low, high) for low, high in pairwise(bounds)]
 
 
 def _best_cuts(positions: IntArray, max_tokens: int) -> list[int]:
