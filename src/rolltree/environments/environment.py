@@ -108,7 +108,9 @@ class Environment(Runnable):
         self.max_seq_len = max_seq_len
         self.sampling_args: SamplingArgs = dict(sampling_args or {})
         sampling_from_args(self.sampling_args)  # raises now rather than in every rollout
-        self.rubric = rubric if rubric is not None else Rubric(parser=parser)
+        self.rubric = rubric if rubric is not None else Rubric()
+        if parser is not None:
+            self.rubric.adopt_parser(parser)
         self.parser = parser if parser is not None else self.rubric.parser
         self.row_format = RowFormat(
             env_id=self.env_id,

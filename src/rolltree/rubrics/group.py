@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from rolltree.errors import ConfigError
+from rolltree.parsers import Parser
 from rolltree.rubrics.functions import RewardFunc, RewardFunction
 from rolltree.rubrics.rubric import Rubric, Scores
 from rolltree.types import State, TrajectoryStep
@@ -46,6 +47,12 @@ class RubricGroup(Rubric):
     def has_group_rewards(self) -> bool:
         """Whether some rubric needs the whole group."""
         return any(rubric.has_group_rewards for rubric in self.rubrics)
+
+    def adopt_parser(self, parser: Parser) -> None:
+        """Hand the environment's parser to every rubric that has none of its own."""
+        for rubric in self.rubrics:
+            rubric.adopt_parser(parser)
+        self.parser = self.rubrics[0].parser
 
     def add_reward_func(
         self, func: RewardFunc, weight: float = 1.0, *, cheap: bool = False

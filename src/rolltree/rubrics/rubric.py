@@ -111,11 +111,18 @@ class Rubric:
                 f"a rubric got {len(funcs)} functions and {len(weights)} weights; some function "
                 "would count by accident. Pass one weight per function."
             )
+        self._has_own_parser = parser is not None
         self.parser = parser if parser is not None else Parser()
         self.class_objects: dict[str, Any] = {"parser": self.parser}
         self._functions: list[RewardFunction] = []
         for func, weight in zip(funcs, weights or [1.0] * len(funcs), strict=True):
             self.add_reward_func(func, weight)
+
+    def adopt_parser(self, parser: Parser) -> None:
+        """Use the environment's parser, unless the rubric was given its own."""
+        if not self._has_own_parser:
+            self.parser = parser
+            self.class_objects["parser"] = parser
 
     def add_reward_func(
         self, func: RewardFunc, weight: float = 1.0, *, cheap: bool = False

@@ -1,0 +1,331 @@
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rubric_states import a_state, a_step
+
+from rolltree.errors import ConfigError
+from rolltree.parsers import Parser, XMLParser
+from rolltree.rubrics import Rubric, cheap, write_advantages
+
+
+@cheap
+def correct(completion, answer):
+    return float(completion[-1]["content"] == answer)
+
+
+@cheap
+def length(completion):
+    return len(completion[-1]["content"])
+
+
+@cheap
+def broken(completion):
+    raise RuntimeError("no judge")
+
+
+def score(rubric, *states):
+    for state in states:
+        asyncio.run(rubric.score_rollout(state))
+    return states[0]
+
+
+def test_reward_is_the_weighted_sum_and_metrics_are_not_weighted():
+    state = score(Rubric([correct, length], [1.0, 0.5]), a_state("4"))
+    assert state["reward"] == 1.5
+    assert state["metrics"] == {"correct": 1.0, "length": 1.0}
+    assert state["error"] is None
+
+
+@given(
+    values=st.lists(st.floats(-10, 10), min_size=1, max_size=5),
+    data=st.data(),
+)
+def test_weighted_sum_for_any_weights(values, data):
+    weights = data.draw(st.lists(st.floats(-3, 3), min_size=len(values), max_size=len(values)))
+    rubric = Rubric()
+    for index, (value, weight) in enumerate(zip(values, weights, strict=True)):
+
+        def func(completion, value=value):
+            return value
+
+        func.__name__ = f"f{index}"
+        rubric.add_reward_func(func, weight, cheap=True)
+    state = score(rubric, a_state())
+    expected = 0.0
+    for value, weight in zip(values, weights, strict=True):
+        expected += value * weight
+    assert state["reward"] == pytest.approx(expected)
+    assert list(state["metrics"].values()) == values
+
+
+def test_metrics_do_not_change_the_reward():
+    rubric = Rubric([correct])
+    rubric.add_metric(length)
+    state = score(rubric, a_state("4"))
+    assert state["reward"] == 1.0
+    assert state["metrics"]["length"] == 1.0
+
+
+def test_metrics_the_environment_wrote_stay():
+    state = score(Rubric([correct]), a_state(metrics={"turns": 3.0}))
+    assert state["metrics"] == {"turns": 3.0, "correct": 1.0}
+
+
+def test_scoring_time_is_written():
+    state = score(Rubric([correct]), a_state())
+    assert state["timing"]["scoring_ms"] > 0
+    assert state["timing"]["total_ms"] == pytest.approx(5.0 + state["timing"]["scoring_ms"])
+
+
+def test_a_failed_reward_function_is_none_and_says_so():
+    state = score(Rubric([correct, broken]), a_state())
+    assert state["reward"] is None
+    assert state["metrics"] == {"correct": 1.0, "broken": None}
+    assert state["error"].phase == "scoring"
+    assert "no judge" in state["error"].message
+    assert state["scoring_errors"]["broken"]["type"] == "RuntimeError"
+    assert "in broken" in state["scoring_errors"]["broken"]["traceback"]
+    assert state["trajectory"][0]["reward"] is None
+
+
+def test_a_failed_metric_leaves_the_reward():
+    rubric = Rubric([correct])
+    rubric.add_metric(broken)
+    state = score(rubric, a_state())
+    assert state["reward"] == 1.0
+    assert state["metrics"]["broken"] is None
+    assert state["error"] is None
+    assert state["scoring_errors"]["broken"]["message"] == "no judge"
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), "1.0", [1.0]])
+def test_a_score_that_is_no_number_is_a_failure(value):
+    @cheap
+    def odd(completion):
+        return value
+
+    state = score(Rubric([odd]), a_state())
+    assert state["reward"] is None
+    assert state["metrics"] == {"odd": None}
+    assert state["error"] is not None
+
+
+def test_an_earlier_error_is_kept():
+    earlier = object()
+    assert score(Rubric([broken]), a_state(error=earlier))["error"] is earlier
+
+
+def test_a_rubric_without_functions_leaves_the_reward_alone():
+    assert score(Rubric(), a_state())["reward"] is None
+    state = score(Rubric(), a_state(reward=0.7))
+    assert state["reward"] == 0.7
+    assert state["trajectory"][0]["reward"] == 0.7
+
+
+def test_duplicate_names_are_an_error():
+    rubric = Rubric([correct])
+    with pytest.raises(ConfigError, match="'correct'"):
+        rubric.add_metric(correct)
+    with pytest.raises(ConfigError, match="<lambda>"):
+        Rubric([lambda answer: 1.0, lambda answer: 2.0])
+    with pytest.raises(ConfigError, match="'correct'"):
+        rubric.add_step_reward_func(correct)
+
+
+@pytest.mark.parametrize("weights", [[], [1.0], [1.0, 1.0, 1.0]])
+def test_one_weight_per_function(weights):
+    with pytest.raises(ConfigError, match="weight"):
+        Rubric([correct, length], weights)
+
+
+def test_names_functions_and_weights_can_be_read():
+    rubric = Rubric([correct, length], [1.0, 0.5])
+    assert rubric.get_reward_func_names() == ["correct", "length"]
+    assert rubric.get_reward_funcs() == [correct, length]
+    assert rubric.get_reward_weights() == [1.0, 0.5]
+
+
+def test_the_parser_is_an_argument():
+    parser = XMLParser(["answer"])
+    rubric = Rubric(parser=parser)
+
+    @cheap
+    def parsed(parser, completion, answer):
+        return parser.parse_answer(completion) == answer
+
+    rubric.add_reward_func(parsed)
+    assert score(rubric, a_state("<answer>4</answer>"))["reward"] == 1.0
+
+
+def test_the_environments_parser_is_adopted_unless_there_is_one():
+    parser, own = Parser(), Parser()
+    rubric = Rubric()
+    rubric.adopt_parser(parser)
+    assert rubric.parser is parser
+    assert rubric.class_objects["parser"] is parser
+    rubric = Rubric(parser=own)
+    rubric.adopt_parser(parser)
+    assert rubric.parser is own
+
+
+def test_class_objects_are_arguments():
+    rubric = Rubric()
+    rubric.class_objects["judge"] = lambda text: 0.5
+
+    async def judged(judge, completion):
+        return judge(completion)
+
+    rubric.add_reward_func(judged)
+    assert score(rubric, a_state())["reward"] == 0.5
+
+
+# Steps
+
+
+def test_without_step_functions_every_step_gets_the_rollouts_reward():
+    state = score(Rubric([correct]), a_state("4", steps=[a_step("3"), a_step("4")]))
+    assert [step["reward"] for step in state["trajectory"]] == [1.0, 1.0]
+    assert state["has_step_rewards"] is False
+
+
+def test_scoring_again_replaces_what_was_filled():
+    state = a_state("4", steps=[a_step("3"), a_step("4")])
+    score(Rubric([correct]), state)
+    score(Rubric([correct], [2.0]), state)
+    assert state["reward"] == 2.0
+    assert [step["reward"] for step in state["trajectory"]] == [2.0, 2.0]
+    assert state["has_step_rewards"] is False
+
+
+def test_step_rewards_that_the_environment_set_stay():
+    state = score(Rubric([correct]), a_state("4", steps=[a_step("3", reward=-0.1), a_step("4")]))
+    assert [step["reward"] for step in state["trajectory"]] == [-0.1, 1.0]
+    assert state["has_step_rewards"] is True
+
+
+def test_step_functions_score_each_step_and_add_up():
+    @cheap
+    def good(step, step_index):
+        return 0.25 if step["completion"][0]["content"] == "b" else 0.1 * step_index
+
+    rubric = Rubric([correct])
+    rubric.add_step_reward_func(good, 2.0)
+    state = score(rubric, a_state("4", steps=[a_step("a"), a_step("b"), a_step("4")]))
+    # steps: 0.0, 0.25, 0.2 -> metric 0.45, weighted 0.9, and 1.0 for the rollout on the last
+    assert state["metrics"] == pytest.approx({"correct": 1.0, "good": 0.45})
+    assert state["reward"] == pytest.approx(1.9)
+    assert [s["reward"] for s in state["trajectory"]] == pytest.approx([0.0, 0.5, 1.4])
+    assert state["has_step_rewards"] is True
+
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=6), st.floats(-2, 2))
+def test_step_rewards_always_add_up_to_the_reward(values, weight):
+    @cheap
+    def each(step_index):
+        return values[step_index]
+
+    rubric = Rubric([correct])
+    rubric.add_step_reward_func(each, weight)
+    state = score(rubric, a_state("4", steps=[a_step() for _ in values]))
+    assert sum(s["reward"] for s in state["trajectory"]) == pytest.approx(state["reward"])
+
+
+def test_a_failed_step_function_fails_the_reward():
+    @cheap
+    def sometimes(step_index):
+        return 1.0 if step_index == 0 else 1 / 0
+
+    rubric = Rubric()
+    rubric.add_step_reward_func(sometimes)
+    state = score(rubric, a_state(steps=[a_step(), a_step()]))
+    assert state["reward"] is None
+    assert state["metrics"] == {"sometimes": None}
+    assert state["error"].type == "ZeroDivisionError"
+    assert [step["reward"] for step in state["trajectory"]] == [None, None]
+
+
+def test_step_functions_of_a_rollout_without_steps():
+    @cheap
+    def each(step):
+        return 1.0
+
+    rubric = Rubric([correct])
+    rubric.add_step_reward_func(each)
+    state = score(rubric, a_state("4", steps=[]))
+    assert state["reward"] == 1.0
+    assert state["metrics"]["each"] == 0.0
+
+
+# Groups
+
+
+@cheap
+def longest(completions):
+    sizes = [len(completion[-1]["content"]) for completion in completions]
+    return [float(size == max(sizes)) for size in sizes]
+
+
+def score_group(rubric, states):
+    asyncio.run(rubric.score_group(states))
+    return [state["reward"] for state in states]
+
+
+def test_group_functions_compare():
+    rubric = Rubric([correct, longest], [1.0, 0.5])
+    assert rubric.has_group_rewards
+    states = [a_state("4"), a_state("4444"), a_state("44")]
+    assert score_group(rubric, states) == [1.0, 0.5, 0.0]
+    assert [state["advantage"] for state in states] == [0.5, 0.0, -0.5]
+    assert [state["trajectory"][0]["advantage"] for state in states] == [0.5, 0.0, -0.5]
+
+
+def test_a_group_function_on_one_rollout_scores_a_group_of_one():
+    assert score(Rubric([longest]), a_state("4"))["reward"] == 1.0
+
+
+@pytest.mark.parametrize("value", [[1.0], [1.0, 2.0, 3.0], 1.0, None])
+def test_a_group_function_must_return_one_score_each(value):
+    @cheap
+    def odd(states):
+        return value
+
+    states = [a_state(), a_state()]
+    assert score_group(Rubric([odd]), states) == [None, None]
+    assert "one number per rollout" in states[0]["error"].message
+    assert states[0]["advantage"] is None
+
+
+def test_one_bad_score_in_a_group_fails_that_rollout_alone():
+    @cheap
+    def odd(states):
+        return [1.0, None, 3.0]
+
+    states = [a_state(), a_state(), a_state()]
+    assert score_group(Rubric([odd]), states) == [1.0, None, 3.0]
+    assert [state["advantage"] for state in states] == [-1.0, None, 1.0]
+
+
+def test_a_failing_group_function_fails_the_group():
+    @cheap
+    def odd(states):
+        raise KeyError("gone")
+
+    states = [a_state(), a_state()]
+    assert score_group(Rubric([odd]), states) == [None, None]
+    assert [state["error"].type for state in states] == ["KeyError", "KeyError"]
+
+
+def test_advantages_keep_what_a_step_already_has():
+    states = [a_state(steps=[a_step(advantage=9.0), a_step()]), a_state()]
+    states[0]["reward"], states[1]["reward"] = 1.0, 0.0
+    write_advantages(states)
+    assert [step["advantage"] for step in states[0]["trajectory"]] == [9.0, 0.5]
+    assert states[1]["advantage"] == -0.5
+
+
+def test_advantages_of_a_group_in_which_nothing_was_scored():
+    states = [a_state(), a_state()]
+    write_advantages(states)
+    assert [state["advantage"] for state in states] == [None, None]
