@@ -88,13 +88,15 @@ class ChatRenderer:
         if "tool_use" in sources:
             self._tool_template = ChatTemplate(sources["tool_use"], names)
             self._tool_glue = Glue(self._tool_template, self.vocabulary, end_ids)
-        self.end_ids = tuple(dict.fromkeys((*self._glue.end_ids, *self._tool_glue.end_ids)))
+        self.end_ids = tuple(
+            dict.fromkeys((*self._glue.ends.end_ids, *self._tool_glue.ends.end_ids))
+        )
         """Token ids that end a turn: an engine stops after sampling one of them."""
         self._parser = CompletionParser(
             self._tool_template.source,
             tool_parser=tool_parser,
             reasoning=reasoning,
-            opener=self._glue.opener,
+            start=self._glue.ends.start,
         )
 
     def render(
@@ -130,13 +132,10 @@ class ChatRenderer:
         assistant, new = messages[num_old - 1], messages[num_old:]
         glue = self._tool_glue if tools else self._glue
         try:
-            text = glue.suffix(assistant, new, tools)
+            last_id = int(previous_ids[-1]) if len(previous_ids) else None
+            ids, text = glue.suffix(last_id, assistant, new, tools)
         except GlueError as error:
             return Continuation(None, self.render(messages, tools), str(error))
-        ids = self.vocabulary.encode(text)
-        ended = len(previous_ids) > 0 and int(previous_ids[-1]) in self.end_ids
-        if ended and len(ids) and int(ids[0]) in self.end_ids:
-            ids, text = ids[1:], text[len(self.vocabulary.decode(ids[:1])) :]
         if self.history == "template":
             template = self._tool_template if tools else self.template
             whole = template.render(messages, tools)

@@ -33,8 +33,8 @@ class ParsedCompletion:
 class CompletionParser:
     """Reads completions in one model's style.
 
-    `source` is the chat template, in which "auto" finds the styles; `opener` is what the template
-    puts before an answer: reasoning may have been opened there.
+    `source` is the chat template, in which "auto" finds the styles; `start` is a prompt as the
+    template ends it: reasoning may have been opened there.
 
     Raises:
         UnknownName: no parser or no reasoning style has that name.
@@ -46,7 +46,7 @@ class CompletionParser:
         *,
         tool_parser: str = "auto",
         reasoning: str = "auto",
-        opener: str = "",
+        start: str = "",
     ) -> None:
         self.tool_parser = find_tool_parser(source) if tool_parser == "auto" else tool_parser
         self.reasoning = _find_reasoning(source) if reasoning == "auto" else reasoning
@@ -56,7 +56,7 @@ class CompletionParser:
                     f"no way to read completions is called {name!r}." + did_you_mean(name, table)
                 )
         self._tags = REASONING_TAGS[self.reasoning]
-        self._starts_inside = bool(self._tags[0]) and opener.rstrip().endswith(self._tags[0])
+        self._starts_inside = bool(self._tags[0]) and start.rstrip().endswith(self._tags[0])
 
     def parse(
         self,

@@ -4,8 +4,8 @@ The glue (assistant close, new messages, next opener) is found by rendering a sh
 conversation whose assistant message is a sentinel, and cutting the result behind the sentinel. So
 its cost is that of the new messages, whatever the length of the history. For each shape of
 continuation (roles of the new messages, tools, kind of assistant message) the cut is checked once:
-it must not depend on what came before, nothing of the new messages may be missing, and its tokens
-must be the ones the tokenizer gives in context.
+it must not depend on what came before, and its tokens must be the ones that the tokenizer gives in
+context.
 
 It knows templates and tokenizers. It knows nothing about engines or sessions, and it leaves out
 what to do when the glue cannot be found: `GlueError` says why, the caller renders everything.
@@ -13,20 +13,19 @@ what to do when the glue cannot be found: `GlueError` says why, the caller rende
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rolltree.errors import RolltreeError
-from rolltree.inference.template import ChatTemplate, TemplateError, for_template
+from rolltree.inference.ends import PROBE, SENTINEL, TurnEnds, learn_ends, render, stand_in
+from rolltree.inference.template import ChatTemplate, TemplateError
 from rolltree.inference.vocabulary import Vocabulary
-from rolltree.types import ChatMessage, ToolSchema
+from rolltree.types import ChatMessage, IntArray, ToolSchema
 
-SENTINEL = "Qz7AnchorZq"
-_PROBE: list[ChatMessage] = [{"role": "user", "content": "Probe."}]
 _LONG_PROBE: list[ChatMessage] = [
     {"role": "user", "content": "Earlier."},
     {"role": "assistant", "content": "Before."},
-    {"role": "user", "content": "Probe."},
+    *PROBE,
 ]
 
 
@@ -34,60 +33,66 @@ class GlueError(RolltreeError):
     """This template's continuation cannot be cut out and verified; the message says why."""
 
 
-class Glue:
-    """What one template puts between turns, learned on first use and remembered.
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """What checking one shape of continuation found; `problem` is None when the cut is sound."""
 
-    `opener` is what `add_generation_prompt` adds. `close_id` is the token with which the template
-    closes an assistant message (None: it uses none), `end_ids` are all tokens that end a turn.
-    """
+    show_tools: bool
+    problem: str | None
+
+
+class Glue:
+    """What one template puts between turns, learned on first use and remembered."""
 
     def __init__(
         self, template: ChatTemplate, vocabulary: Vocabulary, end_ids: Sequence[int] = ()
     ) -> None:
         self._template = template
         self._vocabulary = vocabulary
-        self._verified: dict[tuple[object, ...], str | None] = {}
-        self.opener = self._learn_opener()
-        self.close_id = self._learn_close()
-        known = [*end_ids, *vocabulary.end_ids]
-        if self.close_id is not None:
-            known.insert(0, self.close_id)
-        self.end_ids = tuple(dict.fromkeys(known))
-        self._end_texts = tuple(vocabulary.decode([token]) for token in self.end_ids)
+        self.ends: TurnEnds = learn_ends(template, vocabulary, end_ids)
+        self._end_texts = tuple(vocabulary.decode([token]) for token in self.ends.end_ids)
+        self._verdicts: dict[tuple[object, ...], _Verdict] = {}
 
     def suffix(
         self,
+        last_id: int | None,
         assistant: ChatMessage,
         new_messages: Sequence[ChatMessage],
-        tools: Sequence[ToolSchema] | None,
-    ) -> str:
-        """Return the text from the assistant's close to the next opener.
+        tools: Sequence[ToolSchema] | None = None,
+    ) -> tuple[IntArray, str]:
+        """Return what follows sampled ids that end with `last_id`: ids (int32 `[_T]`) and text.
 
-        It starts with the closing token's text where the template has one.
+        The template's closing token is left out where the sampled ids end with it, or with another
+        end token in its place.
 
         Raises:
             GlueError: the template gives no verifiable cut for this continuation.
         """
-        calls = bool(assistant.get("tool_calls"))
-        shape = (calls, bool(tools), *(_shape(message) for message in new_messages))
-        stand_in = _stand_in(assistant)
-        text = self._cut(_PROBE, stand_in, new_messages, tools)
-        if shape not in self._verified:
-            self._verified[shape] = self._verify(text, stand_in, new_messages, tools)
-        problem = self._verified[shape]
-        if problem is not None:
-            raise GlueError(problem)
-        return text
+        probe = stand_in(assistant)
+        shape = ("tool_calls" in probe, bool(tools), *map(_shape, new_messages))
+        if shape not in self._verdicts:
+            self._verdicts[shape] = self._verify(probe, new_messages, tools)
+        verdict = self._verdicts[shape]
+        if verdict.problem is not None:
+            raise GlueError(verdict.problem)
+        text = self._cut(PROBE, probe, new_messages, tools if verdict.show_tools else None)
+        ids = self._vocabulary.encode(text)
+        if last_id in self.ends.end_ids and len(ids):
+            first = int(ids[0])
+            if first == last_id or first in self.ends.close_ids:
+                return ids[1:], text[len(self._vocabulary.decode([first])) :]
+        return ids, text
 
     def _cut(
         self,
         context: list[ChatMessage],
-        stand_in: ChatMessage,
+        probe: ChatMessage,
         new_messages: Sequence[ChatMessage],
         tools: Sequence[ToolSchema] | None,
     ) -> str:
+        """Return what the template writes from the close of `probe` to the next opener."""
         try:
-            text = self._template.render([*context, stand_in, *new_messages], tools)
+            text = self._template.render([*context, probe, *new_messages], tools)
         except TemplateError as error:
             raise GlueError(f"the template refuses the probe conversation ({error})") from error
         if text.count(SENTINEL) != 1:
@@ -95,74 +100,55 @@ class Glue:
                 f"the template shows an earlier assistant message {text.count(SENTINEL)} times"
             )
         tail = text[text.index(SENTINEL) + len(SENTINEL) :]
-        if not stand_in.get("tool_calls"):
+        if "tool_calls" not in probe:
             return tail
-        ends = [tail.find(end) for end in self._end_texts]
-        if not any(end >= 0 for end in ends):
-            raise GlueError("no end token closes an assistant message with tool calls")
-        return tail[min(end for end in ends if end >= 0) :]
+        ends = [at for at in map(tail.find, self._end_texts) if at >= 0]
+        if ends:
+            return tail[min(ends) :]
+        alone = render(self._template, [*context, probe], tools).rpartition(SENTINEL)[2]
+        if not alone or not tail.startswith(alone):
+            raise GlueError("the end of an assistant message with tool calls cannot be found")
+        return tail[len(alone) :]
 
     def _verify(
         self,
-        text: str,
-        stand_in: ChatMessage,
+        probe: ChatMessage,
         new_messages: Sequence[ChatMessage],
         tools: Sequence[ToolSchema] | None,
-    ) -> str | None:
-        """Return why the cut `text` cannot be used, or None."""
+    ) -> _Verdict:
+        show = self._shows_tools_first(probe, new_messages, tools)
+        shown = tools if show else None
         try:
-            after_more = self._cut(_LONG_PROBE, stand_in, new_messages, tools)
+            text = self._cut(PROBE, probe, new_messages, shown)
+            after_more = self._cut(_LONG_PROBE, probe, new_messages, shown)
         except GlueError as error:
-            return str(error)
+            return _Verdict(show, str(error))
         if after_more != text:
-            return "what the template writes for new messages depends on the earlier ones"
-        for message in new_messages:
-            content = for_template(message).get("content")
-            if isinstance(content, str) and message.get("role") != "assistant":
-                shown = (content.strip(), json.dumps(content.strip(), ensure_ascii=False)[1:-1])
-                if not any(form in text for form in shown):
-                    return f"the template changes or drops a new {message.get('role')} message"
-        encode = self._vocabulary.encode
-        ids = encode(text)
-        whole = encode(self._template.render([*_PROBE, stand_in, *new_messages], tools))
-        if len(ids) and list(whole[len(whole) - len(ids) :]) != list(ids):
-            return "the tokenizer splits the new text differently inside the conversation"
-        return None
+            problem = "what the template writes for new messages depends on the earlier ones"
+            return _Verdict(show, problem)
+        ids = self._vocabulary.encode(text)
+        whole = self._vocabulary.encode(
+            self._template.render([*PROBE, probe, *new_messages], shown)
+        )
+        if whole[len(whole) - len(ids) :].tolist() != ids.tolist():
+            problem = "the tokenizer splits the new text differently inside the conversation"
+            return _Verdict(show, problem)
+        return _Verdict(show, None)
 
-    def _learn_opener(self) -> str:
-        try:
-            closed = self._template.render(_PROBE, add_generation_prompt=False)
-            opened = self._template.render(_PROBE)
-        except TemplateError:
-            return ""
-        return opened[len(closed) :] if opened.startswith(closed) else ""
-
-    def _learn_close(self) -> int | None:
-        answer: ChatMessage = {"role": "assistant", "content": SENTINEL}
-        try:
-            text = self._template.render([*_PROBE, answer, *_PROBE], add_generation_prompt=False)
-        except TemplateError:
-            return None
-        ids = self._vocabulary.encode(text[text.rfind(SENTINEL) + len(SENTINEL) :])
-        return int(ids[0]) if len(ids) and self._vocabulary.is_special(int(ids[0])) else None
+    def _shows_tools_first(
+        self,
+        probe: ChatMessage,
+        new_messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSchema] | None,
+    ) -> bool:
+        """Whether tools keep their place: where they move to the newest message, as in Mistral's
+        templates, they were already shown and are not shown again.
+        """
+        if not tools:
+            return False
+        first = render(self._template, PROBE, tools)
+        return render(self._template, [*PROBE, probe, *new_messages], tools).startswith(first)
 
 
 def _shape(message: ChatMessage) -> tuple[object, bool]:
     return (message.get("role"), bool(message.get("tool_calls")))
-
-
-def _stand_in(assistant: ChatMessage) -> ChatMessage:
-    """Return a probe message with the sentinel where the assistant's own text would end."""
-    calls = assistant.get("tool_calls")
-    if not calls:
-        return {"role": "assistant", "content": SENTINEL}
-    probes = [
-        {
-            "id": call.get("id", "call_0"),
-            "type": "function",
-            "function": {"name": call["function"]["name"], "arguments": {"probe": "x"}},
-        }
-        for call in calls
-    ]
-    probes[-1]["function"]["arguments"] = {"probe": SENTINEL}
-    return {"role": "assistant", "content": "", "tool_calls": probes}

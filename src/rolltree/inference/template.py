@@ -9,7 +9,7 @@ It leaves out images and audio: a message with other than text parts is refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -74,6 +74,7 @@ class ChatTemplate:
                 f"the chat template does not compile (line {error.lineno}: {error.message}), so no "
                 "prompt can be rendered. Check the model folder's chat_template."
             ) from error
+        self._parts = self._wants_parts()
 
     def render(
         self,
@@ -88,11 +89,31 @@ class ChatTemplate:
             TemplateError: the template refuses these messages or outgrew `limits`.
             UnsupportedSetting: a message holds something other than text.
         """
+        prepared = [for_template(message, self._parts) for message in messages]
+        try:
+            return self._render(prepared, tools, add_generation_prompt)
+        except TemplateError:
+            # Some templates (DeepSeek V3) take tool arguments as text, most as a mapping.
+            as_text = [_with_text_arguments(message) for message in prepared]
+            if as_text == prepared:
+                raise
+            try:
+                return self._render(as_text, tools, add_generation_prompt)
+            except TemplateError:
+                pass
+            raise
+
+    def _render(
+        self,
+        messages: list[ChatMessage],
+        tools: Sequence[ToolSchema] | None,
+        add_generation_prompt: bool,
+    ) -> str:
         try:
             with guarded(self.limits):
                 return self._template.render(
                     **self.variables,
-                    messages=[for_template(message) for message in messages],
+                    messages=messages,
                     tools=list(tools) if tools else None,
                     documents=None,
                     add_generation_prompt=add_generation_prompt,
@@ -109,25 +130,62 @@ class ChatTemplate:
                 "model folder should have; choose another template."
             ) from error
 
+    def _wants_parts(self) -> bool:
+        """Whether content must be a list of parts, as templates of vision models have it."""
+        probe = "Qz7PartsZq"
+        for parts in (False, True):
+            message = for_template({"role": "user", "content": probe}, parts)
+            try:
+                if probe in self._render([message], None, True):
+                    return parts
+            except TemplateError:
+                continue
+        return False
 
-def for_template(message: ChatMessage) -> ChatMessage:
+
+def for_template(message: ChatMessage, parts: bool = False) -> ChatMessage:
     """Return the message as templates expect it; the same dict where it already is.
 
-    Text parts are joined with a newline, and JSON strings of tool arguments become mappings, since
-    templates write them out with `tojson`.
+    Content becomes one string (text parts joined with a newline), or a list of one text part.
+    JSON strings of tool arguments become mappings, since templates write them out with `tojson`.
     """
     content = message.get("content")
     calls = message.get("tool_calls")
-    if isinstance(content, str) and not calls:
+    if isinstance(content, str) and not calls and not parts:
         return message
     copy = dict(message)
-    if content is None:
-        copy["content"] = ""
-    elif not isinstance(content, str):
-        copy["content"] = _join_parts(content)
+    text = content if isinstance(content, str) else _join_parts(content or ())
+    copy["content"] = [{"type": "text", "text": text}] if parts else text
     if calls:
-        copy["tool_calls"] = [_with_mapping(call) for call in calls]
+        copy["tool_calls"] = [_with_arguments(call, _parsed) for call in calls]
     return copy
+
+
+def _with_text_arguments(message: ChatMessage) -> ChatMessage:
+    if not message.get("tool_calls"):
+        return message
+    calls = [_with_arguments(call, _dumped) for call in message["tool_calls"]]
+    return {**message, "tool_calls": calls}
+
+
+def _with_arguments(call: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    function = dict(call.get("function") or {})
+    function["arguments"] = change(function.get("arguments"))
+    return {**call, "type": call.get("type", "function"), "function": function}
+
+
+def _parsed(arguments: Any) -> Any:
+    if isinstance(arguments, str):
+        try:
+            value = json.loads(arguments)
+        except ValueError:
+            return arguments
+        return value if isinstance(value, dict) else arguments
+    return arguments
+
+
+def _dumped(arguments: Any) -> Any:
+    return _to_json(arguments) if isinstance(arguments, dict) else arguments
 
 
 def _join_parts(parts: Any) -> str:
@@ -143,19 +201,6 @@ def _join_parts(parts: Any) -> str:
                 "into token ids here. Send such messages to a server that renders them itself."
             )
     return "\n".join(texts)
-
-
-def _with_mapping(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function") or {})
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments)
-        except ValueError:
-            parsed = None
-        if isinstance(parsed, dict):
-            function["arguments"] = parsed
-    return {**call, "type": call.get("type", "function"), "function": function}
 
 
 def _shorten(roles: list[Any]) -> str:

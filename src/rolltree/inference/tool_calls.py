@@ -50,6 +50,11 @@ def parse_glm(text: str) -> ToolCalls:
     return _parse_blocks(text, _HERMES, _from_pairs)
 
 
+def parse_qwen_xml(text: str) -> ToolCalls:
+    """Read `<tool_call><function=name><parameter=key>value` (Qwen3-Coder, Qwen 3.5, Nemotron)."""
+    return _parse_blocks(text, _HERMES, _from_xml)
+
+
 def parse_deepseek(text: str) -> ToolCalls:
     """Read DeepSeek V3 and R1 (fenced JSON) and V3.1 (bare JSON) calls."""
     found = _parse_blocks(text, _DEEPSEEK, _from_deepseek)
@@ -96,14 +101,16 @@ TOOL_PARSERS: dict[str, ToolParser] = {
     "mistral": parse_mistral,
     "deepseek": parse_deepseek,
     "glm": parse_glm,
+    "qwen_xml": parse_qwen_xml,
 }
 
 _MARKERS: tuple[tuple[str, str], ...] = (
     ("<arg_key>", "glm"),
+    ("<function=", "qwen_xml"),
     ("<tool_call>", "hermes"),
     ("tool\u2581call\u2581begin", "deepseek"),
     ("[TOOL_CALLS]", "mistral"),
-    ('"parameters": ', "llama3"),
+    ('"parameters": dictionary', "llama3"),
 )
 
 
@@ -140,6 +147,8 @@ _DEEPSEEK = re.compile(
 )
 _DEEPSEEK_LIST = re.compile(f"{_deepseek('calls', 'begin')}|{_deepseek('calls', 'end')}")
 _DEEPSEEK_SEPARATOR = _deepseek("sep")
+_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*)</function>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
@@ -192,6 +201,15 @@ def _from_pairs(body: str) -> ToolCall:
     if not name or "\n" in name:
         raise ValueError("a call starts with the tool's name on a line of its own")
     return _from_value({"name": name, "arguments": {k: _value(v) for k, v in _PAIR.findall(body)}})
+
+
+def _from_xml(body: str) -> ToolCall:
+    match = _FUNCTION.fullmatch(body)
+    if match is None:
+        raise ValueError("a call is <function=NAME>...</function>")
+    return _from_value(
+        {"name": match[1], "arguments": {k: _value(v) for k, v in _PARAMETER.findall(match[2])}}
+    )
 
 
 def _value(text: str) -> Any:
