@@ -122,7 +122,7 @@ def test_collate_keeps_two_temperatures_at_one_position_apart():
 def test_collate_refuses_what_cannot_be_trained():
     sample = flat(Call([1, 2], [3]))
     sample.records.source[0] = 3
-    with pytest.raises(TokenError, match="r0.*position 3"):
+    with pytest.raises(TokenError, match=r"r0.*position 3"):
         collate([sample])
     with pytest.raises(TokenError, match="nothing to train on"):
         collate([flat(Call([1, 2], []))])

@@ -1,0 +1,66 @@
+"""Training: credit, losses, exact training on token trees, the loop and its checkpoints.
+
+`train(config, source=..., run=..., client=..., engine=..., model=...)` is the whole loop;
+`build_local` makes the parts that a config names. The room takes rollouts from any source and
+never imports an environment or the evaluation. It leaves out critics and several machines.
+"""
+
+from rolltree.training.aggregation import AGGREGATIONS, coefficients
+from rolltree.training.algorithms import ALGORITHMS, Algorithm, resolve_algorithm
+from rolltree.training.build import LocalParts, build_local, open_run
+from rolltree.training.checkpoint import Checkpoints, TrainState, export_model
+from rolltree.training.config import MAY_CHANGE, TrainConfig, load_train_config
+from rolltree.training.credit import CREDITS, CreditPolicy, assign_credit
+from rolltree.training.forward import LogprobModel
+from rolltree.training.layout import Forest, collate, prune
+from rolltree.training.losses import KLS, LOSSES, LossInputs, LossTerms, get_loss
+from rolltree.training.optim import Optimizer, learning_rate
+from rolltree.training.plan import step_requests, task_indices
+from rolltree.training.reporter import Reporter, Silent, TrainReport, TrainStart
+from rolltree.training.train import Evaluate, WeightTarget, train, train_async
+from rolltree.training.trainer import Trainer
+from rolltree.training.tree_support import check_tree_support, why_not_tree
+
+__all__ = [
+    "AGGREGATIONS",
+    "ALGORITHMS",
+    "Algorithm",
+    "CREDITS",
+    "Checkpoints",
+    "CreditPolicy",
+    "Evaluate",
+    "Forest",
+    "KLS",
+    "LOSSES",
+    "LocalParts",
+    "LogprobModel",
+    "LossInputs",
+    "LossTerms",
+    "MAY_CHANGE",
+    "Optimizer",
+    "Reporter",
+    "Silent",
+    "TrainConfig",
+    "TrainReport",
+    "TrainStart",
+    "TrainState",
+    "Trainer",
+    "WeightTarget",
+    "assign_credit",
+    "build_local",
+    "check_tree_support",
+    "coefficients",
+    "collate",
+    "export_model",
+    "get_loss",
+    "learning_rate",
+    "load_train_config",
+    "open_run",
+    "prune",
+    "resolve_algorithm",
+    "step_requests",
+    "task_indices",
+    "train",
+    "train_async",
+    "why_not_tree",
+]

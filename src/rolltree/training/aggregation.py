@@ -9,7 +9,7 @@ rollout and on the model call that a token belongs to, never on how samples were
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from rolltree.types import Records
 Coefficients: TypeAlias = NDArray[np.float32]
 
 
-def _ratio(values: NDArray[np.float64], divisor: NDArray[np.float64] | float) -> Coefficients:
+def _ratio(values: NDArray[np.float64], divisor: NDArray[Any] | float) -> Coefficients:
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(values > 0, values / divisor, 0.0).astype(np.float32)
 
@@ -29,7 +29,8 @@ def _mean_of_means(keys: NDArray[np.int64], weight: NDArray[np.float64]) -> Coef
     _, index = np.unique(keys, axis=0, return_inverse=True)
     index = np.asarray(index).reshape(-1)
     total = np.bincount(index, weights=weight)
-    return _ratio(weight, total[index] * max(1, int((total > 0).sum())))
+    divisor = total[index] * float(max(1, int((total > 0).sum())))
+    return _ratio(weight, divisor)
 
 
 def token_mean(records: Records, length: int) -> Coefficients:

@@ -19,10 +19,10 @@ from typing import Literal
 import numpy as np
 
 from rolltree.errors import TrainingError, UnknownName, did_you_mean
+from rolltree.samples import TruncationPolicy, truncation_effect
 from rolltree.types import RolloutResult, State
 
 OnError = Literal["exclude", "zero"]
-OnTruncated = Literal["keep", "drop", "mask", "penalize"]
 
 STD_EPSILON = 1e-6
 
@@ -49,22 +49,20 @@ CreditFn = Callable[[Sequence[Episode], float], list[list[float]]]
 class CreditPolicy:
     """What becomes of an episode that failed or was cut.
 
-    `on_error`: `exclude` leaves it out of the baseline and of training; `zero` counts and trains it
-    with reward 0. `on_truncated`: `keep` treats it like any other; `drop` leaves it out of the
-    baseline and of training; `mask` counts its reward in the baseline and does not train it;
-    `penalize` takes `truncation_penalty` off its reward first. `discount` is per agent turn and
-    read by `monte_carlo` only.
+    `on_error`: `exclude` leaves a failed episode out of the group's baseline, `zero` counts it
+    there with reward 0; its own tokens are not trained either way. `truncation` and `max_seq_len`
+    are those that `build_samples` gets. `discount` is per agent turn; only `monte_carlo` reads it.
     """
 
     on_error: OnError = "exclude"
-    on_truncated: OnTruncated = "keep"
-    truncation_penalty: float = 0.0
+    truncation: TruncationPolicy = field(default_factory=TruncationPolicy)
+    max_seq_len: int | None = None
     discount: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class CreditReport:
-    """The states to train on, in request order, and what happened to the others."""
+    """The states that have an advantage, in request order, and counts of what became of all."""
 
     trained: tuple[State, ...]
     metrics: dict[str, float] = field(default_factory=dict)
@@ -175,19 +173,21 @@ def assign_credit(
         raise UnknownName(f"there is no credit {credit!r}.{did_you_mean(credit, CREDITS)}")
     policy = policy or CreditPolicy()
     groups: dict[tuple[str, int], list[_Member]] = {}
-    counts = {"failed": 0, "truncated": 0, "untrained": 0}
+    num_failed = num_truncated = 0
     for result in results:
         for slot, state in enumerate(result.states):
-            failed = result.error is not None or state.get("error") is not None
-            truncated = bool(state.get("truncated"))
-            counts["failed"] += failed
-            counts["truncated"] += truncated
             _write(state, [])
-            member = _member(result, state, policy, failed=failed, truncated=truncated)
-            if member is not None:
-                groups.setdefault((result.request.group_id, slot), []).append(member)
-    num_flat = 0
+            failed = result.error is not None or state.get("error") is not None
+            num_failed += failed
+            effect = truncation_effect(state, policy.truncation, max_seq_len=policy.max_seq_len)
+            num_truncated += effect.truncated
+            if (failed and policy.on_error == "exclude") or not effect.in_baseline:
+                continue
+            reward = 0.0 if failed else _finite(effect.reward, result)
+            member = _Member(state, _episode(state, reward), trains=not failed)
+            groups.setdefault((result.request.group_id, slot), []).append(member)
     trained: set[int] = set()
+    num_flat = 0
     for members in groups.values():
         episodes = [member.episode for member in members]
         num_flat += len({episode.reward for episode in episodes}) == 1
@@ -197,41 +197,35 @@ def assign_credit(
                 _write(member.state, advantages)
                 trained.add(id(member.state))
     states = [state for result in results for state in result.states]
-    counts["untrained"] = len(states) - len(trained)
     count = max(1, len(states))
     return CreditReport(
         tuple(state for state in states if id(state) in trained),
         {
-            "credit/failed_share": counts["failed"] / count,
-            "credit/truncated_share": counts["truncated"] / count,
-            "credit/untrained_share": counts["untrained"] / count,
+            "credit/failed_share": num_failed / count,
+            "credit/truncated_share": num_truncated / count,
+            "credit/untrained_share": 1 - len(trained) / count,
             "credit/flat_group_share": num_flat / max(1, len(groups)),
         },
     )
 
 
-def _member(
-    result: RolloutResult, state: State, policy: CreditPolicy, *, failed: bool, truncated: bool
-) -> _Member | None:
-    """Return what the group sees of this state, or None when it is left out."""
-    steps = state.get("trajectory") or []
-    if failed and (policy.on_error == "exclude" or not steps):
-        return None
-    if truncated and policy.on_truncated == "drop":
-        return None
-    reward = 0.0 if failed else state.get("reward")
+def _finite(reward: float | None, result: RolloutResult) -> float:
     if reward is None or not math.isfinite(reward):
         raise TrainingError(
             f"rollout {result.request.request_id} did not fail and has the reward {reward!r}, so "
             "no advantage can be computed from it. A reward function must return a finite number; "
             "one that cannot should raise, which records the rollout as failed."
         )
-    if truncated and policy.on_truncated == "penalize":
-        reward -= policy.truncation_penalty
-    call_rewards = tuple(None if failed else step.get("reward") for step in steps)
-    turns = tuple(_turn(step.get("extras") or {}, index) for index, step in enumerate(steps))
-    trains = not (truncated and policy.on_truncated == "mask")
-    return _Member(state, Episode(float(reward), call_rewards, turns), trains)
+    return reward
+
+
+def _episode(state: State, reward: float) -> Episode:
+    steps = state.get("trajectory") or []
+    return Episode(
+        reward,
+        tuple(step.get("reward") for step in steps),
+        tuple(_turn(step.get("extras") or {}, index) for index, step in enumerate(steps)),
+    )
 
 
 def _turn(extras: dict[str, object], index: int) -> int:

@@ -8,6 +8,7 @@ refused before training, by `config.py`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,9 +32,7 @@ class _Gather(torch.autograd.Function):
     """log softmax of each row, at one target per record, and each row's entropy."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, logits: Tensor, row: Tensor, target: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, row: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """`logits` `[_S, _V]`, `row` and `target` `[_R]` -> logprob `[_R]`, entropy `[_S]`."""
         log_total = logits.logsumexp(-1, keepdim=True)
         logprob = logits[row, target] - log_total[row, 0]
@@ -45,7 +44,7 @@ class _Gather(torch.autograd.Function):
         return logprob, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
         probability, row, target = ctx.saved_tensors
         of_row = torch.zeros(len(probability), device=grad.device, dtype=grad.dtype)
         of_row.index_add_(0, row, grad)
@@ -78,14 +77,16 @@ def gather_logprobs(
     def chunk(part: Tensor, temperature: Tensor, row: Tensor, wanted: Tensor) -> Any:
         logits = head(part)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return _Gather.apply(logits / temperature[:, None] if tempered else logits, row, wanted)
+        if tempered:
+            logits = logits / temperature[:, None]
+        return _Gather.apply(logits, row, wanted)  # type: ignore[no-untyped-call]
 
     num_rows = len(hidden)
     order = torch.argsort(record_row, stable=True)
-    bounds = list(range(0, num_rows, chunk_rows)) + [num_rows]
+    bounds = [*list(range(0, num_rows, chunk_rows)), num_rows]
     edges = torch.searchsorted(record_row[order], torch.tensor(bounds, device=record_row.device))
     logprobs, entropies = [], []
-    for index, (first, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for index, (first, stop) in enumerate(itertools.pairwise(bounds)):
         chosen = order[edges[index] : edges[index + 1]]
         row = record_row[chosen] - first
         args = (hidden[first:stop], row_temperature[first:stop], row, target[chosen])

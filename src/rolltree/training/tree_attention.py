@@ -74,7 +74,7 @@ class _TreeAttention(torch.autograd.Function):
     """Softmax attention over blocks. Query heads that share a key head are rows of one matrix."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, scale: float
     ) -> Tensor:
         """`query` `[1, _H, _T, d]`, `key` and `value` `[1, _K, _T, d]` -> `[1, _T, _H, d]`."""
@@ -106,7 +106,7 @@ class _TreeAttention(torch.autograd.Function):
         return merged.reshape(1, num_tokens, num_heads, -1).to(query.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, log_total = ctx.saved_tensors
         num_kv, num_tokens, width = k.shape
         group = q.shape[1] // num_tokens
@@ -150,7 +150,9 @@ def forest_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=key.shape[1] < query.shape[1]
         )
         return out.transpose(1, 2)
-    result: Tensor = _TreeAttention.apply(query, key, value, layout, scale)
+    result: Tensor = _TreeAttention.apply(  # type: ignore[no-untyped-call]
+        query, key, value, layout, scale
+    )
     return result
 
 

@@ -1,0 +1,99 @@
+"""The rollouts of one step: those that are stored already, and the missing ones run now.
+
+Each finished rollout is stored before it counts, so a killed run asks only for what is missing.
+When the source compares the members of a group, a group is stored whole or not at all. It knows
+the engine and the run store. It leaves out what is learned from a rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from rolltree.errors import TrainingError
+from rolltree.rollouts import GroupScorer, RolloutEngine
+from rolltree.rollouts.record import decode_results, encode_result
+from rolltree.store import Run
+from rolltree.training.plan import PHASE
+from rolltree.types import RolloutRequest, RolloutResult
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """Results in request order, and how many of them were stored by an earlier start."""
+
+    results: tuple[RolloutResult, ...]
+    num_reused: int
+
+
+async def collect(
+    requests: Sequence[RolloutRequest],
+    engine: RolloutEngine,
+    run: Run,
+    on_progress: Callable[[int], None] = lambda num_done: None,
+) -> Collected:
+    """Return the results of `requests`, all of one step, running those that are not stored.
+
+    A step of which every stored rollout failed is run again: there is nothing to learn from it,
+    and what stopped it (a server that was down) may be over. `on_progress` gets the number of
+    results that are there.
+
+    Raises:
+        TrainingError: every rollout failed; the most common error is quoted.
+    """
+    wanted = {request.request_id for request in requests}
+    stored = {
+        result.request.request_id: result
+        for result in decode_results(run.rollouts(phase=PHASE, train_step=requests[0].train_step))
+        if result.request.request_id in wanted
+    }
+    if len(stored) == len(requests) and all(r.error is not None for r in stored.values()):
+        stored = {}
+    found = dict(stored)
+    on_progress(len(found))
+    missing = [request for request in requests if request.request_id not in stored]
+    async for batch in _run(missing, engine):
+        rows = [row for result in batch for row in encode_result(result)]
+        await asyncio.to_thread(run.add_rollouts, rows, replace_failed=True)
+        found |= {result.request.request_id: result for result in batch}
+        on_progress(len(found))
+    results = tuple(found[request.request_id] for request in requests)
+    _check_some_worked(results)
+    return Collected(results, len(stored))
+
+
+async def _run(
+    requests: Sequence[RolloutRequest], engine: RolloutEngine
+) -> AsyncIterator[list[RolloutResult]]:
+    """Yield what is to be stored together: single results, or whole groups."""
+    source = engine.source
+    whole_groups = isinstance(source, GroupScorer) and source.has_group_rewards
+    missing = Counter(request.group_id for request in requests)
+    waiting: dict[str, list[RolloutResult]] = {}
+    async with aclosing(engine.run(requests)) as results:
+        async for result in results:
+            if not whole_groups:
+                yield [result]
+                continue
+            group = result.request.group_id
+            waiting.setdefault(group, []).append(result)
+            if len(waiting[group]) == missing[group]:
+                yield waiting.pop(group)
+
+
+def _check_some_worked(results: Sequence[RolloutResult]) -> None:
+    errors = [result.error for result in results if result.error is not None]
+    if len(errors) < len(results):
+        return
+    kinds = Counter(error.type for error in errors)
+    kind, count = kinds.most_common(1)[0]
+    example = next(error for error in errors if error.type == kind)
+    step = results[0].request.train_step
+    raise TrainingError(
+        f"all {len(results)} rollouts of step {step} failed, {count} of them with {kind}: "
+        f"{example.message} Nothing can be learned from them. Remove the cause and start the same "
+        "command again: the step is run again, and everything before it is kept."
+    )

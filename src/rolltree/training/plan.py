@@ -1,0 +1,92 @@
+"""Which tasks a step trains on: a pure function of the run's seed and the step's number.
+
+Nothing here depends on what was drawn before, so a run that was killed asks for exactly the same
+episodes again. It knows requests and their seeds. It leaves out curricula.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rolltree.errors import ConfigError
+from rolltree.rollouts import GroupStrategy, RolloutSource, derive_seed, resolve_sampling
+from rolltree.training.config import TrainConfig
+from rolltree.types import RolloutRequest, SamplingParams
+
+PHASE = "train"
+
+
+def training_sampling(config: TrainConfig, source: RolloutSource) -> SamplingParams:
+    """Return how training rollouts are sampled: the config's fields over the source's.
+
+    Raises:
+        ConfigError: the source asks for a truncated or greedy distribution.
+    """
+    sampling = resolve_sampling(source, config.sampling.as_args())
+    if sampling.top_p != 1.0 or sampling.top_k != 0 or sampling.temperature <= 0:
+        raise ConfigError(
+            f"{source.env_id!r} samples with temperature {sampling.temperature}, top_p "
+            f"{sampling.top_p} and top_k {sampling.top_k}. Training needs the full distribution "
+            "(top_p 1, top_k 0, temperature above 0), because importance ratios are computed from "
+            "it. Change the environment's sampling_args, or set sampling.temperature."
+        )
+    return sampling
+
+
+def task_indices(seed: int, step: int, num_groups: int, num_examples: int) -> list[int]:
+    """Return the examples of step `step` (1 is the first): epochs of one shuffled order each.
+
+    No example comes again before every other one has come, also across steps.
+
+    >>> sorted(task_indices(0, 1, 2, 4) + task_indices(0, 2, 2, 4))
+    [0, 1, 2, 3]
+    """
+    first = (step - 1) * num_groups
+    chosen = []
+    orders: dict[int, np.ndarray] = {}
+    for position in range(first, first + num_groups):
+        epoch, index = divmod(position, num_examples)
+        if epoch not in orders:
+            rng = np.random.default_rng(derive_seed(seed, "order", epoch))
+            orders[epoch] = rng.permutation(num_examples)
+        chosen.append(int(orders[epoch][index]))
+    return chosen
+
+
+def step_requests(config: TrainConfig, source: RolloutSource, step: int) -> list[RolloutRequest]:
+    """Return the requests of one step, group after group.
+
+    Example: ids `train/000012/g03/0` to `train/000012/g03/7` for the fourth task of step 12.
+
+    Raises:
+        ConfigError: the source has no training data, or sampling that cannot be trained on.
+    """
+    num_examples = source.num_examples("train")
+    if num_examples < 1:
+        raise ConfigError(
+            f"{source.env_id!r} has no training examples, so there is nothing to learn from. Give "
+            "the environment a dataset, not only an eval_dataset."
+        )
+    section = config.algorithm
+    sampling = training_sampling(config, source)
+    groups = []
+    for group, index in enumerate(
+        task_indices(config.run.seed, step, section.groups_per_step, num_examples)
+    ):
+        name = f"{PHASE}/{step:06d}/g{group:02d}"
+        seed = derive_seed(config.run.seed, PHASE, step, group)
+        groups.append(
+            RolloutRequest(
+                request_id=name,
+                env_id=source.env_id,
+                input=source.example("train", index),
+                seed=seed,
+                sampling_seed=derive_seed(seed, "sampling"),
+                group_id=name,
+                index_in_group=0,
+                sampling=sampling,
+                phase=PHASE,
+                train_step=step,
+            )
+        )
+    return GroupStrategy(section.group_size).expand(groups)

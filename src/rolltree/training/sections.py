@@ -1,0 +1,146 @@
+"""Sections of the training config that surround learning: where, which model, which task.
+
+Frozen structs whose fields are documented and checked. They know nothing about what uses them. The
+sections that decide what is learned are in `config.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from rolltree.errors import ConfigError
+
+
+def need(ok: bool, key: str, value: object, rule: str) -> None:
+    """Refuse a value of a setting that breaks its rule.
+
+    Raises:
+        ConfigError: with the dotted key.
+    """
+    if not ok:
+        raise ConfigError(f"{key} is {value!r}; it must be {rule}. Change it in the config.")
+
+
+class RunSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the run lives and what makes it repeatable.
+
+    `dir`: the run directory; the same directory continues the run. `seed`: everything random (task
+    order, worlds, sampling) comes from it.
+    """
+
+    dir: str = "runs/train"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        need(bool(self.dir), "run.dir", self.dir, "a path")
+
+
+class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The model that is trained and served.
+
+    `name`: what `rolltree.models.load_model` takes. `compute_dtype`: autocast of the training pass;
+    the weights themselves are always float32. `device`: as torch names it.
+    """
+
+    name: str = "smollm2-135m"
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "cpu"
+
+
+class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The embedded engine and how many episodes it gets at once.
+
+    `max_batch`: requests that decode together. `max_context`: prompt and completion of one request
+    in tokens, None for the engine's default. `kv_budget_bytes`: memory for keys and values, None
+    for `max_batch` full slots. `prefill_chunk`: most prompt tokens in one forward pass.
+    `max_concurrent`: episodes in flight. `time_limit_s`: seconds an episode may spend. `retries`:
+    how often an episode whose model call failed is run again.
+    """
+
+    max_batch: int = 64
+    max_context: int | None = None
+    kv_budget_bytes: int | None = None
+    prefill_chunk: int = 2048
+    max_concurrent: int = 64
+    time_limit_s: float | None = None
+    retries: int = 0
+
+    def __post_init__(self) -> None:
+        need(self.max_batch >= 1, "engine.max_batch", self.max_batch, "at least 1")
+        need(self.max_concurrent >= 1, "engine.max_concurrent", self.max_concurrent, "at least 1")
+        need(self.prefill_chunk >= 1, "engine.prefill_chunk", self.prefill_chunk, "at least 1")
+        need(self.retries >= 0, "engine.retries", self.retries, "0 or more")
+
+
+class EnvSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The environment: `id` and `args` are what `load_environment` takes."""
+
+    id: str = ""
+    args: dict[str, Any] = {}
+
+
+class SamplingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How training rollouts are sampled; None leaves a field to the environment.
+
+    There is no top_p and no top_k: the trainer computes logprobs of the full distribution, and the
+    importance ratio against a truncated one would be wrong.
+    """
+
+    temperature: float | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        at = self.temperature
+        need(at is None or at > 0, "sampling.temperature", at, "above 0 to learn from samples")
+        limit = self.max_tokens
+        need(limit is None or limit >= 1, "sampling.max_tokens", limit, "at least 1")
+
+    def as_args(self) -> dict[str, Any]:
+        """Return the fields that are set, as OpenAI request fields."""
+        given = {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        args = {key: value for key, value in given.items() if value is not None}
+        return {**args, "stop": list(self.stop)} if self.stop is not None else args
+
+
+class EvalSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Held-out evaluation: `before` training, `after` it, and `every` so many steps (0: never).
+
+    `num_examples` (-1: all), `rollouts_per_example`, `temperature` and `max_tokens` (None: as in
+    training) say how the evaluation is run.
+    """
+
+    before: bool = True
+    after: bool = True
+    every: int = 0
+    num_examples: int = -1
+    rollouts_per_example: int = 1
+    temperature: float | None = None
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        need(self.every >= 0, "eval.every", self.every, "0 or more")
+        number = self.num_examples
+        need(number == -1 or number >= 1, "eval.num_examples", number, "-1 or at least 1")
+        repeats = self.rollouts_per_example
+        need(repeats >= 1, "eval.rollouts_per_example", repeats, "at least 1")
+        at = self.temperature
+        need(at is None or at >= 0, "eval.temperature", at, "0 or more")
+
+
+class CheckpointSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """When state is saved and what is left at the end.
+
+    `every`: steps between checkpoints (the last step always gets one). `keep`: how many stay.
+    `export`: write the trained model in Hugging Face's layout at the end.
+    """
+
+    every: int = 10
+    keep: int = 2
+    export: bool = True
+
+    def __post_init__(self) -> None:
+        need(self.every >= 1, "checkpoint.every", self.every, "at least 1")
+        need(self.keep >= 1, "checkpoint.keep", self.keep, "at least 1")
