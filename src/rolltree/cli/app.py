@@ -1,0 +1,76 @@
+"""The `rolltree` program: its commands, its version, and how errors leave it.
+
+An error that rolltree raises on purpose is printed as one message, without a traceback, and ends
+the program with status 2 (settings) or 1 (everything else); Ctrl-C ends it with 130.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from rolltree import __version__
+from rolltree.cli import eval_command, models_command, runs_command, train_command
+from rolltree.errors import ConfigError, RolltreeError, UnknownName
+
+app = typer.Typer(
+    name="rolltree",
+    help="Reinforcement learning of LLM agents on the exact tokens the engine saw and sampled.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn the errors that rolltree raises on purpose into a message and an exit status."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **options: Any) -> None:
+        try:
+            command(*args, **options)
+        except RolltreeError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(2 if isinstance(error, ConfigError | UnknownName) else 1) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+    return run
+
+
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "eval": eval_command.evaluate_environment,
+    "train": train_command.train_model,
+    "runs": runs_command.list_stored_runs,
+    "show": runs_command.show_run,
+    "export": runs_command.export_run,
+    "models": models_command.list_models,
+}
+for _name, _command in _COMMANDS.items():
+    app.command(_name)(guarded(_command))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Hold the options of the program itself."""
+
+
+def main() -> None:
+    """Run the program; the console script."""
+    app()

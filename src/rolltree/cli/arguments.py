@@ -1,0 +1,65 @@
+"""Text from the command line to values: JSON objects, names of secrets, default run paths.
+
+Knows nothing about what the values are for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from rolltree.errors import ConfigError
+
+
+def json_object(text: str | None, flag: str) -> dict[str, Any]:
+    """Return the JSON object that a flag was given; an empty one when it was not.
+
+    Raises:
+        ConfigError: the text is not a JSON object.
+    """
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{flag} is not JSON ({error}). Write it like {flag} '{{\"key\": 1}}'."
+        ) from error
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{flag} is JSON, but not an object. Write it like {flag} '{{\"key\": 1}}'."
+        )
+    return value
+
+
+def secret(variable: str | None, flag: str) -> str | None:
+    """Return the content of the environment variable that a flag names, or None without one.
+
+    Raises:
+        ConfigError: the variable is not set; or the flag holds a key instead of a name.
+    """
+    if variable is None:
+        return None
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
+        raise ConfigError(
+            f"{flag} takes the name of an environment variable, not the key itself, so that keys "
+            f"stay out of shell histories. Write {flag} OPENAI_API_KEY."
+        )
+    value = os.environ.get(variable)
+    if not value:
+        raise ConfigError(
+            f"{flag} names the environment variable {variable}, which is not set, so the server "
+            f"would refuse the requests. Set it: export {variable}=..."
+        )
+    return value
+
+
+def default_run_dir(kind: str, *names: str) -> Path:
+    """Return `runs/<kind>-<names>-<time>`, safe as a file name."""
+    parts = [kind, *(Path(name).stem if "/" in name else name for name in names)]
+    stem = "--".join(re.sub(r"[^A-Za-z0-9._-]+", "-", part).strip("-") for part in parts if part)
+    return Path("runs") / f"{stem}--{time.strftime('%Y%m%d-%H%M%S')}"

@@ -1,0 +1,92 @@
+"""The work behind `rolltree train`: config, environment, run, model, training, report.
+
+Imported when the command runs. Held-out evaluation is injected here: training never imports it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from rolltree.environments import Environment, load_environment
+from rolltree.errors import ConfigError
+from rolltree.evaluation import evaluate
+from rolltree.reports import TrainView, next_commands, save_reward_curve, training_report
+from rolltree.store import Run
+
+
+def run_training(data: Mapping[str, Any], words: Sequence[str], *, num_transcripts: int) -> None:
+    """Train as `data` says and print the report. `words` is the command, for what to try next."""
+    from rolltree.training import load_train_config, open_run
+
+    config = load_train_config(data)
+    if not config.env.id:
+        raise ConfigError("the config has no env.id, so there is nothing to train on. Name one.")
+    errors, out = Console(stderr=True), Console()
+    environment = load_environment(config.env.id, **config.env.args)
+    with open_run(config) as run:
+        try:
+            with TrainView(errors) as view:
+                asyncio.run(_train(config, environment, run, view))
+        except KeyboardInterrupt:
+            errors.print("stopped; the same command continues the run", markup=False)
+            raise
+        for part in training_report(run, num_transcripts=num_transcripts):
+            out.print(part)
+        curve = save_reward_curve(run)
+        out.print(Text(f"run    {run.path}"))
+        if curve is not None:
+            out.print(Text(f"curve  {curve}"))
+        out.print(Text("next", style="bold"))
+        for command in next_commands(run, words):
+            out.print(Text(f"  {command}"), soft_wrap=True)
+
+
+async def _train(config: Any, environment: Environment, run: Run, view: TrainView) -> None:
+    from rolltree.training import build_local, train_async
+
+    parts = build_local(config)
+
+    async def held_out(phase: str, step: int) -> Mapping[str, Any]:
+        report = await evaluate(
+            environment,
+            parts.client,
+            num_examples=config.eval.num_examples,
+            rollouts_per_example=config.eval.rollouts_per_example,
+            sampling=_eval_sampling(config),
+            max_concurrent=config.engine.max_concurrent,
+            seed=config.run.seed,
+            run=run,
+            phase=phase,
+            time_limit_s=config.engine.time_limit_s,
+            retries=config.engine.retries,
+            on_progress=functools.partial(view.on_eval_progress, phase),
+        )
+        return report.as_dict()
+
+    try:
+        async with environment:
+            await train_async(
+                config,
+                source=environment,
+                run=run,
+                client=parts.client,
+                engine=parts.engine,
+                model=parts.model,
+                tokenizer=parts.tokenizer,
+                evaluate=held_out,
+                reporter=view,
+            )
+    finally:
+        await parts.client.aclose()
+
+
+def _eval_sampling(config: Any) -> dict[str, Any]:
+    own = {"temperature": config.eval.temperature, "max_tokens": config.eval.max_tokens}
+    given = {name: value for name, value in own.items() if value is not None}
+    return {**config.sampling.as_args(), **given}

@@ -1,0 +1,113 @@
+"""A reward curve in the terminal and as a PNG.
+
+Pure drawing: points in, text or file out; knows nothing about runs. The terminal needs no package,
+the file needs matplotlib (`pip install 'rolltree[train]'`). It leaves out other kinds of plot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rolltree.errors import ConfigError
+from rolltree.evaluation import Estimate
+
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+"""The bit of each dot of a Braille character, by row and column (Unicode block U+2800)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Mean training reward per step, and held-out estimates at some steps."""
+
+    title: str
+    steps: Sequence[int]
+    rewards: Sequence[float]
+    held_out: Sequence[tuple[int, Estimate]] = ()
+
+
+def smooth(values: Sequence[float], width: int = 5) -> list[float]:
+    """Return the mean of each value and up to `width - 1` values before it."""
+    return [
+        sum(values[max(0, end - width) : end]) / min(width, end)
+        for end in range(1, len(values) + 1)
+    ]
+
+
+def terminal_curve(curve: Curve, *, width: int = 64, height: int = 12) -> str:
+    """Return the curve as lines of text: dots of 2 x 4 a character, `o` where held-out means are.
+
+    `width` and `height` are the plot area in characters, axes not counted.
+    """
+    means = [estimate.mean for _, estimate in curve.held_out]
+    values = [*curve.rewards, *means]
+    steps = [*curve.steps, *(step for step, _ in curve.held_out)]
+    if not values:
+        return f"{curve.title}: no steps yet"
+    low, high = min(0.0, *values), max(values)
+    high = 1.0 if 0.5 < high <= 1.0 else high if high > low else low + 1.0
+    first, last = min(steps), max(steps)
+
+    def place(step: float, value: float) -> tuple[int, int]:
+        x = (step - first) / max(1, last - first) * (2 * width - 1)
+        return round(x), round((high - value) / (high - low) * (4 * height - 1))
+
+    cells = [[0] * width for _ in range(height)]
+    points = [place(*point) for point in zip(curve.steps, curve.rewards, strict=True)]
+    for (x0, y0), (x1, y1) in zip(points, points[1:] or points, strict=False):
+        length = max(abs(x1 - x0), abs(y1 - y0), 1)
+        for at in range(length + 1):
+            x, y = round(x0 + (x1 - x0) * at / length), round(y0 + (y1 - y0) * at / length)
+            cells[y // 4][x // 2] |= _DOTS[y % 4][x % 2]
+    rows = [[chr(0x2800 + cell) if cell else " " for cell in row] for row in cells]
+    for step, estimate in curve.held_out:
+        x, y = place(step, estimate.mean)
+        rows[y // 4][x // 2] = "o"
+    ticks = {0: high, height // 2: high - (high - low) * (height // 2) / height, height - 1: low}
+    lines = [f"{curve.title}" + ("   (o: held out)" if curve.held_out else "")]
+    for number, row in enumerate(rows):
+        label = f"{ticks[number]:7.2f}" if number in ticks else " " * 7
+        lines.append(f"{label} ┤{''.join(row)}".rstrip())
+    lines.append(" " * 8 + "└" + "─" * width)
+    lines.append(" " * 9 + f"{first}" + f"step {last}".rjust(width - len(str(first))))
+    return "\n".join(lines)
+
+
+def save_curve(curve: Curve, path: str | Path) -> Path:
+    """Draw the curve, its running mean and the held-out intervals into a PNG.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "matplotlib is not installed, so the curve cannot be drawn as a PNG. Install it with "
+            "pip install 'rolltree[train]'."
+        ) from error
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(curve.steps, curve.rewards, color="0.75", linewidth=1, label="training, each step")
+    axes.plot(curve.steps, smooth(curve.rewards), color="C0", linewidth=2, label="mean of 5 steps")
+    for number, (step, estimate) in enumerate(curve.held_out):
+        low = estimate.mean if estimate.low is None else estimate.low
+        high = estimate.mean if estimate.high is None else estimate.high
+        axes.errorbar(
+            [step],
+            [estimate.mean],
+            yerr=[[estimate.mean - low], [high - estimate.mean]],
+            fmt="o",
+            color="C3",
+            capsize=4,
+            label="held out, with interval" if number == 0 else None,
+        )
+    axes.set_title(curve.title)
+    axes.set_xlabel("step")
+    axes.set_ylabel("mean reward")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best")
+    target = Path(path)
+    figure.savefig(target, metadata={"Software": None})
+    return target

@@ -1,0 +1,170 @@
+"""An evaluation in the terminal: its progress while it runs, its table when it is done.
+
+Knows `EvalReport` and `EvalProgress`; reads no files. It leaves out JSON, which is
+`EvalReport.as_dict`.
+"""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from rolltree.evaluation import Comparison, Estimate, EvalProgress, EvalReport
+from rolltree.reports.formatting import counts, duration, interval, meter, safe_text
+
+
+def evaluation_table(report: EvalReport) -> Table:
+    """Return the result table of one evaluation."""
+    table = Table(title=f"{report.env_id} · {report.model}", title_justify="left", box=None)
+    table.add_column("", style="bold", no_wrap=True)
+    table.add_column("mean", justify="right")
+    table.add_column(f"{report.settings.confidence:.0%} interval")
+    table.add_column("examples", justify="right")
+    table.add_column("")
+    if report.reward is None:
+        table.add_row("reward", "-", "no rollout was scored")
+    else:
+        _estimate_row(table, "reward", report.reward, show_meter=True)
+    if any(estimate.num_values for k, estimate in report.pass_at.items() if k > 1):
+        for k, estimate in report.pass_at.items():
+            _estimate_row(table, f"pass@{k}", estimate)
+    if len(report.tasks) > 1:
+        for name, estimate in report.tasks.items():
+            _estimate_row(table, f"  {name}", estimate, show_meter=True)
+    for name, estimate in report.metrics.items():
+        _estimate_row(table, f"  {name}", estimate)
+    return table
+
+
+def _estimate_row(table: Table, name: str, value: Estimate, *, show_meter: bool = False) -> None:
+    in_unit = 0.0 <= value.mean <= 1.0
+    table.add_row(
+        safe_text(name, limit=40),
+        f"{value.mean:.3f}",
+        interval(value),
+        str(value.num_examples),
+        meter(value.mean) if show_meter and in_unit else "",
+    )
+
+
+def evaluation_facts(report: EvalReport) -> Table:
+    """Return what belongs beside the means: how many, how it ended, tokens, time, where."""
+    usage = report.results.get("usage", {})
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold")
+    facts.add_column()
+    counted = f"{report.num_rollouts} over {report.num_examples} examples"
+    if report.num_resumed:
+        counted += f", {report.num_resumed} of them from an earlier start"
+    facts.add_row("rollouts", counted)
+    if report.num_failed:
+        kinds = safe_text(counts(report.results.get("failures", {})))
+        share = report.num_failed / report.num_rollouts
+        facts.add_row("failed", f"{report.num_failed} ({share:.0%}, not in the means): {kinds}")
+    if report.num_unscored:
+        facts.add_row("unscored", f"{report.num_unscored} (not in the means)")
+    if report.num_truncated:
+        reasons = safe_text(counts(report.results.get("truncations", {})))
+        facts.add_row("truncated", f"{report.num_truncated}: {reasons}")
+    if usage:
+        facts.add_row(
+            "tokens",
+            f"{usage['num_prompt_tokens']:,} prompt, {usage['num_completion_tokens']:,} sampled "
+            f"({usage['mean_num_completion_tokens']:.1f} a rollout, "
+            f"{usage['mean_num_calls']:.1f} calls)",
+        )
+    facts.add_row("time", duration(report.elapsed_s))
+    if report.run_path is not None:
+        facts.add_row("run", safe_text(report.run_path))
+    return facts
+
+
+def comparison_table(comparison: Comparison, names: tuple[str, str] = ("before", "after")) -> Table:
+    """Return before, after and the paired difference."""
+    table = Table(box=None)
+    table.add_column("", style="bold")
+    table.add_column("mean reward", justify="right")
+    table.add_column("interval")
+    table.add_column("")
+    rows = ((names[0], comparison.before), (names[1], comparison.after))
+    for name, value in rows:
+        table.add_row(name, f"{value.mean:.3f}", interval(value), meter(value.mean))
+    gain = comparison.difference
+    said = "leaves out zero" if comparison.is_significant else "includes zero: no clear difference"
+    table.add_row(
+        "difference",
+        f"{gain.mean:+.3f}",
+        interval(gain),
+        f"paired over {gain.num_examples} examples; {said}",
+    )
+    return table
+
+
+class EvalView:
+    """Live progress of an evaluation, for `on_progress`; a line now and then without a terminal."""
+
+    def __init__(self, console: Console, label: str) -> None:
+        self._console = console
+        self._live = console.is_terminal
+        self._start = time.monotonic()
+        self._last_share = -1.0
+        self._last_tokens = 0
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[said]}", markup=False),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not self._live,
+        )
+        self._task = self._progress.add_task(str(safe_text(label)), total=1, said="")
+        self.progress: EvalProgress | None = None
+
+    def update(self, progress: EvalProgress) -> None:
+        """Show where the evaluation stands."""
+        if self.progress is None:
+            self._last_tokens = progress.num_completion_tokens
+        self.progress = progress
+        said = self._said(progress)
+        self._progress.update(
+            self._task, completed=progress.num_done, total=progress.num_total, said=said
+        )
+        share = progress.num_done / max(1, progress.num_total)
+        if not self._live and (share - self._last_share >= 0.1 or share == 1.0):
+            self._last_share = share
+            self._console.print(
+                f"{progress.num_done}/{progress.num_total} {said}", markup=False, highlight=False
+            )
+
+    def _said(self, progress: EvalProgress) -> str:
+        parts = []
+        if progress.mean_reward is not None:
+            parts.append(f"reward {progress.mean_reward:.3f}")
+        if progress.num_failed:
+            parts.append(f"failed {progress.num_failed}")
+        if progress.num_truncated:
+            parts.append(f"truncated {progress.num_truncated}")
+        elapsed = time.monotonic() - self._start
+        new = progress.num_completion_tokens - self._last_tokens
+        if elapsed > 0.5 and new:
+            parts.append(f"{new / elapsed:.0f} tokens/s")
+        return "  ".join(parts)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()

@@ -1,0 +1,86 @@
+"""One rollout as a person reads it: messages, reward, how it ended.
+
+Knows `RolloutResult`. It leaves out tokens; `rolltree export` writes those.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.text import Text
+
+from rolltree.reports.formatting import safe_text
+from rolltree.store import to_plain
+from rolltree.types import RolloutResult, State
+
+_STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
+
+
+def transcript(result: RolloutResult, *, limit: int = 600, title: str = "") -> RenderableType:
+    """Return a panel with the prompt, the completion and the ending of each trajectory.
+
+    Messages are cut at `limit` characters.
+    """
+    parts: list[RenderableType] = []
+    for state in result.states:
+        for message in [*_messages(state.get("prompt"), "user"), *_completion(state)]:
+            parts.append(_message(message, limit))
+        parts.append(_ending(state))
+    if result.error is not None:
+        parts.append(
+            Text("failed  ", style="bold red")
+            + safe_text(f"{result.error.type}: {result.error.message}", limit=limit)
+        )
+    name = title or result.request.request_id
+    return Panel(Group(*parts), title=safe_text(name), title_align="left", border_style="dim")
+
+
+def _messages(value: Any, role: str) -> list[Mapping[str, Any]]:
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    return [item for item in value or () if isinstance(item, Mapping)]
+
+
+def _completion(state: State) -> list[Mapping[str, Any]]:
+    found = _messages(state.get("completion"), "assistant")
+    if found or not state.get("trajectory"):
+        return found
+    last = state["trajectory"][-1]  # a rollout that failed before its completion was rendered
+    start = len(_messages(state.get("prompt"), "user"))
+    prompt = _messages(last["prompt"], "user")[start:]
+    return [*prompt, *_messages(last["completion"], "assistant")]
+
+
+def _message(message: Mapping[str, Any], limit: int) -> Text:
+    role = str(message.get("role", "?"))
+    line = Text(f"{role:<10}", style=f"bold {_STYLES.get(role, '')}")
+    if message.get("reasoning_content"):
+        line += safe_text(f"({message['reasoning_content']}) ", limit=limit, style="dim italic")
+    content = message.get("content")
+    line += safe_text(
+        content if isinstance(content, str) else json.dumps(to_plain(content)) if content else "",
+        limit=limit,
+        style=_STYLES.get(role, ""),
+    )
+    for call in message.get("tool_calls") or ():
+        line += safe_text(f"\n{'':<10}calls {json.dumps(to_plain(call))}", limit=limit)
+    return line
+
+
+def _ending(state: State) -> Text:
+    parts = [f"reward {state['reward']:.3f}" if _is_number(state.get("reward")) else "no reward"]
+    metrics = state.get("metrics") or {}
+    parts += [f"{name} {value:.3g}" for name, value in metrics.items() if _is_number(value)]
+    if state.get("stop_condition"):
+        parts.append(f"ended by {state['stop_condition']}")
+    if state.get("truncated"):
+        parts.append(f"truncated: {state.get('truncation_reason')}")
+    return Text("ending    ", style="bold") + safe_text("   ".join(parts))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
