@@ -1,7 +1,7 @@
 """`@stop`, `@cleanup`, `@teardown`: how an environment declares its lifecycle.
 
 It knows marks on methods and their order. It knows nothing about rollouts; `Environment` calls what
-`discover` finds. It leaves out registration with the interpreter's exit (`teardown`).
+`discover` finds. It leaves out registration with the interpreter's exit (`closing`).
 
 Order: higher priority first; then base classes before derived ones, and in a class the order of
 definition. A method that overrides a marked one is marked too, whether it repeats the decorator or

@@ -20,12 +20,12 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
+from rolltree.environments.closing import forget, register
 from rolltree.environments.completion import render_completion
 from rolltree.environments.dataset import Data, RowFormat
 from rolltree.environments.decorators import Mark, discover
 from rolltree.environments.responses import OVERLONG, ModelResponse, to_generation
 from rolltree.environments.runnable import Runnable, failure_of
-from rolltree.environments.teardown import forget, register
 from rolltree.errors import ConfigError, PromptTooLong, record_error
 from rolltree.inference.client import as_client, sampling_from_args
 from rolltree.parsers import Parser

@@ -1,0 +1,632 @@
+"""One rollout: spec 1's methods, the three signals, limits, errors, seeds."""
+
+import asyncio
+import copy
+import json
+
+import pytest
+from env_scripts import ROWS, Echo, ScriptedModel, a_request, assistant, single, user
+
+from rolltree.environments import ModelResponse, MultiTurnEnv, SingleTurnEnv, stop
+from rolltree.errors import ConfigError, PromptTooLong, ServerError
+from rolltree.rollouts import RolloutEngine, RolloutSource, derive_seed
+from rolltree.rubrics import Rubric
+from rolltree.tokens import Trajectory
+from rolltree.types import SamplingParams, State, TruncationReason
+
+INPUT = {"prompt": user("say one"), "answer": "one", "example_id": 0, "task": "t"}
+
+
+async def play(env, model, **settings):
+    return await env.rollout(copy.deepcopy(INPUT), model, "m", **settings)
+
+
+# The state
+
+
+async def test_init_state_has_every_key():
+    state = await single().init_state(INPUT)
+    assert isinstance(state, State)
+    assert state["input"] == INPUT
+    assert state["input"] is not INPUT
+    assert state["prompt"] == user("say one")
+    assert isinstance(state["trajectory"], Trajectory)
+    assert state["trajectory"] == []
+    expected = {
+        "is_completed": False,
+        "stop_condition": None,
+        "oai_tools": [],
+        "completion": None,
+        "reward": None,
+        "advantage": None,
+        "metrics": None,
+        "error": None,
+        "terminated": False,
+        "truncated": False,
+        "truncation_reason": None,
+    }
+    assert {key: state[key] for key in expected} == expected
+    assert state["timing"]["total_ms"] == 0.0
+    assert state["timing"]["start_time"] > 1e9
+
+
+async def test_the_input_is_copied_deeply():
+    given = copy.deepcopy(INPUT)
+    state = await single().init_state(given)
+    state["prompt"][0]["content"] = "changed"
+    assert given == INPUT
+
+
+async def test_task_and_example_id_have_defaults():
+    state = await single(env_id="mine").init_state({"prompt": user("hi")})
+    assert (state["task"], state["example_id"]) == ("mine", 0)
+    assert (await single().init_state({"prompt": user("hi")}))["task"] == "default"
+
+
+async def test_info_may_be_json():
+    state = await single().init_state({**INPUT, "info": '{"level": 3}'})
+    assert state["info"] == {"level": 3}
+    with pytest.raises(ConfigError, match="example 0"):
+        await single().init_state({**INPUT, "info": "{"})
+
+
+async def test_tools_of_the_row_win_over_the_environments():
+    tool = {"type": "function", "function": {"name": "f"}}
+    other = {"type": "function", "function": {"name": "g"}}
+    env = single(oai_tools=[tool])
+    assert (await env.init_state(INPUT))["oai_tools"] == [tool]
+    row = {**INPUT, "info": {"oai_tools": [other]}}
+    assert (await env.init_state(row))["oai_tools"] == [other]
+    assert (await env.init_state({**INPUT, "info": {"oai_tools": []}}))["oai_tools"] == []
+    as_json = {**INPUT, "info": json.dumps({"oai_tools": [other]})}
+    assert (await env.init_state(as_json))["oai_tools"] == [other]
+
+
+async def test_tools_reach_the_model():
+    tool = {"type": "function", "function": {"name": "f"}}
+    model = ScriptedModel("one")
+    await play(single(oai_tools=[tool]), model)
+    await play(single(), model)
+    assert [call["tools"] for call in model.calls] == [[tool], None]
+
+
+# The loop
+
+
+async def test_a_single_turn():
+    model = ScriptedModel("one")
+    state = await play(single(), model)
+    assert state["completion"] == assistant("one")
+    assert state["is_completed"]
+    assert state["stop_condition"] == "answered"
+    assert (state["terminated"], state["truncated"]) == (True, False)
+    assert len(model.calls) == 1
+    assert model.calls[0]["messages"] == user("say one")
+    assert model.calls[0]["model"] == "m"
+    step = state["trajectory"][0]
+    assert step["prompt"] == user("say one")
+    assert step["completion"] == assistant("one")
+    assert (step["reward"], step["advantage"]) == (None, None)
+    assert step["extras"]["finish_reason"] == "stop"
+    assert step["tokens"]["completion_ids"] == list(b"one")
+    assert step["tokens"]["completion_logprobs"] == [-0.5] * 3
+    assert state["timing"]["generation_ms"] > 0
+
+
+async def test_several_turns_until_the_game_is_won():
+    model = ScriptedModel("two", "three", "one")
+    state = await play(Echo(), model)
+    assert state["stop_condition"] == "won"
+    assert state["terminated"]
+    assert state["completion"] == [
+        *assistant("two"),
+        *user("not two"),
+        *assistant("three"),
+        *user("not three"),
+        *assistant("one"),
+    ]
+    assert [len(step["prompt"]) for step in state["trajectory"]] == [1, 3, 5]
+    assert [step["extras"]["turn"] for step in state["trajectory"]] == [0, 1, 2]
+    assert state["reward"] is None  # scoring is the source's, not the rollout's
+
+
+async def test_a_turn_limit_truncates():
+    state = await play(Echo(max_turns=2), ScriptedModel("two"))
+    assert state["stop_condition"] == "max_turns_reached"
+    assert (state["terminated"], state["truncated"]) == (False, True)
+    assert state["truncation_reason"] == "max_steps"
+    assert len(state["trajectory"]) == 2
+
+
+async def test_a_game_won_on_its_last_turn_is_won():
+    state = await play(Echo(max_turns=2), ScriptedModel("two", "one"))
+    assert state["stop_condition"] == "won"
+    assert (state["terminated"], state["truncated"], state["truncation_reason"]) == (
+        True,
+        False,
+        None,
+    )
+
+
+async def test_one_session_per_rollout():
+    model = ScriptedModel("two", "one")
+    await play(Echo(), model)
+    await play(Echo(), model)
+    assert model.sessions == 2
+
+
+class Countdown(MultiTurnEnv):
+    """Ends inside `env_response`, when it has counted down."""
+
+    async def setup_state(self, state):
+        state["left"] = 2
+        return state
+
+    async def env_response(self, messages, state):
+        state["left"] -= 1
+        return user(f"{state['left']} left")
+
+    @stop
+    async def over(self, state):
+        return state["left"] == 0
+
+
+async def test_a_game_that_ends_in_env_response_costs_no_further_call():
+    model = ScriptedModel("tick")
+    state = await play(Countdown(dataset=ROWS), model)
+    assert len(model.calls) == len(state["trajectory"]) == 2
+    assert state["stop_condition"] == "over"
+    assert state["final_env_response"] == user("0 left")
+    assert state["completion"] == [
+        *assistant("tick"),
+        *user("1 left"),
+        *assistant("tick"),
+        *user("0 left"),
+    ]
+
+
+async def test_last_words_end_a_game():
+    class LastWords(Echo):
+        async def env_response(self, messages, state):
+            state["final_env_response"] = user("goodbye")
+            return state["final_env_response"]
+
+    model = ScriptedModel("two")
+    state = await play(LastWords(), model)
+    assert state["stop_condition"] == "has_final_env_response"
+    assert state["terminated"]
+    assert state["completion"] == [*assistant("two"), *user("goodbye")]
+    assert len(model.calls) == 1
+
+
+async def test_env_response_may_be_a_plain_function():
+    class Plain(Echo):
+        def env_response(self, messages, state):
+            return user("again")
+
+    state = await play(Plain(), ScriptedModel("two", "one"))
+    assert state["error"] is None
+    assert len(state["trajectory"]) == 2
+
+
+async def test_a_stop_condition_that_is_true_at_once():
+    class Never(Echo):
+        @stop
+        async def closed(self, state):
+            return True
+
+    model = ScriptedModel("one")
+    state = await play(Never(), model)
+    assert state["error"] is None
+    assert state["stop_condition"] == "closed"
+    assert state["completion"] == []
+    assert state["trajectory"] == []
+    assert model.calls == []
+
+
+async def test_the_world_may_truncate():
+    class Cut(Echo):
+        async def env_response(self, messages, state):
+            state["truncated"] = True
+            return user("enough")
+
+        @stop
+        async def cut(self, state):
+            return state["truncated"]
+
+    state = await play(Cut(), ScriptedModel("two"))
+    assert (state["terminated"], state["truncated"]) == (False, True)
+    assert state["truncation_reason"] == "env"
+
+
+async def test_an_override_of_is_completed():
+    class Old(MultiTurnEnv):
+        async def is_completed(self, state, **kwargs):
+            if await super().is_completed(state, **kwargs):
+                return True
+            return len(state["trajectory"]) == 2
+
+        async def env_response(self, messages, state):
+            return user("go on")
+
+    state = await play(Old(dataset=ROWS), ScriptedModel("a"))
+    assert len(state["trajectory"]) == 2
+    assert state["is_completed"]
+    assert state["stop_condition"] is None
+    assert state["terminated"]
+    assert state["completion"][-1] == assistant("a")[0]
+    state = await play(Old(dataset=ROWS, max_turns=1), ScriptedModel("a"))
+    assert state["stop_condition"] == "max_turns_reached"
+
+
+async def test_rewritten_history_keeps_the_whole_completion():
+    class Forgetful(Echo):
+        async def get_prompt_messages(self, state):
+            if not state["trajectory"]:
+                return state["prompt"]
+            return user(f"turn {len(state['trajectory'])}, say one")
+
+    replies = iter(["two", "three", "one"])
+    state = await play(Forgetful(), ScriptedModel(lambda messages: next(replies)))
+    assert state["completion"] == [
+        *assistant("two"),
+        *user("turn 1, say one"),
+        *assistant("three"),
+        *user("turn 2, say one"),
+        *assistant("one"),
+    ]
+
+
+async def test_completion_type_prompts_are_strings():
+    model = ScriptedModel(" one")
+    env = SingleTurnEnv(
+        dataset=[{"prompt": "say", "answer": " one"}],
+        message_type="completion",
+        rubric=Rubric([lambda completion, answer: float(completion == answer)]),
+    )
+    states = await env.run_request(a_request(env), model)
+    assert model.calls[0]["messages"] == "say"
+    assert model.calls[0]["message_type"] == "completion"
+    assert states[0]["completion"] == " one"
+    assert states[0]["reward"] == 1.0
+
+
+async def test_setup_state_may_return_another_state():
+    class Fresh(Countdown):
+        async def setup_state(self, state):
+            fresh = state.copy()
+            fresh["left"] = 1
+            return fresh
+
+    state = await play(Fresh(dataset=ROWS), ScriptedModel("a"))
+    assert state["error"] is None
+    assert len(state["trajectory"]) == 1
+
+
+def test_max_turns_zero_is_an_error():
+    with pytest.raises(ConfigError, match="max_turns"):
+        Echo(max_turns=0)
+
+
+def test_an_unknown_setting_is_an_error():
+    with pytest.raises(TypeError, match="max_turn"):
+        Echo(max_turn=3)
+
+
+async def test_a_single_turn_env_has_no_second_turn():
+    class Endless(SingleTurnEnv):
+        answered = None
+        max_turns_reached = None
+
+    state = await play(Endless(dataset=ROWS), ScriptedModel("a"))
+    assert state["error"].type == "ConfigError"
+    assert "MultiTurnEnv" in state["error"].message
+
+
+# Limits
+
+
+async def test_a_prompt_that_does_not_fit_adds_no_step():
+    model = ScriptedModel("two", PromptTooLong("4097 of 4096 tokens"))
+    state = await play(Echo(), model)
+    assert state["error"] is None
+    assert state["prompt_too_long"] is True
+    assert state["stop_condition"] == "prompt_too_long"
+    assert (state["terminated"], state["truncated"]) == (False, True)
+    assert state["truncation_reason"] == "max_seq_len"
+    assert len(state["trajectory"]) == 1
+    assert state["completion"] == assistant("two")
+
+
+async def test_a_first_prompt_that_does_not_fit():
+    state = await play(single(), ScriptedModel(PromptTooLong("too long")))
+    assert state["trajectory"] == []
+    assert state["completion"] == []
+    assert state["truncated"]
+    assert state["error"] is None
+
+
+async def test_max_seq_len_ends_a_rollout():
+    model = ScriptedModel("two")
+    state = await play(Echo(max_seq_len=120), model)
+    assert state["stop_condition"] == "max_seq_len_reached"
+    assert state["truncation_reason"] == "max_seq_len"
+    used = [
+        step["extras"]["num_prompt_tokens"] + step["extras"]["num_completion_tokens"]
+        for step in state["trajectory"]
+    ]
+    assert used[-1] >= 120
+    assert all(count < 120 for count in used[:-1])
+
+
+async def test_the_time_limit_ends_a_rollout_between_turns_and_it_is_scored():
+    env = Echo()
+    engine = RolloutEngine(env, ScriptedModel("two", delay_s=0.02), time_limit_s=0.05, grace_s=30)
+    result = (await engine.run_all([a_request(env)]))[0]
+    state = result.states[0]
+    assert result.error is None
+    assert state["stop_condition"] == "time_limit_reached"
+    assert (state["truncated"], state["truncation_reason"]) == (True, "time_limit")
+    assert len(state["trajectory"]) >= 2
+    assert state["reward"] == 0.0
+
+
+async def test_waiting_for_the_server_is_no_time_of_the_episode():
+    env = Echo(max_turns=4)
+    model = ScriptedModel("two", delay_s=0.03, wait_s=0.03)
+    engine = RolloutEngine(env, model, time_limit_s=0.06, grace_s=0)
+    result = (await engine.run_all([a_request(env)]))[0]
+    assert result.states[0]["truncation_reason"] == "max_steps"
+
+
+async def test_a_world_that_hangs_is_cancelled_with_what_it_has():
+    class Hangs(Echo):
+        async def env_response(self, messages, state):
+            await asyncio.sleep(60)
+
+    env = Hangs()
+    engine = RolloutEngine(env, ScriptedModel("two"), time_limit_s=0.02, grace_s=0.02)
+    result = (await engine.run_all([a_request(env)]))[0]
+    assert result.error.type == "RolloutTimeout"
+    state = result.states[0]
+    assert len(state["trajectory"]) == 1
+    assert state["completion"] == assistant("two")
+    assert (state["truncation_reason"], state["reward"]) == ("time_limit", None)
+
+
+# Failures are data
+
+
+async def test_a_failed_model_call_keeps_the_steps():
+    failure = ServerError("500 from the server", status=500, retryable=True)
+    state = await play(Echo(), ScriptedModel("two", failure))
+    assert (state["error"].type, state["error"].phase) == ("ServerError", "model")
+    assert "Traceback" in state["error"].traceback
+    assert len(state["trajectory"]) == 1
+    assert state["completion"] == assistant("two")
+    assert state["reward"] is None
+    assert not state["is_completed"]
+    assert (state["terminated"], state["truncated"]) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("method", "phase"), [("setup_state", "setup"), ("env_response", "environment")]
+)
+async def test_a_world_that_raises_is_recorded(method, phase):
+    async def broken(self, *args):
+        raise KeyError("board")
+
+    env = type("Broken", (Echo,), {method: broken})()
+    state = await play(env, ScriptedModel("two"))
+    assert (state["error"].type, state["error"].phase) == ("KeyError", phase)
+
+
+async def test_a_stop_condition_that_raises_is_recorded():
+    class Broken(Echo):
+        @stop
+        async def odd(self, state):
+            raise IndexError("no move")
+
+    state = await play(Broken(), ScriptedModel("two"))
+    assert state["error"].type == "IndexError"
+
+
+async def test_something_that_is_no_client_is_recorded():
+    state = await play(single(), object())
+    assert (state["error"].type, state["error"].phase) == ("ConfigError", "setup")
+
+
+async def test_run_request_never_raises_for_an_overridden_rollout():
+    class Raises(Echo):
+        async def rollout(self, input, client, model, sampling_args=None):
+            state = await self.init_state(input)
+            state["seen"] = True
+            raise LookupError("old style")
+
+    env = Raises()
+    states = await env.run_request(a_request(env), ScriptedModel())
+    assert states[0]["error"].type == "LookupError"
+    assert states[0]["seen"]
+    assert states[0]["reward"] is None
+
+
+async def test_run_request_survives_a_failure_before_the_state():
+    class Raises(Echo):
+        async def init_state(self, input, **kwargs):
+            raise ServerError("no sandbox", status=503, retryable=True)
+
+    env = Raises()
+    states = await env.run_request(a_request(env), ScriptedModel())
+    assert (states[0]["error"].type, states[0]["error"].phase) == ("ServerError", "model")
+    assert states[0]["prompt"] == user("say one")
+    assert states[0]["seed"] == 11
+
+
+async def test_cancellation_is_raised():
+    class Hangs(Echo):
+        async def env_response(self, messages, state):
+            await asyncio.sleep(60)
+
+    env = Hangs()
+    task = asyncio.create_task(env.run_request(a_request(env), ScriptedModel("two")))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+# Scoring of a request
+
+
+async def test_run_request_scores():
+    env = Echo()
+    assert isinstance(env, RolloutSource)
+    state = (await env.run_request(a_request(env), ScriptedModel("two", "one")))[0]
+    assert state["reward"] == 1.0
+    assert state["metrics"] == {"exact": 1.0}
+    assert [step["reward"] for step in state["trajectory"]] == [1.0, 1.0]
+
+
+async def test_failed_rollouts_are_not_scored():
+    env = Echo()
+    failure = ServerError("500", status=500, retryable=True)
+    state = (await env.run_request(a_request(env), ScriptedModel(failure)))[0]
+    assert state["metrics"] is None
+    assert state["reward"] is None
+
+
+async def test_a_rubric_that_raises_is_recorded():
+    class Bad(Rubric):
+        async def score_rollout(self, state):
+            raise TypeError("judge")
+
+    env = single(rubric=Bad())
+    state = (await env.run_request(a_request(env), ScriptedModel("one")))[0]
+    assert (state["error"].type, state["error"].phase) == ("TypeError", "scoring")
+    assert state["reward"] is None
+
+
+async def test_with_group_rewards_the_reward_waits_for_the_group():
+    def rank(states) -> list[float]:
+        return [float(i) for i in range(len(states))]
+
+    env = single(rubric=Rubric([rank]))
+    assert env.has_group_rewards
+    state = (await env.run_request(a_request(env), ScriptedModel("one")))[0]
+    assert (state["reward"], state["metrics"]) == (None, None)
+    requests = [a_request(env, index) for index in range(3)]
+    results = await RolloutEngine(env, ScriptedModel("one")).run_all(requests)
+    assert [result.states[0]["reward"] for result in results] == [0.0, 1.0, 2.0]
+    assert [result.states[0]["advantage"] for result in results] == [-1.0, 0.0, 1.0]
+
+
+# Seeds and sampling
+
+
+async def test_the_world_seed_comes_with_the_request():
+    env = single()
+    state = (await env.run_request(a_request(env, seed=99), ScriptedModel("one")))[0]
+    assert state["seed"] == 99
+    states = [await play(env, ScriptedModel("one")) for _ in range(2)]
+    assert states[0]["seed"] == states[1]["seed"]
+
+
+async def test_every_call_of_a_request_has_its_own_sampling_seed():
+    env = Echo(max_turns=3)
+    model = ScriptedModel("two")
+    await env.run_request(a_request(env, sampling_seed=22), model)
+    seeds = [call["sampling"].seed for call in model.calls]
+    assert seeds == [22, derive_seed(22, "turn", 1), derive_seed(22, "turn", 2)]
+
+
+async def test_a_seed_in_the_sampling_params_is_mixed_with_the_members():
+    env = single()
+    model = ScriptedModel("one")
+    for index, seed in enumerate((5, 5, 6)):
+        request = a_request(
+            env, index, sampling=SamplingParams(seed=seed), sampling_seed=100 + index % 2
+        )
+        await env.run_request(request, model)
+    seeds = [call["sampling"].seed for call in model.calls]
+    assert len(set(seeds)) == 3
+    assert seeds[0] == derive_seed(5, 100)
+
+
+async def test_the_sampling_of_the_request_reaches_the_model_unchanged():
+    wanted = SamplingParams(
+        temperature=0.3,
+        top_p=0.9,
+        top_k=7,
+        max_tokens=12,
+        stop=("\n",),
+        stop_token_ids=(3, 4),
+        extra={"min_p": 0.1, "extra_body": {"guided": "x"}},
+    )
+    env = single(sampling_args={"temperature": 0.9, "max_tokens": 99})
+    model = ScriptedModel("one")
+    await env.run_request(a_request(env, sampling=wanted, sampling_seed=1), model)
+    sent = model.calls[0]["sampling"]
+    assert sent.seed == 1
+    for field in ("temperature", "top_p", "top_k", "max_tokens", "stop", "stop_token_ids", "extra"):
+        assert getattr(sent, field) == getattr(wanted, field), field
+
+
+async def test_the_callers_sampling_args_win_and_are_not_changed():
+    env = Echo(sampling_args={"temperature": 0.2, "max_tokens": 5}, max_turns=2)
+    model = ScriptedModel("two")
+    args = {"temperature": 0.8, "seed": 3, "extra_body": {"top_k": 2}}
+    before = copy.deepcopy(args)
+    await play(env, model, sampling_args=args)
+    assert args == before
+    assert env.sampling_args == {"temperature": 0.2, "max_tokens": 5}
+    sent = [call["sampling"] for call in model.calls]
+    assert [(s.temperature, s.max_tokens, s.top_k) for s in sent] == [(0.8, 5, 2)] * 2
+    assert sent[0].seed == 3
+
+
+async def test_without_a_seed_none_is_sent():
+    model = ScriptedModel("one")
+    await play(single(), model)
+    assert model.calls[0]["sampling"].seed is None
+
+
+def test_bad_sampling_args_of_an_environment_are_found_when_it_is_built():
+    with pytest.raises(ConfigError, match="temperature"):
+        single(sampling_args={"temperature": -1})
+
+
+# The methods on their own
+
+
+async def test_get_model_response_reads_like_openais():
+    response = await single().get_model_response(ScriptedModel("one"), "m", user("hi"))
+    assert isinstance(response, ModelResponse)
+    assert response.choices[0].message.content == "one"
+    assert response.choices[0].finish_reason == "stop"
+    assert response.usage.completion_tokens == 3
+
+
+async def test_get_model_response_uses_the_environments_sampling_args():
+    model = ScriptedModel("one")
+    env = single(sampling_args={"temperature": 0.2})
+    await env.get_model_response(model, "m", user("hi"))
+    assert model.calls[0]["sampling"].temperature == 0.2
+
+
+async def test_the_loop_of_spec_1_works_by_hand():
+    env, model = Echo(max_turns=2), ScriptedModel("two")
+    state = await env.setup_state(await env.init_state(INPUT))
+    while not await env.is_completed(state):
+        prompt = await env.get_prompt_messages(state)
+        response = await env.get_model_response(
+            model,
+            "m",
+            prompt,
+            oai_tools=state["oai_tools"],
+            sampling_args=None,
+            message_type=env.message_type,
+        )
+        await env.add_model_response(state, prompt, response)
+    assert len(state["trajectory"]) == 2
+    assert state["completion"][-1] == assistant("two")[0]
+    assert state["truncation_reason"] == TruncationReason.MAX_STEPS
