@@ -134,6 +134,8 @@ class TokenArena:
 
     def extend(self, ids: IntArray, place: Place = ROOT) -> Place:
         """Walk down from `place` by `ids`, adding what is not there; return the last place."""
+        if place.token == self.num_tokens - 1:  # nothing can continue the newest token yet
+            return self.append(ids, place)
         matched, place = self.match(ids, place)
         return self.append(ids[matched:], place) if matched < len(ids) else place
 
@@ -159,7 +161,7 @@ class TokenArena:
         return Place(end - 1, run)
 
     def _reserve(self, num_tokens: int) -> None:
-        grown = bytearray(4 * (num_tokens + num_tokens // 8 + 256))
+        grown = bytearray(4 * (num_tokens + num_tokens // 4 + 256))
         used = 4 * self.num_tokens
         grown[:used] = memoryview(self._bytes)[:used]
         self._bytes = grown

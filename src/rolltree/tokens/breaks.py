@@ -149,7 +149,7 @@ def _reasoning_stripped(d: _Divergence) -> bool:
     for start, end in d.sampled:
         if not start - _GLUE_TOKENS <= d.position < end or d.position - start > _FRONT_TOKENS:
             continue
-        completion = d.previous[: end - d.position]
+        completion = d.previous[max(0, start - d.position) : end - d.position]
         window = d.current[: len(completion) + _WINDOW_TOKENS]
         kept, inserted = max(surviving_tail(side, window) for side in (completion, completion[:-1]))
         removed = completion[: len(completion) - kept]

@@ -15,11 +15,13 @@ from rolltree.errors import TokenError
 from rolltree.tokens.arena import ROOT
 from rolltree.tokens.codec import Reader, Writer, chunks, damaged
 from rolltree.tokens.streams import (
+    CONSTANT,
     PLACED,
     DenseEntry,
     ExtraStreams,
     PlacedEntry,
     SampledStream,
+    representable,
 )
 
 if TYPE_CHECKING:
@@ -211,7 +213,9 @@ def _load_sampled(reader: Reader, stream: SampledStream, lengths: list[int]) -> 
         constants.shape != offsets.shape
         or values.shape != (needed,)
         or values.dtype != stream.buffer.dtype
-        or (len(offsets) and offsets.min() < -2)
+        or (len(offsets) and offsets.min() < CONSTANT)
+        or not representable(constants, stream.buffer.dtype)
+        or not representable(values, stream.buffer.dtype)
     ):
         raise damaged("a stream does not fit its calls")
     at = 0

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from rolltree.errors import TokenError
 from rolltree.tokens.buffers import GrowBuffer
@@ -69,21 +69,38 @@ class SampledStream:
         return self.buffer.nbytes + 16 * len(self.offset)
 
 
-def squeeze(values: ArrayLike, count: int, name: str, dtype: type) -> float | NDArray[Any]:
+def representable(values: NDArray[Any], dtype: np.dtype[Any]) -> bool:
+    """Return whether all values are finite numbers that `dtype` (int32 or float32) can hold."""
+    if values.dtype.kind not in "iufb" or not values.size:
+        return values.dtype.kind in "iufb"
+    if dtype.kind == "i" and values.dtype.kind == "f" and (values % 1 != 0).any():
+        return False
+    limits = np.iinfo(dtype) if dtype.kind == "i" else np.finfo(dtype)
+    return bool(values.min() >= limits.min and values.max() <= limits.max)
+
+
+def squeeze(values: Any, count: int, name: str, dtype: type) -> float | NDArray[Any]:
     """Return a scalar when `values` is one or is constant, else an array `[count]`.
 
     Raises:
         TokenError: an array of another length, or values that are not finite numbers.
     """
+    if (
+        type(values) in (int, float)
+        and -1e9 < values < 1e9
+        and (values % 1 == 0 or dtype is np.float32)
+    ):
+        return float(values)
     array_ = np.asarray(values)
     if array_.ndim and array_.shape != (count,):
         raise TokenError(
             f"{name} has shape {array_.shape} for {count} tokens; a shifted value would be trained "
             "at the wrong token. Give one number, or exactly one per token."
         )
-    if array_.dtype.kind not in "iufb" or not np.isfinite(array_).all():
+    if not representable(array_, np.dtype(dtype)):
         raise TokenError(
-            f"{name} holds values that are not finite numbers (dtype {array_.dtype}). Give numbers."
+            f"{name} holds values that {np.dtype(dtype)} cannot hold, or no numbers (dtype "
+            f"{array_.dtype}); they would change on the way. Give finite numbers."
         )
     if array_.size == 0:
         return 0.0
@@ -160,10 +177,11 @@ class ExtraStreams:
         if isinstance(value, PlacedStream):
             return self._check_placed(name, value, total)
         stream = value if isinstance(value, TokenStream) else TokenStream(np.asarray(value))
-        values = np.ascontiguousarray(stream.values)
+        values = np.asarray(stream.values)
         start = prompt_len if stream.start is None else stream.start
-        wrong_length = stream.start is None and len(values) != num_sampled
-        if values.ndim == 0 or wrong_length or start < 0 or start + len(values) > total:
+        count = len(values) if values.ndim else -1
+        wrong = count < 0 or (stream.start is None and count != num_sampled)
+        if wrong or start < 0 or start + count > total:
             raise TokenError(
                 f"stream {name!r} has shape {values.shape} from position {start}, but the call has "
                 f"{prompt_len} prompt and {num_sampled} sampled tokens; values would land on the "
