@@ -93,21 +93,21 @@ class Tool:
         Raises:
             ToolArgumentError: it is no JSON object, or does not fit the signature.
         """
-        if isinstance(arguments, str) and arguments.strip():
-            try:
-                arguments = json.loads(arguments)
-            except json.JSONDecodeError as error:
-                raise ToolArgumentError(
-                    f"the arguments of {self.name} are not valid JSON: {error}"
-                ) from error
-        given = arguments or {}
+        given: Any = {} if arguments is None else arguments
+        try:
+            if isinstance(given, str):
+                given = json.loads(given) if given.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise ToolArgumentError(
+                f"the arguments of {self.name} are not valid JSON: {error}"
+            ) from error
         if not isinstance(given, Mapping):
             raise ToolArgumentError(f"the arguments of {self.name} must be a JSON object")
         try:
             checked = msgspec.convert(
                 given, self.arguments_type, strict=False, dec_hook=_decode_pydantic
             )
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, RecursionError) as error:
             raise ToolArgumentError(f"wrong arguments for {self.name}: {error}") from error
         fields = self.arguments_type.__struct_fields__
         known = {
