@@ -165,7 +165,8 @@ def _reasoning_stripped(d: _Divergence) -> bool:
 def _compaction(d: _Divergence) -> bool:
     if not len(d.current):
         return False
-    lost = sum(start >= d.position and end <= d.end - d.surviving for start, end in d.sampled)
+    kept = d.end - d.surviving + 1  # an end token may match the one of another message
+    lost = sum(start >= d.position and end <= kept for start, end in d.sampled)
     shorter = len(d.current) < len(d.previous)
     early = d.position < d.first_prompt_len
     return bool(lost >= 2 and shorter) or bool(lost and early and (shorter or d.surviving > 1))
