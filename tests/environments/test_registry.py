@@ -1,0 +1,157 @@
+import importlib.metadata
+import sys
+import textwrap
+
+import pytest
+from env_scripts import ScriptedModel
+
+from rolltree.environments import find_environment, known_environments, load_environment
+from rolltree.errors import ConfigError, UnknownName
+
+SOURCE = """
+    import rolltree as rt
+    {imports}
+
+    def load_environment(num: int = 2, word: str = "hi"{more}):
+        rows = [{{"question": word, "answer": word}}] * num
+        return rt.SingleTurnEnv(dataset=rows)
+"""
+
+
+def write(path, imports="", more=""):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(SOURCE).format(imports=imports, more=more))
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_folder_of_the_working_directory(here):
+    write(here / "environments" / "my_words" / "my_words.py")
+    for name in ("my_words", "my-words"):
+        env = load_environment(name, num=3)
+        assert env.env_id == name
+        assert env.env_args == {"num": 3}
+        assert env.num_examples("train") == 3
+        assert env.example("train", 0)["task"] == name
+
+
+def test_a_package_folder(here):
+    write(here / "environments" / "words" / "__init__.py")
+    assert load_environment("words").num_examples("train") == 2
+
+
+@pytest.mark.parametrize(
+    "path", ["elsewhere/words", "elsewhere/words/words.py", "./elsewhere/words"]
+)
+def test_a_path(here, path):
+    write(here / "elsewhere" / "words" / "words.py")
+    env = load_environment(path, word="yes")
+    assert env.env_id == "words"
+    assert env.example("train", 0)["answer"] == "yes"
+
+
+def test_a_pathlib_path(here):
+    write(here / "words.py")
+    assert load_environment(here / "words.py").env_id == "words"
+
+
+def test_neighbours_are_imported_relatively(here):
+    folder = here / "environments" / "words"
+    write(folder / "words.py", imports="from .data import SIZE")
+    (folder / "data.py").write_text("SIZE = 5\n")
+    assert load_environment("words").num_examples("train") == 2
+
+
+def test_a_folder_does_not_hide_a_module_of_the_same_name(here):
+    import json
+
+    write(here / "environments" / "json" / "json.py")
+    assert load_environment("json").env_id == "json"
+    assert sys.modules["json"] is json
+
+
+def test_an_installed_module(here, monkeypatch):
+    write(here / "site" / "installed_words.py")
+    monkeypatch.syspath_prepend(str(here / "site"))
+    assert load_environment("installed-words").env_id == "installed-words"
+
+
+def test_an_entry_point_comes_first(here, monkeypatch):
+    write(here / "site" / "pointed_words.py")
+    write(here / "environments" / "words" / "words.py", more=", other=1")
+    monkeypatch.syspath_prepend(str(here / "site"))
+    for value in ("pointed_words:load_environment", "pointed_words"):
+        point = importlib.metadata.EntryPoint("words", value, "rolltree.environments")
+        monkeypatch.setattr(
+            "rolltree.environments.registry.entry_points", lambda group, p=point: [p]
+        )
+        assert find_environment("words").__module__ == "pointed_words"
+        assert "words" in known_environments()
+
+
+def test_an_unknown_name_lists_the_nearest(here):
+    write(here / "environments" / "my_words" / "my_words.py")
+    with pytest.raises(UnknownName, match="Did you mean 'my_words'"):
+        load_environment("my-word")
+    with pytest.raises(UnknownName, match="Known: my_words"):
+        load_environment("zzz")
+
+
+@pytest.mark.parametrize("name", ["json", "no such name", "missing/folder", "missing.py", "1x"])
+def test_what_is_no_environment(here, name):
+    with pytest.raises(UnknownName, match="no environment"):
+        load_environment(name)
+
+
+def test_unknown_arguments_are_errors(here):
+    write(here / "environments" / "words" / "words.py")
+    with pytest.raises(ConfigError, match="Did you mean 'num'"):
+        load_environment("words", nmu=3)
+
+
+def test_missing_arguments_are_errors(here):
+    write(here / "environments" / "words" / "words.py", more=", *, level")
+    with pytest.raises(ConfigError, match="'level'"):
+        load_environment("words")
+    assert load_environment("words", level=1).env_args == {"level": 1}
+
+
+def test_arguments_of_an_environment_that_takes_any(here):
+    write(here / "environments" / "words" / "words.py", more=", **rest")
+    assert load_environment("words", anything=1).env_args == {"anything": 1}
+
+
+def test_what_it_returns_must_be_an_environment(here):
+    (here / "bad.py").write_text("def load_environment():\n    return 7\n")
+    with pytest.raises(ConfigError, match="returned a int"):
+        load_environment("bad.py")
+
+
+def test_an_error_in_the_file_is_shown_as_it_is(here):
+    (here / "bad.py").write_text("import nowhere_to_be_found\n")
+    with pytest.raises(ModuleNotFoundError, match="nowhere_to_be_found"):
+        load_environment("bad.py")
+    assert "rolltree_environment_bad" not in sys.modules
+
+
+def test_an_environment_keeps_a_name_of_its_own(here):
+    (here / "named.py").write_text(
+        "import rolltree as rt\n"
+        "def load_environment():\n"
+        "    return rt.SingleTurnEnv(dataset=[{'question': 'q'}], env_id='own')\n"
+    )
+    env = load_environment("named.py")
+    assert env.env_id == "own"
+    assert env.example("train", 0)["task"] == "own"
+
+
+async def test_a_loaded_environment_runs(here):
+    write(here / "environments" / "words" / "words.py")
+    env = load_environment("words")
+    results = await env.evaluate(ScriptedModel("hi"), "m")
+    assert results.metadata.env_id == "words"
+    assert results.task == ["words", "words"]

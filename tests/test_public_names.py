@@ -1,0 +1,120 @@
+"""What `import rolltree` gives, and what it costs."""
+
+import subprocess
+import sys
+
+import pytest
+
+import rolltree
+
+NAMES = [
+    "ChatMessage",
+    "ConfigError",
+    "Environment",
+    "ErrorRecord",
+    "FinishReason",
+    "GenerateMetadata",
+    "GenerateResults",
+    "Generation",
+    "GroupStrategy",
+    "Info",
+    "MaybeThinkParser",
+    "MessageType",
+    "Messages",
+    "ModelClient",
+    "ModelError",
+    "ModelResponse",
+    "MultiTurnEnv",
+    "OpenAIClient",
+    "Parser",
+    "PromptTooLong",
+    "RolloutEngine",
+    "RolloutInput",
+    "RolloutRequest",
+    "RolloutResult",
+    "RolloutSource",
+    "RolloutTimeout",
+    "RolloutTiming",
+    "RolltreeError",
+    "Rubric",
+    "RubricGroup",
+    "Sample",
+    "SamplingArgs",
+    "SamplingParams",
+    "SingleTurnEnv",
+    "State",
+    "ThinkParser",
+    "TokenTree",
+    "ToolEnv",
+    "TrainingExample",
+    "Trajectory",
+    "TrajectoryStep",
+    "TrajectoryStepTokens",
+    "TruncationReason",
+    "UnknownName",
+    "XMLParser",
+    "__version__",
+    "as_client",
+    "build_samples",
+    "cheap",
+    "cleanup",
+    "evaluate",
+    "extract_boxed_answer",
+    "extract_hash_answer",
+    "load_environment",
+    "process_trajectories_for_training",
+    "stop",
+    "teardown",
+]
+
+
+def test_the_public_names_are_pinned():
+    assert rolltree.__all__ == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_exists(name):
+    value = getattr(rolltree, name)
+    assert value is getattr(rolltree, name)
+    assert name in dir(rolltree)
+
+
+def test_rooms_are_attributes():
+    assert rolltree.rubrics.Rubric is rolltree.Rubric
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="Enviroment"):
+        _ = rolltree.Enviroment
+
+
+def run(code):
+    """Return what a fresh interpreter prints."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+
+
+IMPORT = "import time; t = time.perf_counter(); {}; print(time.perf_counter() - t)"
+
+
+def test_import_takes_less_than_0_3_s():
+    assert min(float(run(IMPORT.format("import rolltree"))) for _ in range(3)) < 0.3
+
+
+def test_the_names_an_environment_needs_load_fast_too():
+    names = "Environment, Rubric, XMLParser, load_environment, State"
+    line = IMPORT.format(f"from rolltree import {names}")
+    assert min(float(run(line)) for _ in range(3)) < 0.6
+
+
+HEAVY = ("torch", "transformers", "starlette", "uvicorn", "datasets", "openai", "pandas")
+
+
+def test_nothing_heavy_is_imported():
+    loaded = run(
+        "import sys, rolltree\n"
+        "for name in rolltree.__all__:\n"
+        "    if name != 'evaluate': getattr(rolltree, name)\n"
+        "print(*sys.modules)"
+    ).split()
+    assert not set(HEAVY) & set(loaded)
