@@ -15,7 +15,7 @@ from rolltree.cli.clients import open_client
 from rolltree.cli.eval_command import MAY_CHANGE, EvalOptions
 from rolltree.environments import Environment, load_environment
 from rolltree.evaluation import EvalReport, Settings, evaluate, write_results
-from rolltree.reports import EvalView, evaluation_facts, evaluation_table, transcript
+from rolltree.reports import EvalView, evaluation_facts, evaluation_table, say, transcript
 from rolltree.rollouts.record import decode_results
 from rolltree.store import Run, to_plain
 
@@ -36,7 +36,7 @@ def run_evaluation(options: EvalOptions) -> int:
         try:
             report = asyncio.run(_evaluate(environment, options, run, errors))
         except KeyboardInterrupt:
-            errors.print(f"stopped; --run {options.run} continues it", markup=False)
+            say(errors, f"stopped; the same command with --run {options.run} continues it")
             raise
         _show(report, run, options, errors)
     return 1 if report.num_failed == report.num_rollouts else 0
@@ -46,7 +46,7 @@ async def _evaluate(
     environment: Environment, options: EvalOptions, run: Run, errors: Console
 ) -> EvalReport:
     async with environment:
-        errors.print(f"run {options.run}", markup=False, highlight=False)
+        say(errors, f"run {options.run}")
         async with open_client(
             options.model,
             base_url=options.base_url,
@@ -92,6 +92,6 @@ def _show(report: EvalReport, run: Run, options: EvalOptions, errors: Console) -
             rollouts_per_example=options.rollouts_per_example,
             sampling_args=options.sampling,
         )
-        out.print(f"wrote {folder / 'results.jsonl'} and metadata.json", markup=False)
+        say(out, f"wrote {folder / 'results.jsonl'} and metadata.json")
     if options.as_json:
         print(json.dumps(to_plain(report.as_dict()), indent=2))

@@ -17,11 +17,15 @@ def list_stored_runs(
     """List the runs below a directory, newest first."""
     from rich.console import Console
 
-    from rolltree.reports import runs_table
+    from rolltree.reports import run_lines, say
     from rolltree.store import list_runs
 
-    found = list_runs(root)
-    Console().print(runs_table(found, root) if found else f"no runs below {root}")
+    console, found = Console(), list_runs(root)
+    for run in found:
+        for line in run_lines(run):
+            say(console, line)
+    if not found:
+        say(console, f"no runs below {root}")
 
 
 def show_run(

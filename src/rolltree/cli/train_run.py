@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 from rolltree.environments import Environment, load_environment
 from rolltree.errors import ConfigError
 from rolltree.evaluation import evaluate
-from rolltree.reports import TrainView, next_commands, save_reward_curve, training_report
+from rolltree.reports import TrainView, next_commands, save_reward_curve, say, training_report
 from rolltree.store import Run
 
 
@@ -34,17 +33,17 @@ def run_training(data: Mapping[str, Any], words: Sequence[str], *, num_transcrip
             with TrainView(errors) as view:
                 asyncio.run(_train(config, environment, run, view))
         except KeyboardInterrupt:
-            errors.print("stopped; the same command continues the run", markup=False)
+            say(errors, "stopped; the same command continues the run")
             raise
         for part in training_report(run, num_transcripts=num_transcripts):
             out.print(part)
         curve = save_reward_curve(run)
-        out.print(Text(f"run    {run.path}"))
+        say(out, f"run    {run.path}")
         if curve is not None:
-            out.print(Text(f"curve  {curve}"))
-        out.print(Text("next", style="bold"))
+            say(out, f"curve  {curve}")
+        say(out, "next")
         for command in next_commands(run, words):
-            out.print(Text(f"  {command}"), soft_wrap=True)
+            say(out, f"  {command}")
 
 
 async def _train(config: Any, environment: Environment, run: Run, view: TrainView) -> None:

@@ -11,7 +11,8 @@ from rolltree.reports.evaluation import (
     evaluation_facts,
     evaluation_table,
 )
-from rolltree.reports.runs import phases_table, runs_table
+from rolltree.reports.formatting import say
+from rolltree.reports.runs import phases_table, run_lines
 from rolltree.reports.train_view import TrainView
 from rolltree.reports.training import (
     next_commands,
@@ -31,9 +32,10 @@ __all__ = [
     "next_commands",
     "phases_table",
     "reward_curve",
-    "runs_table",
+    "run_lines",
     "save_curve",
     "save_reward_curve",
+    "say",
     "terminal_curve",
     "training_report",
     "transcript",

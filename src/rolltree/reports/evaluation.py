@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from rolltree.evaluation import Comparison, Estimate, EvalProgress, EvalReport
-from rolltree.reports.formatting import counts, duration, interval, meter, safe_text
+from rolltree.reports.formatting import counts, duration, interval, meter, safe_text, say
 
 
 def evaluation_table(report: EvalReport) -> Table:
@@ -139,9 +139,7 @@ class EvalView:
         share = progress.num_done / max(1, progress.num_total)
         if not self._live and (share - self._last_share >= 0.1 or share == 1.0):
             self._last_share = share
-            self._console.print(
-                f"{progress.num_done}/{progress.num_total} {said}", markup=False, highlight=False
-            )
+            say(self._console, f"{progress.num_done}/{progress.num_total}  {said}".rstrip())
 
     def _said(self, progress: EvalProgress) -> str:
         parts = []

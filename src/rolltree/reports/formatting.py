@@ -6,6 +6,7 @@ no answer can move the cursor or recolour the screen.
 
 from __future__ import annotations
 
+from rich.console import Console
 from rich.text import Text
 
 from rolltree.evaluation import Estimate
@@ -19,6 +20,11 @@ def safe_text(text: str, *, limit: int | None = None, style: str = "") -> Text:
     cut = "" if limit is None or len(text) <= limit else f" … ({len(text) - limit:,} more)"
     shown = text if limit is None else text[:limit]
     return Text(shown.translate(_VISIBLE), style=style) + Text(cut, style="dim")
+
+
+def say(console: Console, line: str) -> None:
+    """Print one line as it is: no markup, no highlighting, no line breaks in the middle."""
+    console.print(safe_text(line), highlight=False, soft_wrap=True)
 
 
 def interval(estimate: Estimate) -> str:

@@ -6,8 +6,6 @@ Reads the run store only.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from pathlib import Path
 
 from rich.table import Table
 
@@ -15,23 +13,14 @@ from rolltree.reports.formatting import safe_text
 from rolltree.store import RunSummary
 
 
-def runs_table(runs: Sequence[RunSummary], root: Path) -> Table:
-    """Return one line per run, newest first."""
-    table = Table(box=None)
-    for name in ("run", "kind", "environment", "phases (mean reward)", "steps", "written"):
-        table.add_column(name, overflow="fold")
-    for run in runs:
-        path = run.path.relative_to(root) if run.path.is_relative_to(root) else run.path
-        phases = ", ".join(f"{phase.phase} {_mean(phase.mean_reward)}" for phase in run.phases)
-        table.add_row(
-            safe_text(str(path)),
-            safe_text(run.kind),
-            safe_text(", ".join(run.env_ids)),
-            safe_text(phases),
-            str(run.num_steps or "-"),
-            _when(run.last_written),
-        )
-    return table
+def run_lines(run: RunSummary) -> list[str]:
+    """Return a run as two lines: its path, and what it holds."""
+    phases = [f"{phase.phase} {_mean(phase.mean_reward)}" for phase in run.phases[:4]]
+    if len(run.phases) > 4:
+        phases.append(f"{len(run.phases) - 4} more phases")
+    steps = [f"{run.num_steps} steps"] if run.num_steps else []
+    facts = [_when(run.last_written), run.kind, *run.env_ids, *steps, *phases]
+    return [str(run.path), "  " + "  ".join(facts)]
 
 
 def phases_table(run: RunSummary) -> Table:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rolltree.evaluation import EvalProgress
-from rolltree.reports.formatting import duration, meter
+from rolltree.reports.formatting import duration, meter, say
 
 if TYPE_CHECKING:
     from rolltree.training.reporter import TrainReport, TrainStart
@@ -74,7 +74,7 @@ class TrainView:
         first = start.first_step - len(start.history)
         self._rows = [(first + i, metrics) for i, metrics in enumerate(start.history)]
         continued = f", continued at step {start.first_step}" if start.first_step > 1 else ""
-        self._say(f"{start.num_parameters:,} parameters, run {start.run_path}{continued}")
+        say(self._console, f"{start.num_parameters:,} parameters, run {start.run_path}{continued}")
         self._status = "starting"
 
     def on_rollouts(self, step: int, num_done: int, num_total: int) -> None:
@@ -87,7 +87,7 @@ class TrainView:
         self._rows.append((step, metrics))
         if self._live is None:
             shown = "  ".join(f"{name} {value.strip()}" for name, value in _cells(metrics) if name)
-            self._say(f"step {step}/{self._num_steps}  {shown}")
+            say(self._console, f"step {step}/{self._num_steps}  {shown}")
 
     def on_eval_progress(self, phase: str, progress: EvalProgress) -> None:
         """Show how far a held-out evaluation is."""
@@ -103,14 +103,11 @@ class TrainView:
         line = f"held out, {phase} (step {step}): {said}{earlier}"
         self._evaluations.append(line)
         if self._live is None:
-            self._say(line)
+            say(self._console, line)
 
     def on_end(self, report: TrainReport) -> None:
         """Stop saying what happens next."""
         self._status = ""
-
-    def _say(self, line: str) -> None:
-        self._console.print(Text(line), highlight=False, soft_wrap=True)
 
     def _render(self) -> Group:
         table = Table(box=None, padding=(0, 1))

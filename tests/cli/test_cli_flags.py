@@ -1,0 +1,115 @@
+"""The command line's surface: flags frozen, fast, silent about torch, errors as messages."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from rolltree import __version__
+from rolltree.cli import app
+
+FLAGS = {
+    "eval": {
+        "-m", "--model", "-b", "--base-url", "-k", "--api-key-var", "-n", "--num-examples", "-r",
+        "--rollouts-per-example", "-c", "--max-concurrent", "-t", "--max-tokens", "-T",
+        "--temperature", "-S", "--sampling-args", "-a", "--env-args", "-s", "--save-results",
+        "--seed", "--split", "--json", "--run", "--transcripts", "--retries", "--retry-failed",
+        "--time-limit", "--pass-threshold", "env",
+    },
+    "train": {"config", "overrides", "--transcripts"},
+    "runs": {"root"},
+    "show": {"run", "--phase", "--transcripts", "--failed", "--limit"},
+    "export": {"run", "target", "--phase", "--light"},
+    "models": {"prepare"},
+}  # fmt: skip
+
+
+def test_flags_are_frozen():
+    """Removing or renaming one breaks somebody's script: change this test on purpose only."""
+    commands = typer.main.get_command(app).commands
+    found = {
+        name: {flag for parameter in command.params for flag in parameter.opts} - {"--help"}
+        for name, command in commands.items()
+    }
+    assert found == FLAGS
+
+
+def test_help_is_fast_and_imports_nothing_heavy():
+    program = (
+        "import sys; sys.argv = ['rolltree', '--help']\n"
+        "from rolltree.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'httpx', 'matplotlib'} & set(sys.modules)\n"
+        "print('HEAVY', sorted(heavy))"
+    )
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        )
+        best = min(best, time.perf_counter() - start)
+    assert "HEAVY []" in done.stdout
+    assert "eval" in done.stdout
+    assert best < 0.5
+
+
+def test_evaluating_over_http_needs_no_torch():
+    program = (
+        "import sys, rolltree.cli.eval_run, rolltree.cli.runs_command\n"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def invoke(*words, env=None):
+    return CliRunner().invoke(app, list(words), env=env)
+
+
+def test_version():
+    assert invoke("--version").stdout.strip() == __version__
+
+
+def test_models():
+    assert invoke("models").stdout.split() == ["smollm2-135m", "tiny"]
+    result = invoke("models", "smolm2-135m")
+    assert result.exit_code == 2
+    assert "Did you mean 'smollm2-135m'?" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["eval", "no_such_env_here"], "there is no environment 'no_such_env_here'"),
+        (["eval", "e", "-a", "{"], "-a is not JSON"),
+        (["eval", "e", "-S", "[1]"], "-S is JSON, but not an object"),
+        (["eval", "e", "-k", "sk-abc123"], "takes the name of an environment variable"),
+        (["eval", "e", "-k", "ROLLTREE_UNSET_KEY"], "ROLLTREE_UNSET_KEY, which is not set"),
+        (["eval", "e", "--split", "test"], "--split is 'test'"),
+        (["train", "missing.toml"], "missing.toml cannot be read"),
+        (["show", "missing"], "is not a run directory"),
+    ],
+)
+def test_mistakes_are_messages_without_tracebacks(words, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = invoke(*words)
+    assert result.exit_code in (1, 2)
+    assert result.stderr.startswith("error: ")
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "sk-abc123" not in result.output
+    assert list(tmp_path.iterdir()) == []  # a refused command leaves nothing behind
+
+
+@pytest.mark.parametrize("words", [["eval", "e", "-r", "0"], ["eval", "e", "--nope"], ["eval"]])
+def test_flags_that_the_parser_refuses(words):
+    result = invoke(*words)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
