@@ -52,8 +52,11 @@ class ChatRenderer:
         reasoning: a name in `REASONING_TAGS`, `"auto"` (found in the template), or `"none"`.
         end_ids: further token ids that end a turn, beside the tokenizer's and the template's own.
 
+    A tokenizer without a template does for text completions; messages then raise `ConfigError`.
+
     Raises:
-        ConfigError: there is no template, or an argument is not one of its values.
+        ConfigError: an argument is not one of its values.
+        TemplateError: the template does not compile, or runs without end.
 
     Example:
         >>> renderer = ChatRenderer(ByteTokenizer())                            # doctest: +SKIP
@@ -77,27 +80,38 @@ class ChatRenderer:
                 + did_you_mean(history, ("keep", "template"))
             )
         self.history: History = history
-        self.vocabulary = Vocabulary(tokenizer)
         self.tokenizer = tokenizer
-        sources = _sources(tokenizer, template)
+        self.vocabulary = Vocabulary(tokenizer)
         names = {**self.vocabulary.variables, **(variables or {})}
-        self.template = ChatTemplate(sources["default"], names)
-        self._glue = Glue(self.template, self.vocabulary, end_ids)
-        self._tool_template = self.template
-        self._tool_glue = self._glue
-        if "tool_use" in sources:
-            self._tool_template = ChatTemplate(sources["tool_use"], names)
-            self._tool_glue = Glue(self._tool_template, self.vocabulary, end_ids)
-        self.end_ids = tuple(
-            dict.fromkeys((*self._glue.ends.end_ids, *self._tool_glue.ends.end_ids))
-        )
+        self._faces = {
+            kind: _Face(ChatTemplate(source, names), self.vocabulary, end_ids)
+            for kind, source in _sources(tokenizer, template).items()
+        }
+        known = [end for face in self._faces.values() for end in face.glue.ends.end_ids]
+        self.end_ids = tuple(dict.fromkeys((*known, *end_ids, *self.vocabulary.end_ids)))
         """Token ids that end a turn: an engine stops after sampling one of them."""
+        default = self._faces.get("tool_use") or self._faces.get("default")
         self._parser = CompletionParser(
-            self._tool_template.source,
+            default.template.source if default else "",
             tool_parser=tool_parser,
             reasoning=reasoning,
-            start=self._glue.ends.start,
+            start=default.glue.ends.start if default else "",
         )
+
+    def _face(self, tools: Sequence[ToolSchema] | None) -> _Face:
+        """Return the template for a call with or without tools.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        face = self._faces.get("tool_use") if tools else None
+        face = face or self._faces.get("default")
+        if face is None:
+            raise ConfigError(
+                "the tokenizer has no chat template, so messages cannot become a prompt. Pass "
+                "template=..., or use message_type='completion' with a base model."
+            )
+        return face
 
     def render(
         self,
@@ -111,8 +125,9 @@ class ChatRenderer:
         Raises:
             TemplateError: the template refuses these messages.
         """
-        template = self._tool_template if tools else self.template
-        text = template.render(messages, tools, add_generation_prompt=add_generation_prompt)
+        text = self._face(tools).template.render(
+            messages, tools, add_generation_prompt=add_generation_prompt
+        )
         return self.vocabulary.encode_start(text)
 
     def continuation(
@@ -130,15 +145,14 @@ class ChatRenderer:
         O(new tokens) with `history="keep"`.
         """
         assistant, new = messages[num_old - 1], messages[num_old:]
-        glue = self._tool_glue if tools else self._glue
+        face = self._face(tools)
         try:
             last_id = int(previous_ids[-1]) if len(previous_ids) else None
-            ids, text = glue.suffix(last_id, assistant, new, tools)
+            ids, text = face.glue.suffix(last_id, assistant, new, tools)
         except GlueError as error:
             return Continuation(None, self.render(messages, tools), str(error))
         if self.history == "template":
-            template = self._tool_template if tools else self.template
-            whole = template.render(messages, tools)
+            whole = face.template.render(messages, tools)
             kept = self.vocabulary.decode(previous_ids)
             if whole != kept + text:
                 at = _first_difference(whole, kept + text)
@@ -192,18 +206,25 @@ class ChatRenderer:
         return self.vocabulary.decode(ids)
 
 
+class _Face:
+    """One of a model's templates, with what was learned about it."""
+
+    def __init__(
+        self, template: ChatTemplate, vocabulary: Vocabulary, end_ids: Sequence[int]
+    ) -> None:
+        self.template = template
+        self.glue = Glue(template, vocabulary, end_ids)
+
+
 def _sources(tokenizer: Tokenizer, template: str | Mapping[str, str] | None) -> dict[str, str]:
     found: Any = template if template is not None else getattr(tokenizer, "chat_template", None)
     if isinstance(found, str):
         return {"default": found}
-    if isinstance(found, Mapping) and found:
-        sources = {str(name): str(text) for name, text in found.items()}
-        sources.setdefault("default", next(iter(sources.values())))
-        return sources
-    raise ConfigError(
-        "the tokenizer has no chat template, so messages cannot become a prompt. Pass "
-        "template=..., or use message_type='completion' with a base model."
-    )
+    if not isinstance(found, Mapping) or not found:
+        return {}
+    sources = {name: str(text) for name, text in found.items() if name in ("default", "tool_use")}
+    sources.setdefault("default", str(next(iter(found.values()))))
+    return sources
 
 
 def _first_difference(left: str, right: str) -> int:

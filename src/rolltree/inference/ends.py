@@ -5,15 +5,16 @@ It knows templates and vocabularies. It leaves out what comes between turns (`gl
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rolltree.inference.template import ChatTemplate, TemplateError
+from rolltree.inference.template import ChatTemplate, TemplateError, TemplateLimitError
 from rolltree.inference.vocabulary import Vocabulary
 from rolltree.types import ChatMessage, ToolSchema
 
-SENTINEL = "Qz7AnchorZq"
-"""A text that stands for what an assistant said last."""
+SENTINEL = f"Qz{secrets.token_hex(6)}Zq"
+"""A text that stands for what an assistant said last; no message can hold it by design."""
 PROBE: list[ChatMessage] = [{"role": "user", "content": "Probe."}]
 _TOOL: ChatMessage = {
     "role": "tool",
@@ -96,5 +97,7 @@ def render(
     """Return the rendered messages, or nothing where the template refuses them."""
     try:
         return template.render(messages, tools, add_generation_prompt=add_generation_prompt)
+    except TemplateLimitError:
+        raise
     except TemplateError:
         return ""

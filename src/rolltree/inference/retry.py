@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from rolltree.errors import ModelError
+from rolltree.errors import ConfigError, ModelError
 
 ResultT = TypeVar("ResultT")
 
@@ -36,7 +36,9 @@ class RetryPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     def __post_init__(self) -> None:
         if self.max_retries < 0 or min(self.first_wait_s, self.max_wait_s) < 0:
-            raise ValueError("a retry policy has no negative counts or times")
+            raise ConfigError(
+                f"{self} has a negative count or time, which means nothing. Use 0 for no retries."
+            )
 
     def wait_s(self, attempt: int, after_s: float | None) -> float:
         """Return how long to wait after failed attempt number `attempt` (0, 1, ...)."""

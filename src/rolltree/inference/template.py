@@ -16,12 +16,16 @@ from typing import Any
 import jinja2
 
 from rolltree.errors import ConfigError, UnsupportedSetting
-from rolltree.inference.guard import GuardedEnvironment, Limits, guarded
+from rolltree.inference.guard import GuardedEnvironment, LimitExceeded, Limits, guarded
 from rolltree.types import ChatMessage, ToolSchema
 
 
 class TemplateError(ConfigError):
     """The template refused this conversation, broke, or outgrew its limits."""
+
+
+class TemplateLimitError(TemplateError):
+    """The template ran too long or made something too large: it is broken or hostile."""
 
 
 def _raise_exception(message: str) -> None:
@@ -92,6 +96,8 @@ class ChatTemplate:
         prepared = [for_template(message, self._parts) for message in messages]
         try:
             return self._render(prepared, tools, add_generation_prompt)
+        except TemplateLimitError:
+            raise
         except TemplateError:
             # Some templates (DeepSeek V3) take tool arguments as text, most as a mapping.
             as_text = [_with_text_arguments(message) for message in prepared]
@@ -118,6 +124,11 @@ class ChatTemplate:
                     documents=None,
                     add_generation_prompt=add_generation_prompt,
                 )
+        except LimitExceeded as error:
+            raise TemplateLimitError(
+                f"the chat template was stopped: {error}. Its prompts cannot be had; it is broken "
+                "or hostile. Choose another template."
+            ) from error
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             roles = [message.get("role") for message in messages]
             raise TemplateError(
@@ -138,6 +149,8 @@ class ChatTemplate:
             try:
                 if probe in self._render([message], None, True):
                     return parts
+            except TemplateLimitError:
+                raise
             except TemplateError:
                 continue
         return False

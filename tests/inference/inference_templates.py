@@ -1,0 +1,102 @@
+"""Small chat templates in the manners of real ones, for the tests of this room."""
+
+from __future__ import annotations
+
+from rolltree.testing import ByteTokenizer
+
+# Role markers, no close: the next role's marker ends a turn (GLM's manner).
+ROLE_MARKERS = """\
+{{- '<|sys|>' }}
+{%- for tool in tools or [] %}{{- tool | tojson }}{%- endfor %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{- '<|user|>\n' + m.content }}
+{%- elif m.role == 'tool' %}{{- '<|observation|>\n' + m.content }}
+{%- else %}{{- '<|assistant|>' + m.content }}
+{%- for call in m.tool_calls or [] %}{{- '<tool_call>' + call.function.name + '\n' }}
+{%- for key, value in call.function.arguments.items() %}
+{{- '<arg_key>' + key + '</arg_key>\n<arg_value>' + (value | string) + '</arg_value>\n' }}
+{%- endfor %}{{- '</tool_call>' }}{%- endfor %}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
+ROLE_TOKENS = ("<|sys|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>")
+
+# Reasoning opened by the prompt and stripped from all earlier turns (DeepSeek R1's manner).
+STRIPPING = """\
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{- '<|im_start|>user\n' + m.content + '<|im_end|>\n' }}
+{%- else %}{{- '<|im_start|>assistant\n' + m.content.split('</think>')[-1] + '<|im_end|>\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %}"""
+
+# The end token differs between the last and an earlier answer (gpt-oss's manner).
+TWO_CLOSES = """\
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\n' + m.content }}
+{{- '<|return|>' if m.role == 'assistant' and loop.last else '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+TWO_CLOSES_TOKENS = ("<|im_start|>", "<|im_end|>", "<|return|>")
+
+# Tools are shown before the newest user message only (Mistral's manner).
+MOVING_TOOLS = """\
+{%- for m in messages %}
+{%- if m.role == 'user' %}
+{%- if tools and loop.last %}{{- '[TOOLS]' + (tools | tojson) + '[/TOOLS]' }}{%- endif %}
+{{- '[INST]' + m.content + '[/INST]' }}
+{%- else %}{{- m.content + '</s>' }}
+{%- endif %}
+{%- endfor %}"""
+MOVING_TOKENS = ("[INST]", "[/INST]", "[TOOLS]", "[/TOOLS]", "</s>")
+
+# Plain text without special tokens.
+PLAIN = """\
+{%- for m in messages %}{{- m.role + ': ' + m.content + '\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- 'assistant:' }}{%- endif %}"""
+
+# The position of a message shows in its text, so nothing can be cut out.
+COUNTING = """\
+{%- for m in messages %}
+{{- '<|im_start|>' + (loop.index | string) + m.role + '\n' + m.content + '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+
+# Content as a list of parts (vision models' manner).
+PARTS = """\
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}
+{%- for part in m.content %}{{- part['text'] }}{%- endfor %}{{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+
+# Tool arguments as JSON text (DeepSeek V3's manner).
+TEXT_ARGUMENTS = """\
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content }}
+{%- for call in m.tool_calls or [] %}
+{{- '<tool_call>' + call.function.name + ' ' + call.function.arguments + '</tool_call>' }}
+{%- endfor %}{{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+
+ROLE_MARKER_TOKENIZER = ByteTokenizer(ROLE_MARKERS, ROLE_TOKENS, "<|endoftext|>")
+TWO_CLOSES_TOKENIZER = ByteTokenizer(TWO_CLOSES, TWO_CLOSES_TOKENS, "<|return|>")
+MOVING_TOKENIZER = ByteTokenizer(MOVING_TOOLS, MOVING_TOKENS, "</s>")
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add two numbers.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+        },
+    }
+]
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
