@@ -30,14 +30,11 @@ class _Node(Generic[CallT]):
         self.children: list[_Node[CallT]] = []
         self.call = call
 
-    def find(self, message: ChatMessage) -> _Node[CallT] | None:
-        """Return the child that is `message`, else the latest one that equals it."""
-        equal = None
-        for child in reversed(self.children):
-            if _equal(child.snapshot, message):
-                if child.message is message:
-                    return child
-                equal = equal or child
+    def find(self, message: ChatMessage) -> list[_Node[CallT]]:
+        """Return the children that equal `message`: the one that is it first, then the latest."""
+        equal = [child for child in reversed(self.children) if _equal(child.snapshot, message)]
+        if len(equal) > 1:
+            equal.sort(key=lambda child: child.message is not message)
         return equal
 
 
@@ -68,18 +65,19 @@ class CallMemory(Generic[CallT]):
         key: object = None,
     ) -> Match[CallT] | None:
         """Return the call with the longest prompt that `messages` continues, or None."""
-        node = self._root(tools, key)
+        nodes = [self._root(tools, key)]  # several where calls gave equal answers
         match = None
         depth = 0
         for message in messages:
-            child = node.find(message)
-            if child is None:
+            found = [child for node in nodes for child in node.find(message)]
+            if not found:
                 break
-            node = child
+            nodes = found
             depth += 1
-            if child.call is not None:
-                match = Match(child.call, depth)
-        self._walked = (messages, depth, node)
+            call = next((node.call for node in nodes if node.call is not None), None)
+            if call is not None:
+                match = Match(call, depth)
+        self._walked = (messages, depth, nodes[0])
         return match
 
     def add(
@@ -95,11 +93,11 @@ class CallMemory(Generic[CallT]):
         if walked is not messages or node is None:
             depth, node = 0, self._root(tools, key)
         for message in itertools.islice(messages, depth, None):
-            child = node.find(message)
-            if child is None:
-                child = _Node(message)
-                node.children.append(child)
-            node = child
+            found = node.find(message)
+            if not found:
+                found = [_Node(message)]
+                node.children.append(found[0])
+            node = found[0]
         node.children.append(_Node(answer, call))
 
     def _root(self, tools: Sequence[ToolSchema] | None, key: object) -> _Node[CallT]:

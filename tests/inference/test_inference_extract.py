@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolltree.errors import BadResponse, TokenError
+from rolltree.inference import parse_response_messages, parse_response_tokens
+from rolltree.inference.extract import (
+    extract_finish_reason,
+    extract_message,
+    extract_tokens,
+    extract_usage,
+)
+from rolltree.inference.wire import decode_response
+from rolltree.testing import ScriptedClient
+from rolltree.types import FinishReason
+
+
+def chat_response(**changes: Any) -> dict[str, Any]:
+    """Return what vLLM answers to a chat request with return_token_ids and logprobs."""
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": "12", "tool_calls": []},
+        "finish_reason": "stop",
+        "token_ids": [49, 50, 2],
+        "logprobs": {
+            "content": [
+                {"token": "1", "logprob": -0.1},
+                {"token": "2", "logprob": -0.2},
+                {"token": "", "logprob": -0.3},
+            ]
+        },
+    }
+    choice.update(changes)
+    usage = {"prompt_tokens": 2, "completion_tokens": 3}
+    return {"id": "x", "choices": [choice], "usage": usage, "prompt_token_ids": [7, 8]}
+
+
+def text_response(**changes: Any) -> dict[str, Any]:
+    choice = {
+        "text": "12",
+        "finish_reason": "length",
+        "token_ids": [49, 50],
+        "prompt_token_ids": [7, 8],
+        "logprobs": {"tokens": ["1", "2"], "token_logprobs": [-0.1, -0.2]},
+    }
+    choice.update(changes)
+    return {"id": "x", "choices": [choice]}
+
+
+def as_object(value: Any) -> Any:
+    """Return nested namespaces, as the openai client's objects look."""
+    if isinstance(value, dict):
+        return SimpleNamespace(**{key: as_object(each) for key, each in value.items()})
+    return [as_object(each) for each in value] if isinstance(value, list) else value
+
+
+def as_struct(value: Any) -> Any:
+    import msgspec
+
+    return decode_response(msgspec.json.encode(value))
+
+
+FORMS = {"dict": lambda value: value, "object": as_object, "struct": as_struct}
+in_every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+
+
+@in_every_form
+def test_chat_tokens(form: Any) -> None:
+    found = extract_tokens(form(chat_response()), "chat")
+    assert found is not None
+    assert found.prompt_ids.tolist() == [7, 8]
+    assert found.completion_ids.tolist() == [49, 50, 2]
+    assert found.prompt_ids.dtype == found.completion_ids.dtype == np.int32
+    assert found.logprobs is not None
+    np.testing.assert_allclose(found.logprobs, [-0.1, -0.2, -0.3], rtol=1e-6)
+
+
+@in_every_form
+def test_text_tokens(form: Any) -> None:
+    found = extract_tokens(form(text_response()), "completion")
+    assert found is not None
+    assert found.prompt_ids.tolist() == [7, 8]
+    assert found.completion_ids.tolist() == [49, 50]
+    assert found.logprobs is not None
+    np.testing.assert_allclose(found.logprobs, [-0.1, -0.2], rtol=1e-6)
+
+
+@in_every_form
+def test_ids_spelled_as_tokens(form: Any) -> None:
+    content = [{"token": "token_id:504", "logprob": -0.1}, {"token": "token_id:2", "logprob": -1}]
+    response = chat_response(token_ids=None, logprobs={"content": content})
+    found = extract_tokens(form(response), "chat")
+    assert found is not None
+    assert found.completion_ids.tolist() == [504, 2]
+    texts = {"tokens": ["token_id:1", "token_id:0"], "token_logprobs": [-0.5, -0.5]}
+    found = extract_tokens(form(text_response(token_ids=None, logprobs=texts)), "completion")
+    assert found is not None
+    assert found.completion_ids.tolist() == [1, 0]
+
+
+@in_every_form
+def test_missing_ids_give_none(form: Any) -> None:
+    assert extract_tokens(form(chat_response(token_ids=None)), "chat") is None
+    response = chat_response()
+    del response["prompt_token_ids"]
+    assert extract_tokens(form(response), "chat") is None
+    assert extract_tokens(form(text_response(prompt_token_ids=None)), "completion") is None
+
+
+@in_every_form
+def test_missing_logprobs_give_ids_only(form: Any) -> None:
+    found = extract_tokens(form(chat_response(logprobs=None)), "chat")
+    assert found is not None
+    assert found.logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ([-0.1], "3 sampled tokens came with 1"),
+        ([-0.1, -0.2], "never sampled may have been appended"),
+        ([-0.1, float("nan"), -0.3], "sampled token 1 is nan"),
+        ([-0.1, None, -0.3], "sampled token 1 is nan"),
+        ([-0.1, -0.2, 1.0], "sampled token 2 is 1.0"),
+        ([-0.1, -0.2, float("-inf")], "sampled token 2 is -inf"),
+    ],
+)
+def test_logprobs_that_contradict_the_tokens_are_refused(values: list[Any], what: str) -> None:
+    content = [{"token": "t", "logprob": value} for value in values]
+    with pytest.raises(TokenError, match=what):
+        extract_tokens(chat_response(logprobs={"content": content}), "chat")
+
+
+@pytest.mark.parametrize("ids", [[-1], [2**31]])
+def test_ids_of_no_vocabulary_are_refused(ids: list[int]) -> None:
+    with pytest.raises(TokenError, match="outside 0"):
+        extract_tokens(chat_response(token_ids=ids, logprobs=None), "chat")
+
+
+def test_a_server_that_used_another_prompt_is_found_out() -> None:
+    sent = np.array([7, 8], np.int32)
+    assert extract_tokens(text_response(), "completion", sent) is not None
+    with pytest.raises(TokenError, match="did not sample from what is recorded"):
+        extract_tokens(text_response(prompt_token_ids=[1, 7, 8]), "completion", sent)
+    silent = extract_tokens(text_response(prompt_token_ids=None), "completion", sent)
+    assert silent is not None
+    assert silent.prompt_ids.tolist() == [7, 8]
+
+
+@in_every_form
+def test_messages_with_reasoning_and_tool_calls(form: Any) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    source = {"content": None, "reasoning": "hm", "tool_calls": [call]}
+    message, text = extract_message(form(chat_response(message=source)), "chat")
+    expected = {"role": "assistant", "content": "", "reasoning_content": "hm"}
+    assert message == {**expected, "tool_calls": [call]}
+    assert text == ""
+
+
+def test_a_mock_gives_its_content_and_no_tokens() -> None:
+    mock = MagicMock()
+    mock.choices = [MagicMock()]
+    mock.choices[0].message.content = "12"
+    mock.choices[0].finish_reason = "stop"
+    assert extract_message(mock, "chat") == ({"role": "assistant", "content": "12"}, "12")
+    assert extract_tokens(mock, "chat") is None
+    assert extract_usage(mock) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("given_reason", "reason"),
+    [
+        ("stop", FinishReason.STOP),
+        ("length", FinishReason.LENGTH),
+        ("tool_calls", FinishReason.TOOL_CALLS),
+        ("function_call", FinishReason.TOOL_CALLS),
+        ("content_filter", FinishReason.CONTENT_FILTER),
+        ("abort", FinishReason.ABORT),
+        (None, FinishReason.STOP),
+    ],
+)
+def test_finish_reasons(given_reason: str | None, reason: FinishReason) -> None:
+    assert extract_finish_reason(chat_response(finish_reason=given_reason)) == reason
+
+
+def test_an_unknown_finish_reason_is_an_error() -> None:
+    with pytest.raises(BadResponse, match="'error'"):
+        extract_finish_reason(chat_response(finish_reason="error"))
+
+
+@pytest.mark.parametrize("response", [{}, {"choices": []}, {"choices": None}, None, "text"])
+def test_an_answer_without_choices_is_an_error(response: Any) -> None:
+    with pytest.raises(BadResponse, match="no choices"):
+        extract_message(response, "chat")
+
+
+def test_a_text_answer_is_not_a_chat_answer() -> None:
+    with pytest.raises(BadResponse, match="no message"):
+        extract_message(text_response(), "chat")
+
+
+async def test_the_functions_of_spec_1() -> None:
+    assert await parse_response_messages(chat_response(), "chat") == [
+        {"role": "assistant", "content": "12"}
+    ]
+    assert await parse_response_messages(text_response(), "completion") == "12"
+    tokens = await parse_response_tokens(chat_response(), "chat")
+    assert tokens is not None
+    assert tokens["completion_logprobs"] == pytest.approx([-0.1, -0.2, -0.3])
+    del tokens["completion_logprobs"]  # type: ignore[misc]
+    assert tokens == {
+        "prompt_ids": [7, 8],
+        "prompt_mask": [0, 0],
+        "completion_ids": [49, 50, 2],
+        "completion_mask": [1, 1, 1],
+    }
+    assert await parse_response_tokens(chat_response(logprobs=None), "chat") is None
+    assert await parse_response_tokens(chat_response(token_ids=None), "chat") is None
+
+
+async def test_a_generation_is_a_response_too() -> None:
+    generation = await ScriptedClient(["12"]).chat([{"role": "user", "content": "7+5"}])
+    assert await parse_response_messages(generation, "chat") == [generation.message]
+    assert await parse_response_messages(generation, "completion") == "12"
+    tokens = await parse_response_tokens(generation, "chat")
+    assert tokens is not None
+    assert tokens["completion_ids"] == [49, 50, 258]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b'{"choices": 3}', b'{"choices": [{"token_ids": ["a"]}]}', b"\xff", b"[]", b"NaN"],
+)
+def test_bytes_that_are_no_completion_are_bad_responses(body: bytes) -> None:
+    with pytest.raises(BadResponse, match="not a completion in JSON"):
+        decode_response(body)
+
+
+@given(st.binary(max_size=60))
+def test_no_bytes_crash_the_decoder(body: bytes) -> None:
+    with pytest.raises(BadResponse, match="not a completion"):
+        decode_response(body)

@@ -1,0 +1,185 @@
+"""Wrapped clients: the official openai package over real HTTP, and mocks as tests write them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock, MagicMock
+
+import numpy as np
+import pytest
+from inference_templates import TOOLS, user
+
+from rolltree.errors import BadResponse, ConfigError, ConnectionFailed, PromptTooLong, ServerError
+from rolltree.inference import WrappedClient, as_client
+from rolltree.testing import HttpFault, ScriptedServer
+from rolltree.types import FinishReason, GenerateRequest, SamplingParams
+
+openai = pytest.importorskip("openai")
+
+
+def mock_openai(content: str = "12", **choice: Any) -> Any:
+    """Return an AsyncOpenAI as people mock it."""
+    response = MagicMock()
+    response.choices = [MagicMock()]
+    response.choices[0].message.content = content
+    response.choices[0].message.tool_calls = None
+    response.choices[0].finish_reason = "stop"
+    for name, value in choice.items():
+        setattr(response.choices[0], name, value)
+    client = MagicMock()
+    client.chat.completions.create = AsyncMock(return_value=response)
+    return client
+
+
+async def test_a_mock_is_asked_as_the_openai_client_would_be() -> None:
+    mock = mock_openai()
+    client = as_client(mock, "small")
+    sampling = SamplingParams(temperature=0.5, max_tokens=4, top_k=3, extra={"user": "me"})
+    got = await client.chat([user("7 + 5 =")], tools=TOOLS, sampling=sampling)
+    assert got.message == {"role": "assistant", "content": "12"}
+    assert got.finish_reason == FinishReason.STOP
+    assert got.prompt_ids is None
+    assert got.response is mock.chat.completions.create.return_value
+    sent = mock.chat.completions.create.call_args.kwargs
+    assert sent["model"] == "small"
+    assert sent["messages"] == [user("7 + 5 =")]
+    assert sent["tools"] == TOOLS
+    assert (sent["temperature"], sent["max_tokens"], sent["user"]) == (0.5, 4, "me")
+    assert "seed" not in sent
+    assert "stop" not in sent
+    assert sent["extra_body"]["top_k"] == 3
+    assert sent["extra_body"]["return_token_ids"] is True
+    assert mock.chat.completions.create.await_count == 1
+    # It gave no ids, so it is not asked for them again.
+    await client.chat([user("a")])
+    assert "logprobs" not in mock.chat.completions.create.call_args.kwargs
+
+
+async def test_a_mock_with_vllms_fields_gives_tokens() -> None:
+    content = [SimpleNamespace(token="1", logprob=-0.1), SimpleNamespace(token="2", logprob=-0.2)]
+    mock = mock_openai(token_ids=[49, 50], logprobs=SimpleNamespace(content=content))
+    mock.chat.completions.create.return_value.prompt_token_ids = [7, 8]
+    got = await as_client(mock, "m").chat([user("a")])
+    assert got.completion_ids is not None
+    assert got.completion_ids.tolist() == [49, 50]
+    assert got.logprobs is not None
+    np.testing.assert_allclose(got.logprobs, [-0.1, -0.2], rtol=1e-6)
+
+
+async def test_a_function_that_is_not_async_will_do() -> None:
+    answer = {"choices": [{"message": {"content": "hi"}, "finish_reason": "length"}]}
+    completions = SimpleNamespace(create=lambda **_: answer)
+    client = as_client(SimpleNamespace(chat=SimpleNamespace(completions=completions)), "m")
+    got = await client.chat([user("a")])
+    assert (got.text, got.finish_reason) == ("hi", FinishReason.LENGTH)
+    await client.aclose()
+
+
+async def test_a_model_must_be_named_somewhere() -> None:
+    mock = mock_openai()
+    with pytest.raises(ConfigError, match="names a model"):
+        await as_client(mock).chat([user("a")])
+    await as_client(mock).chat([user("a")], model="named")
+    assert mock.chat.completions.create.call_args.kwargs["model"] == "named"
+
+
+async def test_errors_that_are_not_the_servers_are_not_hidden() -> None:
+    mock = mock_openai()
+    mock.chat.completions.create.side_effect = KeyError("bug in the mock")
+    with pytest.raises(KeyError):
+        await as_client(mock, "m").chat([user("a")])
+
+
+def official(server: ScriptedServer, **options: Any) -> Any:
+    return openai.AsyncOpenAI(base_url=server.base_url, api_key="key", **options)
+
+
+async def test_the_official_client_over_http() -> None:
+    with ScriptedServer(["12", "13"]) as server:
+        client = as_client(official(server), "scripted")
+        session = client.session()
+        first = await session.chat([user("7 + 5 =")])
+        second = await session.chat([user("7 + 5 ="), first.message, user("more")])
+        await client.aclose()
+    assert (first.text, second.text) == ("12", "13")
+    assert first.completion_ids is not None
+    assert first.completion_ids.tolist() == [49, 50, 258]
+    assert first.logprobs is not None
+    assert second.extends == first.call_id
+    assert first.response.choices[0].message.content == "12"
+
+
+async def test_the_official_client_with_text_and_ids() -> None:
+    with ScriptedServer([" 12", " 13"]) as server:
+        client = as_client(official(server), "scripted")
+        got = await client.chat("7 + 5 =", message_type="completion")
+        prompt = np.array(list(b"6 + 7 ="), np.int32)
+        by_ids = await client.generate(GenerateRequest(prompt, SamplingParams(max_tokens=2)))
+        await client.aclose()
+    assert got.text == " 12"
+    assert got.prompt_ids is not None
+    assert got.prompt_ids.tolist() == list(b"7 + 5 =")
+    assert by_ids.text == " 1"
+    assert by_ids.finish_reason == FinishReason.LENGTH
+    assert by_ids.prompt_ids is not None
+    assert by_ids.prompt_ids.tolist() == prompt.tolist()
+
+
+async def test_tool_calls_through_the_official_client() -> None:
+    text = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
+    with ScriptedServer([text, "5"]) as server:
+        client = as_client(official(server), "scripted")
+        session = client.session()
+        first = await session.chat([user("2 + 3?")], tools=TOOLS)
+        call = first.message["tool_calls"][0]
+        result = {"role": "tool", "content": "5", "tool_call_id": call["id"]}
+        second = await session.chat([user("2 + 3?"), first.message, result], tools=TOOLS)
+        await client.aclose()
+    assert first.finish_reason == FinishReason.TOOL_CALLS
+    assert call["function"] == {"name": "add", "arguments": '{"a": 2}'}
+    assert second.text == "5"
+    # The server re-rendered the call with other spaces: an honest "no" instead of a wrong claim.
+    same = second.extends == first.call_id
+    assert same or "rerendered" in second.info
+
+
+async def test_the_official_clients_retries_are_counted() -> None:
+    with ScriptedServer(["12"], faults=[HttpFault(status=500)]) as server:
+        client = as_client(official(server, max_retries=2), "scripted")
+        got = await client.chat([user("a")])
+        await client.aclose()
+    assert got.info["num_retries"] == 1
+    assert got.wait_s > 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        (HttpFault(status=500), ServerError),
+        (HttpFault(status=404), ServerError),
+        (HttpFault(status=400, message="This model's maximum context length is 8"), PromptTooLong),
+        (HttpFault(reset=True), ConnectionFailed),
+    ],
+    ids=str,
+)
+async def test_its_errors_become_ours(fault: HttpFault, error: Any) -> None:
+    with ScriptedServer(["12"], faults=lambda _: fault) as server:
+        client = as_client(official(server, max_retries=0), "scripted")
+        with pytest.raises(error) as caught:
+            await client.chat([user("a")])
+        await client.aclose()
+    assert "key" not in str(caught.value)
+
+
+async def test_other_errors_of_the_package_are_bad_responses() -> None:
+    mock = mock_openai()
+    mock.chat.completions.create.side_effect = openai.OpenAIError("odd")
+    with pytest.raises(BadResponse, match="odd"):
+        await as_client(mock, "m").chat([user("a")])
+
+
+async def test_openais_own_server_is_not_asked_for_ids() -> None:
+    client = WrappedClient(openai.AsyncOpenAI(api_key="key"), "m")
+    assert not client.tokens.wanted
+    await client.aclose()
