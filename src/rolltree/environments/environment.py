@@ -24,8 +24,9 @@ from rolltree.environments.closing import forget, register
 from rolltree.environments.completion import render_completion
 from rolltree.environments.dataset import Data, RowFormat
 from rolltree.environments.decorators import Mark, discover
+from rolltree.environments.failures import failure_of
 from rolltree.environments.responses import OVERLONG, ModelResponse, to_generation
-from rolltree.environments.runnable import Runnable, failure_of
+from rolltree.environments.runnable import Runnable
 from rolltree.errors import ConfigError, PromptTooLong, record_error
 from rolltree.inference.client import as_client, sampling_from_args
 from rolltree.parsers import Parser
@@ -291,10 +292,10 @@ class Environment(Runnable):
             state["prompt"], state["trajectory"], state.get("final_env_response")
         )
 
-    def record_failure(self, state: State, error: Exception, *, in_setup: bool = False) -> None:
+    def record_failure(self, state: State, error: Exception) -> None:
         """Write a failure into the state; the first one stays."""
         if state.get("error") is None:
-            state["error"] = failure_of(error, in_setup=in_setup)
+            state["error"] = failure_of(error)
         state["reward"] = None
         logger.debug("a rollout of %s failed", self.env_id, exc_info=error)
 

@@ -12,6 +12,7 @@ from typing import Any
 from rolltree.environments.completion import new_words
 from rolltree.environments.decorators import stop
 from rolltree.environments.environment import Environment, settle
+from rolltree.environments.failures import in_phase
 from rolltree.errors import ConfigError
 from rolltree.inference.client import as_client
 from rolltree.rollouts import derive_seed, merge_args
@@ -108,15 +109,14 @@ class MultiTurnEnv(Environment):
         from it for later turns. A failure is in `state["error"]`; cleanups have run.
         """
         state = await self.init_state(input)
-        in_setup = True
         try:
-            session = as_client(client, model or None).session()
-            args = merge_args(self.sampling_args, sampling_args)
-            state = await self.setup_state(state)
-            in_setup = False
+            with in_phase("setup"):
+                session = as_client(client, model or None).session()
+                args = merge_args(self.sampling_args, sampling_args)
+                state = await self.setup_state(state)
             await self._play_turns(state, session, model, args)
         except Exception as error:  # noqa: BLE001  a failed rollout is data
-            self.record_failure(state, error, in_setup=in_setup)
+            self.record_failure(state, error)
         finally:
             await self._cleanup(state)
             if state["completion"] is None:  # failed or cancelled, or ended by an override
@@ -133,14 +133,15 @@ class MultiTurnEnv(Environment):
             turn = len(state["trajectory"])
             if seed is not None and turn:
                 args = {**args, "seed": derive_seed(seed, "turn", turn)}
-            response = await self.get_model_response(
-                session,
-                model,
-                prompt,
-                oai_tools=state["oai_tools"],
-                sampling_args=args,
-                message_type=self.message_type,
-            )
+            with in_phase("model"):
+                response = await self.get_model_response(
+                    session,
+                    model,
+                    prompt,
+                    oai_tools=state["oai_tools"],
+                    sampling_args=args,
+                    message_type=self.message_type,
+                )
             await self.add_model_response(state, prompt, response)
         if not state["is_completed"]:  # an override of is_completed ended it
             state["is_completed"] = True

@@ -16,8 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from rolltree.environments.dataset import Data, RowFormat, Rows
+from rolltree.environments.failures import failure_of
 from rolltree.environments.results import GenerateResults, summarize
-from rolltree.errors import ConfigError, ModelError, record_error
+from rolltree.errors import ConfigError, record_error
 from rolltree.inference.client import ModelClient, as_client
 from rolltree.rollouts import (
     Progress,
@@ -32,7 +33,6 @@ from rolltree.rollouts.episode import Episode, playing
 from rolltree.rubrics import Rubric, write_advantages
 from rolltree.tokens import Trajectory
 from rolltree.types import (
-    ErrorRecord,
     RolloutInput,
     RolloutRequest,
     RolloutResult,
@@ -331,13 +331,6 @@ def _fill_advantages(results: Sequence[RolloutResult]) -> None:
         groups[result.request.group_id].extend(result.states)
     for states in groups.values():
         write_advantages(states)
-
-
-def failure_of(error: Exception, *, in_setup: bool = False) -> ErrorRecord:
-    """Return what ended a rollout as data, with the phase it happened in."""
-    if isinstance(error, ModelError):
-        return record_error(error, "model")
-    return record_error(error, "setup" if in_setup else "environment")
 
 
 def sampling_to_args(sampling: SamplingParams) -> SamplingArgs:
