@@ -113,7 +113,7 @@ def test_without_a_run_directory_one_is_made(env, tmp_path, monkeypatch):
     with ScriptedServer(adds) as server:
         result = invoke("eval", env, "-m", "scripted", "-b", server.base_url, "-n", 1, "-r", 1)
     (made,) = (tmp_path / "runs").iterdir()
-    assert made.name.startswith("eval--adding--scripted--")
+    assert re.match(r"eval--.*adding--scripted--\d{8}-\d{6}$", made.name)
     assert str(made.relative_to(tmp_path)) in result.stderr
     listed = invoke("runs")
     path, facts = listed.stdout.splitlines()

@@ -91,4 +91,4 @@ def test_default_run_dirs_are_safe_names():
     path = default_run_dir("eval", "environments/reverse_text", "org/model:v1 x")
     assert path.parts[0] == "runs"
     assert len(path.parts) == 2
-    assert path.name.startswith("eval--reverse_text--model-v1-x--2")
+    assert path.name.startswith("eval--environments-reverse_text--org-model-v1-x--2")

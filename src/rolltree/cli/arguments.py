@@ -60,6 +60,6 @@ def secret(variable: str | None, flag: str) -> str | None:
 
 def default_run_dir(kind: str, *names: str) -> Path:
     """Return `runs/<kind>-<names>-<time>`, safe as a file name."""
-    parts = [kind, *(Path(name).stem if "/" in name else name for name in names)]
+    parts = [kind, *("-".join(Path(name).parts[-2:]) for name in names)]
     stem = "--".join(re.sub(r"[^A-Za-z0-9._-]+", "-", part).strip("-") for part in parts if part)
     return Path("runs") / f"{stem}--{time.strftime('%Y%m%d-%H%M%S')}"

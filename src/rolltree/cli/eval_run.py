@@ -75,17 +75,17 @@ async def _evaluate(
 
 
 def _show(report: EvalReport, run: Run, options: EvalOptions, errors: Console) -> None:
-    ids = [outcome.request_id for outcome in report.outcomes]
+    ids = dict.fromkeys(outcome.request_id for outcome in report.outcomes)
     out = errors if options.as_json else Console()
-    for result in islice(
-        decode_results(run.rollouts(phase=PHASE, request_id=ids)), options.num_transcripts
-    ):
-        out.print(transcript(result))
+    for request_id in islice(ids, options.num_transcripts):
+        for result in decode_results(run.rollouts(request_id=request_id)):
+            out.print(transcript(result))
     out.print(evaluation_table(report), "", evaluation_facts(report))
     if options.save:
+        stored = decode_results(run.rollouts(phase=PHASE))
         folder = write_results(
             run.path,
-            decode_results(run.rollouts(phase=PHASE, request_id=ids)),
+            (result for result in stored if result.request.request_id in ids),
             report,
             env_args=options.env_args,
             base_url=options.base_url,

@@ -95,12 +95,12 @@ def comparison_table(comparison: Comparison, names: tuple[str, str] = ("before",
     for name, value in rows:
         table.add_row(name, f"{value.mean:.3f}", interval(value), meter(value.mean))
     gain = comparison.difference
-    said = "leaves out zero" if comparison.is_significant else "includes zero: no clear difference"
+    said = "leaves out 0" if comparison.is_significant else "includes 0: not clear"
     table.add_row(
         "difference",
         f"{gain.mean:+.3f}",
         interval(gain),
-        f"paired over {gain.num_examples} examples; {said}",
+        f"{said} ({gain.num_examples} pairs)",
     )
     return table
 
@@ -112,7 +112,7 @@ class EvalView:
         self._console = console
         self._live = console.is_terminal
         self._start = time.monotonic()
-        self._last_share = -1.0
+        self._last_tenth = -1
         self._last_tokens = 0
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -136,9 +136,9 @@ class EvalView:
         self._progress.update(
             self._task, completed=progress.num_done, total=progress.num_total, said=said
         )
-        share = progress.num_done / max(1, progress.num_total)
-        if not self._live and (share - self._last_share >= 0.1 or share == 1.0):
-            self._last_share = share
+        tenth = 10 * progress.num_done // max(1, progress.num_total)
+        if not self._live and tenth > self._last_tenth:
+            self._last_tenth = tenth
             say(self._console, f"{progress.num_done}/{progress.num_total}  {said}".rstrip())
 
     def _said(self, progress: EvalProgress) -> str:

@@ -86,7 +86,8 @@ class TrainView:
         """Show a finished step."""
         self._rows.append((step, metrics))
         if self._live is None:
-            shown = "  ".join(f"{name} {value.strip()}" for name, value in _cells(metrics) if name)
+            cells = _cells(metrics)
+            shown = "  ".join(f"{name} {value.strip()}" for name, value in cells if name and value)
             say(self._console, f"step {step}/{self._num_steps}  {shown}")
 
     def on_eval_progress(self, phase: str, progress: EvalProgress) -> None:

@@ -22,7 +22,6 @@ from rolltree.reports.transcript import transcript
 from rolltree.rollouts.record import decode_results
 from rolltree.store import Run
 
-BEFORE, AFTER = "eval_before", "eval_after"
 CURVE_FILE = "reward_curve.png"
 
 
@@ -35,17 +34,19 @@ def reward_curve(run: Run) -> Curve | None:
     ]
     if not points:
         return None
-    held_out = {}
-    for event in run.events("evaluation"):
-        report = stored_report(run, event.data["phase"])
-        if report.reward is not None and event.step is not None:
-            held_out[event.step] = report.reward
+    held_out = [(step, stored_report(run, phase).reward) for step, phase in evaluations(run)]
     return Curve(
         title=f"mean reward, {', '.join(_env_ids(run))}",
         steps=[step for step, _ in points],
         rewards=[reward for _, reward in points],
-        held_out=sorted(held_out.items(), key=lambda item: item[0]),
+        held_out=[(step, found) for step, found in held_out if found is not None],
     )
+
+
+def evaluations(run: Run) -> list[tuple[int, str]]:
+    """Return the step and phase of every held-out evaluation of a training run, by step."""
+    found = {event.data["phase"]: event.step or 0 for event in run.events("evaluation")}
+    return sorted((step, phase) for phase, step in found.items())
 
 
 def save_reward_curve(run: Run) -> Path | None:
@@ -64,11 +65,14 @@ def training_report(run: Run, *, num_transcripts: int = 2) -> list[RenderableTyp
     curve = reward_curve(run)
     if curve is not None:
         parts += [Text(terminal_curve(curve), no_wrap=True), ""]
-    before, after = (_held_out(run, phase) for phase in (BEFORE, AFTER))
-    if before is not None and after is not None and before.reward and after.reward:
-        parts += [Text("Held-out examples", style="bold"), comparison_table(compare(before, after))]
+    found = evaluations(run)
+    reports = [_held_out(run, phase) for _, phase in found[:1] + found[1:][-1:]]
+    if len(reports) == 2 and all(report.reward is not None for report in reports):
+        names = tuple(f"step {step}" for step, _ in (found[0], found[-1]))
+        parts.append(Text("Held-out examples", style="bold"))
+        parts.append(comparison_table(compare(*reports), names=(names[0], names[1])))
     else:
-        parts += [evaluation_table(found) for found in (before, after) if found is not None]
+        parts += [evaluation_table(report) for report in reports]
     parts += _transcripts(run, num_transcripts)
     return parts
 
@@ -86,32 +90,31 @@ def next_commands(run: Run, train_command: Sequence[str]) -> list[str]:
     num_steps = int((config.get("train") or {}).get("num_steps", len(run.steps())))
     further = [word for word in train_command if not word.startswith("train.num_steps=")]
     further.append(f"train.num_steps={max(num_steps, len(run.steps())) * 2}")
-    look = ["rolltree", "show", path, "--phase", AFTER, "--transcripts", "5"]
+    phase = [["--phase", name] for _, name in evaluations(run)[-1:]]
+    look = ["rolltree", "show", path, *(phase[0] if phase else []), "--transcripts", "5"]
     return [shlex.join(words) for words in (look, measure, further)]
 
 
-def _held_out(run: Run, phase: str) -> EvalReport | None:
+def _held_out(run: Run, phase: str) -> EvalReport:
     model = (run.config.get("model") or {}).get("name", "")
-    report = stored_report(run, phase, model=f"{model} ({phase})")
-    return report if report.num_rollouts else None
+    return stored_report(run, phase, model=f"{model}, {phase}")
 
 
 def _transcripts(run: Run, num: int) -> list[RenderableType]:
-    """Return the first held-out examples before and after: the first ones, not the best ones."""
-    if num < 1:
+    """Return the same held-out examples first and last: the first examples, not the best ones."""
+    found = evaluations(run)
+    if num < 1 or not found:
         return []
-    chosen: list[int | str | None] = []
-    for row in run.rollouts(phase=BEFORE, blobs=False):
-        if row.example_id not in chosen:
-            chosen.append(row.example_id)
-    chosen = sorted(chosen, key=lambda example: (str(type(example)), example))[:num]
+    phases = found[:1] + found[1:][-1:]
+    rows = run.rollouts(phase=phases[0][1], blobs=False)
+    examples = sorted({row.example_id for row in rows}, key=lambda key: (str(type(key)), key))
     parts: list[RenderableType] = []
-    for example in chosen:
-        for phase in (BEFORE, AFTER):
-            rows = run.rollouts(phase=phase, example_id=example, index_in_group=0)
+    for example in examples[:num]:
+        for step, phase in phases:
+            shown = run.rollouts(phase=phase, example_id=example, index_in_group=0)
             parts += [
-                transcript(result, title=f"example {example}, {phase}", limit=400)
-                for result in decode_results(rows)
+                transcript(result, title=f"example {example}, step {step} ({phase})", limit=400)
+                for result in decode_results(shown)
             ]
     return parts
 

@@ -9,8 +9,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.panel import Panel
+from rich.table import Table
 from rich.text import Text
 
 from rolltree.reports.formatting import safe_text
@@ -25,18 +26,20 @@ def transcript(result: RolloutResult, *, limit: int = 600, title: str = "") -> R
 
     Messages are cut at `limit` characters.
     """
-    parts: list[RenderableType] = []
+    lines = Table.grid(padding=(0, 1))
+    lines.add_column(no_wrap=True, width=9)
+    lines.add_column(overflow="fold")
     for state in result.states:
         for message in [*_messages(state.get("prompt"), "user"), *_completion(state)]:
-            parts.append(_message(message, limit))
-        parts.append(_ending(state))
+            role = str(message.get("role", "?"))
+            style = _STYLES.get(role, "")
+            lines.add_row(safe_text(role, style=f"bold {style}"), _body(message, style, limit))
+        lines.add_row(Text("ending", style="bold"), _ending(state))
     if result.error is not None:
-        parts.append(
-            Text("failed  ", style="bold red")
-            + safe_text(f"{result.error.type}: {result.error.message}", limit=limit)
-        )
+        said = safe_text(f"{result.error.type}: {result.error.message}", limit=limit)
+        lines.add_row(Text("failed", style="bold red"), said)
     name = title or result.request.request_id
-    return Panel(Group(*parts), title=safe_text(name), title_align="left", border_style="dim")
+    return Panel(lines, title=safe_text(name), title_align="left", border_style="dim")
 
 
 def _messages(value: Any, role: str) -> list[Mapping[str, Any]]:
@@ -55,20 +58,19 @@ def _completion(state: State) -> list[Mapping[str, Any]]:
     return [*prompt, *_messages(last["completion"], "assistant")]
 
 
-def _message(message: Mapping[str, Any], limit: int) -> Text:
-    role = str(message.get("role", "?"))
-    line = Text(f"{role:<10}", style=f"bold {_STYLES.get(role, '')}")
+def _body(message: Mapping[str, Any], style: str, limit: int) -> Text:
+    parts = []
     if message.get("reasoning_content"):
-        line += safe_text(f"({message['reasoning_content']}) ", limit=limit, style="dim italic")
+        thought = str(message["reasoning_content"])
+        parts.append(safe_text(thought, limit=limit, style="dim italic"))
     content = message.get("content")
-    line += safe_text(
-        content if isinstance(content, str) else json.dumps(to_plain(content)) if content else "",
-        limit=limit,
-        style=_STYLES.get(role, ""),
-    )
+    if isinstance(content, str) and content.strip():
+        parts.append(safe_text(content, limit=limit, style=style))
+    elif content and not isinstance(content, str):
+        parts.append(safe_text(json.dumps(to_plain(content)), limit=limit, style=style))
     for call in message.get("tool_calls") or ():
-        line += safe_text(f"\n{'':<10}calls {json.dumps(to_plain(call))}", limit=limit)
-    return line
+        parts.append(safe_text(f"calls {json.dumps(to_plain(call))}", limit=limit, style="yellow"))
+    return Text("\n").join(parts) if parts else Text("(empty)", style="dim")
 
 
 def _ending(state: State) -> Text:
@@ -79,7 +81,7 @@ def _ending(state: State) -> Text:
         parts.append(f"ended by {state['stop_condition']}")
     if state.get("truncated"):
         parts.append(f"truncated: {state.get('truncation_reason')}")
-    return Text("ending    ", style="bold") + safe_text("   ".join(parts))
+    return safe_text("   ".join(parts))
 
 
 def _is_number(value: Any) -> bool:

@@ -1,0 +1,242 @@
+"""Curves, the live table and the report of a stored training run."""
+
+import io
+import struct
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from rolltree.evaluation import Estimate, EvalProgress
+from rolltree.reports import (
+    Curve,
+    TrainView,
+    next_commands,
+    reward_curve,
+    save_curve,
+    save_reward_curve,
+    terminal_curve,
+    training_report,
+)
+from rolltree.reports.curves import smooth
+from rolltree.rollouts.record import encode_result
+from rolltree.store import Run
+from rolltree.tokens import Trajectory
+from rolltree.types import RolloutRequest, RolloutResult, State
+
+
+def estimate(mean):
+    return Estimate(mean, mean - 0.1, mean + 0.1, "t", 5, 5)
+
+
+class TestCurves:
+    def test_a_rising_line_rises(self):
+        text = terminal_curve(Curve("t", range(10), [i / 9 for i in range(10)]), width=20, height=5)
+        rows = [line.partition("┤")[2].ljust(20) for line in text.splitlines()[1:6]]
+        first = [next(x for x, cell in enumerate(row) if cell != " ") for row in rows]
+        assert first == sorted(first, reverse=True)  # further up means further right
+        assert text.splitlines()[0] == "t"
+        assert text.splitlines()[1].startswith("   1.00 ┤")
+        assert text.splitlines()[5].startswith("   0.00 ┤")
+
+    def test_held_out_points(self):
+        curve = Curve("t", [1, 2], [0.2, 0.8], [(0, estimate(0.0)), (2, estimate(1.0))])
+        rows = terminal_curve(curve, width=10, height=4).splitlines()
+        assert "o: held out" in rows[0]
+        assert rows[1].endswith("o")
+        assert rows[4].startswith("   0.00 ┤o")
+        assert "step 2" in rows[6]
+
+    @given(
+        st.lists(st.tuples(st.integers(0, 1000), st.floats(-1e6, 1e6)), max_size=30),
+        st.integers(2, 40),
+        st.integers(2, 20),
+    )
+    def test_any_points_fit_the_frame(self, points, width, height):
+        points.sort()
+        curve = Curve("t", [x for x, _ in points], [y for _, y in points])
+        lines = terminal_curve(curve, width=width, height=height).splitlines()
+        assert len(lines) == (1 if not points else height + 3)
+
+    def test_smooth(self):
+        assert smooth([1.0, 3.0, 5.0, 7.0], width=2) == [1.0, 2.0, 4.0, 6.0]
+        assert smooth([]) == []
+
+    def test_png(self, tmp_path):
+        path = save_curve(
+            Curve("t", [1, 2, 3], [0.1, 0.5, 0.9], [(0, estimate(0.1)), (3, estimate(0.9))]),
+            tmp_path / "c.png",
+        )
+        data = path.read_bytes()
+        assert data[:8] == b"\x89PNG\r\n\x1a\n"
+        assert struct.unpack(">II", data[16:24]) == (1200, 675)
+
+    def test_matplotlib_is_optional(self, tmp_path, monkeypatch):
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        with pytest.raises(ValueError, match="pip install 'rolltree"):
+            save_curve(Curve("t", [1], [0.5]), tmp_path / "c.png")
+
+
+def rollout(phase, example, reward, answer):
+    given = {"prompt": [{"role": "user", "content": f"{example} + 1"}], "example_id": example}
+    request = RolloutRequest(
+        request_id=f"{phase}/{example}/0", env_id="add", input={**given, "task": "t"}, seed=0,
+        sampling_seed=0, group_id=f"{phase}/{example}", index_in_group=0, phase=phase,
+    )  # fmt: skip
+    state = State(
+        input={**given, "task": "t"}, trajectory=Trajectory(), reward=reward, error=None,
+        completion=[{"role": "assistant", "content": answer}],
+    )  # fmt: skip
+    return encode_result(RolloutResult(request, (state,), None))
+
+
+@pytest.fixture
+def run(tmp_path):
+    config = {
+        "model": {"name": "tiny"},
+        "env": {"id": "add", "args": {"level": 2}},
+        "train": {"num_steps": 3},
+    }
+    with Run.create(tmp_path / "my run", config=config, kind="train") as made:
+        for example in range(4):
+            made.add_rollouts(rollout("eval_before", example, 0.0, "no idea"))
+        made.add_event("evaluation", {"phase": "eval_before", "metrics": {}}, step=0)
+        for step, reward in ((1, 0.1), (2, float("nan")), (3, 0.9)):
+            made.add_step(step, {"reward/mean": reward, "train/entropy": 1.0})
+        for example in range(4):
+            made.add_rollouts(rollout("eval/000003", example, 1.0, f"{example + 1}"))
+        made.add_event("evaluation", {"phase": "eval/000003", "metrics": {}}, step=3)
+        yield made
+
+
+def shown(parts):
+    console = Console(file=io.StringIO(), width=100)
+    for part in parts:
+        console.print(part)
+    return console.file.getvalue()
+
+
+class TestReport:
+    def test_curve_leaves_out_steps_without_reward(self, run):
+        curve = reward_curve(run)
+        assert (list(curve.steps), list(curve.rewards)) == ([1, 3], [0.1, 0.9])
+        assert [(step, found.mean) for step, found in curve.held_out] == [(0, 0.0), (3, 1.0)]
+
+    def test_before_after_and_transcripts(self, run):
+        out = shown(training_report(run, num_transcripts=1))
+        assert "mean reward, add" in out
+        assert "step 0" in out
+        assert "+1.000" in out
+        assert "leaves out 0 (4 pairs)" in out
+        assert "example 0, step 0 (eval_before)" in out
+        assert out.index("no idea") < out.index("assistant 1")
+        assert "example 1" not in out
+
+    def test_only_one_evaluation(self, tmp_path):
+        with Run.create(tmp_path / "r", config={"model": {"name": "m"}}) as run:
+            run.add_rollouts(rollout("eval_before", 0, 0.5, "x"))
+            run.add_event("evaluation", {"phase": "eval_before", "metrics": {}}, step=0)
+            out = shown(training_report(run))
+        assert "m, eval_before" in out
+        assert "0.500" in out
+
+    def test_an_empty_run(self, tmp_path):
+        with Run.create(tmp_path / "r") as run:
+            assert training_report(run) == []
+            assert save_reward_curve(run) is None
+            assert len(next_commands(run, ["rolltree", "train", "c.toml"])) == 3
+
+    def test_png_in_the_run_directory(self, run):
+        assert save_reward_curve(run) == run.path / "reward_curve.png"
+        assert (run.path / "reward_curve.png").stat().st_size > 10_000
+
+    def test_commands_can_be_pasted(self, run):
+        words = ["rolltree", "train", "c.toml", "train.num_steps=3", "env.args.level=2"]
+        look, measure, further = next_commands(run, words)
+        path = f"'{run.path}'"
+        assert look == f"rolltree show {path} --phase eval/000003 --transcripts 5"
+        assert measure == f"rolltree eval add -m '{run.path}/model' -n 50 -a '{{\"level\": 2}}'"
+        assert further == "rolltree train c.toml env.args.level=2 train.num_steps=6"
+
+
+@dataclass
+class Start:
+    run_path: Path = Path("runs/x")
+    first_step: int = 3
+    num_steps: int = 4
+    num_parameters: int = 1_234_567
+    history: tuple = ({"reward/mean": 0.1}, {"reward/mean": 0.2})
+
+
+METRICS = {
+    "reward/mean": 0.5, "error/share": 0.25, "rollout/total_sampled_tokens": 1234.0,
+    "train/entropy": 1.5, "mismatch/abs_mean": 3e-6, "samples/reuse_factor": 3.5,
+    "time/rollout_s": 2.0, "time/step_s": 1.0,
+}  # fmt: skip
+
+
+def play(view):
+    view.on_start(Start())
+    view.on_eval("eval_before", 0, {"reward": {"mean": 0.1, "low": 0.0, "high": 0.2}}, True)
+    view.on_eval_progress("eval_before", EvalProgress(1, 2, 0, 0, 0, 1, 0.5, 3))
+    view.on_rollouts(3, 7, 8)
+    view.on_step(3, METRICS)
+    view.on_rollouts(4, 8, 8)
+    view.on_step(4, {"reward/mean": 0.75})
+    view.on_eval("eval_after", 4, {"reward": None}, False)
+    view.on_end(None)
+
+
+class TestTrainView:
+    def test_without_a_terminal_one_line_per_event(self):
+        console = Console(file=io.StringIO(), width=80)
+        with TrainView(console) as view:
+            play(view)
+        lines = console.file.getvalue().splitlines()
+        assert lines == [
+            "1,234,567 parameters, run runs/x, continued at step 3",
+            "held out, eval_before (step 0): 0.100 [0.000, 0.200], from an earlier start",
+            "step 3/4  reward 0.500  failed 25%  tokens 1,234  entropy 1.500  |Δ logprob| 3.0e-06  "
+            "reuse 3.5x  rollout s 2.0  step s 1.0",
+            "step 4/4  reward 0.750",
+            "held out, eval_after (step 4): no reward",
+        ]
+
+    def test_in_a_terminal_a_table_with_the_steps_before(self):
+        console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system=None)
+        with TrainView(console) as view:
+            view.on_rollouts(1, 3, 8)
+            play(view)
+            table = console.file  # what the live display leaves behind is its last frame
+        last = table.getvalue().rpartition("|Δ logprob|")[2]
+        for text in ("1/4", "2/4", "3/4", "4/4", "0.750", "████", "eval_after (step 4): no reward"):
+            assert text in last
+        assert "rollouts" not in last  # nothing is said to be going on any more
+
+    def test_many_steps_keep_the_table_short(self):
+        console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system=None)
+        with TrainView(console) as view:
+            view.on_start(Start(first_step=1, num_steps=99, history=()))
+            for step in range(1, 60):
+                view.on_step(step, METRICS)
+        last = console.file.getvalue().rpartition("|Δ logprob|")[2]
+        assert last.count("/99") == 14
+        assert "59/99" in last
+
+    def test_it_is_a_reporter(self):
+        reporter = pytest.importorskip("rolltree.training.reporter")
+        needed = {name for name in vars(reporter.Reporter) if name.startswith("on_")}
+        assert needed <= set(dir(TrainView))
+
+
+def test_reports_need_no_torch():
+    program = "import sys, rolltree.reports; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"
