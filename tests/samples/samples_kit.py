@@ -1,4 +1,4 @@
-"""Shared by the sample tests: steps by hand, random conversations, and what a sample must satisfy."""
+"""Shared by the sample tests: steps by hand, random conversations, what a sample must satisfy."""
 
 from __future__ import annotations
 
@@ -90,16 +90,14 @@ def check_structure(sample: Sample) -> None:
         while stack and sample.subtree_end[stack[-1]] <= i:
             stack.pop()
         assert sample.positions[i] == len(stack)
-        assert i < sample.subtree_end[i] <= (
-            sample.subtree_end[stack[-1]] if stack else size
-        )
+        assert i < sample.subtree_end[i] <= (sample.subtree_end[stack[-1]] if stack else size)
         stack.append(i)
     for name in ("source", "target", "version", "rollout", "call", "offset"):
         assert getattr(sample.records, name).dtype == np.int32
     for name in ("logprob", "temperature", "advantage", "weight"):
         assert getattr(sample.records, name).dtype == np.float32
     if len(sample.records):
-        assert 0 <= sample.records.source.min()
+        assert sample.records.source.min() >= 0
         assert sample.records.source.max() < size
 
 

@@ -14,8 +14,8 @@ from samples_kit import (
     check_records,
     check_structure,
     conversations,
-    examples,
     exact_groups,
+    examples,
     groups,
     sampled_tokens,
     trained,
@@ -89,8 +89,11 @@ def test_interleaving_takes_the_longest_open_prefix(made: State) -> None:
     expected = [
         calls
         for calls in naive_interleave(made["trajectory"])
-        if any(offset or made["trajectory"][c]["tokens"]["prompt_ids"] for c in calls
-               for offset in range(len(made["trajectory"][c]["tokens"]["completion_ids"])))
+        if any(
+            offset or made["trajectory"][c]["tokens"]["prompt_ids"]
+            for c in calls
+            for offset in range(len(made["trajectory"][c]["tokens"]["completion_ids"]))
+        )
     ]
     got = [sorted(c for o in sample.origins for c in o.calls) for sample in batch.samples]
     assert got == expected
@@ -146,8 +149,9 @@ def test_every_sampled_token_is_accounted_for(
         check_structure(sample)
         assert sample.positions.max() < max_seq_len
         if sample.info.get("seq_len_truncated"):
-            assert any(origin.truncated for origin in sample.origins) or not (
-                sample.info["seq_len_lost"]
+            assert (
+                any(origin.truncated for origin in sample.origins)
+                or not (sample.info["seq_len_lost"])
             )
 
 
@@ -181,8 +185,7 @@ def test_the_cap_loses_the_same_tokens_in_every_scope(
 @given(states=groups)
 def test_plain_lists_and_trees_give_the_same_samples(states: list[State]) -> None:
     plain = [
-        State({**one, "trajectory": [_plain(made) for made in one["trajectory"]]})
-        for one in states
+        State({**one, "trajectory": [_plain(made) for made in one["trajectory"]]}) for one in states
     ]
     for scope in SCOPES:
         one, two = build_samples(states, scope), build_samples(plain, scope)

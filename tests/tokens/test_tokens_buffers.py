@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokens_kit import examples
 
 from rolltree.errors import TokenError
-from rolltree.tokens.buffers import GrowBuffer, as_ids, as_logprobs, check_new_ids, shortest_floats
+from rolltree.tokens.buffers import GrowBuffer, as_ids, as_logprobs, check_new_ids, readable_floats
 
 
 def test_int32_arrays_pass_without_a_copy() -> None:
@@ -67,19 +67,23 @@ def test_grow_buffer_keeps_item_shapes() -> None:
     assert buffer.nbytes <= 780 * 12 * 1.5 + 2000
 
 
-def test_shortest_floats_by_hand() -> None:
-    values = np.array([-0.1, 0.0, -1.5, 1e-7, 3.4e38, -123456.78], np.float32)
-    assert shortest_floats(values)[:4] == [-0.1, 0.0, -1.5, 1e-7]
-    assert np.array_equal(np.array(shortest_floats(values), np.float32), values)
-    assert shortest_floats(np.empty(0, np.float32)) == []
+def test_readable_floats_by_hand() -> None:
+    values = [-0.1, 0.0, -1.5, 1e-7, -123456.0, -25 / 1024, -0.024414062, 3.4e38]
+    read = readable_floats(np.array(values, np.float32))
+    assert read[:6] == values[:6]  # short decimals and exact binary fractions
+    assert read[6] == float(np.float32(-0.024414062))  # more digits: the exact value
+    assert readable_floats(np.empty(0, np.float32)) == []
 
 
 @examples(200)
 @given(st.lists(st.floats(-1000, 0, width=32), max_size=20))
-def test_shortest_floats_equal_numpys_own_and_lose_no_bit(values: list[float]) -> None:
+def test_readable_floats_lose_no_bit(values: list[float]) -> None:
     array = np.array(values, np.float32)
-    short = shortest_floats(array)
-    assert np.array(short, np.float32).tobytes() == array.tobytes()
-    for text, value in zip(short, array, strict=True):
-        if abs(value) > 1e-12:
-            assert text == float(str(value))
+    assert np.array(readable_floats(array), np.float32).tobytes() == array.tobytes()
+
+
+@examples(200)
+@given(st.integers(-999_999, 0), st.integers(0, 12))
+def test_decimals_of_six_digits_read_as_written(digits: int, places: int) -> None:
+    value = float(f"{digits}e-{places}")
+    assert readable_floats(np.array([value], np.float32)) == [value]

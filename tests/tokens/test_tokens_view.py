@@ -50,6 +50,12 @@ def test_equality_both_ways(view: StepTokens) -> None:
     assert (view == 3) is False
     assert view == StepTokens(view.tree, 0)
     assert [{"tokens": view}] == [{"tokens": EXPECTED}]
+    assert view != {key: EXPECTED[key] for key in list(EXPECTED)[:4]}
+    as_float32 = {**EXPECTED, "completion_logprobs": [-0.10000000149011612, -0.25]}
+    assert view == as_float32
+    assert view != {**EXPECTED, "completion_logprobs": [-0.1001, -0.25]}
+    for other in (None, ["a", "b"], [-0.1]):
+        assert view != {**EXPECTED, "completion_logprobs": other}
 
 
 def test_json_copies_and_unions_see_lists(view: StepTokens) -> None:

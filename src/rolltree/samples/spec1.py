@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rolltree.errors import TokenError
-from rolltree.tokens import mask_list, shortest_floats
+from rolltree.tokens import mask_list, readable_floats
 from rolltree.types import Sample, TrainingExample
 
 
@@ -77,7 +77,7 @@ def to_examples(samples: Sequence[Sample]) -> list[TrainingExample]:
         examples.append(
             TrainingExample(
                 token_ids=sample.ids.tolist(),
-                logprobs=shortest_floats(logprobs),
+                logprobs=readable_floats(logprobs),
                 mask=mask_list(weights),
                 reward=sample.origins[0].reward,
                 advantage=float(records.advantage[0]) if same else None,

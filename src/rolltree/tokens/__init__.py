@@ -6,7 +6,7 @@ the dict view between them. numpy only.
 
 from rolltree.tokens.arena import ROOT, Place, TokenArena
 from rolltree.tokens.breaks import Break, BreakCause, Decoder, explain_break
-from rolltree.tokens.buffers import shortest_floats
+from rolltree.tokens.buffers import readable_floats
 from rolltree.tokens.calls import CallTable
 from rolltree.tokens.streams import PlacedStream, TokenStream
 from rolltree.tokens.trajectory import Trajectory, insert_step
@@ -29,5 +29,5 @@ __all__ = [
     "explain_break",
     "insert_step",
     "mask_list",
-    "shortest_floats",
+    "readable_floats",
 ]

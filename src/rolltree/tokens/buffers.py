@@ -124,31 +124,21 @@ def as_logprobs(values: ArrayLike, count: int) -> FloatArray:
     return array
 
 
-def shortest_floats(values: FloatArray) -> list[float]:
-    """Return float32 values as the shortest decimal doubles that round back to them.
+def readable_floats(values: FloatArray) -> list[float]:
+    """Return float32 values as Python floats that round back to them, bit for bit.
 
-    `float32(-0.1)` gives `-0.1` and not `-0.10000000149011612`: lists compare with the numbers
-    people write, JSON is short, and no bit is lost on the way back to float32.
+    Where a decimal of at most six digits does, it is taken, else the exact value: what was written
+    as `-0.1` reads `-0.1` and not `-0.10000000149011612`.
     """
     exact = values.astype(np.float64)
-    if not len(exact):
-        return []
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):
         magnitude = np.floor(np.log10(np.abs(exact)))
-        magnitude[~np.isfinite(magnitude)] = 0.0
-        result = exact.copy()
-        pending = np.ones(len(exact), dtype=bool)
-        for digits in range(1, 10):
-            power = digits - 1 - magnitude
-            usable = pending & (power >= 0) & (power <= 22)
-            scale = np.where(usable, 10.0 ** np.where(usable, power, 0.0), 1.0)
-            rounded = np.rint(exact * scale) / scale
-            hit = usable & (rounded.astype(np.float32) == values)
-            result[hit] = rounded[hit]
-            pending &= ~hit
-            if not pending.any():
-                break
-    out: list[float] = result.tolist()
+    power = 5 - magnitude
+    usable = (power >= 0) & (power <= 22)
+    scale = 10.0 ** np.where(usable, power, 0.0)
+    short = np.rint(exact * scale) / scale
+    same = usable & (short.astype(np.float32) == values)
+    out: list[float] = np.where(same, short, exact).tolist()
     return out
 
 

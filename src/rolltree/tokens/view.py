@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rolltree.tokens.buffers import shortest_floats
+from rolltree.tokens.buffers import readable_floats
 from rolltree.tokens.tree import TokenTree
 from rolltree.types import FloatArray
 
@@ -30,12 +30,12 @@ TOKEN_KEYS = (
 def mask_list(weights: FloatArray) -> list[Any]:
     """Return loss weights as ints where all are whole numbers, else as floats."""
     whole = weights.astype(np.int64)
-    return whole.tolist() if np.array_equal(whole, weights) else shortest_floats(weights)
+    return whole.tolist() if np.array_equal(whole, weights) else readable_floats(weights)
 
 
 def _logprob_list(tree: TokenTree, call: int) -> list[float]:
     logprobs = tree.logprobs(call)
-    return [] if logprobs is None else shortest_floats(logprobs)
+    return [] if logprobs is None else readable_floats(logprobs)
 
 
 _READERS: dict[str, Callable[[TokenTree, int], list[Any]]] = {
@@ -47,12 +47,21 @@ _READERS: dict[str, Callable[[TokenTree, int], list[Any]]] = {
 }
 
 
+def _same(key: str, mine: Any, theirs: Any) -> bool:
+    if mine == theirs or key != "completion_logprobs":
+        return bool(mine == theirs)
+    if not isinstance(theirs, list) or not all(isinstance(x, int | float) for x in theirs):
+        return False
+    return np.array_equal(np.array(mine, np.float32), np.array(theirs, np.float32))
+
+
 class StepTokens(dict[str, Any]):
     """The tokens of one call, as a dict of lists that exist only while they are looked at.
 
     `completion_logprobs` is empty when the engine gave none. Reads, `==`, iteration, `json.dumps`,
     `copy` and `dict(...)` see lists. The plain dict below it holds None for what was not assigned,
-    which is what readers that bypass Python methods would see: hand those `dict(view)`.
+    which is what readers that bypass Python methods would see: hand those `dict(view)`. Logprobs
+    are float32, so `==` compares them as such.
     """
 
     __slots__ = ("call", "tree")
@@ -97,7 +106,9 @@ class StepTokens(dict[str, Any]):
         return {key: self[key] for key in self}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mapping) and self.copy() == dict(other)
+        if not isinstance(other, Mapping) or self.keys() != other.keys():
+            return False
+        return all(_same(key, self[key], other[key]) for key in self)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
