@@ -202,6 +202,7 @@ async def test_generate_takes_and_gives_ids() -> None:
         body = server.requests[0].body
     assert body is not None
     assert body["prompt"] == prompt.tolist()
+    assert body["max_tokens"] is None  # left out, it would mean 16
     assert got.completion_ids is not None
     assert got.completion_ids.tolist() == [49, 50, 258]
     assert got.prompt_ids is not None
@@ -231,6 +232,15 @@ async def test_a_server_without_ids_is_named_once_and_evaluated(
     assert "cannot be trained" in caplog.text
     assert not TOKEN_FIELDS & bodies[-1].keys()
     assert len(bodies) == (3 if manner == "ignore" else 4)
+
+
+@pytest.mark.parametrize("manner", ["ignore", "reject"])
+async def test_calls_side_by_side_all_find_out(manner: Any) -> None:
+    with ScriptedServer(lambda _: "12", token_ids=manner, delay_s=0.02) as server:
+        client = client_of(server, max_connections=3)
+        calls = await asyncio.gather(*(client.chat([user("a")]) for _ in range(9)))
+        await client.aclose()
+    assert [call.text for call in calls] == ["12"] * 9
 
 
 @pytest.mark.parametrize("manner", ["ignore", "reject"])

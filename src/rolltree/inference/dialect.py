@@ -41,13 +41,14 @@ def check_choice(name: str, value: str, known: Sequence[str]) -> None:
         raise ConfigError(f"{name} = {value!r} is not a known value.{did_you_mean(value, known)}")
 
 
-def sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
+def sampling_fields(sampling: SamplingParams, message_type: MessageType) -> dict[str, Any]:
     """Return the fields that OpenAI's API has.
 
-    Temperature and top_p are always sent, since servers take other defaults from the model folder.
+    Temperature and top_p are always sent, since servers take other defaults from the model folder;
+    so is `max_tokens` for text completions, where leaving it out means 16 and null no limit.
     """
     fields: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-    if sampling.max_tokens is not None:
+    if sampling.max_tokens is not None or message_type == "completion":
         fields["max_tokens"] = sampling.max_tokens
     if sampling.stop:
         fields["stop"] = list(sampling.stop)

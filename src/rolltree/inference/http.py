@@ -146,7 +146,7 @@ class HttpServer:
                     "call is lost. Is the server overloaded? Raise timeout_s or ask less at a time."
                 )
             ) from error
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise Retry(
                 ConnectionFailed(
                     f"{self.base_url}{path} could not be reached or hung up "

@@ -148,7 +148,11 @@ class OpenAIClient:
         """
 
         async def send(with_tokens: bool) -> Outcome[Response]:
-            body = {"model": model or self._model, **content, **sampling_fields(sampling)}
+            body = {
+                "model": model or self._model,
+                **content,
+                **sampling_fields(sampling, message_type),
+            }
             if with_tokens:
                 body |= self.tokens.standard(message_type) | self.tokens.extension()
             body |= extension_fields(sampling) | extra_fields(sampling)

@@ -67,10 +67,11 @@ async def ask_for_tokens(
 
     `send(with_tokens)` makes the request. A rejection that the fields did not cause is raised.
     """
+    asked = tokens.may_be_refused  # before sending: a call beside this one may settle it
     try:
         return await send(True)
     except ServerError as error:
-        if error.status not in (400, 422) or not tokens.may_be_refused:
+        if error.status not in (400, 422) or not asked:
             raise
         first = error
     try:

@@ -7,7 +7,7 @@ text that a tokenizer changes is changed here too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,8 +22,9 @@ class Tokenizer(Protocol):
         """Return the ids of `text`; special tokens spelled out in it become their ids."""
         ...
 
-    def decode(self, ids: Sequence[int], /) -> str:
-        """Return the text of `ids`, special tokens spelled out."""
+    @property
+    def decode(self) -> Callable[..., str]:
+        """A method from a list of ids to their text, special tokens spelled out."""
         ...
 
 
@@ -43,6 +44,9 @@ class Vocabulary:
         self._special = frozenset(special.union(self.end_ids))
         names: Any = getattr(tokenizer, "special_tokens_map", None) or {}
         self.variables = {name: str(text) for name, text in names.items() if _is_text(text)}
+        self._exactly: dict[str, Any] = {}
+        if hasattr(tokenizer, "clean_up_tokenization_spaces"):
+            self._exactly["clean_up_tokenization_spaces"] = False  # it would eat sampled spaces
         self._anchor = self._find_anchor()
 
     def is_special(self, token: int) -> bool:
@@ -69,7 +73,7 @@ class Vocabulary:
 
     def decode(self, ids: Sequence[int] | IntArray) -> str:
         """Return the text of `ids`, special tokens spelled out."""
-        return self.tokenizer.decode([int(token) for token in ids])
+        return self.tokenizer.decode([int(token) for token in ids], **self._exactly)
 
     def _encode(self, text: str) -> Sequence[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)

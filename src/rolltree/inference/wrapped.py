@@ -141,7 +141,7 @@ class WrappedClient:
         )
 
         async def send(with_tokens: bool) -> Outcome[Any]:
-            fields = {"model": name, **content, **sampling_fields(sampling)}
+            fields = {"model": name, **content, **sampling_fields(sampling, message_type)}
             body = extension_fields(sampling)
             if with_tokens:
                 fields |= self.tokens.standard(message_type)
