@@ -42,6 +42,14 @@ async def test_columns():
         results["rewards"]
 
 
+async def test_results_are_shown_in_one_line():
+    results = await single().generate(ROWS, MODEL, "m")
+    assert repr(results) == (
+        "GenerateResults(3 rollouts of 'default' with 'm', avg_reward=0.3333333333333333, "
+        "num_failed=0)"
+    )
+
+
 async def test_metadata():
     env = single(env_id="mine", sampling_args={"max_tokens": 9})
     results = await env.generate(

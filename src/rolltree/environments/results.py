@@ -36,7 +36,7 @@ class GenerateMetadata:
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class GenerateResults:
     """Finished rollouts in the order of their inputs, with one list per column.
 
@@ -45,7 +45,7 @@ class GenerateResults:
 
     state: list[State]
     metadata: GenerateMetadata
-    results: list[RolloutResult] = field(default_factory=list, repr=False)
+    results: list[RolloutResult] = field(default_factory=list)
 
     @property
     def prompt(self) -> list[Any]:
@@ -97,6 +97,13 @@ class GenerateResults:
         if column not in known:
             raise KeyError(f"results have no column {column!r}.{did_you_mean(column, known)}")
         return getattr(self, column)
+
+    def __repr__(self) -> str:
+        found = self.metadata
+        return (
+            f"GenerateResults({found.num_rollouts} rollouts of {found.env_id!r} with "
+            f"{found.model!r}, avg_reward={found.avg_reward}, num_failed={found.num_failed})"
+        )
 
     def __len__(self) -> int:
         return len(self.state)
