@@ -32,7 +32,10 @@ class _Node(Generic[CallT]):
 
     def find(self, message: ChatMessage) -> list[_Node[CallT]]:
         """Return the children that equal `message`: the one that is it first, then the latest."""
-        equal = [child for child in reversed(self.children) if _equal(child.snapshot, message)]
+        children = self.children
+        if len(children) == 1 and children[0].snapshot == message:  # by far the most frequent
+            return children
+        equal = [child for child in reversed(children) if _equal(child.snapshot, message)]
         if len(equal) > 1:
             equal.sort(key=lambda child: child.message is not message)
         return equal
@@ -69,14 +72,18 @@ class CallMemory(Generic[CallT]):
         match = None
         depth = 0
         for message in messages:
-            found = [child for node in nodes for child in node.find(message)]
+            if len(nodes) == 1:
+                found = nodes[0].find(message)
+            else:
+                found = [child for node in nodes for child in node.find(message)]
             if not found:
                 break
             nodes = found
             depth += 1
-            call = next((node.call for node in nodes if node.call is not None), None)
-            if call is not None:
-                match = Match(call, depth)
+            for node in nodes:
+                if node.call is not None:
+                    match = Match(node.call, depth)
+                    break
         self._walked = (messages, depth, nodes[0])
         return match
 
@@ -94,10 +101,11 @@ class CallMemory(Generic[CallT]):
             depth, node = 0, self._root(tools, key)
         for message in itertools.islice(messages, depth, None):
             found = node.find(message)
-            if not found:
-                found = [_Node(message)]
-                node.children.append(found[0])
-            node = found[0]
+            if found:
+                node = found[0]
+            else:
+                node.children.append(_Node(message))
+                node = node.children[-1]
         node.children.append(_Node(answer, call))
 
     def _root(self, tools: Sequence[ToolSchema] | None, key: object) -> _Node[CallT]:
