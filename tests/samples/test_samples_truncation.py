@@ -1,0 +1,158 @@
+"""One policy for truncated rollouts: what it does to sample, loss, baseline and statistics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from samples_kit import SCOPES, state, step
+
+from rolltree.errors import ConfigError
+from rolltree.samples import (
+    TruncationPolicy,
+    build_samples,
+    truncation_effect,
+    truncation_effects,
+)
+from rolltree.tokens import Trajectory
+from rolltree.types import State
+
+
+def rollouts(**fields: Any) -> list[State]:
+    """A finished rollout with reward 1 and one cut at max_steps with reward 0.25."""
+    done = state([step([1], [2, 3], advantage=1.0)], reward=1.0, terminated=True, truncated=False)
+    cut = state(
+        [step([1], [4], advantage=-1.0)],
+        **{"reward": 0.25, "truncated": True, "truncation_reason": "max_steps"} | fields,
+    )
+    return [done, cut]
+
+
+TABLE = [
+    # policy, reward for credit, in loss, in baseline, in statistics
+    (TruncationPolicy(), 0.25, True, True, True),
+    (TruncationPolicy("drop"), 0.25, False, False, False),
+    (TruncationPolicy("mask"), 0.25, False, True, True),
+    (TruncationPolicy("penalise", penalty=0.5), -0.25, True, True, True),
+    (TruncationPolicy("bootstrap", discount=0.5), 0.75, True, True, True),
+]
+
+
+@pytest.mark.parametrize(("policy", "reward", "loss", "baseline", "statistics"), TABLE)
+def test_the_table(
+    policy: TruncationPolicy, reward: float, loss: bool, baseline: bool, statistics: bool
+) -> None:
+    done, cut = truncation_effects(rollouts(bootstrap_value=1.0), policy)
+    assert (done.mode, done.truncated, done.reward) == ("keep", False, 1.0)
+    assert (done.in_loss, done.in_baseline, done.in_statistics, done.has_sample) == (True,) * 4
+    assert (cut.mode, cut.truncated, cut.reason) == (policy.mode, True, "max_steps")
+    assert cut.reward == reward
+    assert (cut.in_loss, cut.in_baseline, cut.in_statistics) == (loss, baseline, statistics)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize(("policy", "_r", "loss", "_b", "statistics"), TABLE)
+def test_samples_follow_the_table(
+    scope: Any, policy: TruncationPolicy, _r: float, loss: bool, _b: bool, statistics: bool
+) -> None:
+    batch = build_samples(rollouts(bootstrap_value=1.0), scope, truncation=policy)
+    weights = {
+        int(r): float(w)
+        for s in batch.samples
+        for r, w in zip(s.records.rollout, s.records.weight, strict=True)
+    }
+    assert weights.get(0) == 1.0
+    assert weights.get(1) == (None if policy.mode == "drop" else float(loss))
+    report = batch.report
+    assert report["num_truncated_rollouts"] == 1
+    assert report["num_dropped_rollouts"] == (policy.mode == "drop")
+    assert report["reward_mean"] == (0.625 if statistics else 1.0)  # unshaped
+    assert report["num_masked_tokens"] == (policy.mode == "mask")
+    assert report["skipped_tokens/truncation_policy"] == (policy.mode == "drop")
+    cut = [o for s in batch.samples for o in s.origins if o.truncated]
+    assert [(o.truncation_reason, o.terminated) for o in cut] == (
+        [] if policy.mode == "drop" else [("max_steps", False)]
+    )
+
+
+def test_a_dropped_rollout_leaves_the_group_tree_too() -> None:
+    dropped = build_samples(
+        rollouts(), "tree", truncation=TruncationPolicy("drop"), group_key=lambda _: 0
+    )
+    assert dropped.samples[0].ids.tolist() == [1, 2, 3]
+    masked = build_samples(
+        rollouts(), "tree", truncation=TruncationPolicy("mask"), group_key=lambda _: 0
+    )
+    assert masked.samples[0].ids.tolist() == [1, 2, 3, 4]
+    assert masked.samples[0].records.weight.tolist() == [1, 1, 0]
+
+
+@pytest.mark.parametrize("otherwise", ["keep", "drop", "mask"])
+def test_bootstrap_without_a_value_does_what_was_declared(otherwise: Any) -> None:
+    policy = TruncationPolicy("bootstrap", without_value=otherwise)
+    effect = truncation_effect(rollouts()[1], policy)
+    assert (effect.mode, effect.reward) == (otherwise, 0.25)
+
+
+def test_only_the_declared_reasons_are_treated() -> None:
+    policy = TruncationPolicy("drop", reasons=frozenset({"time_limit"}))
+    assert truncation_effect(rollouts()[1], policy).mode == "keep"
+    late = rollouts(truncation_reason="time_limit")[1]
+    assert truncation_effect(late, policy).mode == "drop"
+
+
+def test_a_length_stop_is_not_a_truncated_episode() -> None:
+    one = state([step([1], [2], finish_reason="length")], reward=1.0, truncated=False)
+    batch = build_samples([one], "step", truncation=TruncationPolicy("drop"))
+    (origin,) = batch.samples[0].origins
+    assert (origin.finish_reason, origin.truncated, origin.truncation_reason) == (
+        "length", False, None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_call_beyond_max_seq_len_truncates_its_rollout(recorded: bool) -> None:
+    steps: Any = [step([1, 2, 3], [4, 5]), step([1], [2])]
+    one = state(Trajectory(steps) if recorded else steps, reward=1.0)
+    policy = TruncationPolicy("drop")
+    assert truncation_effect(one, policy, max_seq_len=5).mode == "keep"
+    effect = truncation_effect(one, policy, max_seq_len=4)
+    assert (effect.mode, effect.reason) == ("drop", "max_seq_len")
+    assert build_samples([one], "step", truncation=policy, max_seq_len=4).samples == []
+    assigned = state(Trajectory(steps))
+    assigned["trajectory"][0]["tokens"]["completion_ids"] = [4]
+    assert truncation_effect(assigned, policy, max_seq_len=4).mode == "keep"
+
+
+def test_an_episodes_own_reason_wins() -> None:
+    effect = truncation_effect(rollouts()[1], TruncationPolicy("drop"), max_seq_len=2)
+    assert effect.reason == "max_steps"
+
+
+def test_plain_lists_carry_their_flags_in_the_last_step() -> None:
+    steps = [step([1], [2]), step([1], [3], truncated=True, truncation_reason="env")]
+    batch = build_samples([steps], "step", truncation=TruncationPolicy("mask"))
+    assert {o.truncation_reason for s in batch.samples for o in s.origins} == {"env"}
+    assert batch.report["num_masked_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"mode": "penalize"}, "penalise"),
+        ({"mode": "bootstrap", "without_value": "bootstrap"}, "keep"),
+        ({"mode": "drop", "penalty": 1.0}, "penalty"),
+        ({"mode": "keep", "discount": 0.9}, "discount"),
+        ({"mode": "mask", "without_value": "keep"}, "without_value"),
+        ({"mode": "penalise"}, "positive"),
+        ({"mode": "penalise", "penalty": -1.0}, "positive"),
+    ],
+)
+def test_settings_that_would_be_ignored_are_errors(options: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        TruncationPolicy(**options)
+
+
+def test_a_rollout_without_a_reward_stays_without_one() -> None:
+    effect = truncation_effect(rollouts(reward=None)[1], TruncationPolicy("penalise", penalty=1.0))
+    assert effect.reward is None
