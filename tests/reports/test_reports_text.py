@@ -78,7 +78,7 @@ class TestEvaluation:
         lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
         assert "add · m" in out
         assert "0.750" in lines["reward"]
-        assert "[0.4" in lines["reward"]
+        assert "[0.389, 0.934]" in lines["reward"]
         assert "0.750" in lines["pass@2"]
         assert "0.750" in lines["a"]
         assert "3.500" in lines["len"]

@@ -1,0 +1,168 @@
+"""`rolltree train` end to end on the tiny model: report, evaluation, SIGKILL and again."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from rolltree.cli import app
+from rolltree.errors import StoreError
+from rolltree.store import Run
+
+ENVIRONMENT = textwrap.dedent(
+    """
+    import rolltree as rt
+
+    def load_environment(num=6):
+        rows = [{"question": f"say {i}", "answer": str(i)} for i in range(num)]
+
+        def short(completion):
+            return 1.0 / (1 + len(completion[-1]["content"]))
+
+        return rt.SingleTurnEnv(
+            dataset=rows, eval_dataset=rows[:3], rubric=rt.Rubric([short])
+        )
+    """
+)
+CONFIG = textwrap.dedent(
+    """
+    [run]
+    dir = "{run}"
+    [model]
+    name = "tiny"
+    [env]
+    id = "{env}"
+    [env.args]
+    num = 4
+    [sampling]
+    max_tokens = 6
+    [algorithm]
+    group_size = 2
+    groups_per_step = 2
+    [train]
+    num_steps = 3
+    num_threads = 1
+    [engine]
+    max_batch = 8
+    max_context = 128
+    [checkpoint]
+    every = 1
+    """
+)
+
+
+@pytest.fixture
+def config(tmp_path):
+    folder = tmp_path / "short"
+    folder.mkdir()
+    (folder / "short.py").write_text(ENVIRONMENT)
+    path = tmp_path / "short.toml"
+    path.write_text(CONFIG.format(run=tmp_path / "run", env=folder))
+    return path
+
+
+def invoke(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def test_train_report_and_going_on(config, tmp_path):
+    result = invoke("train", config, "optim.lr=1e-4", "--transcripts", 1)
+    assert result.exit_code == 0, result.output
+    assert "held out, eval_before (step 0)" in result.stderr
+    assert "step 3/3" in result.stderr
+    assert "mean reward, short" in result.stdout
+    assert "Held-out examples" in result.stdout
+    assert "example 0, step 0 (eval_before)" in result.stdout
+    assert (tmp_path / "run" / "reward_curve.png").read_bytes()[:4] == b"\x89PNG"
+    further = result.stdout.splitlines()[-1].split()
+    assert further[-1] == "train.num_steps=6"
+    with Run.open(tmp_path / "run", mode="r") as run:
+        assert run.config["optim"]["lr"] == 1e-4
+        assert len(run.steps()) == 3
+        assert run.num_rollouts(phase="train") == 12
+        assert run.num_rollouts(phase="eval_before") == 3
+        assert run.num_rollouts(status="error") == 0
+        assert max(step.metrics["mismatch/abs_mean"] for step in run.steps()) < 1e-4
+
+    again = invoke("train", config, "optim.lr=1e-4", "train.num_steps=4", "--transcripts", 0)
+    assert again.exit_code == 0, again.output
+    assert "continued at step 4" in again.stderr
+    assert "step 3/4" not in again.stderr
+    with Run.open(tmp_path / "run", mode="r") as run:
+        assert [step.step for step in run.steps()] == [1, 2, 3, 4]
+
+    measured = invoke(
+        "eval", tmp_path / "short", "-m", tmp_path / "run" / "model", "-n", 2, "-r", 1,
+        "-t", 6, "--run", tmp_path / "eval",
+    )  # fmt: skip
+    assert measured.exit_code == 0, measured.output
+
+    other = invoke("train", config, "optim.lr=2e-4", "train.num_steps=4")
+    assert other.exit_code == 2
+    assert "optim.lr was 0.0001 and is now 0.0002" in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("optim.lrr=1", "no key optim.lrr. Did you mean 'lr'?"),
+        ("optimm.lr=1", "no section 'optimm'. Did you mean 'optim'?"),
+        ("optim.lr=fast", "optim.lr"),
+        ("env.id=nothing_like_this", "there is no environment"),
+        ('env.id=""', "no env.id"),
+        ("env.args.nmu=1", "Did you mean 'num'?"),
+    ],
+)
+def test_mistakes(config, tmp_path, override, said):
+    result = invoke("train", config, override)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_killed_and_started_again(config, tmp_path):
+    """The same losses, rewards and rollouts as a run that nobody killed."""
+    whole = invoke("train", config, f"run.dir={tmp_path / 'whole'}", "train.num_steps=6")
+    assert whole.exit_code == 0, whole.output
+    command = [sys.executable, "-m", "rolltree", "train", str(config), "train.num_steps=6"]
+    for enough in (lambda run: run.num_rollouts(phase="train") >= 2, lambda run: run.steps()):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        wait_for(tmp_path / "run", enough)
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (rows, steps), (rows_again, steps_again) = (
+        what_it_holds(path) for path in (tmp_path / "whole", tmp_path / "run")
+    )
+    assert rows == rows_again
+    assert len(steps) == len(steps_again) == 6
+    for step, again in zip(steps, steps_again, strict=True):
+        # requests that are batched differently round differently: 1e-8 here, not a bit more
+        assert step == pytest.approx(again, abs=1e-6)
+
+
+def what_it_holds(path):
+    kept = ("reward/mean", "train/loss", "train/entropy", "rollout/total_sampled_tokens")
+    with Run.open(path, mode="r") as run:
+        rows = run.query("SELECT request_id, reward FROM rollouts ORDER BY request_id")
+        return rows, [{name: step.metrics[name] for name in kept} for step in run.steps()]
+
+
+def wait_for(path, condition):
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        try:
+            with Run.open(path, mode="r") as run:
+                if condition(run):
+                    return
+        except StoreError:
+            pass
+        time.sleep(0.05)
+    raise AssertionError("nothing happened")
