@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 from env_scripts import ROWS, Echo, ScriptedModel, a_request, assistant, single, user
@@ -377,6 +378,29 @@ async def test_waiting_for_the_server_is_no_time_of_the_episode():
     engine = RolloutEngine(env, model, time_limit_s=0.06, grace_s=0)
     result = (await engine.run_all([a_request(env)]))[0]
     assert result.states[0]["truncation_reason"] == "max_steps"
+
+
+async def test_a_slow_judge_is_no_time_of_the_episode():
+    async def judge(completion):
+        await asyncio.sleep(0.15)
+        return 1.0
+
+    env = single(rubric=Rubric([judge]))
+    engine = RolloutEngine(env, ScriptedModel("one"), time_limit_s=0.05, grace_s=0)
+    result = (await engine.run_all([a_request(env)]))[0]
+    assert result.error is None
+    assert result.states[0]["reward"] == 1.0
+
+
+async def test_tokens_that_contradict_each_other_are_the_models_failure():
+    class Wrong(Echo):
+        async def get_model_response(self, *args, **kwargs):
+            response = await super().get_model_response(*args, **kwargs)
+            generation = replace(response.generation, logprobs=response.generation.logprobs[:1])
+            return ModelResponse(generation, "chat")
+
+    state = await play(Wrong(), ScriptedModel("two"))
+    assert (state["error"].type, state["error"].phase) == ("TokenError", "model")
 
 
 async def test_a_world_that_hangs_is_cancelled_with_what_it_has():

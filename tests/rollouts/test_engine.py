@@ -258,6 +258,18 @@ async def test_an_error_of_the_consumer_cancels_too():
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
+async def test_something_cancelled_inside_an_episode_fails_that_episode_alone():
+    async def play(request, client, state):
+        if request.request_id == "r1":
+            inner = asyncio.create_task(asyncio.sleep(60))
+            inner.cancel()
+            await inner
+
+    results = await engine(play, max_concurrent=1).run_all(requests(3))
+    assert [result.error is None for result in results] == [True, False, True]
+    assert (results[1].error.type, results[1].error.phase) == ("CancelledError", "cancelled")
+
+
 # Time limits
 
 

@@ -79,6 +79,15 @@ async def test_the_guard_stays_suspended_until_the_last_parallel_call():
     assert not scope.expired()
 
 
+async def test_excluded_blocks_do_not_count():
+    clock = Clock(limit_s=0.02)
+    async with clock.guard() as scope:
+        with clock.excluded():
+            await asyncio.sleep(0.1)
+        assert clock.spent_s < 0.05
+    assert not scope.expired()
+
+
 async def test_failed_calls_end_too():
     class Failing(Model):
         async def chat(self, messages, **settings):

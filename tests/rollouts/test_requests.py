@@ -104,6 +104,23 @@ def test_two_evaluations_face_the_same_worlds():
     assert not {r.request_id for r in before} & {r.request_id for r in after}
 
 
+def test_ids_tell_splits_apart():
+    source = Source(num=1)
+    ids = [
+        build_requests(source, split, phase=phase)[0].request_id
+        for split in ("train", "eval")
+        for phase in ("train", "eval", "eval_before")
+    ]
+    assert ids == [
+        "train/scripted/0/0",
+        "eval/scripted/train/0/0",
+        "eval_before/scripted/train/0/0",
+        "train/scripted/eval/0/0",
+        "eval/scripted/0/0",
+        "eval_before/scripted/0/0",
+    ]
+
+
 def test_training_steps_see_new_worlds():
     first, second = (
         build_requests(Source(), "train", indices=[0], phase="train", train_step=step)[0]

@@ -142,7 +142,7 @@ class MultiTurnEnv(Environment):
                     sampling_args=args,
                     message_type=self.message_type,
                 )
-            await self.add_model_response(state, prompt, response)
+                await self.add_model_response(state, prompt, response)
         if not state["is_completed"]:  # an override of is_completed ended it
             state["is_completed"] = True
             self._settle_ending(state)

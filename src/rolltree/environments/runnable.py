@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from rolltree.environments.dataset import Data, RowFormat, Rows
@@ -110,10 +111,14 @@ class Runnable(ABC):
     async def run_request(self, request: RolloutRequest, client: ModelClient) -> Sequence[State]:
         """Play and score one episode. Never raises for a failed one, except when cancelled.
 
-        With group reward functions the reward waits for `score_group`.
+        With group reward functions the reward waits for `score_group`. The engine's time limit is
+        for playing; scoring does not count.
         """
         states = await self.play_request(request, client)
-        if not self.rubric.has_group_rewards:
+        if self.rubric.has_group_rewards:
+            return states
+        episode = current_episode()
+        with nullcontext() if episode is None else episode.clock.excluded():
             for state in states:
                 if state.get("error") is None:
                     await self._score(state)

@@ -173,6 +173,12 @@ class RolloutEngine:
         except TimeoutError as failure:
             states = tuple(episode.states)
             error = self._timed_out(states) if scope.expired() else _broken_source(failure, states)
+        except asyncio.CancelledError as failure:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise  # somebody cancels this run; anything else was cancelled in the episode
+            states = tuple(episode.states)
+            error = _broken_source(failure, states)
         except Exception as failure:  # noqa: BLE001  one failed episode is data, never a lost run
             states = tuple(episode.states)
             error = _broken_source(failure, states)
@@ -199,8 +205,9 @@ class RolloutEngine:
         return error
 
 
-def _broken_source(failure: Exception, states: tuple[State, ...]) -> ErrorRecord:
-    error = record_error(failure, "environment")
+def _broken_source(failure: BaseException, states: tuple[State, ...]) -> ErrorRecord:
+    cancelled = isinstance(failure, asyncio.CancelledError)
+    error = record_error(failure, "cancelled" if cancelled else "environment")
     _mark_failed(states, error)
     return error
 

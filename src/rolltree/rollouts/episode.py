@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -62,6 +63,16 @@ class Clock:
     def stop(self) -> None:
         """Forget the scope: the episode is over, calls that outlive it are not limited by it."""
         self._scope = None
+
+    @contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Do not count what happens in the block: neither limit can end the episode there."""
+        began = time.monotonic()
+        self.call_started()
+        try:
+            yield
+        finally:
+            self.call_ended(time.monotonic() - began)
 
     def call_started(self) -> None:
         """Suspend the hard limit: a model call is in flight."""

@@ -153,18 +153,19 @@ def build_requests(
         )
     params = resolve_sampling(source, sampling)
     stem = phase if train_step is None else f"{phase}/{train_step}"
+    stem += f"/{source.env_id}" if phase.startswith(split) else f"/{source.env_id}/{split}"
     when: tuple[str | int, ...] = () if train_step is None or split == "eval" else (train_step,)
     requests = []
     for index in indices:
         seed = derive_seed(run_seed, source.env_id, split, index, *when)
         requests.append(
             RolloutRequest(
-                request_id=f"{stem}/{source.env_id}/{index}",
+                request_id=f"{stem}/{index}",
                 env_id=source.env_id,
                 input=source.example(split, index),
                 seed=seed,
                 sampling_seed=derive_seed(seed, "sampling"),
-                group_id=f"{stem}/{source.env_id}/{index}",
+                group_id=f"{stem}/{index}",
                 index_in_group=0,
                 sampling=params,
                 phase=phase,
