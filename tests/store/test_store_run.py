@@ -284,6 +284,29 @@ class TestDirectory:
         run.close()
         Run.open(run.path).close()
 
+    def test_a_directory_that_cannot_be_written_can_be_read(self, run, monkeypatch):
+        """On read-only media a reader cannot make SQLite's shared-memory file."""
+        run.add_rollouts([row("a")])
+        run.close()
+        opened, connect = [], sqlite3.connect
+
+        def watched(name, **options):
+            opened.append(name)
+            return connect(name, **options)
+
+        monkeypatch.setattr(sqlite3, "connect", watched)
+        monkeypatch.setattr("os.access", lambda path, mode: False)
+        with Run.open(run.path, mode="r") as reader:
+            assert reader.num_rollouts() == 1
+        assert opened[0].endswith("?mode=ro&immutable=1")
+
+    def test_paths_with_odd_characters(self, tmp_path):
+        path = tmp_path / "a ?b#c%20d"
+        with Run.create(path) as made:
+            made.add_rollouts([row("a")])
+        with Run.open(path, mode="r") as reader:
+            assert reader.num_rollouts() == 1
+
     def test_closed(self, run):
         run.close()
         run.close()
