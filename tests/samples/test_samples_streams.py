@@ -1,0 +1,140 @@
+"""Multimodal arrays and router replay: streams follow their tokens into every scope."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from samples_kit import SCOPES, examples
+
+from rolltree.samples import build_samples
+from rolltree.samples.stream_views import SampleStream, join_streams, move_streams
+from rolltree.tokens import PlacedStream, StepTokens, TokenStream, TokenTree
+
+IMAGE_A = np.arange(12, dtype=np.float32).reshape(3, 4)
+IMAGE_B = np.ones((2, 2), np.float32)
+PLACEHOLDER = 7
+
+
+def steps(tree: TokenTree) -> list[Any]:
+    return [{"tokens": StepTokens(tree, call)} for call in range(tree.num_calls)]
+
+
+def experts(first: int, count: int) -> np.ndarray:
+    """Routed experts of `count` tokens: 2 layers, top 1; values name the path position."""
+    return np.arange(first, first + count, dtype=np.uint16)[:, None, None].repeat(2, axis=1)
+
+
+def conversation() -> TokenTree:
+    """Two calls that extend each other and a third that breaks; full routing for new tokens."""
+    tree = TokenTree()
+    tree.insert(
+        [1, PLACEHOLDER, 2],
+        [3, 4],
+        streams={
+            "experts": TokenStream(experts(0, 5), start=0),
+            "pixels": PlacedStream([IMAGE_A], [1]),
+        },
+    )
+    tree.insert(
+        [1, PLACEHOLDER, 2, 3, 4, PLACEHOLDER],
+        [5],
+        parent=0,
+        streams={
+            "experts": TokenStream(experts(5, 2), start=5),
+            "pixels": PlacedStream([IMAGE_A, IMAGE_B], [1, 5]),
+        },
+    )
+    tree.insert(
+        [1, PLACEHOLDER, 9],
+        [6],
+        streams={
+            "experts": TokenStream(experts(0, 4) + 100, start=0),
+            "pixels": PlacedStream([IMAGE_A], [1]),
+        },
+    )
+    return tree
+
+
+def test_a_merged_sample_has_one_value_per_position() -> None:
+    first, second = build_samples([steps(conversation())], "interleave").samples
+    routed = first.info["streams"]["experts"]
+    assert routed.positions.tolist() == list(range(7))
+    assert routed.values[:, 0, 0].tolist() == list(range(7))
+    assert routed.values.dtype == np.uint16
+    pixels = first.info["streams"]["pixels"]
+    assert pixels.positions.tolist() == [1, 5]
+    assert [item.shape for item in pixels.values] == [(3, 4), (2, 2)]
+    assert first.ids[pixels.positions].tolist() == [PLACEHOLDER, PLACEHOLDER]
+    assert second.info["streams"]["experts"].values[:, 0, 0].tolist() == [100, 101, 102, 103]
+
+
+def test_in_a_tree_the_first_call_speaks_for_shared_tokens() -> None:
+    (tree,) = build_samples([steps(conversation())], "tree").samples
+    assert tree.ids.tolist() == [1, 7, 2, 3, 4, 7, 5, 9, 6]
+    routed = tree.info["streams"]["experts"]
+    assert routed.positions.tolist() == list(range(9))
+    assert routed.values[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 102, 103]
+    assert tree.info["streams"]["pixels"].positions.tolist() == [1, 5]
+
+
+def test_groups_and_bytes_keep_streams() -> None:
+    one = conversation()
+    two = TokenTree.from_bytes(one.to_bytes())
+    batch = build_samples([steps(one), steps(two)], "tree", group_key=lambda _: 0)
+    (merged,) = batch.samples
+    (alone,) = build_samples([steps(one)], "tree").samples
+    for name in ("experts", "pixels"):
+        left, right = merged.info["streams"][name], alone.info["streams"][name]
+        assert left.positions.tolist() == right.positions.tolist()
+        assert all(np.array_equal(a, b) for a, b in zip(left.values, right.values, strict=True))
+    assert len(merged.records) == 2 * len(alone.records)
+
+
+def test_samples_without_streams_have_none() -> None:
+    tree = TokenTree()
+    tree.insert([1], [2])
+    for scope in SCOPES:
+        assert build_samples([steps(tree)], scope).samples[0].info["streams"] == {}
+
+
+def test_moving_drops_what_is_gone_and_sorts() -> None:
+    dense = SampleStream(np.array([0, 1, 3], np.int32), np.array([10, 11, 13]))
+    placed = SampleStream(np.array([1], np.int32), (IMAGE_A,))
+    gone = SampleStream(np.array([2], np.int32), np.array([12]))
+    moved = move_streams({"a": dense, "b": placed, "c": gone}, np.array([5, -1, -1, 2], np.int32))
+    assert moved["a"].positions.tolist() == [2, 5]
+    assert moved["a"].values.tolist() == [13, 10]  # type: ignore[union-attr]
+    assert set(moved) == {"a"}
+
+
+def test_joining_shifts_each_part() -> None:
+    dense = SampleStream(np.array([0, 2], np.int32), np.array([1, 2]))
+    placed = SampleStream(np.array([1], np.int32), (IMAGE_B,))
+    joined = join_streams([{"a": dense}, {"a": dense, "b": placed}], [0, 10])
+    assert joined["a"].positions.tolist() == [0, 2, 10, 12]
+    assert joined["b"].positions.tolist() == [11]
+
+
+@examples(75)
+@given(st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=4), st.integers(1, 4)), max_size=6))
+def test_every_sampled_tokens_value_arrives_at_its_token(
+    calls: list[tuple[list[int], int]],
+) -> None:
+    """The stream holds each token's id and depth: the packed position must agree with both."""
+    tree = TokenTree()
+    for prompt, count in calls:
+        completion = [(len(prompt) + n) % 3 for n in range(count)]
+        depths = range(len(prompt), len(prompt) + count)
+        values = np.array([completion, depths], np.int32).T
+        tree.insert(prompt, completion, streams={"x": values})
+    for scope in SCOPES:
+        for sample in build_samples([steps(tree)], scope).samples:
+            stream = sample.info["streams"]["x"]
+            assert sample.ids[stream.positions].tolist() == stream.values[:, 0].tolist()
+            assert sample.positions[stream.positions].tolist() == stream.values[:, 1].tolist()
+            covered = set(stream.positions.tolist())
+            for span in sample.info["spans"]:
+                assert {span.start, span.end - 1} <= covered
