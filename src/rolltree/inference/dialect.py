@@ -98,8 +98,8 @@ def samples_the_model(sampling: SamplingParams) -> bool:
         sampling.temperature == 1.0
         and sampling.top_p == 1.0
         and sampling.top_k == 0
-        and not _RESHAPING.intersection(sampling.extra, body)
-        and not _RESHAPING.intersection(body)
+        and _RESHAPING.isdisjoint(sampling.extra)
+        and _RESHAPING.isdisjoint(body)
     )
 
 

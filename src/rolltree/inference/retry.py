@@ -84,7 +84,7 @@ async def with_retries(
                     f"{number + 1} attempts in {monotonic() - start:.1f} s"
                     + (f"; the server asks to wait {failure.after_s:g} s" if too_long else "")
                 )
-                raise failure.error from failure.error.__cause__
+                raise failure.error from failure.__cause__
             await asyncio.sleep(policy.wait_s(number, failure.after_s))
     raise AssertionError("unreachable: the loop returns or raises")
 

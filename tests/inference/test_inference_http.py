@@ -1,0 +1,225 @@
+"""`HttpServer` against servers that answer anything at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from time import monotonic
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rolltree.errors import (
+    BadResponse,
+    ConnectionFailed,
+    ModelError,
+    PromptTooLong,
+    ServerError,
+)
+from rolltree.inference import RetryPolicy
+from rolltree.inference.http import HttpServer, status_error
+from rolltree.inference.wire import decode_response
+from rolltree.testing import LoopbackServer, Reply, Request
+
+NEVER = RetryPolicy(max_retries=0)
+FAST = RetryPolicy(max_retries=2, first_wait_s=0.001)
+GOOD = b'{"choices": [{"text": "hi"}]}'
+
+
+def server_of(handle: Any, **options: Any) -> HttpServer:
+    options.setdefault("retry", NEVER)
+    return HttpServer("http://mock/v1", transport=httpx.MockTransport(handle), **options)
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "error", "retryable"),
+    [
+        (400, "bad field", ServerError, False),
+        (401, "", ServerError, False),
+        (404, "no model", ServerError, False),
+        (408, "", ServerError, True),
+        (409, "", ServerError, True),
+        (422, "bad", ServerError, False),
+        (425, "", ServerError, True),
+        (429, "slow down", ServerError, True),
+        (500, "oops", ServerError, True),
+        (503, "", ServerError, True),
+        (400, '{"code": "context_length_exceeded"}', PromptTooLong, False),
+        (400, "This model's maximum context length is 8 tokens.", PromptTooLong, False),
+        (400, "The decoder prompt is longer than the maximum model length", PromptTooLong, False),
+        (413, "Input is too long", PromptTooLong, False),
+        (500, "maximum context length", ServerError, True),
+    ],
+)
+def test_what_a_status_means(status: int, text: str, error: Any, retryable: bool) -> None:
+    found = status_error(status, text, "http://x")
+    assert type(found) is error
+    assert text in str(found)
+    assert "http://x" in str(found)
+    if isinstance(found, ServerError):
+        assert (found.status, found.retryable) == (status, retryable)
+
+
+async def test_body_path_and_headers_are_sent() -> None:
+    seen: list[httpx.Request] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return httpx.Response(200, content=GOOD)
+
+    server = server_of(handle, api_key="sk-1", headers={"X-Team": "blue"})
+    outcome = await server.post("/completions", {"prompt": "é"}, decode_response)
+    await server.aclose()
+    assert outcome.value.choices[0].text == "hi"
+    assert str(seen[0].url) == "http://mock/v1/completions"
+    assert json.loads(seen[0].content) == {"prompt": "é"}
+    assert seen[0].headers["Authorization"] == "Bearer sk-1"
+    assert seen[0].headers["X-Team"] == "blue"
+    assert seen[0].headers["Content-Type"] == "application/json"
+
+
+def test_nothing_secret_is_shown() -> None:
+    assert repr(server_of(None, api_key="sk-1")) == "HttpServer('http://mock/v1')"
+
+
+def test_a_closing_slash_makes_no_difference() -> None:
+    assert HttpServer("http://x/v1/").base_url == HttpServer("http://x/v1").base_url
+
+
+async def test_the_server_decides_how_long_to_wait() -> None:
+    answers = [httpx.Response(429, headers={"Retry-After": "0.1"}), httpx.Response(200)]
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        answer = answers.pop(0)
+        return httpx.Response(answer.status_code, headers=answer.headers, content=GOOD)
+
+    server = server_of(handle, retry=FAST)
+    start = monotonic()
+    outcome = await server.post("/x", {}, decode_response)
+    await server.aclose()
+    assert monotonic() - start >= 0.1
+    assert outcome.wait_s >= 0.1
+    assert outcome.num_retries == 1
+
+
+async def test_long_error_texts_are_shortened() -> None:
+    server = server_of(lambda _: httpx.Response(400, text="x" * 100_000))
+    with pytest.raises(ServerError) as caught:
+        await server.post("/x", {}, decode_response)
+    await server.aclose()
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("failure", "error"),
+    [
+        (httpx.ConnectError("refused"), ConnectionFailed),
+        (httpx.ReadError("reset"), ConnectionFailed),
+        (httpx.RemoteProtocolError("cut"), ConnectionFailed),
+        (httpx.DecodingError("bad gzip"), ConnectionFailed),
+        (httpx.ReadTimeout("slow"), ConnectionFailed),
+        (httpx.ConnectTimeout("slow"), ConnectionFailed),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+async def test_every_failure_of_the_transport_is_ours(failure: Any, error: Any) -> None:
+    attempts = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        attempts.append(request)
+        raise failure
+
+    server = server_of(handle, retry=FAST)
+    with pytest.raises(error) as caught:
+        await server.post("/x", {}, decode_response)
+    await server.aclose()
+    assert len(attempts) == 3
+    assert isinstance(caught.value.__cause__, type(failure))
+
+
+async def test_cancelling_frees_the_connection_slot() -> None:
+    release = asyncio.Event()
+
+    async def handle(request: httpx.Request) -> httpx.Response:
+        await release.wait()
+        return httpx.Response(200, content=GOOD)
+
+    server = HttpServer(
+        "http://mock/v1", transport=httpx.MockTransport(handle), retry=NEVER, max_connections=1
+    )
+    stuck = asyncio.create_task(server.post("/x", {}, decode_response))
+    await asyncio.sleep(0.01)
+    stuck.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stuck
+    release.set()
+    outcome = await asyncio.wait_for(server.post("/x", {}, decode_response), 2)
+    await server.aclose()
+    assert outcome.value.choices[0].text == "hi"
+
+
+@settings(max_examples=60, deadline=None)
+@given(status=st.integers(200, 599), body=st.binary(max_size=80))
+def test_any_answer_is_a_completion_or_a_model_error(status: int, body: bytes) -> None:
+    async def ask() -> None:
+        server = server_of(lambda _: httpx.Response(status, content=body))
+        try:
+            await server.post("/x", {}, decode_response)
+        except ModelError as error:
+            expected = BadResponse if status < 300 else (ServerError, PromptTooLong)
+            assert isinstance(error, expected)  # noqa: PT017
+        else:
+            assert status < 300
+        await server.aclose()
+
+    asyncio.run(ask())
+
+
+RAW = [
+    b"",
+    b"garbage\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{}",
+    b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n{}",
+    b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}",
+    b"HTTP/1.1 302 Found\r\nLocation: /x\r\nContent-Length: 0\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("raw", RAW)
+async def test_bytes_that_are_hardly_http(raw: bytes) -> None:
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(raw)
+        writer.close()
+        await writer.wait_closed()
+
+    listener = await asyncio.start_server(accept, "127.0.0.1", 0)
+    port = listener.sockets[0].getsockname()[1]
+    server = HttpServer(f"http://127.0.0.1:{port}/v1", retry=NEVER)
+    with pytest.raises(ModelError):
+        await asyncio.wait_for(server.post("/x", {}, decode_response), 5)
+    await server.aclose()
+    listener.close()
+
+
+async def test_connections_are_reused() -> None:
+    ports = set()
+
+    async def handle(request: Request) -> Reply:
+        ports.add(request.headers["x-number"])
+        return Reply(200, GOOD)
+
+    with LoopbackServer(handle) as loopback:
+        server = HttpServer(loopback.url, headers={"X-Number": "1"})
+        for _ in range(5):
+            await server.post("/x", {}, decode_response)
+        client = server._client
+        assert client is not None
+        pool = client._transport._pool  # type: ignore[attr-defined]
+        assert len(pool.connections) == 1
+        await server.aclose()
+    assert ports == {"1"}
