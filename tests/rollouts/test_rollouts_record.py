@@ -259,7 +259,7 @@ class TestColumns:
         (row,) = encode_result(result)
         assert (row.status, row.error_type, row.error_phase) == ("error", error.type, "model")
         assert (row.reward, row.num_calls, row.is_completed) == (None, 0, False)
-        assert row.errors == [error.as_dict()]
+        assert row.errors == (error.as_dict(),)
         assert stored_and_read(result, tmp_path) == result
 
     def test_a_failed_request_fails_all_its_trajectories(self):
@@ -280,7 +280,7 @@ class TestColumns:
     def test_scoring_errors_are_listed_by_function(self):
         state = state_of(conversation(1), scoring_errors={"judge": {"type": "KeyError"}})
         (row,) = encode_result(RolloutResult(request(), (state,), None))
-        assert row.errors == [{"function": "judge", "type": "KeyError"}]
+        assert row.errors == ({"function": "judge", "type": "KeyError"},)
 
     @pytest.mark.parametrize("reward", ["high", object(), [1, 2]])
     def test_a_reward_that_is_no_number_has_no_column(self, reward):

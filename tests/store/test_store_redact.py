@@ -90,7 +90,7 @@ def test_protected_secret_reaches_no_file_of_the_run(tmp_path):
                     status="error",
                     metrics={"m": secret},
                     input={"answer": secret},
-                    errors=[{"type": "E", "message": f"bad {secret}", "traceback": "short"}],
+                    errors=({"type": "E", "message": f"bad {secret}", "traceback": "short"},),
                     record=f'{{"x":"{secret}"}}'.encode(),
                 )
             ]

@@ -70,7 +70,9 @@ stored_rollouts = st.builds(
     created_at=times,
     metrics=st.dictionaries(texts, st.none() | st.floats(allow_nan=False), max_size=3),
     input=st.dictionaries(texts, texts | st.integers(), max_size=3),
-    errors=st.lists(st.dictionaries(texts, texts.map(lambda t: t[:2]), max_size=2), max_size=2),
+    errors=st.lists(st.dictionaries(texts, texts.map(lambda t: t[:2]), max_size=2), max_size=2).map(
+        tuple
+    ),
     record=st.binary(max_size=200),
     tokens=st.binary(max_size=200),
 )
@@ -169,7 +171,7 @@ class TestRollouts:
         assert b.example_id == "gsm8k-1"
 
     def test_failed_requests_can_be_replaced_visibly(self, run):
-        failed = row("a", status="error", error_type="ServerError", errors=[{"message": "500"}])
+        failed = row("a", status="error", error_type="ServerError", errors=({"message": "500"},))
         run.add_rollouts([failed, row("b", reward=0.0)])
         assert run.add_rollouts([row("a", reward=1.0)]) == 0
         assert run.add_rollouts([row("a", reward=1.0), row("b", reward=9.0)], replace_failed=True)

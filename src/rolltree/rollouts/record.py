@@ -138,7 +138,7 @@ def _encode(result: RolloutResult, index: int, state: State | None) -> StoredRol
         error_phase=None if error is None else error.phase,
         is_completed=False,
         input={key: value for key, value in request.input.items() if key != "prompt"},
-        errors=[] if error is None else [error.as_dict()],
+        errors=() if error is None else (error.as_dict(),),
     )
     if state is not None:
         trajectory = _as_trajectory(state.get("trajectory"))
@@ -176,10 +176,10 @@ def _columns(state: State, trajectory: Trajectory, row: StoredRollout) -> dict[s
         "status": "error" if own else row.status,
         "error_type": own[0]["type"] if own else row.error_type,
         "error_phase": own[0]["phase"] if own else row.error_phase,
-        "errors": [
+        "errors": (
             *(own or row.errors),
             *({"function": name, **item} for name, item in scoring.items()),
-        ],
+        ),
         "stop_condition": state.get("stop_condition"),
         "is_completed": bool(state.get("is_completed")),
         "terminated": bool(state.get("terminated")),

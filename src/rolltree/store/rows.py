@@ -68,7 +68,7 @@ class StoredRollout:
     created_at: float = field(default_factory=time.time)
     metrics: Mapping[str, Any] = field(default_factory=dict)
     input: Mapping[str, Any] = field(default_factory=dict)
-    errors: Sequence[Mapping[str, Any]] = ()
+    errors: tuple[Mapping[str, Any], ...] = ()
     record: bytes = b""
     tokens: bytes = b""
 
@@ -184,7 +184,7 @@ COLUMNS: dict[str, Column] = {
     "created_at": _REAL,
     "metrics": Column("TEXT", _json, loads),
     "input": Column("TEXT", _json, loads),
-    "errors": Column("TEXT", _errors, loads),
+    "errors": Column("TEXT", _errors, lambda text: tuple(loads(text))),
     "record": Column("BLOB", _record, _decompress),
     "tokens": Column("BLOB", _compress, _decompress),
 }
