@@ -401,6 +401,13 @@ async def test_the_key_is_sent_and_never_shown(caplog: pytest.LogCaptureFixture)
     assert key not in f"{client!r} {vars(client)!r} {caught.value} {caplog.text}"
 
 
+@pytest.mark.parametrize("key", ["sk-1\n", "sk 1", "sk-\u00e9"])
+def test_a_key_that_no_header_carries_is_refused_unseen(key: str) -> None:
+    with pytest.raises(ConfigError, match="api_key holds a space") as caught:
+        OpenAIClient("http://x/v1", "m", api_key=key)
+    assert key not in str(caught.value)
+
+
 async def test_connections_are_limited_and_waiting_is_counted() -> None:
     with ScriptedServer(lambda _: "12", delay_s=0.03) as server:
         client = client_of(server, max_connections=2)

@@ -69,6 +69,11 @@ class HttpServer:
                 "base_url holds a user name or password, which would end up in logs. Pass the "
                 "secret as api_key, or as a header."
             )
+        if api_key and not (api_key.isascii() and api_key.isprintable() and " " not in api_key):
+            raise ConfigError(
+                "api_key holds a space, a line break or a character that no header can carry, so "
+                "the server would not take it. Was it read from a file with its last line break?"
+            )
         self.base_url = str(url).rstrip("/")
         self.retry = retry or RetryPolicy()
         self._api_key = api_key
@@ -150,7 +155,8 @@ class HttpServer:
             raise Retry(
                 ConnectionFailed(
                     f"{self.base_url}{path} could not be reached or hung up "
-                    f"({type(error).__name__}: {error}). The call is lost. Is the server running?"
+                    f"({type(error).__name__}: {self._redacted(str(error))}). The call is lost. "
+                    "Is the server running?"
                 )
             ) from error
         if response.is_success:
@@ -161,10 +167,11 @@ class HttpServer:
         raise error_of_status
 
     def _status_error(self, response: httpx.Response, path: str) -> ModelError:
-        text = response.text[:500]
-        if self._api_key:
-            text = text.replace(self._api_key, "***")
+        text = self._redacted(response.text)[:500]
         return status_error(response.status_code, text, f"{self.base_url}{path}")
+
+    def _redacted(self, text: str) -> str:
+        return text.replace(self._api_key, "***") if self._api_key else text
 
 
 def status_error(status: int, text: str, where: str) -> ModelError:

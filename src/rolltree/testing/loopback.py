@@ -110,7 +110,7 @@ class LoopbackServer:
                 reply = await self._handler(request)
                 if not await _write_reply(writer, reply):
                     break
-        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+        except (ConnectionError, asyncio.CancelledError):
             pass  # the client left, or the server stops
         finally:
             self._connections.discard(task)
@@ -118,20 +118,19 @@ class LoopbackServer:
 
 
 async def _read_request(reader: asyncio.StreamReader) -> Request | None:
+    """Return the next request, None where the connection ends or says something else."""
     try:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-    except asyncio.IncompleteReadError:
+        first, *lines = head.rstrip("\r\n").split("\r\n")
+        method, path, _ = first.split(" ", 2)
+        pairs = (line.partition(":") for line in lines)
+        headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
+        size = int(headers.get("content-length", 0))
+        if not 0 <= size <= _MAX_BODY_BYTES:
+            return None
+        return Request(method, path, headers, await reader.readexactly(size))
+    except (ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
         return None
-    first, *lines = head.rstrip("\r\n").split("\r\n")
-    method, path, _ = first.split(" ", 2)
-    headers = {}
-    for line in lines:
-        name, _, value = line.partition(":")
-        headers[name.strip().lower()] = value.strip()
-    size = int(headers.get("content-length", 0))
-    if size > _MAX_BODY_BYTES:
-        return None
-    return Request(method, path, headers, await reader.readexactly(size))
 
 
 async def _write_reply(writer: asyncio.StreamWriter, reply: Reply) -> bool:
