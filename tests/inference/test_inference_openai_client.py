@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from inference_templates import TOOLS, user
+from inference_templates import STRIPPING, TOOLS, user
 
 from rolltree.errors import (
     BadResponse,
@@ -19,6 +19,7 @@ from rolltree.errors import (
     ConnectionFailed,
     PromptTooLong,
     ServerError,
+    TokenError,
     UnsupportedSetting,
 )
 from rolltree.inference import ChatRenderer, OpenAIClient, RetryPolicy
@@ -519,3 +520,68 @@ async def test_streaming_is_refused() -> None:
     with pytest.raises(UnsupportedSetting, match="stream"):
         await client.chat([user("a")], sampling=SamplingParams(extra={"stream": True}))
     await client.aclose()
+
+
+def text_answer(**choice: Any) -> dict[str, Any]:
+    ids = {"prompt_token_ids": RENDERER.render([user("a")]).tolist(), "token_ids": [49, 258]}
+    logprobs = {"tokens": ["1", ""], "token_logprobs": [-0.5, -0.25]}
+    whole = {"text": "1", "finish_reason": "stop", "logprobs": logprobs, **ids, **choice}
+    return {"choices": [whole]}
+
+
+async def test_a_stop_id_of_the_callers_is_sampled_but_not_said() -> None:
+    client = mock_client([text_answer(token_ids=[49, 10])], renderer=RENDERER)
+    got = await client.chat([user("a")], sampling=SamplingParams(stop_token_ids=(10,)))
+    await client.aclose()
+    assert got.text == "1"
+    assert got.completion_ids is not None
+    assert got.completion_ids.tolist() == [49, 10]
+    assert client.sent[0]["stop_token_ids"] == [10, 258]  # type: ignore[attr-defined]
+
+
+async def test_ids_without_logprobs_are_kept_and_not_invented() -> None:
+    client = mock_client([text_answer(logprobs=None)], renderer=RENDERER)
+    got = await client.chat([user("a")])
+    await client.aclose()
+    assert got.logprobs is None
+    assert got.completion_ids is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"token_ids": [49]}, "1 sampled tokens came with 2 logprobs"),
+        ({"logprobs": {"tokens": ["1", ""], "token_logprobs": [-0.5, 1.0]}}, "placeholder"),
+        ({"logprobs": {"tokens": ["1", ""], "token_logprobs": [-0.5, None]}}, "placeholder"),
+        ({"prompt_token_ids": [1, 2]}, "did not sample from what is recorded"),
+    ],
+)
+async def test_contradicting_answers_are_refused_and_not_retried(
+    changes: dict[str, Any], what: str
+) -> None:
+    client = mock_client([text_answer(**changes), text_answer()], renderer=RENDERER)
+    with pytest.raises(TokenError, match=what):
+        await client.chat([user("a")])
+    await client.aclose()
+    assert len(client.sent) == 1  # type: ignore[attr-defined]
+
+
+async def test_nan_is_no_json_and_is_asked_for_again() -> None:
+    nan = json.dumps(text_answer()).replace("-0.25", "NaN")
+    client = mock_client([(200, nan), text_answer()], renderer=RENDERER)
+    got = await client.chat([user("a")])
+    await client.aclose()
+    assert got.info == {"num_retries": 1}
+
+
+async def test_why_a_prompt_was_rendered_anew_is_in_the_answer() -> None:
+    renderer = ChatRenderer(ByteTokenizer(STRIPPING), history="template")
+    with ScriptedServer(lambda _: "R</think>A") as server:
+        client = client_of(server, renderer=renderer)
+        session = client.session()
+        first = await session.chat([user("a")])
+        second = await session.chat([user("a"), first.message, user("b")])
+        await client.aclose()
+    assert first.message["reasoning_content"] == "R"
+    assert second.extends is None
+    assert "rewrites the history" in second.info["rerendered"]
