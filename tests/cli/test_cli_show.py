@@ -1,0 +1,146 @@
+"""`rolltree runs`, `show` and `export` on stored runs: no model, no environment, no torch."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from rolltree.cli import app
+from rolltree.errors import ServerError, record_error
+from rolltree.rollouts.record import encode_result
+from rolltree.store import Run
+from rolltree.tokens import Trajectory
+from rolltree.types import FinishReason, Generation, RolloutRequest, RolloutResult, State
+
+
+def rollout(phase, example, *, reward=1.0, error=None, train_step=None, answer="12"):
+    given = {
+        "prompt": [{"role": "user", "content": f"{example} + 5 ="}],
+        "example_id": example,
+        "task": "add",
+    }
+    request = RolloutRequest(
+        request_id=f"{phase}/{example}", env_id="add", input=given, seed=0, sampling_seed=0,
+        group_id="g", index_in_group=0, phase=phase, train_step=train_step,
+    )  # fmt: skip
+    trajectory = Trajectory()
+    message = {"role": "assistant", "content": answer}
+    trajectory.append_call(
+        prompt=given["prompt"],
+        completion=[message],
+        generation=Generation(
+            message=message,
+            text=answer,
+            finish_reason=FinishReason.STOP,
+            prompt_ids=np.arange(6, dtype=np.int32),
+            completion_ids=np.array([8, 9], dtype=np.int32),
+            logprobs=np.array([-0.5, -0.25], dtype=np.float32),
+            versions=np.zeros(2, dtype=np.int32),
+            temperature=1.0,
+            call_id=0,
+        ),
+    )
+    state = State(
+        input=given, trajectory=trajectory, completion=[message], reward=reward, error=error,
+        metrics={"length": 2.0},
+    )  # fmt: skip
+    return encode_result(RolloutResult(request, (state,), error))
+
+
+@pytest.fixture
+def path(tmp_path):
+    where = tmp_path / "runs" / "mine"
+    with Run.create(where, config={"model": {"name": "tiny"}}, kind="train") as run:
+        run.add_rollouts(rollout("eval_before", 0, reward=0.0, answer="seven"))
+        run.add_event("evaluation", {"phase": "eval_before"}, step=0)
+        for step in (1, 2):
+            run.add_rollouts(rollout("train", step, reward=step / 2, train_step=step))
+            run.add_step(step, {"reward/mean": step / 2})
+        failure = record_error(ServerError("it broke \x1b[2J", status=500, retryable=True), "model")
+        run.add_rollouts(rollout("train", 9, reward=None, error=failure, train_step=2))
+    return where
+
+
+def invoke(*words):
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_runs(path):
+    first, second = invoke("runs", path.parent).splitlines()
+    assert first == str(path)
+    for text in ("train", "add", "2 steps", "eval_before 0.000", "train 0.750"):
+        assert text in second
+    (path.parent / "broken").mkdir()
+    (path.parent / "broken" / "run.db").write_text("no database")
+    assert len(invoke("runs", path.parent).splitlines()) == 2  # what is no run is passed over
+
+
+def test_show_a_training_run(path):
+    out = invoke("show", path)
+    assert "mean reward, add" in out  # the curve
+    assert "eval_before" in out
+    assert "seven" in out  # the first rollout
+    assert out.count("user ") == 1
+
+
+def test_show_a_phase(path):
+    out = invoke("show", path, "--phase", "train", "--transcripts", 2)
+    assert "0.750" in out
+    assert "1 (33%, not in the means): ServerError 1" in out
+    assert "1 + 5 =" in out
+    assert "seven" not in out
+
+
+def test_show_failures_without_their_escape_codes(path):
+    out = invoke("show", path, "--failed", "--transcripts", 5)
+    assert "ServerError: it broke ␛[2J" in out
+    assert "\x1b[2J" not in out
+    assert "1 + 5 =" not in out
+
+
+def test_show_cuts_long_messages(path):
+    out = invoke("show", path, "--limit", 3)
+    assert "sev … (2 more)" in out
+
+
+def test_export(path, tmp_path):
+    assert "wrote 4 rollouts" in invoke("export", path, tmp_path / "all.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    assert [line["phase"] for line in lines] == ["eval_before", "train", "train", "train"]
+    tokens = lines[0]["trajectory"][0]["tokens"]
+    assert tokens == {
+        "prompt_ids": [0, 1, 2, 3, 4, 5],
+        "prompt_mask": [0, 0, 0, 0, 0, 0],
+        "completion_ids": [8, 9],
+        "completion_mask": [1, 1],
+        "completion_logprobs": [-0.5, -0.25],
+    }
+    assert lines[3]["errors"][0]["type"] == "ServerError"
+    assert lines[3]["reward"] is None
+    assert "wrote 3" in invoke("export", path, tmp_path / "train.jsonl", "--phase", "train")
+
+
+def test_reading_needs_no_torch_and_works_while_the_run_is_written(path):
+    program = (
+        "import sys; from rolltree.cli import app\n"
+        f"sys.argv = ['rolltree', 'show', {str(path)!r}]\n"
+        "try: app()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "print('torch' in sys.modules)"
+    )
+    with Run.open(path):  # somebody holds the run
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "COLUMNS": "100"},
+        )
+    assert done.stdout.splitlines()[-1] == "False"
+    assert "mean reward, add" in done.stdout
