@@ -1,7 +1,8 @@
 """Flat samples: one path of tokens, the calls on it in order.
 
-A flat sequence is the tree that is a path, so it has the same arrays as a tree sample. Leaves out
-the choice of calls (`grouping.py`) and cutting (`capping.py`).
+A flat sequence is the tree that is a path, so it has the same arrays as a tree sample. They are
+read-only views where they can be: the prompt that T step samples repeat is in memory once. Leaves
+out the choice of calls (`grouping.py`) and cutting (`capping.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,19 @@ from rolltree.samples.rollout import Call, Rollout
 from rolltree.samples.spans import CallSpan, group_origins
 from rolltree.samples.stream_views import path_streams
 from rolltree.tokens import Break
-from rolltree.types import Sample, Scope
+from rolltree.tokens.buffers import concat
+from rolltree.types import IntArray, Sample, Scope
+
+_positions: list[IntArray] = [np.arange(1024, dtype=np.int32)]
+
+
+def path_positions(length: int) -> IntArray:
+    """Return `arange(length)` as a read-only view of one array that all paths share."""
+    if len(_positions[0]) < length:
+        _positions[0] = np.arange(2 * length, dtype=np.int32)
+    view = _positions[0][:length]
+    view.flags.writeable = False
+    return view
 
 
 def flat_sample(
@@ -34,21 +47,24 @@ def flat_sample(
     last = calls[-1].handle
     length = tree.path_len(last)
     handles = [call.handle for call in calls]
-    prompt_lens = np.array([table.prompt_len[handle] for handle in handles], dtype=np.int64)
-    counts = np.array([table.num_sampled[handle] for handle in handles], dtype=np.int64)
-    total = int(counts.sum())
-    before = prompt_lens - 1 - (np.cumsum(counts) - counts)
-    source = (np.repeat(before, counts) + np.arange(total)).astype(np.int32)
+    prompt_lens = [table.prompt_len[handle] for handle in handles]
+    counts = [table.num_sampled[handle] for handle in handles]
+    source = [
+        path_positions(start + count)[start:]
+        if start >= 0
+        else np.arange(-1, count - 1, dtype=np.int32)
+        for start, count in zip((n - 1 for n in prompt_lens), counts, strict=True)
+    ]
     spans = tuple(
         CallSpan(rollout.index, call.step, start, start + count)
-        for call, start, count in zip(calls, prompt_lens.tolist(), counts.tolist(), strict=True)
+        for call, start, count in zip(calls, prompt_lens, counts, strict=True)
     )
     origins, indices = group_origins([(rollout, calls)])
     return Sample(
-        ids=tree.arena.path(table.end(last), length),
-        positions=np.arange(length, dtype=np.int32),
-        subtree_end=np.full(length, length, dtype=np.int32),
-        records=make_records(rollout, calls, source, advantages, factor),
+        ids=tree.arena.path_view(table.end(last), length),
+        positions=path_positions(length),
+        subtree_end=np.broadcast_to(np.int32(length), length),
+        records=make_records(rollout, calls, concat(source, np.int32), advantages, factor),
         origins=origins,
         info={
             "scope": scope,

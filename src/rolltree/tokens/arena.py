@@ -20,6 +20,8 @@ from rolltree.tokens.buffers import concat
 from rolltree.types import IntArray
 
 _COMPARE_TOKENS = 8192
+_MAX_GUESSES = 8
+_MASK = 0xFFFFFFFF
 
 
 class Place(NamedTuple):
@@ -40,6 +42,7 @@ class TokenArena:
     """
 
     __slots__ = (
+        "_branch_tokens",
         "_branches",
         "_bytes",
         "_ids",
@@ -59,6 +62,7 @@ class TokenArena:
         self.run_parent_run = array("i")
         self.run_depth = array("i")
         self._branches: dict[int, int] = {}
+        self._branch_tokens: dict[int, list[int]] = {}
 
     @property
     def ids(self) -> IntArray:
@@ -73,7 +77,8 @@ class TokenArena:
     @property
     def nbytes(self) -> int:
         """Bytes held, buffer slack and a dictionary estimate included."""
-        return len(self._bytes) + 16 * self.num_runs + 104 * len(self._branches)
+        tables = 104 * len(self._branches) + 200 * len(self._branch_tokens)
+        return len(self._bytes) + 16 * self.num_runs + tables
 
     def run_end(self, run: int) -> int:
         """Return the arena index after the last token of `run`."""
@@ -100,19 +105,29 @@ class TokenArena:
         raw = ids.data
         raw_bytes = raw.cast("B")
         stored, starts, branches = self._bytes, self.run_start, self._branches
+        branch_tokens, last_run = self._branch_tokens, len(starts) - 1
         while matched < num_ids:
-            follow = token + 1
-            if run >= 0 and follow < (end := self.run_end(run)):
-                count = min(end - follow, num_ids - matched)
-                piece = raw_bytes[4 * matched : 4 * (matched + count)]
-                agreed = count
-                if not stored.startswith(piece, 4 * follow):
-                    agreed = self._agreement(ids, matched, follow, count)
-                matched += agreed
-                token += agreed
-                if agreed == count:
-                    continue
-            child = branches.get(((token + 1) << 32) | (raw[matched] & 0xFFFFFFFF))
+            if run >= 0:
+                end = starts[run + 1] if run < last_run else self.num_tokens
+                count = min(end - token - 1, num_ids - matched)
+                # A conversation that left this run once goes the same way in later prompts.
+                for branch in branch_tokens.get(run, ()) if count else ():
+                    size = branch - token
+                    if 0 <= size < count and branches.get(
+                        ((branch + 1) << 32) | (raw[matched + size] & _MASK)
+                    ):
+                        count = size
+                        break
+                if count:
+                    piece = raw_bytes[4 * matched : 4 * (matched + count)]
+                    agreed = count
+                    if not stored.startswith(piece, 4 * token + 4):
+                        agreed = self._agreement(ids, matched, token + 1, count)
+                    matched += agreed
+                    token += agreed
+                    if matched == num_ids:
+                        break
+            child = branches.get(((token + 1) << 32) | (raw[matched] & _MASK))
             if child is None:
                 break
             run, token = child, starts[child]
@@ -157,6 +172,10 @@ class TokenArena:
             self.run_parent_run.append(run)
             self.run_depth.append(self.depth(place))
             self._branches[((token + 1) << 32) | int(ids[0])] = new_run
+            if run >= 0:
+                known = self._branch_tokens.setdefault(run, [])
+                if len(known) < _MAX_GUESSES and token not in known:
+                    known.append(token)
             run = new_run
         return Place(end - 1, run)
 
@@ -173,12 +192,15 @@ class TokenArena:
         `count` may not exceed the path's length.
         """
         token, run = place
+        starts, parents, parent_runs = self.run_start, self.run_parent, self.run_parent_run
         parts: list[tuple[int, int]] = []
         while count > 0:
-            low = max(self.run_start[run], token + 1 - count)
-            parts.append((low, token + 1))
-            count -= token + 1 - low
-            token, run = self.run_parent[run], self.run_parent_run[run]
+            low, after = starts[run], token + 1
+            if low < after - count:
+                low = after - count
+            parts.append((low, after))
+            count -= after - low
+            token, run = parents[run], parent_runs[run]
         parts.reverse()
         return parts
 
@@ -187,6 +209,16 @@ class TokenArena:
         wanted = self.depth(place) if count is None else count
         ids = self._ids
         return concat([ids[low:high] for low, high in self.slices(place, wanted)], np.int32)
+
+    def path_view(self, place: Place, count: int) -> IntArray:
+        """Return the last `count` ids of the path to `place`, read-only and without a copy where
+        they are in one piece.
+        """
+        ids = self._ids
+        parts = [ids[low:high] for low, high in self.slices(place, count)]
+        joined = parts[0] if len(parts) == 1 else concat(parts, np.int32)
+        joined.flags.writeable = False
+        return joined
 
     def up(self, place: Place, count: int) -> Place:
         """Return the place `count` tokens above `place` on its path."""
