@@ -6,11 +6,11 @@
 
 from rolltree.evaluation.compare import Comparison, compare
 from rolltree.evaluation.estimate import Estimate, estimate, pass_at_k
-from rolltree.evaluation.evaluate import EvalProgress, evaluate
 from rolltree.evaluation.outcomes import Outcome, outcomes
 from rolltree.evaluation.reducers import REDUCERS, Reducer, Settings
 from rolltree.evaluation.report import EvalReport, build_report, stored_report
 from rolltree.evaluation.results_files import write_results
+from rolltree.evaluation.runner import EvalProgress, evaluate
 
 __all__ = [
     "Comparison",
