@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from samples_kit import check_records, check_structure, context, examples, groups, state, step
 
 from rolltree.errors import ConfigError, TokenError
-from rolltree.samples import build_samples, join_samples, pack, split_sample
+from rolltree.samples import build_samples, join_samples, pack, prune_sample, split_sample
 from rolltree.samples.packing import _fill_empty
 from rolltree.tokens import PlacedStream, StepTokens, TokenTree
 from rolltree.types import Sample, State
@@ -144,6 +144,40 @@ def test_context_without_records_is_not_computed() -> None:
     packed = pack([sample], 3)
     targets = [s.records.target[s.records.weight > 0].tolist() for batch in packed for s in batch]
     assert sorted(t for group in targets for t in group) == [3, 5]
+
+
+def test_parts_know_where_their_calls_lie() -> None:
+    """The first token of every branch is trained where the prompt is: in the first part."""
+    first, second = split_sample(comb(), 13)
+    assert sorted(first.records.target.tolist()) == sorted([*range(10, 16), *[20, 30] * 3])
+    assert sorted(second.records.target.tolist()) == sorted([20, 30] * 3)
+    for part in (first, second):
+        assert len(part.info["spans"]) == 3
+        for span in part.info["spans"]:
+            assert part.ids[span.start : span.end].tolist() == [10 + span.call, 20, 30]
+
+
+def test_pruning_by_hand() -> None:
+    (sample,) = build_samples([[step([5, 6], [7]), step([5, 6], [8, 9])]], "tree").samples
+    pruned = prune_sample(sample)
+    assert pruned.ids.tolist() == [5, 6, 8]
+    assert pruned.subtree_end.tolist() == [3, 3, 3]
+    assert pruned.records.source.tolist() == [1, 1, 2]
+    assert pruned.records.target.tolist() == [7, 8, 9]
+    assert [(s.call, s.start, s.end) for s in pruned.info["spans"]] == [(1, 2, 3)]
+    assert prune_sample(pruned) is pruned
+
+
+@examples(75)
+@given(states=groups)
+def test_pruning_changes_no_record_and_no_context(states: list[State]) -> None:
+    samples = build_samples(states, "tree", group_key=lambda _: 0).samples
+    pruned = [prune_sample(sample) for sample in samples]
+    for one in pruned:
+        check_structure(one)
+        leaves = one.subtree_end == np.arange(one.num_tokens) + 1
+        assert set(np.flatnonzero(leaves)) <= set(one.records.source.tolist())
+    assert check_records(pruned, states) == check_records(samples, states)
 
 
 def test_joined_samples_do_not_see_each_other() -> None:

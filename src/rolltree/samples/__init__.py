@@ -7,6 +7,7 @@ from rolltree.samples.spans import CallSpan
 from rolltree.samples.spec1 import process_trajectories_for_training, to_examples
 from rolltree.samples.split import join_samples, split_sample
 from rolltree.samples.stream_views import SampleStream
+from rolltree.samples.subset import prune_sample
 from rolltree.samples.truncation import (
     TruncationEffect,
     TruncationPolicy,
@@ -26,6 +27,7 @@ __all__ = [
     "build_samples",
     "join_samples",
     "pack",
+    "prune_sample",
     "process_trajectories_for_training",
     "split_sample",
     "to_examples",

@@ -8,13 +8,9 @@ truncated rollouts (`truncation.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
-
-import numpy as np
 
 from rolltree.samples.records import take_records
-from rolltree.samples.spans import CallSpan
-from rolltree.samples.stream_views import move_streams
+from rolltree.samples.subset import subset
 from rolltree.types import Records, Sample, SampleOrigin, TruncationReason
 
 
@@ -36,44 +32,22 @@ def cap_sample(sample: Sample, max_seq_len: int) -> Cut:
     keep = sample.positions < max_seq_len
     if keep.all():
         return Cut(sample, None)
-    before = np.concatenate([[0], np.cumsum(keep)]).astype(np.int32)
     records = sample.records
     inside = sample.positions[records.source] + 1 < max_seq_len
-    kept = take_records(records, inside, source=before[records.source[inside]])
-    lost = take_records(records, ~inside)
-    if (records.weight > 0).any() and not (kept.weight > 0).any():
+    if (records.weight != 0).any() and not (records.weight[inside] != 0).any():
         return Cut(None, records)
-    position_of = np.where(keep, before[:-1], -1).astype(np.int32)
+    lost = take_records(records, ~inside)
+    cut = subset(
+        sample,
+        keep,
+        inside,
+        seq_len_truncated=True,
+        seq_len_original=sample.num_tokens,
+        seq_len_kept=int(keep.sum()),
+        seq_len_lost=len(lost),
+    )
     cut_calls = {(int(r), int(c)) for r, c in zip(lost.rollout, lost.call, strict=True)}
-    spans = _cut_spans(sample, before)
-    info: dict[str, Any] = {
-        **sample.info,
-        "spans": spans,
-        "streams": move_streams(sample.info.get("streams", {}), position_of),
-        "seq_len_truncated": True,
-        "seq_len_original": sample.num_tokens,
-        "seq_len_kept": int(keep.sum()),
-        "seq_len_lost": len(lost),
-    }
-    return Cut(
-        Sample(
-            ids=sample.ids[keep],
-            positions=sample.positions[keep],
-            subtree_end=before[sample.subtree_end[keep]],
-            records=kept,
-            origins=_cut_origins(sample, cut_calls),
-            info=info,
-        ),
-        lost,
-    )
-
-
-def _cut_spans(sample: Sample, before: np.ndarray[Any, Any]) -> tuple[CallSpan, ...]:
-    moved = (
-        replace(span, start=int(before[span.start]), end=int(before[span.end]))
-        for span in sample.info.get("spans", ())
-    )
-    return tuple(span for span in moved if span.end > span.start)
+    return Cut(replace(cut, origins=_cut_origins(sample, cut_calls)), lost)
 
 
 def _cut_origins(sample: Sample, cut_calls: set[tuple[int, int]]) -> tuple[SampleOrigin, ...]:

@@ -56,7 +56,7 @@ def flat_sample(
         for start, count in zip((n - 1 for n in prompt_lens), counts, strict=True)
     ]
     spans = tuple(
-        CallSpan(rollout.index, call.step, start, start + count)
+        CallSpan.of(rollout, call, start, start + count)
         for call, start, count in zip(calls, prompt_lens, counts, strict=True)
     )
     origins, indices = group_origins([(rollout, calls)])

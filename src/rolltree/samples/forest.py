@@ -159,7 +159,7 @@ def forest_sample(
                     tree.calls.end(call.handle), tree.num_sampled(call.handle)
                 )
                 start, end = laid.packed[places[0][0]], laid.packed[places[-1][1] - 1] + 1
-                spans.append(CallSpan(rollout.index, call.step, int(start), int(end)))
+                spans.append(CallSpan.of(rollout, call, int(start), int(end)))
 
     def locate(handle: int, positions: IntArray) -> IntArray:
         path = [

@@ -19,7 +19,8 @@ from rolltree.types import SampleOrigin, State, TrajectoryStep
 class Call:
     """One model call with tokens: `step` is its index in the trajectory, `handle` in the tree.
 
-    `advantage` is None when neither the step nor the rollout has one.
+    `advantage` is None when neither the step nor the rollout has one. `terminated` and `truncated`
+    are the step's own flags.
     """
 
     step: int
@@ -29,6 +30,8 @@ class Call:
     advantage: float | None
     reward: float | None
     finish_reason: str | None
+    terminated: bool
+    truncated: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,8 @@ def resolve(index: int, trajectory: State | Sequence[TrajectoryStep]) -> Rollout
                     advantage=credit[-1],
                     reward=_number(step.get("reward")),
                     finish_reason=_text(extras.get("finish_reason")),
+                    terminated=bool(extras.get("terminated", False)),
+                    truncated=bool(extras.get("truncated", False)),
                 )
             )
         turns.append((agent, turn))

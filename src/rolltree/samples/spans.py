@@ -15,12 +15,30 @@ class CallSpan:
 
     In a flat sample the range is exactly the call's tokens. In a tree sample other branches may
     lie between the first and the last of them; the records say which tokens are whose.
+    `finish_reason`, `terminated` and `truncated` are the step's own, as its `extras` gave them;
+    the episode's are in the sample's origins.
     """
 
     rollout: int
     call: int
     start: int
     end: int
+    finish_reason: str | None
+    terminated: bool
+    truncated: bool
+
+    @classmethod
+    def of(cls, rollout: Rollout, call: Call, start: int, end: int) -> CallSpan:
+        """Return the span of a call."""
+        return cls(
+            rollout.index,
+            call.step,
+            start,
+            end,
+            call.finish_reason,
+            call.terminated,
+            call.truncated,
+        )
 
 
 def group_origins(

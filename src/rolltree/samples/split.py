@@ -12,11 +12,11 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rolltree.errors import TokenError
-from rolltree.samples.records import COLUMNS, concat_records, take_records
-from rolltree.samples.stream_views import SampleStream, join_streams, move_streams
+from rolltree.samples.records import COLUMNS, concat_records
+from rolltree.samples.stream_views import SampleStream, join_streams
+from rolltree.samples.subset import subset
 from rolltree.types import IntArray, Records, Sample
 
 
@@ -105,29 +105,11 @@ def _best_cuts(positions: IntArray, max_tokens: int) -> list[int]:
     return [cuts[index] for index in reversed(bounds)]
 
 
-def _ancestors(sample: Sample, token: int) -> NDArray[np.int64]:
-    """Return the packed positions of the path above `token`."""
-    return np.flatnonzero(sample.subtree_end[:token] > token)
-
-
 def _part(sample: Sample, low: int, high: int) -> Sample:
-    context = _ancestors(sample, low)
-    chosen = np.concatenate([context, np.arange(low, high)])
-    position_of = np.full(sample.num_tokens, -1, np.int32)
-    position_of[chosen] = np.arange(len(chosen), dtype=np.int32)
-    ends = np.minimum(sample.subtree_end[chosen], high) - low + len(context)
-    mine = (sample.records.source >= low) & (sample.records.source < high)
-    source = position_of[sample.records.source[mine]]
-    return Sample(
-        ids=sample.ids[chosen],
-        positions=sample.positions[chosen],
-        subtree_end=ends.astype(np.int32),
-        records=take_records(sample.records, mine, source=source),
-        origins=sample.origins,
-        info={
-            **sample.info,
-            "streams": move_streams(sample.info.get("streams", {}), position_of),
-            "interval": (low, high),
-            "num_repeated": len(context),
-        },
-    )
+    keep = np.zeros(sample.num_tokens, np.bool_)
+    keep[:low] = sample.subtree_end[:low] > low
+    num_repeated = int(keep.sum())
+    keep[low:high] = True
+    source = sample.records.source
+    mine = (source >= low) & (source < high)
+    return subset(sample, keep, mine, interval=(low, high), num_repeated=num_repeated)
