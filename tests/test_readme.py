@@ -1,0 +1,66 @@
+"""What the README shows is true: its Python runs, its commands exist, its links and rooms are there."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_python_blocks_run_in_order():
+    code = "\n".join(blocks("python"))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
+    assert list(rows) == ["step", "turn", "interleave", "tree"]
+    assert rows["step"][0] == "3"
+    assert rows["interleave"][0] == "1"
+    assert int(rows["tree"][1]) < int(rows["step"][1])
+
+
+def test_the_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.findall(r"^make (\w+)", "\n".join(blocks("sh")), re.MULTILINE)
+    assert targets == ["demo", "test"]
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+def test_the_commands_and_their_flags_exist():
+    lines = re.findall(r"^rolltree (.*)$", "\n".join(blocks("sh")), re.MULTILINE)
+    assert len(lines) == 4
+    for line in lines:
+        command, *words = line.split()
+        shown = subprocess.run(
+            [sys.executable, "-m", "rolltree", command, "--help"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+        for flag in (word for word in words if re.fullmatch(r"--?[a-z][a-z-]*", word)):
+            assert re.search(rf"(?<![\w-]){flag}(?![\w-])", shown), (command, flag)
+
+
+def test_the_map_has_one_line_per_room():
+    rooms = {
+        path.name
+        for path in (ROOT / "src" / "rolltree").iterdir()
+        if path.is_dir() and (path / "__init__.py").exists()
+    }
+    table = README[README.index("| room |") : README.index("`environments/` at the top")]
+    named = set(re.findall(r"^\| `(\w+)/`", table, re.MULTILINE))
+    assert named == rooms
+
+
+def test_links_and_files_exist():
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert target.startswith("http") or (ROOT / target).exists(), target
+    for config in re.findall(r"(examples/\S+\.toml)", README):
+        assert (ROOT / config).exists()
