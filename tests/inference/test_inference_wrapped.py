@@ -172,6 +172,22 @@ async def test_its_errors_become_ours(fault: HttpFault, error: Any) -> None:
     assert "key" not in str(caught.value)
 
 
+async def test_broken_json_is_tried_again_and_then_a_bad_response() -> None:
+    broken = HttpFault(body="broken")
+    with ScriptedServer(["11", "12"], faults=[broken]) as server:
+        ours = openai.AsyncOpenAI(base_url=server.base_url, api_key="x", max_retries=1)
+        client = as_client(ours, "scripted")
+        got = await client.chat([user("7 + 5 =")])
+        assert (got.text, got.info["num_retries"]) == ("12", 1)
+        await client.aclose()
+    with ScriptedServer(["12"], faults=lambda _: broken) as server:
+        ours = openai.AsyncOpenAI(base_url=server.base_url, api_key="x", max_retries=0)
+        client = as_client(ours, "scripted")
+        with pytest.raises(BadResponse, match="not JSON"):
+            await client.chat([user("7 + 5 =")])
+        await client.aclose()
+
+
 async def test_other_errors_of_the_package_are_bad_responses() -> None:
     mock = mock_openai()
     mock.chat.completions.create.side_effect = openai.OpenAIError("odd")

@@ -1,41 +1,64 @@
 """Inference: one client interface, exact prompts from token ids, remote and scripted models.
 
 `ModelClient` is what the rest of rolltree talks to. The room knows the values of `rolltree.types`
-and nothing about environments, rewards or training. The embedded torch engine lives in
-`rolltree.inference.local` and is not imported here.
+and nothing about environments, rewards or training. Names are loaded on first use (PEP 562), so
+whoever needs one costs no other. The embedded torch engine lives in `rolltree.inference.local`, the
+server over it in `rolltree.inference.server`; neither is imported here.
 """
 
-from rolltree.inference.chat import ChatRenderer, Continuation
-from rolltree.inference.client import ModelClient, as_client, sampling_from_args
-from rolltree.inference.completion import REASONING_TAGS, ParsedCompletion
-from rolltree.inference.extract import parse_response_messages, parse_response_tokens
-from rolltree.inference.openai_client import OpenAIClient
-from rolltree.inference.retry import RetryPolicy
-from rolltree.inference.session import Prompt, Sampled, TokenSession, next_call_id
-from rolltree.inference.template import ChatTemplate, TemplateError
-from rolltree.inference.tool_calls import TOOL_PARSERS, ToolCall, ToolCalls
-from rolltree.inference.wrapped import WrappedClient
+from __future__ import annotations
 
-__all__ = [
-    "ChatRenderer",
-    "ChatTemplate",
-    "Continuation",
-    "ModelClient",
-    "OpenAIClient",
-    "ParsedCompletion",
-    "Prompt",
-    "REASONING_TAGS",
-    "RetryPolicy",
-    "Sampled",
-    "TOOL_PARSERS",
-    "TemplateError",
-    "TokenSession",
-    "ToolCall",
-    "ToolCalls",
-    "WrappedClient",
-    "as_client",
-    "next_call_id",
-    "parse_response_messages",
-    "parse_response_tokens",
-    "sampling_from_args",
-]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rolltree.inference.chat import ChatRenderer as ChatRenderer
+    from rolltree.inference.chat import Continuation as Continuation
+    from rolltree.inference.client import ModelClient as ModelClient
+    from rolltree.inference.client import as_client as as_client
+    from rolltree.inference.client import sampling_from_args as sampling_from_args
+    from rolltree.inference.completion import REASONING_TAGS as REASONING_TAGS
+    from rolltree.inference.completion import ParsedCompletion as ParsedCompletion
+    from rolltree.inference.extract import parse_response_messages as parse_response_messages
+    from rolltree.inference.extract import parse_response_tokens as parse_response_tokens
+    from rolltree.inference.openai_client import OpenAIClient as OpenAIClient
+    from rolltree.inference.retry import RetryPolicy as RetryPolicy
+    from rolltree.inference.session import Prompt as Prompt
+    from rolltree.inference.session import Sampled as Sampled
+    from rolltree.inference.session import TokenSession as TokenSession
+    from rolltree.inference.session import next_call_id as next_call_id
+    from rolltree.inference.template import ChatTemplate as ChatTemplate
+    from rolltree.inference.template import TemplateError as TemplateError
+    from rolltree.inference.tool_calls import TOOL_PARSERS as TOOL_PARSERS
+    from rolltree.inference.tool_calls import ToolCall as ToolCall
+    from rolltree.inference.tool_calls import ToolCalls as ToolCalls
+    from rolltree.inference.wrapped import WrappedClient as WrappedClient
+
+_MODULES: dict[str, str] = {
+    "chat": "ChatRenderer Continuation",
+    "client": "ModelClient as_client sampling_from_args",
+    "completion": "REASONING_TAGS ParsedCompletion",
+    "extract": "parse_response_messages parse_response_tokens",
+    "openai_client": "OpenAIClient",
+    "retry": "RetryPolicy",
+    "session": "Prompt Sampled TokenSession next_call_id",
+    "template": "ChatTemplate TemplateError",
+    "tool_calls": "TOOL_PARSERS ToolCall ToolCalls",
+    "wrapped": "WrappedClient",
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

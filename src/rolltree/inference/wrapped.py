@@ -8,6 +8,7 @@ exceptions and imports nothing of it. It leaves out token-in: give `OpenAIClient
 from __future__ import annotations
 
 import inspect
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -156,6 +157,8 @@ class WrappedClient:
                     return await result if inspect.isawaitable(result) else result
                 except _openai_errors() as error:
                     raise self._failure(error) from error
+                except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                    raise Retry(self._unreadable(error)) from error
 
             return await with_retries(self._retry, attempt)
 
@@ -182,6 +185,13 @@ class WrappedClient:
                 )
             )
         return BadResponse(f"{where} gave no usable answer ({error}). The call is lost.")
+
+    def _unreadable(self, error: ValueError) -> BadResponse:
+        where = str(getattr(self._client, "base_url", "the server"))
+        return BadResponse(
+            f"{where} answered with something that is not JSON ({error}). The call is lost. Did "
+            "the server, or a proxy before it, break off?"
+        )
 
 
 class WrappedSession:
