@@ -6,8 +6,13 @@ The room knows everything below it. It knows nothing about training or evaluatio
 
 from rolltree.environments.dataset import Rows
 from rolltree.environments.decorators import cleanup, stop, teardown
+from rolltree.environments.env_group import EnvGroup
 from rolltree.environments.environment import Environment
+from rolltree.environments.gym_env import GymEnv
+from rolltree.environments.mcp_env import MCPEnv
+from rolltree.environments.mcp_servers import MCPServer
 from rolltree.environments.multiturn import MultiTurnEnv, SingleTurnEnv
+from rolltree.environments.reasoning_gym_env import ReasoningGymEnv
 from rolltree.environments.registry import (
     find_environment,
     known_environments,
@@ -15,19 +20,32 @@ from rolltree.environments.registry import (
 )
 from rolltree.environments.responses import ModelResponse
 from rolltree.environments.results import GenerateMetadata, GenerateResults
+from rolltree.environments.stateful_tool_env import StatefulToolEnv
+from rolltree.environments.textarena_env import TextArenaEnv
 from rolltree.environments.tool_env import ToolEnv
-from rolltree.environments.tools import Tool, convert_func_to_oai_tool
+from rolltree.environments.tools import Tool, ToolUnavailable, convert_func_to_oai_tool
+from rolltree.environments.worlds import WorldEnv, WorldStep
 
 __all__ = [
+    "EnvGroup",
     "Environment",
     "GenerateMetadata",
     "GenerateResults",
+    "GymEnv",
+    "MCPEnv",
+    "MCPServer",
     "ModelResponse",
     "MultiTurnEnv",
+    "ReasoningGymEnv",
     "Rows",
     "SingleTurnEnv",
+    "StatefulToolEnv",
+    "TextArenaEnv",
     "Tool",
     "ToolEnv",
+    "ToolUnavailable",
+    "WorldEnv",
+    "WorldStep",
     "cleanup",
     "convert_func_to_oai_tool",
     "find_environment",

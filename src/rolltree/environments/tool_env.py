@@ -14,7 +14,7 @@ from typing import Any
 from rolltree.environments.decorators import stop
 from rolltree.environments.environment import settle
 from rolltree.environments.multiturn import MultiTurnEnv
-from rolltree.environments.tools import Tool, ToolArgumentError, result_text
+from rolltree.environments.tools import Tool, ToolArgumentError, ToolUnavailable, result_text
 from rolltree.errors import ConfigError, did_you_mean, record_error
 from rolltree.rubrics.functions import in_thread
 from rolltree.types import ChatMessage, Messages, State
@@ -89,16 +89,16 @@ class ToolEnv(MultiTurnEnv):
     @stop
     async def no_tools_called(self, state: State) -> bool:
         """The model has answered without calling a tool."""
-        return bool(state["trajectory"]) and not _calls_of(state["trajectory"][-1]["completion"])
+        return bool(state["trajectory"]) and not calls_of(state["trajectory"][-1]["completion"])
 
     async def env_response(self, messages: Messages, state: State) -> Messages:
         """Return one tool message per call of the last message, in the calls' order."""
-        calls = _calls_of(messages)
+        calls = calls_of(messages)
         answers: list[str] = [""] * len(calls)
         waiting: list[int] = []
         blocking: list[int] = []
         for index, call in enumerate(calls):
-            tool = self.tool_map.get(_name_of(call))
+            tool = self.tool_map.get(name_of(call))
             is_plain = tool is not None and not tool.is_async
             (blocking if is_plain else waiting).append(index)
         done = await asyncio.gather(*(self.call_tool(calls[i], state) for i in waiting))
@@ -112,8 +112,12 @@ class ToolEnv(MultiTurnEnv):
         ]
 
     async def call_tool(self, call: Mapping[str, Any], state: State) -> str:
-        """Run one call and return the text of its tool message."""
-        name = _name_of(call)
+        """Run one call and return the text of its tool message.
+
+        Raises:
+            ToolUnavailable: the tool could not be asked at all; the rollout has failed.
+        """
+        name = name_of(call)
         tool = self.tool_map.get(name)
         if tool is None:
             return f"There is no tool named {name!r}.{did_you_mean(name, self.tool_map)}"
@@ -121,10 +125,11 @@ class ToolEnv(MultiTurnEnv):
             arguments = tool.read_arguments((call.get("function") or {}).get("arguments"))
         except ToolArgumentError as error:
             return str(error)
+        complete = await settle(self.complete_arguments(tool, arguments, state))
         try:
-            return result_text(
-                await self._run(tool, self.complete_arguments(tool, arguments, state))
-            )
+            return result_text(await self.run_tool(tool, complete, state))
+        except ToolUnavailable:
+            raise
         except Exception as error:  # noqa: BLE001  the model is told, and the trace is kept
             record = record_error(error, "environment").as_dict()
             state.setdefault("tool_errors", []).append({**record, "tool": name})
@@ -133,21 +138,27 @@ class ToolEnv(MultiTurnEnv):
     def complete_arguments(
         self, tool: Tool, arguments: dict[str, Any], state: State
     ) -> dict[str, Any]:
-        """Return the arguments to call with. Override it to fill in hidden ones from the state."""
+        """Return the arguments to call with; an override may be asynchronous.
+
+        It is the environment's part of a call: what it raises fails the rollout.
+        """
         return arguments
 
-    async def _run(self, tool: Tool, arguments: dict[str, Any]) -> Any:
+    async def run_tool(self, tool: Tool, arguments: dict[str, Any], state: State) -> Any:
+        """Call the tool's function and return what it returns."""
         if tool.is_async or getattr(tool.func, "__rolltree_cheap__", False):
             return await settle(tool.func(**arguments))
         return await settle(await in_thread(lambda: tool.func(**arguments)))
 
 
-def _calls_of(messages: Messages) -> list[ChatMessage]:
+def calls_of(messages: Messages) -> list[ChatMessage]:
+    """Return the tool calls of the last message, if the model wrote it."""
     if isinstance(messages, str) or not messages:
         return []
     last = messages[-1]
     return list(last.get("tool_calls") or ()) if last.get("role") == "assistant" else []
 
 
-def _name_of(call: Mapping[str, Any]) -> str:
+def name_of(call: Mapping[str, Any]) -> str:
+    """Return the name of the tool that a call asks for, "" without one."""
     return str((call.get("function") or {}).get("name") or "")

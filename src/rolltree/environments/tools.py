@@ -15,12 +15,19 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from rolltree.errors import ConfigError
+from rolltree.errors import ConfigError, RolltreeError
 from rolltree.types import ToolSchema
 
 
 class ToolArgumentError(ValueError):
     """The model's arguments do not fit the tool; the message is what the model is told."""
+
+
+class ToolUnavailable(RolltreeError):
+    """A tool cannot be asked at all: its server or sandbox is gone. It fails the rollout.
+
+    What a tool itself raises is an answer to the model; this is not the model's doing.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,249 @@
+"""`EnvGroup`: several environments as one, told apart by the task of a row.
+
+It knows rows, the way from a task to its environment, and that each environment plays and scores
+its own rollouts. It knows nothing about turns. It leaves out how the data are mixed: the rows stand
+one environment after the other; shuffle them with a seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+from rolltree.environments.dataset import Data, Row, Rows
+from rolltree.environments.decorators import teardown
+from rolltree.environments.environment import Environment
+from rolltree.errors import ConfigError, UnknownName, did_you_mean
+from rolltree.rollouts.episode import current_episode
+from rolltree.rubrics import Rubric, Scores
+from rolltree.rubrics.functions import RewardFunction
+from rolltree.types import RolloutInput, SamplingArgs, State
+
+
+class EnvGroup(Environment):
+    """Train on, or evaluate, several environments at once.
+
+    A row's `task` is the name of its environment, followed by `/` and the row's own task where it
+    has one (so groups can hold groups); its `example_id` is its place in the group. An environment
+    plays, and its rubric scores, with the row's own task, as if it were alone.
+
+    Training rows are those of the environments that have some; evaluation rows those of all.
+
+    Args:
+        envs: the environments.
+        env_names: their names; their `env_id`s, made distinct, when left out.
+        sampling_args: OpenAI fields for all. When left out the environments must agree on theirs.
+        env_id: the group's name.
+
+    Raises:
+        ConfigError: there is no environment, names are not distinct, or sampling arguments differ.
+    """
+
+    def __init__(
+        self,
+        envs: Sequence[Environment],
+        env_names: Sequence[str] | None = None,
+        sampling_args: SamplingArgs | None = None,
+        env_id: str | None = None,
+    ) -> None:
+        self.envs = list(envs)
+        self.env_names = _names(self.envs, env_names)
+        self.env_map = dict(zip(self.env_names, self.envs, strict=True))
+        trained = {n: e.dataset for n, e in self.env_map.items() if e.dataset is not None}
+        tested = {n: e.get_eval_dataset() for n, e in self.env_map.items()}
+        super().__init__(
+            dataset=self._join(trained) if trained else None,
+            eval_dataset=self._join(tested),
+            rubric=_GroupRubric(self),
+            sampling_args=_common(self.envs) if sampling_args is None else sampling_args,
+            env_id=env_id,
+        )
+
+    def get_env_for_task(self, task: str) -> Environment:
+        """Return the environment that plays rows of this task.
+
+        Raises:
+            UnknownName: no environment of the group does.
+        """
+        return self.env_map[self._name_of(task)]
+
+    def rows(self, data: Data) -> Rows:
+        """Return `data` as rows; each becomes what its task's environment makes of it."""
+        return Rows.of(data, self._format)
+
+    async def rollout(
+        self,
+        input: RolloutInput,
+        client: Any,
+        model: str = "",
+        sampling_args: SamplingArgs | None = None,
+    ) -> State:
+        """Let the row's environment play it."""
+        task = input["task"]
+        env = self.get_env_for_task(task)
+        own = cast(RolloutInput, {**input, "task": self.own_task(task)})
+        episode = current_episode()
+        made = episode.states if episode is not None else []
+        before = len(made)
+        try:
+            state = await env.rollout(own, client, model, sampling_args)
+            state["task"] = task
+        finally:  # also the state of a rollout that was cancelled
+            for begun in made[before:]:
+                begun["task"] = task
+        return state
+
+    async def _cleanup(self, state: State) -> None:
+        with self.as_own(state) as env:
+            await env._cleanup(state)
+
+    @teardown
+    async def close_environments(self) -> None:
+        """Run the teardowns of all environments."""
+        for env in self.envs:
+            await env.aclose()
+
+    def own_task(self, task: str) -> str:
+        """Return the task as the row's environment knows it."""
+        name = self._name_of(task)
+        return self.env_map[name].env_id if task == name else task.removeprefix(f"{name}/")
+
+    @contextmanager
+    def as_own(self, state: State) -> Iterator[Environment]:
+        """Give the state its environment's own task while the block lasts."""
+        task = state["task"]
+        state["task"] = self.own_task(task)
+        try:
+            yield self.get_env_for_task(task)
+        finally:
+            state["task"] = task
+
+    def _name_of(self, task: str) -> str:
+        fitting = [name for name in self.env_names if f"{task}/".startswith(f"{name}/")]
+        if not fitting:
+            raise UnknownName(
+                f"no environment of the group plays the task {task!r}."
+                f"{did_you_mean(task, self.env_names)}"
+            )
+        return max(fitting, key=len)
+
+    def _join(self, parts: Mapping[str, Rows]) -> Rows:
+        return Rows(_Joined(parts, self.env_map), lambda row, index: dict(row))
+
+    def _format(self, row: Mapping[str, Any], index: int) -> Row:
+        if "task" not in row:
+            raise ConfigError(
+                f"row {index} has no task, so the group cannot tell whose it is. Set `task` to one "
+                f"of {', '.join(self.env_names)}."
+            )
+        env = self.get_env_for_task(row["task"])
+        return {**env.row_format(row, index), "task": row["task"]}
+
+
+class _Joined(Sequence[Row]):
+    """The rows of all parts one after the other, read when asked for."""
+
+    def __init__(self, parts: Mapping[str, Rows], envs: Mapping[str, Environment]) -> None:
+        self._parts = [(name, rows, envs[name]) for name, rows in parts.items()]
+
+    def __len__(self) -> int:
+        return sum(len(rows) for _, rows, _ in self._parts)
+
+    def __getitem__(self, index: Any) -> Any:
+        position = index
+        for name, rows, env in self._parts:
+            if position < len(rows):
+                row = rows[position]
+                own = row["task"]
+                task = name if own == env.env_id else f"{name}/{own}"
+                return {**row, "task": task, "example_id": index}
+            position -= len(rows)
+        raise IndexError(f"the group has {len(self)} rows, and {index} is past them")
+
+
+class _GroupRubric(Rubric):
+    """Each state is scored by the rubric of its environment."""
+
+    def __init__(self, group: EnvGroup) -> None:
+        super().__init__()
+        self._group = group
+
+    @property
+    def functions(self) -> tuple[RewardFunction, ...]:
+        """The functions of all environments' rubrics, of each name the first."""
+        every = (f for env in self._group.envs for f in env.rubric.functions)
+        named: dict[str, RewardFunction] = {}
+        for function in every:
+            named.setdefault(function.name, function)
+        return tuple(named.values())
+
+    @property
+    def has_group_rewards(self) -> bool:
+        """Whether some environment's rubric needs whole groups."""
+        return any(env.rubric.has_group_rewards for env in self._group.envs)
+
+    def add_reward_func(self, func: Any, weight: float = 1.0, *, cheap: bool = False) -> None:
+        """Refuse: whose reward it should be is not known."""
+        raise ConfigError(
+            "a group's rollouts are scored by their own environments' rubrics. Add the function to "
+            "one of these: group.env_map[name].rubric.add_reward_func(...)."
+        )
+
+    add_step_reward_func = add_reward_func
+
+    async def score_rollout(self, state: State) -> None:
+        """Score one rollout by its environment's rubric."""
+        with self._group.as_own(state) as env:
+            await env.rubric.score_rollout(state)
+
+    async def score_group(self, states: Sequence[State]) -> None:
+        """Score the rollouts of one group of requests, each by its environment's rubric."""
+        with ExitStack() as swapped:
+            for env, members in self._by_env(states, swapped):
+                await env.rubric.score_group(members)
+
+    async def evaluate(self, states: Sequence[State]) -> list[Scores]:
+        """Return the scores, each by its environment's rubric."""
+        found: dict[int, Scores] = {}
+        with ExitStack() as swapped:
+            for env, members in self._by_env(states, swapped):
+                scores = await env.rubric.evaluate(members)
+                found.update({id(s): score for s, score in zip(members, scores, strict=True)})
+        return [found[id(state)] for state in states]
+
+    def _by_env(
+        self, states: Sequence[State], swapped: ExitStack
+    ) -> list[tuple[Environment, list[State]]]:
+        members: dict[int, tuple[Environment, list[State]]] = {}
+        for state in states:
+            env = swapped.enter_context(self._group.as_own(state))
+            members.setdefault(id(env), (env, []))[1].append(state)
+        return list(members.values())
+
+
+def _names(envs: Sequence[Environment], given: Sequence[str] | None) -> list[str]:
+    if not envs:
+        raise ConfigError("an EnvGroup got no environments, so it has nothing to run.")
+    if given is None:
+        ids = [env.env_id for env in envs]
+        return [
+            name if ids.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(ids)
+        ]
+    names = list(given)
+    if len(names) != len(envs) or len(set(names)) != len(names):
+        raise ConfigError(
+            f"an EnvGroup got {len(envs)} environments and the names {names}; a row's task could "
+            "not say whose it is. Pass one distinct name per environment."
+        )
+    return names
+
+
+def _common(envs: Sequence[Environment]) -> SamplingArgs:
+    first = envs[0].sampling_args
+    if any(env.sampling_args != first for env in envs):
+        raise ConfigError(
+            "the environments of a group want different sampling_args, and one request is sampled "
+            "one way for all. Pass EnvGroup(sampling_args=...)."
+        )
+    return cast(SamplingArgs, dict(first))

@@ -1,0 +1,158 @@
+"""MCP tools against real servers: a stdio subprocess and a streamable HTTP one."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from env_scripts import ScriptedModel
+
+from rolltree.environments import MCPEnv, MCPServer
+from rolltree.environments.tools import ToolUnavailable
+from rolltree.errors import ConfigError
+
+SCRIPT = str(Path(__file__).with_name("mcp_notes_server.py"))
+STDIO = {"name": "notes", "command": sys.executable, "args": [SCRIPT, "stdio"]}
+ROWS = [{"question": "take notes", "answer": ""}]
+
+
+def calling(*calls):
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "id": f"c{number}",
+                "type": "function",
+                "function": {"name": name, "arguments": json.dumps(arguments)},
+            }
+            for number, (name, arguments) in enumerate(calls)
+        ],
+    }
+
+
+def answers(state):
+    return [m["content"] for m in state["completion"] if m["role"] == "tool"]
+
+
+@pytest.fixture(scope="module")
+def http_url():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen([sys.executable, SCRIPT, "http", str(port)])
+    for _ in range(300):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        time.sleep(0.1)
+    yield f"http://127.0.0.1:{port}/mcp"
+    process.terminate()
+    process.wait()
+
+
+async def test_stdio_schemas_calls_and_errors(monkeypatch):
+    monkeypatch.setenv("SECRET_API_KEY", "sk-never")
+    async with MCPEnv([STDIO], dataset=ROWS) as env:
+        schemas = {tool["function"]["name"]: tool["function"] for tool in env.oai_tools}
+        assert set(schemas) == {"add_note", "fail", "die", "variables"}
+        assert schemas["add_note"]["description"] == "Write a note down."
+        assert schemas["add_note"]["parameters"]["required"] == ["text"]
+        assert schemas["add_note"]["parameters"]["properties"]["times"]["type"] == "integer"
+        model = ScriptedModel(
+            calling(("add_note", {"text": "a", "times": 2}), ("fail", {"reason": "no paper"})),
+            calling(("add_note", {"text": "b", "times": "many"}), ("variables", {})),
+            "done",
+        )
+        state = await env.rollout(env.example("train", 0), model)
+        assert state["error"] is None
+        said = answers(state)
+        assert said[0] == "2 notes"
+        assert "no paper" in said[1]
+        assert "times" in said[2]  # the server refuses the argument, and the model is told
+        assert "SECRET_API_KEY" not in said[3]
+        assert [error["tool"] for error in state["tool_errors"]] == ["fail", "add_note"]
+        assert state["stop_condition"] == "no_tools_called"
+
+
+async def test_a_dead_server_fails_the_rollout_and_is_no_answer_to_the_model():
+    async with MCPEnv([{**STDIO, "timeout_s": 20.0}], dataset=ROWS) as env:
+        state = await env.rollout(env.example("train", 0), ScriptedModel(calling(("die", {})), "x"))
+        assert state["error"].type == "ToolUnavailable"
+        assert "'notes'" in state["error"].message
+        assert state["reward"] is None
+
+
+async def test_isolated_rollouts_share_no_state_and_close_their_servers():
+    model = ScriptedModel(calling(("add_note", {"text": "a"})), "done")
+    async with MCPEnv([STDIO], isolated=True, dataset=ROWS) as env:
+        results = await env.evaluate(model, "m", rollouts_per_example=2)
+        assert [answers(state) for state in results.state] == [["1 notes"], ["1 notes"]]
+        assert env._sessions == {}
+    async with MCPEnv([STDIO], dataset=ROWS) as env:
+        results = await env.evaluate(model, "m", rollouts_per_example=2)
+        assert sorted(answers(s)[0] for s in results.state) == ["1 notes", "2 notes"]
+
+
+def test_http_from_several_event_loops(http_url):
+    env = MCPEnv([MCPServer("web", url=http_url)], dataset=ROWS)
+    model = ScriptedModel(calling(("add_note", {"text": "a"})), "done")
+    first = env.evaluate_sync(model, "m").state[0]
+    second = env.evaluate_sync(model, "m").state[0]
+    assert (answers(first), answers(second)) == (["1 notes"], ["2 notes"])
+    for connection in env._shared.values():
+        connection.close()
+    third = env.evaluate_sync(model, "m").state[0]
+    assert third["error"].type == "ToolUnavailable"
+
+
+def test_http_with_headers_and_a_plain_function_beside_it(http_url):
+    def double(number: int) -> int:
+        """Double a number."""
+        return 2 * number
+
+    server = MCPServer("web", url=http_url, headers={"X-Test": "1"})
+    env = MCPEnv([server], tools=[double], dataset=ROWS)
+    try:
+        model = ScriptedModel(calling(("double", {"number": 4}), ("fail", {"reason": "r"})), "done")
+        state = env.evaluate_sync(model, "m").state[0]
+        assert answers(state)[0] == "8"
+        assert state["error"] is None
+    finally:
+        for connection in env._shared.values():
+            connection.close()
+
+
+def test_what_cannot_be_reached():
+    with pytest.raises(ToolUnavailable, match="'gone' could not be reached"):
+        MCPEnv([MCPServer("gone", command="/no/such/program")], dataset=ROWS)
+    with pytest.raises(ToolUnavailable, match="'closed' could not be reached"):
+        MCPEnv([MCPServer("closed", url="http://127.0.0.1:9/mcp", timeout_s=20.0)], dataset=ROWS)
+
+
+@pytest.mark.parametrize(
+    ("servers", "message"),
+    [
+        ([], "distinct names"),
+        ([STDIO, STDIO], "distinct names"),
+        ([{"name": "a"}], "either a command"),
+        ([{"name": "a", "command": "x", "url": "y"}], "either a command"),
+        ([{"name": "a", "comand": "x"}], "unknown key 'comand'"),
+        ([{"command": "x"}], "has no name"),
+    ],
+)
+def test_wrong_settings(servers, message):
+    with pytest.raises(ConfigError, match=message):
+        MCPEnv(servers, dataset=ROWS)
+
+
+def test_two_tools_of_one_name():
+    def add_note(text: str) -> str:
+        """Write."""
+        return text
+
+    with pytest.raises(ConfigError, match="two tools named 'add_note'"):
+        MCPEnv([STDIO], tools=[add_note], dataset=ROWS)
