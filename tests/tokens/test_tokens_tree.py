@@ -198,3 +198,23 @@ def test_a_rollout_of_128_turns_is_small() -> None:
     assert tree.arena.num_runs == 1
     assert tree.nbytes < 1_000_000
     assert len(tree.to_bytes()) < 128 * 700 * 4 + 128 * 300 * 4 + 12_000
+
+
+def stripped(turns: int) -> TokenTree:
+    """A rollout whose template drops 200 of the last 300 sampled tokens before every turn."""
+    tree, rng = TokenTree(), np.random.default_rng(0)
+    history = np.empty(0, np.int32)
+    for _ in range(turns):
+        prompt = np.concatenate([history, rng.integers(0, 1000, 400, dtype=np.int32)])
+        sampled = rng.integers(0, 1000, 300, dtype=np.int32)
+        tree.insert(prompt, sampled, logprobs=-rng.random(300, dtype=np.float32))
+        history = np.concatenate([prompt, sampled[200:]])
+    return tree
+
+
+def test_memory_and_bytes_stay_linear_when_history_is_rewritten() -> None:
+    small, large = stripped(16), stripped(64)
+    assert large.num_tokens == 64 * 700 + 63 * 100
+    assert large.nbytes < 4.5 * small.nbytes
+    assert len(large.to_bytes()) < 4.1 * len(small.to_bytes())
+    assert large.arena.num_runs == 64

@@ -180,7 +180,7 @@ class TokenArena:
         return Place(end - 1, run)
 
     def _reserve(self, num_tokens: int) -> None:
-        grown = bytearray(4 * (num_tokens + num_tokens // 4 + 256))
+        grown = bytearray(4 * (num_tokens + num_tokens // 2 + 256))
         used = 4 * self.num_tokens
         grown[:used] = memoryview(self._bytes)[:used]
         self._bytes = grown

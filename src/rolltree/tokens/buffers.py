@@ -20,7 +20,7 @@ EMPTY_IDS: IntArray = np.empty(0, dtype=np.int32)
 
 
 class GrowBuffer:
-    """An append-only array `[size, *item_shape]` that over-allocates by a quarter when it grows."""
+    """An append-only array `[size, *item_shape]` that over-allocates by half when it grows."""
 
     __slots__ = ("_data", "size")
 
@@ -47,7 +47,7 @@ class GrowBuffer:
         """Append `values` `[n, *item_shape]`; return the offset of the first one."""
         start, end = self.size, self.size + len(values)
         if end > len(self._data):
-            grown = np.empty((end + end // 4 + 64, *self.item_shape), dtype=self.dtype)
+            grown = np.empty((end + end // 2 + 64, *self.item_shape), dtype=self.dtype)
             grown[:start] = self._data[:start]
             self._data = grown
         self._data[start:end] = values
