@@ -12,6 +12,8 @@
     ├── TokenError             token data that contradicts itself: lengths, ranges, NaN logprobs
     ├── StoreError             the run directory cannot be read or written
     ├── TrainingError          a training step that must not go on: non-finite loss, starvation
+    ├── SandboxError           a sandbox could not do what was asked of it
+    │   └── SandboxUnavailable this machine cannot isolate untrusted code as asked
     └── RolloutTimeout         an episode outlived its time limit                  (TimeoutError)
 
 Each message says what happened, why it matters and what to do next. The module knows nothing
@@ -79,6 +81,14 @@ class StoreError(RolltreeError):
 
 class TrainingError(RolltreeError):
     """A training step must not go on."""
+
+
+class SandboxError(RolltreeError):
+    """A sandbox could not do what was asked of it: a path outside it, a closed sandbox."""
+
+
+class SandboxUnavailable(SandboxError):
+    """This machine cannot isolate untrusted code as asked."""
 
 
 class RolloutTimeout(RolltreeError, TimeoutError):

@@ -1,0 +1,145 @@
+"""Confine this process and become the command: run as `python -I -S -c SOURCE JSON COMMAND...`.
+
+It is the last trusted code before untrusted code, and uses the standard library only. In order: a
+private umask, no inherited descriptors, an own user id (when started by root), no capabilities, no
+way to regain privileges, resource limits, a Landlock ruleset, the system call filter, the command.
+What fails is told through the ready pipe, and the command is not run. It knows nothing about time,
+trees or sessions (`warden`), and nothing about mounts (`bwrap`).
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import json
+import os
+import resource
+import struct
+import sys
+from typing import Any, NoReturn
+
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
+_PR_CAPBSET_DROP, _PR_CAP_AMBIENT = 24, 47
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same on every machine
+_CAPSET = {"x86_64": 126, "aarch64": 91}
+_FILE_RIGHTS = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15
+_READ = 1 << 0 | 1 << 2 | 1 << 3  # execute, read files, read folders
+_MAKE_DEVICE = 1 << 6 | 1 << 11
+_ALL_SINCE = {1: (1 << 13) - 1, 2: 1 << 13, 3: 1 << 14, 5: 1 << 15}
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.syscall.restype = ctypes.c_long
+
+
+def main() -> NoReturn:
+    """Apply every protection of the specification and execute the command."""
+    spec: dict[str, Any] = json.loads(sys.argv[1])
+    ready: int = spec["ready_fd"]
+    try:
+        os.umask(0o077)
+        os.closerange(3, ready)
+        os.closerange(ready + 1, max(os.sysconf("SC_OPEN_MAX"), ready + 2))
+        os.set_inheritable(ready, False)
+        drop_bounding_set()
+        drop_user(spec["uid"])
+        drop_capabilities(spec["machine"])
+        check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
+        check(libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0), "parent death signal")
+        for name, value in spec["rlimits"].items():
+            limit_resource(getattr(resource, name), value)
+        os.chdir(spec["cwd"])
+        if spec["landlock_abi"]:
+            restrict_files(spec["landlock_abi"], spec["read_only"], spec["devices"], spec["folder"])
+        install_filter(base64.b64decode(spec["filter"]))
+        os.write(ready, b"1")
+    except BaseException as error:  # noqa: BLE001  reported; the command must not run
+        os.write(ready, f"E{type(error).__name__}: {error}".encode())
+        os._exit(125)
+    try:
+        os.execve(sys.argv[2], sys.argv[2:], spec["env"])
+    except OSError as error:
+        os.write(2, f"{sys.argv[2]}: {error.strerror}\n".encode())
+        os._exit(126)
+
+
+def check(result: int, what: str) -> int:
+    """Raise OSError for a failed system call."""
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def drop_user(uid: int | None) -> None:
+    """Become a user that owns nothing but the work folder."""
+    if uid is not None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+
+
+def drop_bounding_set() -> None:
+    """Make every capability impossible to gain; only a privileged process may and needs to."""
+    for capability in range(64):
+        if libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
+            break
+
+
+def drop_capabilities(machine: str) -> None:
+    """Give up every capability."""
+    libc.prctl(_PR_CAP_AMBIENT, 4, 0, 0, 0)
+    header = struct.pack("<Ii", 0x20080522, 0)
+    check(libc.syscall(_CAPSET[machine], header, bytes(24)), "drop capabilities")
+
+
+def limit_resource(kind: int, value: int) -> None:
+    """Set a soft and hard limit, no higher than the hard one that holds already."""
+    hard = resource.getrlimit(kind)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (value, value))
+
+
+def restrict_files(abi: int, read_only: list[str], devices: list[str], folder: str) -> None:
+    """Allow reading a few places, writing one folder, and no other file (Landlock)."""
+    handled = 0
+    for since, rights in _ALL_SINCE.items():
+        handled |= rights if since <= abi else 0
+    net = 3 if abi >= 4 else 0
+    scoped = 3 if abi >= 6 else 0
+    fields = [handled, net, scoped][: 3 if abi >= 6 else 2 if abi >= 4 else 1]
+    attributes = struct.pack(f"<{len(fields)}Q", *fields)
+    ruleset = check(
+        libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0),
+        "Landlock ruleset",
+    )
+    for path in read_only:
+        add_rule(ruleset, path, _READ & handled)
+    for path in devices:
+        add_rule(ruleset, path, (1 << 1 | 1 << 2) & handled)
+    add_rule(ruleset, folder, handled & ~_MAKE_DEVICE & ~(1 << 15))
+    check(libc.syscall(_RESTRICT_SELF, ruleset, 0), "Landlock")
+    os.close(ruleset)
+
+
+def add_rule(ruleset: int, path: str, rights: int) -> None:
+    """Allow some rights beneath a path; a path that does not exist needs none."""
+    try:
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    if not os.path.isdir(path):
+        rights &= _FILE_RIGHTS
+    rule = struct.pack("<Qi", rights, fd)
+    check(libc.syscall(_ADD_RULE, ruleset, 1, rule, 0), f"Landlock rule for {path}")
+    os.close(fd)
+
+
+def install_filter(program: bytes) -> None:
+    """Load the system call filter; it holds for every later process of the tree."""
+    buffer = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
+    check(libc.prctl(_PR_SET_SECCOMP, 2, header, 0, 0), "system call filter")
+
+
+if __name__ == "__main__":
+    main()

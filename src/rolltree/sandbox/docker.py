@@ -1,0 +1,128 @@
+"""The Docker backend: each run is a container of its own on the sandbox's folder.
+
+It builds `docker run` arguments and gives them to the same supervisor as the local backend, which
+removes the container at every end. The engine must see this machine's file system, because the
+folder is bind-mounted. It knows the command line only, and has been tested against a stand-in for
+`docker`, not against an engine.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rolltree.errors import ConfigError, SandboxUnavailable
+from rolltree.sandbox.base import FolderSandbox
+from rolltree.sandbox.folder import PrivateFolder
+from rolltree.sandbox.process import Launch
+from rolltree.sandbox.values import Limits, SandboxLevel
+
+WORK = "/sandbox"
+_CLIENT_ENV = (
+    "PATH HOME DOCKER_HOST DOCKER_CONTEXT DOCKER_CONFIG DOCKER_CERT_PATH DOCKER_TLS_VERIFY "
+    "XDG_RUNTIME_DIR".split()
+)
+_PROTECTIONS = {
+    "files": "container, read-only image",
+    "network": "none",
+    "signals": "PID namespace",
+    "processes": "pids cgroup",
+    "memory": "memory cgroup, no swap",
+    "privileges": "no capabilities, no new privileges, engine's system call filter",
+    "tree": "container removed at the end",
+}
+
+
+class DockerBackend:
+    """Makes sandboxes whose runs are containers.
+
+    Args:
+        image: has `sh`; `python` must be its interpreter for Python code.
+        python: the interpreter inside the image.
+        runtime: an OCI runtime such as "runsc" (gVisor); the engine's default when None.
+        cpus: how many CPUs a run may use at once.
+        env: environment variables of the code.
+        docker: the client's path.
+        base: where the private folders are made.
+
+    Raises:
+        SandboxUnavailable: there is no docker client.
+        ConfigError: the image's name looks like an option.
+    """
+
+    def __init__(
+        self,
+        image: str = "python:3.11-slim",
+        *,
+        python: str = "python3",
+        runtime: str | None = None,
+        cpus: float = 1.0,
+        env: Mapping[str, str] | None = None,
+        docker: str | None = None,
+        base: str | Path | None = None,
+    ) -> None:
+        found = docker or shutil.which("docker")
+        if found is None:
+            raise SandboxUnavailable(
+                "there is no docker client on this machine's PATH, so no container can be made. "
+                "Install Docker or use the local backend."
+            )
+        if image.startswith("-"):
+            raise ConfigError(f"{image!r} is no image; docker would read it as an option.")
+        self.docker, self.image, self.python, self.runtime = found, image, python, runtime
+        self.cpus, self.env = cpus, dict(env or {})
+        self.base = None if base is None else Path(base)
+
+    async def create(self, *, limits: Limits | None = None) -> DockerSandbox:
+        """Return a new sandbox. Its containers are made by its runs."""
+        return DockerSandbox(self, limits or Limits())
+
+
+class DockerSandbox(FolderSandbox):
+    """A folder in which each run is a container. `DockerBackend.create` makes it."""
+
+    def __init__(self, backend: DockerBackend, limits: Limits) -> None:
+        uid = 65534 if os.geteuid() == 0 else None
+        super().__init__(
+            PrivateFolder(backend.base, uid), SandboxLevel("docker", _PROTECTIONS), limits
+        )
+        self._backend = backend
+        self._user = uid if uid is not None else os.getuid()
+
+    @property
+    def python(self) -> str:
+        """The interpreter inside the image."""
+        return self._backend.python
+
+    def launch(self, command: Sequence[str], limits: Limits) -> Launch:
+        """Return `docker run` for a command, and what removes its container."""
+        backend = self._backend
+        name = f"rolltree-{self.id}-{secrets.token_hex(4)}"
+        line = [backend.docker, "run", "--name", name, "--rm", "--interactive", "--init"]
+        line += ["--network", "none", "--read-only", "--cap-drop", "ALL"]
+        line += ["--security-opt", "no-new-privileges", "--ipc", "none", "--log-driver", "none"]
+        line += ["--user", f"{self._user}:{self._user}", "--pull", "never"]
+        line += ["--pids-limit", str(limits.max_processes), "--cpus", str(backend.cpus)]
+        line += ["--memory", str(limits.memory_bytes), "--memory-swap", str(limits.memory_bytes)]
+        line += ["--ulimit", f"nofile={limits.max_open_files}", "--ulimit", "core=0"]
+        line += ["--ulimit", f"fsize={limits.disk_bytes}"]
+        line += ["--ulimit", f"cpu={max(1, round(limits.cpu_s))}"]
+        line += ["--mount", f"type=bind,source={self._folder.path},target={WORK}"]
+        line += ["--workdir", WORK, "--label", f"rolltree.sandbox={self.id}"]
+        environment = {"HOME": WORK, "TMPDIR": WORK, "PYTHONUNBUFFERED": "1", **backend.env}
+        for key, value in environment.items():
+            line += ["--env", f"{key}={value}"]
+        if backend.runtime:
+            line += ["--runtime", backend.runtime]
+        return Launch(
+            command=[*line, backend.image, *command],
+            env={key: os.environ[key] for key in _CLIENT_ENV if key in os.environ},
+            cwd="/",
+            folder=str(self._folder.path),
+            level=self.level.name,
+            trusted_processes=limits.max_processes + 64,
+            after=[[backend.docker, "rm", "--force", name]],
+        )

@@ -1,0 +1,203 @@
+"""The private folder of a sandbox, seen from outside: untrusted code may have put anything in it.
+
+It knows paths, links and sizes. No path is followed out of the folder: every component is opened
+without following links, and only regular files are read. It knows nothing about processes.
+
+A folder is `BASE/rolltree-sandbox-XXXX/work`, beside a `lock` that its owner holds. Folders whose
+lock nobody holds were left by a process that was killed; the next one removes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rolltree.errors import SandboxError
+
+PREFIX = "rolltree-sandbox-"
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class PrivateFolder:
+    """One work folder, owned by `uid` when given, gone after `remove` or at the end of the process."""
+
+    def __init__(self, base: Path | None = None, uid: int | None = None) -> None:
+        parent = Path(base or tempfile.gettempdir()).resolve()
+        sweep(parent)
+        self.outer = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        self._lock_fd = os.open(self.outer / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.uid = uid
+        self.path = self.outer / "work"
+        self.path.mkdir(mode=0o700)
+        if uid is not None:
+            os.chown(self.path, uid, uid)
+            self.outer.chmod(0o711)
+        self._finalizer = weakref.finalize(self, _remove, self.outer, self._lock_fd)
+
+    def remove(self) -> None:
+        """Delete the folder and everything in it. Doing it twice does nothing."""
+        self._finalizer()
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file, making folders on its way.
+
+        Raises:
+            SandboxError: the path leaves the folder, or goes through a link or a file.
+        """
+        parts = _parts(name)
+        with self._enter(parts[:-1], name, create=True) as parent:
+            with _explained(name), contextlib.suppress(FileNotFoundError):
+                os.unlink(parts[-1], dir_fd=parent)
+            with _explained(name):
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+                fd = os.open(parts[-1], flags, 0o600, dir_fd=parent)
+            with open(fd, "wb") as file:
+                file.write(data)
+                if self.uid is not None:
+                    os.fchown(fd, self.uid, self.uid)
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """Return a regular file's bytes.
+
+        Raises:
+            SandboxError: there is no such regular file inside the folder, or it is too large.
+        """
+        parts = _parts(name)
+        with self._enter(parts[:-1], name, create=False) as parent, _explained(name):
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            fd = os.open(parts[-1], flags, dir_fd=parent)
+        with open(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise SandboxError(
+                    f"{name!r} in the sandbox is no regular file, and reading it could block or "
+                    "reach the host. Have the code write a plain file."
+                )
+            data = file.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise SandboxError(
+                f"{name!r} in the sandbox has more than {max_bytes} bytes; the code may have made "
+                "it large on purpose. Pass a larger max_bytes if it is what you want."
+            )
+        return data
+
+    def names(self) -> list[str]:
+        """Return the paths of the regular files, sorted; links and other things are left out."""
+        found: list[str] = []
+        pending = [""]
+        while pending:
+            prefix = pending.pop()
+            try:
+                with (
+                    self._enter(_parts(prefix) if prefix else [], prefix, create=False) as fd,
+                    os.scandir(fd) as entries,
+                ):
+                    for entry in entries:
+                        if entry.is_dir(follow_symlinks=False):
+                            pending.append(f"{prefix}{entry.name}/")
+                        elif entry.is_file(follow_symlinks=False):
+                            found.append(prefix + entry.name)
+            except (OSError, SandboxError):
+                continue  # it changed under our hands, or the code locked itself out
+        return sorted(found)
+
+    @contextmanager
+    def _enter(self, parts: list[str], name: str, *, create: bool) -> Iterator[int]:
+        """Give a descriptor of a folder below, reached without following any link."""
+        fd = os.open(self.path, _FOLDER_FLAGS)
+        try:
+            for part in parts:
+                with _explained(name):
+                    if create:
+                        with contextlib.suppress(FileExistsError):
+                            os.mkdir(part, 0o700, dir_fd=fd)
+                            if self.uid is not None:
+                                os.chown(part, self.uid, self.uid, dir_fd=fd, follow_symlinks=False)
+                    deeper = os.open(part, _FOLDER_FLAGS, dir_fd=fd)
+                os.close(fd)
+                fd = deeper
+            yield fd
+        finally:
+            os.close(fd)
+
+
+def sweep(parent: Path) -> int:
+    """Remove the folders in `parent` whose owner is dead; return how many."""
+    removed = 0
+    for outer in parent.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if outer.is_symlink() or outer.stat().st_uid != os.getuid():
+                continue
+            fd = os.open(outer / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(fd)
+                continue
+            _remove(outer, fd)
+            removed += 1
+    return removed
+
+
+def _remove(outer: Path, lock_fd: int) -> None:
+    """Delete a folder of any depth and any modes, then let go of its lock."""
+    _flatten(outer / "work")
+    shutil.rmtree(outer, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.close(lock_fd)
+
+
+def _flatten(work: Path) -> None:
+    """Empty a folder without recursion: folders move up to the top before their turn comes."""
+    counter = 0
+    pending = [work]
+    with contextlib.suppress(OSError):
+        while pending:
+            folder = pending.pop()
+            with contextlib.suppress(OSError):
+                folder.chmod(0o700)
+            for entry in list(os.scandir(folder)):
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.path)
+                    continue
+                counter += 1
+                moved = work.parent / f"old-{counter}"
+                with contextlib.suppress(OSError):
+                    os.chmod(entry.path, 0o700)
+                os.rename(entry.path, moved)
+                pending.append(moved)
+            if folder != work:
+                folder.rmdir()
+
+
+def _parts(name: str) -> list[str]:
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    if not parts or ".." in parts or name.startswith("/") or "\0" in name:
+        raise SandboxError(
+            f"{name!r} is no path inside a sandbox. Use a relative path without '..', like "
+            "'data/input.txt'."
+        )
+    return parts
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise SandboxError(
+            f"there is no file {name!r} in the sandbox. List what there is with list_files()."
+        ) from error
+    except OSError as error:
+        raise SandboxError(
+            f"{name!r} in the sandbox cannot be reached ({error.strerror}): it is a link, or "
+            "something on its way is no folder. Links are not followed, they may lead outside."
+        ) from error

@@ -1,0 +1,256 @@
+"""The local backend: code on this machine, without Docker and without being root.
+
+It puts a command, `confine` and, where installed, bubblewrap together into a `Launch`. The level is
+chosen once per process by trying: a small program must run, and must fail to read `/etc/passwd` and
+to open a socket.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from rolltree.errors import ConfigError, SandboxError, SandboxUnavailable
+from rolltree.sandbox.base import FolderSandbox
+from rolltree.sandbox.bwrap import DEVICES, TRUSTED_PROCESSES, WORK, bwrap_arguments
+from rolltree.sandbox.folder import PrivateFolder
+from rolltree.sandbox.levels import Candidate, candidates
+from rolltree.sandbox.machine import (
+    Machine,
+    PythonRuntime,
+    everyone_reaches,
+    give_uid_back,
+    num_tasks_of_user,
+    system_folders,
+    take_uid,
+    this_machine,
+)
+from rolltree.sandbox.process import Launch
+from rolltree.sandbox.seccomp import build_filter
+from rolltree.sandbox.values import Limits
+
+_CONFINE = Path(__file__).with_name("confine.py")
+_SELF_TEST = """
+import socket
+def refused(function, *arguments):
+    try:
+        function(*arguments)
+    except OSError:
+        return True
+    return False
+open("probe", "w").close()
+files = refused(open, "/etc/passwd")
+print("files" * files, "network" * refused(socket.socket))
+"""
+_FOR_CODE: Mapping[str, str] = MappingProxyType(
+    {
+        "LANG": "C.UTF-8",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+)
+_FOR_LAUNCHER: Mapping[str, str] = MappingProxyType({"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"})
+
+
+class LocalBackend:
+    """Makes sandboxes on this machine.
+
+    Args:
+        level: "auto" for the best that works, or "bubblewrap", "landlock", "rlimits".
+        allow_weaker: run untrusted code also when a protection is missing.
+        read_only: more files and folders that code may read.
+        env: environment variables of the code; nothing is taken from this process's own.
+        python: the interpreter; this process's base one when None.
+        base: where the private folders are made; the system's temporary folder when None.
+
+    Raises:
+        ConfigError: a path of `read_only` does not exist or is the whole file system.
+    """
+
+    def __init__(
+        self,
+        level: str = "auto",
+        *,
+        allow_weaker: bool = False,
+        read_only: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        python: str | None = None,
+        base: str | Path | None = None,
+    ) -> None:
+        self.wanted, self.allow_weaker = level, allow_weaker
+        self.machine = this_machine()
+        self.runtime = PythonRuntime.of(python)
+        shown = tuple(str(Path(path).resolve()) for path in read_only)
+        for path in shown:
+            if path == "/" or not Path(path).exists():
+                raise ConfigError(
+                    f"read_only has {path!r}, which is no existing place below '/'; code would "
+                    "see nothing of it, or everything. Name the folders that it needs."
+                )
+        self.read_only = system_folders(self.runtime, shown)
+        self.env = dict(env or {})
+        self.base = None if base is None else Path(base)
+        self._chosen: Candidate | None = None
+
+    async def create(self, *, limits: Limits | None = None) -> LocalSandbox:
+        """Return a new sandbox; the first one of a process tries which level works.
+
+        Raises:
+            SandboxUnavailable: no level works, or the best one lacks a protection.
+        """
+        if self._chosen is None:
+            self._chosen = await self._choose()
+        return LocalSandbox(self, self._chosen, limits or Limits())
+
+    async def _choose(self) -> Candidate:
+        reasons: list[str] = []
+        for candidate in candidates(self.machine, self.wanted):
+            name = f"{candidate.level.name}{' with its own user' if candidate.own_user else ''}"
+            if candidate.level.missing and not self.allow_weaker:
+                reasons.append(f"{name}: does not protect {', '.join(candidate.level.missing)}")
+                continue
+            key = (name, self.runtime, tuple(self.read_only), self.base)
+            if key not in _tried:
+                trouble = self._trouble(candidate) or await self._try(candidate)
+                with _lock:
+                    _tried[key] = trouble
+            if not _tried[key]:
+                return candidate
+            reasons.append(f"{name}: {_tried[key]}")
+        raise SandboxUnavailable(
+            "this machine cannot isolate untrusted code well enough, so it is not run. Install "
+            "bubblewrap, use the Docker backend, or accept less with allow_weaker=True. Tried: "
+            + "; ".join(reasons)
+        )
+
+    def _trouble(self, candidate: Candidate) -> str:
+        if candidate.level.name == "bubblewrap" or not candidate.own_user:
+            return ""
+        hidden = [p for p in (self.runtime.executable, *self.read_only) if not everyone_reaches(p)]
+        return f"its user could not reach {hidden[0]}" if hidden else ""
+
+    async def _try(self, candidate: Candidate) -> str:
+        """Return why a candidate does not work, or an empty string."""
+        sandbox = LocalSandbox(self, candidate, Limits(wall_s=20.0))
+        try:
+            result = await sandbox.run_python(_SELF_TEST)
+        except SandboxError as error:
+            return str(error)
+        finally:
+            await sandbox.close()
+        protects = [name for name in ("files", "network") if name not in candidate.level.missing]
+        if result.ok and all(name in result.stdout for name in protects):
+            return ""
+        return f"its self-test gave {result.text().strip()!r}"
+
+
+_tried: dict[tuple[object, ...], str] = {}
+_lock = threading.Lock()
+
+
+class LocalSandbox(FolderSandbox):
+    """A sandbox on this machine. `LocalBackend.create` makes it."""
+
+    def __init__(self, backend: LocalBackend, candidate: Candidate, limits: Limits) -> None:
+        self._backend, self._candidate = backend, candidate
+        self._uid = take_uid(backend.machine.uids) if candidate.own_user else None
+        super().__init__(PrivateFolder(backend.base, self._uid), candidate.level, limits)
+        self._is_wrapped = candidate.level.name == "bubblewrap"
+        self._inside = WORK if self._is_wrapped else str(self._folder.path)
+
+    @property
+    def python(self) -> str:
+        """The interpreter."""
+        return self._backend.runtime.executable
+
+    def launch(self, command: Sequence[str], limits: Limits) -> Launch:
+        """Return the command inside `confine`, inside bubblewrap where that is the level."""
+        backend, machine = self._backend, self._backend.machine
+        resolved = [_find(command[0]), *command[1:]]
+        line: list[str] = []
+        if self._is_wrapped and machine.bwrap:
+            line = bwrap_arguments(
+                machine.bwrap,
+                str(self._folder.path),
+                backend.read_only,
+                as_root=machine.is_root,
+                own_user=self._uid is not None,
+            )
+        line += [backend.runtime.executable, "-I", "-S", "-c", _CONFINE.read_text()]
+        line.append(self._confinement(limits))
+        return Launch(
+            command=[*line, *resolved],
+            confinement=len(line) - 1,
+            env=_FOR_LAUNCHER,
+            cwd="/",
+            folder=str(self._folder.path),
+            level=self.level.name,
+            trusted_processes=TRUSTED_PROCESSES if self._is_wrapped else 0,
+        )
+
+    def _confinement(self, limits: Limits) -> str:
+        backend, candidate, machine = self._backend, self._candidate, self._backend.machine
+        program = build_filter(
+            machine.machine,
+            signals=candidate.signals_confined,
+            metadata=candidate.metadata_confined,
+        )
+        bin_folder = str(Path(backend.runtime.executable).parent)
+        spec = {
+            "machine": machine.machine,
+            "uid": self._uid,
+            "cwd": self._inside,
+            "folder": self._inside,
+            "read_only": backend.read_only,
+            "devices": DEVICES,
+            "landlock_abi": candidate.landlock_abi,
+            "filter": base64.b64encode(program).decode(),
+            "rlimits": self._rlimits(limits, machine),
+            "env": {
+                "PATH": ":".join(dict.fromkeys([bin_folder, "/usr/bin", "/bin"])),
+                "HOME": self._inside,
+                "TMPDIR": self._inside,
+                **_FOR_CODE,
+                **backend.env,
+            },
+        }
+        return json.dumps(spec)
+
+    def _rlimits(self, limits: Limits, machine: Machine) -> dict[str, int]:
+        found = {
+            "RLIMIT_AS": limits.memory_bytes,
+            "RLIMIT_FSIZE": limits.disk_bytes,
+            "RLIMIT_NOFILE": limits.max_open_files,
+            "RLIMIT_CORE": 0,
+            "RLIMIT_MEMLOCK": 0,
+            "RLIMIT_MSGQUEUE": 0,
+        }
+        if self._uid is not None:
+            found["RLIMIT_NPROC"] = limits.max_processes
+        elif not machine.is_root:
+            own_count = self._is_wrapped and machine.kernel >= (5, 14)
+            others = TRUSTED_PROCESSES if own_count else num_tasks_of_user()
+            found["RLIMIT_NPROC"] = limits.max_processes + others
+        return found
+
+    def _released(self) -> None:
+        if self._uid is not None:
+            give_uid_back(self._uid)
+
+
+def _find(program: str) -> str:
+    """Return a program's path inside; a name is looked for where the code's PATH leads."""
+    if "/" in program:
+        return program
+    folders = [str(Path(sys.executable).resolve().parent), "/usr/bin", "/bin"]
+    for folder in folders:
+        if (Path(folder) / program).exists():
+            return f"{folder}/{program}"
+    return f"/usr/bin/{program}"

@@ -1,0 +1,133 @@
+"""What this machine offers for isolation: the kernel, bubblewrap, users, the Python to run.
+
+It asks and changes nothing. It knows nothing about levels, which `levels` makes of these facts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+import random
+import re
+import shutil
+import stat
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rolltree.sandbox.syscalls import NUMBERS
+
+_LANDLOCK_CREATE_RULESET = 444
+_SYSTEM = ("/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/bin", "/lib", "/lib32", "/lib64")
+_FIRST_UID, _NUM_UIDS = 0x50000000, 0x10000000
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Facts about this machine.
+
+    `landlock_abi` is 0 without Landlock. `uids` are user ids that a sandbox may take for itself,
+    empty when this process may not change its user. `user_namespaces` have their own process count.
+    """
+
+    machine: str
+    landlock_abi: int
+    seccomp: bool
+    bwrap: str | None
+    is_root: bool
+    uids: range
+    kernel: tuple[int, int]
+
+
+@functools.cache
+def this_machine() -> Machine:
+    """Return the facts, asked once."""
+    is_linux = sys.platform == "linux"
+    found = re.match(r"(\d+)\.(\d+)", platform.release())
+    return Machine(
+        machine=platform.machine(),
+        landlock_abi=_landlock_abi() if is_linux else 0,
+        seccomp=Path("/proc/sys/kernel/seccomp/actions_avail").exists()
+        and platform.machine() in NUMBERS,
+        bwrap=shutil.which("bwrap", path="/usr/bin:/usr/local/bin:/bin") if is_linux else None,
+        is_root=os.geteuid() == 0,
+        uids=_free_uids() if is_linux else range(0),
+        kernel=(int(found[1]), int(found[2])) if found else (0, 0),
+    )
+
+
+def _landlock_abi() -> int:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall.restype = ctypes.c_long
+    return max(0, int(libc.syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)))
+
+
+def _free_uids() -> range:
+    """Return high user ids that this process may become."""
+    status = Path("/proc/self/status").read_text()
+    capabilities = int(status.partition("CapEff:")[2].split()[0], 16)
+    if os.geteuid() != 0 or capabilities & 0xC1 != 0xC1:  # CHOWN, SETGID, SETUID
+        return range(0)
+    lines = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    tops = [int(first) + int(count) for first, _, count in lines]
+    if max(tops) > _FIRST_UID + _NUM_UIDS:
+        return range(_FIRST_UID, _FIRST_UID + _NUM_UIDS)
+    return range(40000, 60000) if max(tops) >= 65536 else range(0)
+
+
+_taken: set[int] = set()
+
+
+def take_uid(uids: range) -> int:
+    """Return a user id that no other sandbox of this process has."""
+    while (uid := random.SystemRandom().choice(uids)) in _taken:
+        pass
+    _taken.add(uid)
+    return uid
+
+
+def give_uid_back(uid: int) -> None:
+    """Let another sandbox take it."""
+    _taken.discard(uid)
+
+
+@dataclass(frozen=True, slots=True)
+class PythonRuntime:
+    """The Python that sandboxed code runs on: the base interpreter, not a virtual environment's."""
+
+    executable: str
+    folders: tuple[str, ...]
+
+    @classmethod
+    def of(cls, executable: str | None = None) -> PythonRuntime:
+        """Describe an interpreter; this process's base one when none is given."""
+        base = executable or getattr(sys, "_base_executable", None) or sys.executable
+        real = os.path.realpath(base)
+        prefix = os.path.dirname(os.path.dirname(real))
+        return cls(real, tuple(f"{prefix}/{part}" for part in ("bin", "lib", "lib64")))
+
+
+def system_folders(runtime: PythonRuntime, extra: tuple[str, ...]) -> list[str]:
+    """Return the existing places that sandboxed code may read."""
+    places = dict.fromkeys([*_SYSTEM, "/etc/ld.so.cache", *runtime.folders, *extra])
+    return [place for place in places if os.path.exists(place)]
+
+
+def everyone_reaches(path: str) -> bool:
+    """Whether a user who owns nothing can enter all folders on the way to `path`."""
+    return all(os.stat(parent).st_mode & stat.S_IXOTH for parent in Path(path).parents)
+
+
+def num_tasks_of_user() -> int:
+    """Return how many threads the user of this process runs now."""
+    count = 0
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                if entry.stat().st_uid == os.geteuid():
+                    count += len(os.listdir(f"/proc/{entry.name}/task"))
+            except OSError:
+                continue
+    return count

@@ -1,0 +1,293 @@
+"""One supervised process tree, seen from the event loop: pipes, limits on output, its end.
+
+It starts `warden.py` and reads what comes back. Everything it holds is set up without waiting, so
+a cancellation leaves no half of a process behind. It knows nothing about isolation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from rolltree.errors import SandboxError
+from rolltree.sandbox.values import Ended, Limits, RunResult
+
+WARDEN = Path(__file__).with_name("warden.py")
+
+GIVE_UP_S = 1.0
+_SHARED = ("cwd", "folder", "trusted_processes", "confinement")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A command with everything its isolation needs.
+
+    `confinement` is the index in `command` of the JSON object that `confine` reads; the supervisor
+    adds `ready_fd` to it. None: no such program runs. `after` are commands that end what lives
+    outside the tree. `env` is the environment of the launcher, not of the code.
+    """
+
+    command: Sequence[str]
+    env: Mapping[str, str]
+    cwd: str
+    folder: str
+    level: str
+    trusted_processes: int = 0
+    confinement: int | None = None
+    after: Sequence[Sequence[str]] = ()
+
+
+class Collector(Protocol):
+    """What becomes of the output."""
+
+    def feed(self, stream: int, data: bytes) -> bool:
+        """Take bytes of stream 1 or 2; return False when it was too much and the tree must die."""
+        ...
+
+
+class BoundedOutput:
+    """Keeps the first `limit_bytes` of both streams together."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.kept = {1: bytearray(), 2: bytearray()}
+        self._left = limit_bytes
+
+    def feed(self, stream: int, data: bytes) -> bool:
+        """Keep what fits."""
+        self.kept[stream] += data[: self._left]
+        self._left -= len(data)
+        if self._left < 0:
+            self._left = 0
+            return False
+        return True
+
+
+class SupervisedProcess:
+    """A running tree. It must be made in a running event loop.
+
+    Args:
+        launch: what to run.
+        limits: what it may use.
+        collector: what takes its output.
+        stdin: what it reads; None leaves the pipe open for `send`.
+        windowed: `wall_s` and `cpu_s` count from `begin` to `end`, not from the start.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        limits: Limits,
+        collector: Collector,
+        *,
+        stdin: bytes | None = b"",
+        windowed: bool = False,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._launch, self._collector = launch, collector
+        self._override: Ended | None = None
+        self._report = bytearray()
+        self._unsent = bytearray(stdin or b"")
+        self._close_stdin = stdin is not None
+        self._open: set[int] = set()
+        self.finished: asyncio.Future[None] = self._loop.create_future()
+        control_read, self._control = os.pipe()
+        status_read, status_write = os.pipe()
+        spec = {
+            **{name: getattr(launch, name) for name in _SHARED},
+            "command": list(launch.command),
+            "after": [list(command) for command in launch.after],
+            "env": dict(launch.env),
+            "limits": msgspec.to_builtins(limits),
+            "windowed": windowed,
+            "control_fd": control_read,
+            "status_fd": status_write,
+        }
+        try:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(WARDEN), json.dumps(spec)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(control_read, status_write),
+                env=dict(launch.env),
+                cwd="/",
+                start_new_session=True,
+                bufsize=0,
+            )
+        except BaseException:
+            os.close(self._control)
+            os.close(status_read)
+            raise
+        finally:
+            os.close(control_read)
+            os.close(status_write)
+        assert self._popen.stdin and self._popen.stdout and self._popen.stderr
+        self._stdin = self._popen.stdin.fileno()
+        os.set_blocking(self._stdin, False)
+        self._watch(self._popen.stdout.fileno(), lambda data: self._feed(1, data))
+        self._watch(self._popen.stderr.fileno(), lambda data: self._feed(2, data))
+        self._watch(status_read, self._report.extend)
+        self._status_fd = status_read
+        self._push()
+
+    # What the tree is told
+
+    def send(self, data: bytes) -> None:
+        """Write to its standard input, now or when it reads."""
+        self._unsent += data
+        self._push()
+
+    def begin(self) -> None:
+        """Begin a limited stretch of time."""
+        self._tell(b"b")
+
+    def end(self) -> None:
+        """End the limited stretch."""
+        self._tell(b"e")
+
+    def kill(self, why: Ended = "closed") -> None:
+        """Have the whole tree killed; `finished` is done when it is dead."""
+        if self._override is None:
+            self._override = why
+        self._tell(b"k")
+
+    async def stop(self) -> None:
+        """Kill the tree and wait for its end, also while the caller is being cancelled."""
+        self.kill()
+        cancelled: asyncio.CancelledError | None = None
+        while not self.finished.done():
+            try:
+                await asyncio.shield(self.finished)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+
+    async def wait(self) -> None:
+        """Wait until no process of the tree is left."""
+        await asyncio.shield(self.finished)
+
+    def report(self) -> dict[str, Any]:
+        """Return what the supervisor reported, with `ended` as seen from outside.
+
+        Raises:
+            SandboxError: the isolation could not be set up, so the code did not run.
+        """
+        try:
+            report: dict[str, Any] = json.loads(self._report)
+        except ValueError:
+            report = {"ended": "lost", "exit_code": None, "signal": None, "setup": "1"}
+        if self._override == "output" or (self._override and report["ended"] == "closed"):
+            report.update(ended=self._override, exit_code=None, signal=None)
+        started = report.pop("setup") == "1" if self._launch.confinement else True
+        if not started and report["ended"] in ("exit", "signal"):
+            raise SandboxError(
+                f"the sandbox could not be set up at level {self._launch.level!r}, so nothing was "
+                "run. The text of its programs says why."
+            )
+        return report
+
+    # Pipes
+
+    def _tell(self, command: bytes) -> None:
+        if self._control >= 0:
+            with contextlib.suppress(OSError):
+                os.write(self._control, command)
+
+    def _feed(self, stream: int, data: bytes) -> None:
+        if not self._collector.feed(stream, data):
+            self.kill("output")
+
+    def _watch(self, fd: int, take: Callable[[bytes], object]) -> None:
+        os.set_blocking(fd, False)
+        self._open.add(fd)
+        self._loop.add_reader(fd, self._read, fd, take)
+
+    def _read(self, fd: int, take: Callable[[bytes], object]) -> None:
+        try:
+            data = os.read(fd, 65536)
+        except BlockingIOError:
+            return
+        if data:
+            take(data)
+            return
+        self._loop.remove_reader(fd)
+        self._open.discard(fd)
+        if fd == self._status_fd:
+            os.close(fd)
+            self._loop.call_later(GIVE_UP_S, self._abandon)
+        if not self._open and not self.finished.done():
+            self._finish()
+
+    def _abandon(self) -> None:
+        """The supervisor is dead, and something still holds the pipes: do not wait for it."""
+        for fd in self._open:
+            self._loop.remove_reader(fd)
+        self._open.clear()
+        if not self.finished.done():
+            self._finish()
+
+    def _push(self) -> None:
+        if self._stdin < 0:
+            return
+        try:
+            while self._unsent:
+                del self._unsent[: os.write(self._stdin, self._unsent)]
+        except BlockingIOError:
+            self._loop.add_writer(self._stdin, self._push)
+            return
+        except OSError:
+            self._unsent.clear()
+        self._loop.remove_writer(self._stdin)
+        if self._close_stdin:
+            self._shut_stdin()
+
+    def _shut_stdin(self) -> None:
+        if self._stdin >= 0:
+            self._loop.remove_writer(self._stdin)
+            self._stdin = -1
+            if self._popen.stdin:
+                self._popen.stdin.close()
+
+    def _finish(self) -> None:
+        """Everybody has let go of the pipes: the supervisor is at its end too."""
+        self._shut_stdin()
+        os.close(self._control)
+        self._control = -1
+        self._popen.wait()
+        for pipe in (self._popen.stdout, self._popen.stderr):
+            if pipe:
+                pipe.close()
+        if not self.finished.done():
+            self.finished.set_result(None)
+
+
+async def run_to_end(launch: Launch, limits: Limits, stdin: bytes) -> RunResult:
+    """Run a command to its end, a limit or cancellation; nothing of it is left in any case.
+
+    Raises:
+        SandboxError: the isolation could not be set up.
+    """
+    output = BoundedOutput(limits.output_bytes)
+    process = SupervisedProcess(launch, limits, output, stdin=stdin)
+    try:
+        await process.wait()
+    finally:
+        if not process.finished.done():
+            await process.stop()
+    stdout, stderr = (bytes(output.kept[stream]).decode(errors="replace") for stream in (1, 2))
+    try:
+        report = process.report()
+    except SandboxError as error:
+        raise SandboxError(f"{error} {stderr.strip()}") from None
+    return RunResult(stdout=stdout, stderr=stderr, level=launch.level, **report)

@@ -1,0 +1,270 @@
+"""The supervisor of one sandboxed process tree: a program of its own, run with `python -I -S`.
+
+It starts the command, becomes the parent of everything the tree leaves behind (subreaper, so a
+process that forks twice or opens its own session is still its child), watches the limits and kills
+the tree: at a limit, when the main process ends, when the control pipe says so or closes. The pipe
+closes with the process that uses the sandbox, however that one dies. It knows nothing about
+isolation (`confine`) and imports nothing but the standard library.
+
+Arguments: one JSON object (see `launch.py`). Standard streams go to the command untouched. The
+control pipe takes single bytes: b (a limited stretch begins), e (it ends), k (kill). The status
+pipe gets one JSON line when no process is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+POLL_S = 0.02
+_PR_SET_CHILD_SUBREAPER = 36
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def main() -> None:
+    """Run one tree to its end."""
+    spec = json.loads(sys.argv[1])
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: os.close(spec["control_fd"]))
+    os.set_blocking(spec["control_fd"], False)
+    os.set_inheritable(spec["control_fd"], False)
+    os.set_inheritable(spec["status_fd"], False)
+    ready_read, ready_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    main_pid = start(spec, ready_write)
+    os.close(ready_write)
+    null = os.open("/dev/null", os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    watch = Watch(spec, main_pid)
+    with contextlib.suppress(OSError), open(f"/proc/{main_pid}/oom_score_adj", "w") as file:
+        file.write("1000")
+    ended = ""
+    while not ended:
+        select.select([spec["control_fd"], wake_read], [], [], POLL_S)
+        with contextlib.suppress(BlockingIOError):
+            os.read(wake_read, 4096)
+        watch.reap()
+        ended = watch.ended()
+    for command in spec["after"]:
+        run_quietly(command, spec["env"])
+    watch.kill_all()
+    report = watch.report(ended)
+    try:
+        report["setup"] = os.read(ready_read, 4096).decode(errors="replace")
+    except BlockingIOError:
+        report["setup"] = ""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(spec["status_fd"], json.dumps(report).encode() + b"\n")
+
+
+def start(spec: dict[str, Any], ready_fd: int) -> int:
+    """Start the command in a session of its own; return its process id."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()
+            os.chdir(spec["cwd"])
+            os.set_inheritable(ready_fd, True)
+            command = spec["command"]
+            if spec["confinement"]:
+                confinement = json.loads(command[spec["confinement"]])
+                command[spec["confinement"]] = json.dumps({**confinement, "ready_fd": ready_fd})
+            os.execve(command[0], command, spec["env"])
+        except BaseException as error:  # noqa: BLE001  this is the child: it must not go on
+            os.write(ready_fd, f"E{error}".encode())
+        finally:
+            os._exit(127)
+    return pid
+
+
+def run_quietly(command: list[str], env: dict[str, str]) -> None:
+    """Run a command that ends something outside the tree, for at most ten seconds."""
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            signal.alarm(10)
+            os.execve(command[0], command, env)
+        os._exit(127)
+    os.waitpid(pid, 0)
+
+
+class Watch:
+    """The limits of one tree and what it has used."""
+
+    def __init__(self, spec: dict[str, Any], main_pid: int) -> None:
+        self.limits: dict[str, Any] = spec["limits"]
+        self.folder: str = spec["folder"]
+        self.control_fd: int = spec["control_fd"]
+        self.trusted: int = spec["trusted_processes"]
+        self.main_pid = main_pid
+        self.main_status: int | None = None
+        self.began = time.monotonic()
+        self.deadline = None if spec["windowed"] else self.began + self.limits["wall_s"]
+        self.peak_bytes = 0
+        self.cpu_before = 0.0
+        self.next_disk_check = self.began + 0.05
+
+    def ended(self) -> str:
+        """Return why the tree must die now, or an empty string."""
+        if self.main_status is not None:
+            return "signal" if os.WIFSIGNALED(self.main_status) else "exit"
+        try:
+            commands = os.read(self.control_fd, 64)
+        except BlockingIOError:
+            commands = b"-"
+        except OSError:
+            commands = b""
+        if not commands or b"k" in commands:
+            return "closed"
+        if b"b" in commands or b"e" in commands:
+            begins = commands.rindex(b"b") > commands.rfind(b"e") if b"b" in commands else False
+            self.deadline = time.monotonic() + self.limits["wall_s"] if begins else None
+            self.cpu_before = self.cpu_s() if begins else self.cpu_before
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            return "wall"
+        return self.over_limit()
+
+    def over_limit(self) -> str:
+        """Return the first limit that the whole tree exceeds, or an empty string."""
+        pids = list(descendants(os.getpid()))
+        resident = sum(stat_of(pid)[1] for pid in pids)
+        self.peak_bytes = max(self.peak_bytes, resident)
+        if self.cpu_s() - self.cpu_before > self.limits["cpu_s"]:
+            return "cpu"
+        limit = self.limits["memory_bytes"]
+        if resident > limit and sum(proportional(pid) for pid in pids) > limit:
+            return "memory"
+        if sum(num_tasks(pid) for pid in pids) - self.trusted > self.limits["max_processes"]:
+            return "processes"
+        now = time.monotonic()
+        if now >= self.next_disk_check:
+            exceeds = too_much(self.folder, self.limits["disk_bytes"], self.limits["max_files"])
+            took = time.monotonic() - now
+            self.next_disk_check = now + max(0.05, 10 * took)
+            return "disk" if exceeds else ""
+        return ""
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds of all processes, living and reaped."""
+        dead = resource.getrusage(resource.RUSAGE_CHILDREN)
+        living = sum(stat_of(pid)[0] for pid in descendants(os.getpid()))
+        return dead.ru_utime + dead.ru_stime + living
+
+    def reap(self) -> bool:
+        """Collect dead children; return whether any child is left."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return False
+            if pid == 0:
+                return True
+            if pid == self.main_pid:
+                self.main_status = status
+
+    def kill_all(self) -> None:
+        """Kill until nobody is left. Orphans become children of this process, so none is missed."""
+        while True:
+            for pid in descendants(os.getpid()):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            if not self.reap():
+                return
+            time.sleep(0.001)
+
+    def report(self, ended: str) -> dict[str, Any]:
+        """Return what the tree used and how it ended."""
+        status = self.main_status
+        exited = ended == "exit" and status is not None
+        killed = ended == "signal" and status is not None
+        rusage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return {
+            "ended": ended,
+            "exit_code": os.WEXITSTATUS(status) if exited and status is not None else None,
+            "signal": os.WTERMSIG(status) if killed and status is not None else None,
+            "wall_s": time.monotonic() - self.began,
+            "cpu_s": rusage.ru_utime + rusage.ru_stime,
+            "peak_memory_bytes": max(self.peak_bytes, rusage.ru_maxrss * 1024),
+        }
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Yield the living descendants of a process, parents first."""
+    for child in children_of(pid):
+        yield child
+        yield from descendants(child)
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the children of all threads of a process."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as file:
+                found += map(int, file.read().split())
+    return found
+
+
+def num_tasks(pid: int) -> int:
+    """Return the number of threads of a process."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return 0
+
+
+def stat_of(pid: int) -> tuple[float, int]:
+    """Return the CPU seconds (its reaped children's too) and resident bytes of a process."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return 0.0, 0
+    return sum(map(int, fields[11:15])) / _TICKS, int(fields[21]) * _PAGE
+
+
+def proportional(pid: int) -> int:
+    """Return the resident bytes of a process, shared pages divided among those who share them."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup") as file:
+            return sum(int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:"))
+    except OSError:
+        return stat_of(pid)[1]
+
+
+def too_much(folder: str, max_bytes: int, max_files: int) -> bool:
+    """Whether a folder holds more than it may; it stops looking once it does."""
+    size, count, pending = 0, 0, [folder]
+    while pending:
+        with contextlib.suppress(OSError), os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                count += 1
+                with contextlib.suppress(OSError):
+                    size += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(entry.path)
+                if size > max_bytes or count > max_files:
+                    return True
+    return False
+
+
+def _run() -> NoReturn:
+    main()
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    _run()
