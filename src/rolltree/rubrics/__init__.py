@@ -1,19 +1,26 @@
 """Rubrics: from a finished rollout to a reward and metrics.
 
-The room knows states, parsers and functions. It knows nothing about models, engines or training.
-It leaves out normalised advantages, which are credit's.
+The room knows states, parsers and functions, and of models only a client that a judge asks. It
+knows nothing about engines or training. It leaves out normalised advantages, which are credit's.
 """
 
 from rolltree.rubrics.functions import RewardFunc, RewardFunction, cheap
 from rolltree.rubrics.group import RubricGroup
+from rolltree.rubrics.judge import JUDGE_PROMPT, JudgeRubric
+from rolltree.rubrics.math_rubric import MathRubric
 from rolltree.rubrics.rubric import Rubric, Scores, write_advantages
+from rolltree.rubrics.tool_rubric import ToolRubric
 
 __all__ = [
+    "JUDGE_PROMPT",
+    "JudgeRubric",
+    "MathRubric",
     "RewardFunc",
     "RewardFunction",
     "Rubric",
     "RubricGroup",
     "Scores",
+    "ToolRubric",
     "cheap",
     "write_advantages",
 ]

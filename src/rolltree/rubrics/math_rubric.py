@@ -1,0 +1,87 @@
+r"""`MathRubric`: the answer in `\boxed{...}` against the reference, as mathematics.
+
+It knows boxed answers, and that comparing them is another process's work (`math_workers`). It
+leaves out proofs and partial credit.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from rolltree.errors import ConfigError
+from rolltree.parsers import MaybeThinkParser, Parser, extract_boxed_answer
+from rolltree.rubrics.functions import RewardFunc
+from rolltree.rubrics.math_workers import WorkerPool
+from rolltree.rubrics.rubric import Rubric
+from rolltree.types import Messages, State
+
+MAX_ANSWER_CHARS = 2000
+
+
+class MathRubric(Rubric):
+    r"""A rubric with the reward function `correct_answer`, of weight 1.
+
+    It is 1 when the parser's answer means the same as the row's `answer` (math-verify: `\frac12`
+    is `0.5`), else 0. An answer that takes too long to compare, or is longer than 2,000 characters,
+    is wrong, and `state["math_gave_up"]` is true. A reference answer that cannot be read is an
+    error: the reward is None.
+
+    Args:
+        funcs, weights: further functions, as in `Rubric`.
+        parser: finds the answer; by default the last `\boxed{...}` after the reasoning, and no
+            answer without a box.
+        time_limit_s: most seconds for one comparison.
+
+    Raises:
+        ConfigError: the `math-verify` package is missing.
+    """
+
+    def __init__(
+        self,
+        funcs: Sequence[RewardFunc] | None = None,
+        weights: Sequence[float] | None = None,
+        parser: Parser | None = None,
+        *,
+        time_limit_s: float = 5.0,
+    ) -> None:
+        if find_spec("math_verify") is None:
+            raise ConfigError(
+                "a MathRubric needs the `math-verify` package. Install it with "
+                "`pip install rolltree[math]`."
+            )
+        super().__init__(funcs, weights, parser or MaybeThinkParser(boxed_or_nothing))
+        self._pool = _pool(time_limit_s)
+        self.add_reward_func(self.correct_answer)
+
+    def correct_answer(
+        self, parser: Parser, completion: Messages, answer: Any, state: State
+    ) -> float:
+        """Return 1.0 when the completion's answer means the reference answer, else 0.0."""
+        said = parser.parse_answer(completion)
+        said = "" if said is None else str(said).strip()
+        gold = str(answer).strip()
+        if not said:
+            return 0.0
+        if said == gold:
+            return 1.0
+        if len(said) > MAX_ANSWER_CHARS:
+            state["math_gave_up"] = True
+            return 0.0
+        verdict = self._pool.compare(gold, said)
+        if verdict.gave_up:
+            state["math_gave_up"] = True
+        return float(verdict.is_equal)
+
+
+def boxed_or_nothing(text: str) -> str:
+    r"""Return what the last `\boxed{...}` holds, "" without one."""
+    return extract_boxed_answer(text) if "\\boxed{" in text else ""
+
+
+@functools.cache
+def _pool(time_limit_s: float) -> WorkerPool:
+    return WorkerPool(min(4, os.cpu_count() or 1), time_limit_s)
