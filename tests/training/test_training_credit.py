@@ -1,4 +1,5 @@
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -85,9 +86,7 @@ class TestByHand:
             got = [value[0] for value in CREDITS[name]([episode(r) for r in rewards], 1.0)]
             assert sum(got) == pytest.approx(0, abs=1e-6 * (1 + max(map(abs, rewards))))
             order = sorted(range(len(rewards)), key=rewards.__getitem__)
-            assert all(
-                got[a] <= got[b] + 1e-9 for a, b in zip(order[:-1], order[1:], strict=True)
-            )
+            assert all(got[a] <= got[b] + 1e-9 for a, b in pairwise(order))
 
 
 class TestAssign:

@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_kit import Call, flat, group, tree
+from training_kit import Call, flat, tree
 
 from rolltree.errors import TokenError
-from rolltree.training.layout import collate, key_blocks, prune
+from rolltree.training.layout import collate, key_blocks
 
 
 def seen_by_definition(end):
@@ -62,37 +62,6 @@ def test_key_blocks_of_a_path_and_of_siblings():
         [False, False, True, False],
         [False, False, True, True],
     ]
-
-
-def test_prune_drops_what_no_record_needs():
-    sample = tree([Call([5, 6], [7]), Call([5, 6], [8, 9], rollout=1)])
-    assert sample.ids.tolist() == [5, 6, 7, 8, 9]
-    pruned = prune(sample)
-    assert pruned.ids.tolist() == [5, 6, 8]
-    assert pruned.positions.tolist() == [0, 1, 2]
-    assert pruned.subtree_end.tolist() == [3, 3, 3]
-    assert pruned.records.source.tolist() == [1, 1, 2]
-    assert pruned.records.target.tolist() == [7, 8, 9]
-    assert prune(pruned) is pruned
-
-
-@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 1000))
-@settings(max_examples=50, deadline=None)
-def test_prune_keeps_every_path_to_a_record(num, turns, seed):
-    sample = tree(group(num, 6, turns, seed))
-    pruned = prune(sample)
-
-    def paths(sample):
-        seen = seen_by_definition(sample.subtree_end)
-        return [
-            (sample.ids[seen[source]].tolist(), int(target))
-            for source, target in zip(sample.records.source, sample.records.target, strict=True)
-        ]
-
-    assert paths(pruned) == paths(sample)
-    assert set(pruned.records.source.tolist()) <= set(range(len(pruned.ids)))
-    is_leaf = pruned.subtree_end == np.arange(1, len(pruned.ids) + 1)
-    assert set(np.flatnonzero(is_leaf)) <= set(pruned.records.source.tolist())
 
 
 def test_collate_shifts_and_shares_rows():

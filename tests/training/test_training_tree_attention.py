@@ -8,9 +8,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from training_kit import Call, flat, group, tiny_model, tree
 
 from rolltree.errors import ConfigError, TrainingError
+from rolltree.samples import prune_sample
 from rolltree.training import tree_attention as room
 from rolltree.training.forward import LogprobModel, choose_forward, enable_checkpointing
-from rolltree.training.layout import collate, prune
+from rolltree.training.layout import collate
 from rolltree.training.tree_support import check_tree_support, why_not_tree
 
 
@@ -85,7 +86,7 @@ def test_tree_gradients_equal_row_by_row_training(kind, shape):
     assert tree_loss == pytest.approx(loss, rel=1e-5)
     exact, _ = gradient(model.double(), [[flat(call)] for call in calls], "rows")
     assert difference(ours.double(), exact) < 1.5e-6
-    for pack in ([tree(calls)], [prune(tree(calls))], [flat(call) for call in calls]):
+    for pack in ([tree(calls)], [prune_sample(tree(calls))], [flat(call) for call in calls]):
         assert difference(gradient(model, [pack])[0], exact) < 5e-7  # norms are fp32 inside
 
 

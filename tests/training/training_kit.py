@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from rolltree.types import Records, Sample, SampleOrigin
+from rolltree.tokens import Trajectory
+from rolltree.types import ErrorRecord, Records, Sample, SampleOrigin, State
 
 VOCAB = 61
 SIZES = {
@@ -138,3 +139,48 @@ def group(
             calls.append(Call(list(context), answer, rollout, turn, advantage, 1.0, logprob))
             context += answer + feedback
     return calls
+
+
+class LetterSource:
+    """Two turns; the reward is the share of sampled bytes in the lower half of the alphabet.
+
+    Dense, so a random model learns it in a few steps. `fail` names request ids that fail.
+    """
+
+    env_id = "letters"
+
+    def __init__(self, num_train: int = 6, fail: Sequence[str] = ()) -> None:
+        self.num_train, self.fail = num_train, set(fail)
+        self.played: list[str] = []
+        self.versions: list[int] = []
+
+    def num_examples(self, split: str) -> int:
+        return self.num_train if split == "train" else 3
+
+    def example(self, split: str, index: int) -> dict:
+        prompt = [{"role": "user", "content": f"{split} {index}"}]
+        return {"prompt": prompt, "example_id": index, "task": "letters"}
+
+    async def run_request(self, request, client):
+        self.played.append(request.request_id)
+        trajectory = Trajectory()
+        state = State(input=dict(request.input), trajectory=trajectory, error=None, reward=None)
+        if request.request_id in self.fail:
+            state["error"] = ErrorRecord("Boom", "it broke", "", "environment")
+            return [state]
+        session = client.session()
+        messages = list(request.input["prompt"])
+        good = total = 0
+        for turn in range(2):
+            sampling = replace(request.sampling, seed=request.sampling_seed + turn)
+            answer = await session.chat(messages, sampling=sampling)
+            trajectory.append_call(
+                prompt=list(messages), completion=[answer.message], generation=answer, turn=turn
+            )
+            self.versions += answer.versions.tolist()
+            good += int((answer.completion_ids < 64).sum())
+            total += len(answer.completion_ids)
+            messages += [answer.message, {"role": "user", "content": "again"}]
+        state["reward"] = good / total
+        state["metrics"] = {"num_bytes": float(total)}
+        return [state]

@@ -12,7 +12,7 @@ from rolltree.training.checkpoint import Checkpoints, TrainState, export_model
 from rolltree.training.config import MAY_CHANGE, TrainConfig, load_train_config
 from rolltree.training.credit import CREDITS, CreditPolicy, assign_credit
 from rolltree.training.forward import LogprobModel
-from rolltree.training.layout import Forest, collate, prune
+from rolltree.training.layout import Forest, collate
 from rolltree.training.losses import KLS, LOSSES, LossInputs, LossTerms, get_loss
 from rolltree.training.optim import Optimizer, learning_rate
 from rolltree.training.plan import step_requests, task_indices
@@ -56,7 +56,6 @@ __all__ = [
     "learning_rate",
     "load_train_config",
     "open_run",
-    "prune",
     "resolve_algorithm",
     "step_requests",
     "task_indices",

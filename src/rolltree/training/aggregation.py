@@ -89,9 +89,7 @@ def coefficients(records: Records, aggregation: str, length: int) -> Coefficient
 
 
 def rollout_means(records: Records, values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return, for every record, the weighted mean of `values` over its rollout."""
+    """Return, for every record, the mean of `values` over all records of its rollout."""
     _, index = np.unique(records.rollout, return_inverse=True)
-    weight = records.weight.astype(np.float64)
-    total = np.bincount(index, weights=weight)
-    mean = np.bincount(index, weights=weight * values) / np.maximum(total, 1e-30)
+    mean = np.bincount(index, weights=values) / np.bincount(index)
     return np.asarray(mean[index], np.float32)

@@ -170,6 +170,8 @@ class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     several passes are summed. `forward`: `tree` computes unique
     tokens once, `rows` is the model's own attention, `auto` picks. `chunk_rows`: positions whose
     logits exist at once. `updates_per_step`: optimizer steps on the same rollouts.
+    `skip_flat`: do not compute rollouts whose advantages are all zero (flat groups); they count in
+    the normalizers, so the gradient is the same, and what is measured is measured on the others.
     `gradient_checkpointing`: recompute activations. `max_mismatch`: stop when the mean absolute
     trainer-minus-engine logprob exceeds it. `num_threads`: torch's, None leaves them.
     """
@@ -182,6 +184,7 @@ class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     forward: Literal["auto", "tree", "rows"] = "auto"
     chunk_rows: int = 512
     updates_per_step: int = 1
+    skip_flat: bool = True
     gradient_checkpointing: bool = False
     max_mismatch: float = 0.1
     num_threads: int | None = None

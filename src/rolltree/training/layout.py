@@ -11,17 +11,19 @@ rectangles, with a mask only where a block meets itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rolltree.errors import TokenError
+from rolltree.samples import join_samples
 from rolltree.types import Records, Sample
 
 BoolArray: TypeAlias = NDArray[np.bool_]
 LongArray: TypeAlias = NDArray[np.int64]
+FloatColumn: TypeAlias = NDArray[np.float32]
 
 DEFAULT_BLOCK = 64
 """Keys per block. Measured on CPU: 64 and 128 are equal, 32 costs calls, 256 costs masked work."""
@@ -70,39 +72,12 @@ class Forest:
         return bool((self.subtree_end == len(self.ids)).all())
 
 
-def prune(sample: Sample) -> Sample:
-    """Drop the tokens that no loss record needs: those with no source at or below them.
-
-    The last sampled token of a leaf is one: its logits train nothing. Records keep their order.
-
-    Example: `[5 6 7 8 9]` with sources 1 and 3 keeps `[5 6 8]`, sources 1 and 2.
-    """
-    num_tokens = len(sample.ids)
-    is_source = np.zeros(num_tokens + 1, np.int64)
-    is_source[np.asarray(sample.records.source) + 1] = 1
-    before = np.cumsum(is_source)
-    keep = before[sample.subtree_end] > before[:num_tokens]
-    if keep.all():
-        return sample
-    new_index = np.concatenate([[0], np.cumsum(keep)]).astype(np.int32)
-    records = replace(sample.records, source=new_index[sample.records.source])
-    return replace(
-        sample,
-        ids=sample.ids[keep],
-        positions=sample.positions[keep],
-        subtree_end=new_index[sample.subtree_end[keep]],
-        records=records,
-    )
-
-
 def collate(samples: Sequence[Sample]) -> Forest:
     """Lay samples side by side; no token of one sees a token of another.
 
     Raises:
         TokenError: there is no record at all, or a record points outside its sample.
     """
-    offset = 0
-    ends, sources, origin = [], [], []
     for index, sample in enumerate(samples):
         source = sample.records.source
         if len(source) and (source.min() < 0 or source.max() >= len(sample.ids)):
@@ -111,39 +86,37 @@ def collate(samples: Sequence[Sample]) -> Forest:
                 f"at position {int(source.max())}; its logits would come from another sample. "
                 "Build samples with rolltree.samples.build_samples."
             )
-        ends.append(sample.subtree_end + offset)
-        sources.append(source + offset)
-        origin.append(np.full(len(source), index, np.int64))
-        offset += len(sample.ids)
-    if not any(len(source) for source in sources):
+    joined = join_samples(samples)
+    records = joined.records
+    if not len(records):
         raise TokenError(
             "there is no loss record in these samples, so there is nothing to train on. Check that "
             "the rollouts carry token ids and that credit left some of them to train."
         )
-    records = concat_records([sample.records for sample in samples], np.concatenate(sources))
     key = np.stack([records.source.astype(np.float64), records.temperature.astype(np.float64)])
     unique, inverse = np.unique(key, axis=1, return_inverse=True)
     return Forest(
-        ids=np.concatenate([sample.ids for sample in samples]).astype(np.int32),
-        positions=np.concatenate([sample.positions for sample in samples]).astype(np.int32),
-        subtree_end=np.concatenate(ends).astype(np.int32),
+        ids=joined.ids,
+        positions=joined.positions,
+        subtree_end=joined.subtree_end,
         records=records,
         rows=unique[0].astype(np.int64),
         row_temperature=unique[1].astype(np.float32),
         record_row=np.asarray(inverse, np.int64).reshape(-1),
-        record_sample=np.concatenate(origin),
+        record_sample=np.repeat(
+            np.arange(len(samples)), [len(sample.records) for sample in samples]
+        ),
     )
 
 
-def concat_records(parts: Sequence[Records], source: NDArray[np.int32] | None = None) -> Records:
-    """Join records in order, with new `source` positions when given."""
-    joined = {
-        name: np.concatenate([getattr(part, name) for part in parts])
-        for name in Records.__dataclass_fields__
-    }
-    if source is not None:
-        joined["source"] = source.astype(np.int32)
-    return Records(**joined)
+def concat_records(parts: Sequence[Records]) -> Records:
+    """Join records in order."""
+    return Records(
+        **{
+            name: np.concatenate([getattr(part, name) for part in parts])
+            for name in Records.__dataclass_fields__
+        }
+    )
 
 
 def key_blocks(

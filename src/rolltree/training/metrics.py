@@ -1,7 +1,7 @@
 """What an optimizer step saw, per loss record, and its summary as flat metrics.
 
-Arrays of length `_R` are filled pack by pack and reduced once, weighted like the loss's tokens. It
-knows records and nothing of models. It leaves out rewards and timings.
+Arrays of length `_R` are filled pack by pack and reduced once, every trained token counting the
+same. It knows records and nothing of models. It leaves out rewards and timings.
 """
 
 from __future__ import annotations
@@ -47,26 +47,21 @@ class RecordStats:
         `mismatch/*` is trainer minus engine logprob before any update, `ratio/*` its exponential,
         `ratio/ess` the effective sample size as a share (Kish 1965).
         """
-        weight = records.weight.astype(np.float64)
-        weight = weight / max(float(weight.sum()), 1e-30)
-        used = records.weight > 0
         difference = (self.logprob - records.logprob).astype(np.float64)
         ratio = np.exp(np.minimum(difference, 50.0))
-        seen = difference[used] if used.any() else np.zeros(1)
-        tail = ratio[used] if used.any() else np.ones(1)
         metrics = {
             "train/loss": self.loss,
-            "train/entropy": float(weight @ self.entropy),
-            "train/clip_share": float(weight @ self.clipped),
-            "mismatch/mean": float(weight @ difference),
-            "mismatch/abs_mean": float(weight @ np.abs(difference)),
-            "mismatch/abs_max": float(np.abs(seen).max()),
-            "mismatch/k3": float(weight @ (ratio - 1 - difference)),
-            "ratio/mean": float(weight @ ratio),
-            "ratio/min": float(tail.min()),
-            "ratio/max": float(tail.max()),
-            "ratio/ess": float(tail.sum() ** 2 / (len(tail) * (tail**2).sum())),
+            "train/entropy": float(self.entropy.mean()),
+            "train/clip_share": float(self.clipped.mean()),
+            "mismatch/mean": float(difference.mean()),
+            "mismatch/abs_mean": float(np.abs(difference).mean()),
+            "mismatch/abs_max": float(np.abs(difference).max()),
+            "mismatch/k3": float((ratio - 1 - difference).mean()),
+            "ratio/mean": float(ratio.mean()),
+            "ratio/min": float(ratio.min()),
+            "ratio/max": float(ratio.max()),
+            "ratio/ess": float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
         }
         if self.kl is not None:
-            metrics["train/kl"] = float(weight @ self.kl)
+            metrics["train/kl"] = float(self.kl.mean())
         return metrics

@@ -82,9 +82,12 @@ class Optimizer:
         return norm
 
     def step(self, lr: float) -> None:
-        """Update the parameters in place and drop the gradients."""
+        """Update the parameters in place and drop the gradients; a missing one counts as zero."""
         for group in self._adam.param_groups:
             group["lr"] = lr
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         self._adam.step()
         self.zero_grad()
 

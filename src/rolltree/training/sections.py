@@ -41,12 +41,21 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """The model that is trained and served.
 
     `name`: what `rolltree.models.load_model` takes. `compute_dtype`: autocast of the training pass;
-    the weights themselves are always float32. `device`: as torch names it.
+    the weights themselves are always float32. `backward_dtype`: of the matrix products in the
+    backward pass on a CPU; logprobs stay exact. `device`: as torch names it.
     """
 
     name: str = "smollm2-135m"
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    backward_dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.backward_dtype != "float32" and self.device != "cpu":
+            raise ConfigError(
+                f"model.backward_dtype is {self.backward_dtype!r}, which only a CPU reads, and the "
+                f"device is {self.device!r}. Use model.compute_dtype = 'bfloat16' there."
+            )
 
 
 class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -193,9 +193,8 @@ class _Loop:
             self.engine.publish(step)
         clock.append(time.perf_counter())
         metrics = rollout_metrics(collected.results) | credit | trained
-        num_unique = trained["train/num_tokens"]
         return metrics | {
-            "samples/reuse_factor": batch.report["num_raw_tokens"] / num_unique,
+            "samples/reuse_factor": batch.report["num_raw_tokens"] / batch.report["num_tokens"],
             "samples/break_rate": batch.report["break_rate"],
             "samples/skipped_tokens": batch.report["num_skipped_tokens"],
             "rollout/reused_share": collected.num_reused / len(requests),

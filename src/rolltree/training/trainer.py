@@ -1,10 +1,9 @@
 """One optimizer step from a list of samples, in place on the module that the engine serves.
 
-    samples -> coefficients over all records -> packs within a token budget -> forward, loss,
-    backward per pack -> clip -> AdamW
+    samples -> packs (`batches.py`) -> forward, loss, backward per pack -> clip -> AdamW
 
-Coefficients are global, so how samples are packed changes nothing. It knows samples and models. It
-leaves out where samples come from, publishing the weights, and distributed ranks.
+It knows samples, losses and models. It leaves out where samples come from, publishing the weights,
+and distributed ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import copy
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,25 +19,17 @@ import torch
 from torch import Tensor
 
 from rolltree.errors import TrainingError
-from rolltree.samples import pack
-from rolltree.training.aggregation import coefficients, rollout_means
+from rolltree.training.aggregation import rollout_means
 from rolltree.training.algorithms import Algorithm
+from rolltree.training.batches import Batch, Pack, make_batch, rollout_names
 from rolltree.training.config import TrainConfig
 from rolltree.training.forward import LogprobModel, choose_forward, enable_checkpointing
-from rolltree.training.layout import Forest, collate, concat_records, prune
+from rolltree.training.layout import FloatColumn, collate
 from rolltree.training.losses import KLS, LossInputs, get_loss
 from rolltree.training.metrics import RecordStats
 from rolltree.training.optim import Optimizer, learning_rate
+from rolltree.training.precision import backward_precision
 from rolltree.types import Records, Sample
-
-
-@dataclass(frozen=True, slots=True)
-class _Pack:
-    """One forward pass: a forest, and its records' place among all records of the step."""
-
-    forest: Forest
-    samples: tuple[Sample, ...]
-    span: slice
 
 
 class Trainer:
@@ -70,7 +60,7 @@ class Trainer:
             enable_checkpointing(model)
 
     def step(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
-        """Make `train.updates_per_step` optimizer steps on the samples of step `step`.
+        """Make `train.updates_per_step` optimizer steps on the samples of step `step` (from 1).
 
         Returns the metrics of the step: losses and ratios of the first update, gradient norms of
         the last.
@@ -81,108 +71,92 @@ class Trainer:
             TokenError: there is nothing to train on.
         """
         start = time.perf_counter()
-        packs, records = self._packs(samples)
-        weights = coefficients(records, self.algorithm.aggregation, self.algorithm.fixed_length)
+        section = self.config.train
+        skip = section.skip_flat and self.reference is None
+        batch = make_batch(samples, self.algorithm, section.max_tokens, skip_flat=skip)
         metrics: dict[str, float] = {}
-        num_updates = self.config.train.updates_per_step
+        num_updates = section.updates_per_step
         for update in range(num_updates):
-            stats = self._gradients(packs, records, weights)
+            stats = self._gradients(batch)
             if update == 0:
-                metrics = stats.metrics(records)
+                metrics = stats.metrics(batch.records)
                 self._check_mismatch(metrics)
             norm = self.optimizer.clip()
             if not math.isfinite(norm):
-                self._name_non_finite(packs, records, weights)
-            done = step * num_updates + update
-            lr = learning_rate(self.config.optim, done, num_updates * self.config.train.num_steps)
+                self._name_non_finite(batch)
+            done = (step - 1) * num_updates + update
+            lr = learning_rate(self.config.optim, done, num_updates * section.num_steps)
             self.optimizer.step(lr)
             metrics |= {"train/grad_norm": norm, "train/lr": lr}
         spent = time.perf_counter() - start
-        num_unique = sum(pack.forest.num_tokens for pack in packs)
         return metrics | {
             "train/num_samples": float(len(samples)),
-            "train/num_packs": float(len(packs)),
-            "train/num_tokens": float(num_unique),
-            "train/num_records": float(len(records)),
+            "train/num_packs": float(len(batch.packs)),
+            "train/num_tokens": float(batch.num_tokens),
+            "train/num_records": float(len(batch.records)),
+            "train/num_skipped_records": float(batch.num_skipped),
+            "train/lag_mean": float(np.mean(step - 1 - batch.records.version)),
             "time/train_s": spent,
-            "train/tokens_per_s": num_unique * num_updates / spent,
+            "train/tokens_per_s": batch.num_tokens * num_updates / spent,
         }
 
-    def _packs(self, samples: Sequence[Sample]) -> tuple[list[_Pack], Records]:
-        used = [_without_masked(sample) for sample in samples]
-        pruned = [prune(sample) for sample in used if len(sample.records)]
-        packs: list[_Pack] = []
-        first = 0
-        for chosen in pack(pruned, self.config.train.max_tokens):
-            forest = collate(chosen)
-            packs.append(_Pack(forest, tuple(chosen), slice(first, first + len(forest.records))))
-            first += len(forest.records)
-        if not packs:
-            collate([])
-        records = concat_records([pack.forest.records for pack in packs])
-        _check_records(packs, records)
-        return packs, records
-
-    def _gradients(
-        self, packs: Sequence[_Pack], records: Records, weights: np.ndarray
-    ) -> RecordStats:
+    def _gradients(self, batch: Batch) -> RecordStats:
         """Add up the gradients of all packs and return what was seen per record."""
-        log_ratio: np.ndarray | None = None
-        if self.loss.over_rollout and len(packs) > 1:
-            log_ratio = self._rollout_ratios(packs, records)
-        stats = RecordStats(len(records))
-        for item in packs:
+        log_ratio: FloatColumn | None = None
+        if self.loss.over_rollout and len(batch.packs) > 1:
+            log_ratio = self._rollout_ratios(batch)
+        stats = RecordStats(len(batch.records))
+        for item in batch.packs:
             with self.logprobs.context():
-                total = self._loss(item, records, weights, log_ratio, stats)
+                total = self._loss(item, batch.records, log_ratio, stats)
                 if not torch.isfinite(total):
-                    self._name_non_finite(packs, records, weights)
-                total.backward()  # type: ignore[no-untyped-call]
+                    self._name_non_finite(batch)
+                self._backward(total)
         return stats
 
     def _loss(
-        self,
-        item: _Pack,
-        records: Records,
-        weights: np.ndarray,
-        log_ratio: np.ndarray | None,
-        stats: RecordStats,
+        self, item: Pack, records: Records, log_ratio: FloatColumn | None, stats: RecordStats
     ) -> Tensor:
         """Return the share of the step's loss that one pack carries."""
-        device = self.logprobs.device
 
-        def tensor(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array[item.span])).to(device)
+        def tensor(array: FloatColumn) -> Tensor:
+            part = np.ascontiguousarray(array[item.span], np.float32)
+            return torch.from_numpy(part).to(self.logprobs.device)
 
         got = self.logprobs(item.forest)
         behaviour = tensor(records.logprob)
-        if self.loss.over_rollout and log_ratio is None:
-            whole = rollout_means(records, (got.logprob.detach() - behaviour).cpu().numpy())
-            rollout_ratio: Tensor | None = torch.from_numpy(whole).to(device)
-        else:
-            rollout_ratio = None if log_ratio is None else tensor(log_ratio)
-        inputs = LossInputs(got.logprob, behaviour, tensor(records.advantage), rollout_ratio)
+        if self.loss.over_rollout and log_ratio is None:  # the pack holds all records
+            log_ratio = rollout_means(records, (got.logprob.detach() - behaviour).cpu().numpy())
+        inputs = LossInputs(
+            got.logprob,
+            behaviour,
+            tensor(records.advantage),
+            None if log_ratio is None else tensor(log_ratio),
+        )
         terms = self.loss.fn(inputs, self.algorithm.parameters)
-        loss = terms.loss
-        kl = None
+        loss, kl = terms.loss, None
         if self.reference is not None:
             with torch.no_grad(), self.reference.context():
                 reference = self.reference(item.forest).logprob
             kl = KLS[self.config.algorithm.kl](got.logprob, reference)
             loss = loss + self.config.algorithm.kl_coef * kl
-        weight = tensor(weights)
-        total = (weight * loss).sum()
+        total = (tensor(records.weight) * loss).sum()
         stats.add(item.span, got, terms.clipped, float(total.detach()), kl)
         return total
 
+    def _backward(self, total: Tensor) -> None:
+        with backward_precision(self.config.model.backward_dtype):
+            total.backward()  # type: ignore[no-untyped-call]
+
     @torch.no_grad()
-    def _rollout_ratios(self, packs: Sequence[_Pack], records: Records) -> np.ndarray:
+    def _rollout_ratios(self, batch: Batch) -> FloatColumn:
         """Return the mean log ratio of each record's rollout, which may span several packs."""
-        difference = np.empty(len(records), np.float32)
-        for item in packs:
+        difference = np.empty(len(batch.records), np.float32)
+        for item in batch.packs:
             with self.logprobs.context():
                 got = self.logprobs(item.forest).logprob.cpu().numpy()
-            difference[item.span] = got - records.logprob[item.span]
-        return rollout_means(records, difference)
+            difference[item.span] = got - batch.records.logprob[item.span]
+        return rollout_means(batch.records, difference)
 
     def _check_mismatch(self, metrics: dict[str, float]) -> None:
         mismatch, limit = metrics["mismatch/abs_mean"], self.config.train.max_mismatch
@@ -195,72 +169,31 @@ class Trainer:
                 "logprobs are not those of the temperature it sampled with."
             )
 
-    def _name_non_finite(
-        self, packs: Sequence[_Pack], records: Records, weights: np.ndarray
-    ) -> None:
+    def _name_non_finite(self, batch: Batch) -> None:
         """Find the sample whose loss or gradient is not finite, and raise with its name."""
         self.optimizer.zero_grad()
-        culprit = "none of the samples alone: their sum overflows"
-        for item in packs:
-            for index, sample in enumerate(item.samples):
-                mine = item.forest.record_sample == index
-                alone = replace(item, forest=collate([sample]), span=slice(0, int(mine.sum())))
-                own = concat_records([alone.forest.records])
-                part = weights[item.span][mine]
-                with self.logprobs.context():
-                    loss = self._loss(alone, own, part, None, RecordStats(len(own)))
-                    loss.backward()  # type: ignore[no-untyped-call]
-                finite = bool(torch.isfinite(loss)) and math.isfinite(self.optimizer.clip())
-                self.optimizer.zero_grad()
-                if not finite:
-                    culprit = f"the sample of rollouts {_names([sample])}"
-                    break
-            else:
-                continue
-            break
+        culprit = next(
+            (
+                f"the sample of rollouts {rollout_names(sample)}"
+                for item in batch.packs
+                for sample in item.samples
+                if not self._is_finite_alone(sample)
+            ),
+            "none of the samples alone, their sum overflows",
+        )
         raise TrainingError(
             f"the loss or its gradient is not finite; it comes from {culprit}. The weights were "
-            "not changed. Look at that sample's tokens and advantages; if all samples are bad, "
-            "the weights have diverged: continue from an earlier checkpoint with a lower optim.lr."
+            "not changed by this update. Look at that sample's tokens and advantages; if all are "
+            "bad, the weights have diverged: continue from an earlier checkpoint with a lower "
+            "optim.lr."
         )
 
-
-def _without_masked(sample: Sample) -> Sample:
-    """Drop the records of weight 0, which no loss and no normalizer sees."""
-    keep = sample.records.weight != 0
-    if keep.all():
-        return sample
-    columns = {name: getattr(sample.records, name)[keep] for name in Records.__dataclass_fields__}
-    return replace(sample, records=Records(**columns))
-
-
-def _check_records(packs: Sequence[_Pack], records: Records) -> None:
-    """Refuse records that no gradient can be computed from, by the name of their rollout."""
-    for name in ("logprob", "advantage", "weight", "temperature"):
-        values = getattr(records, name)
-        bad = ~np.isfinite(values)
-        if name == "temperature":
-            bad |= values <= 0
-        if bad.any():
-            worst = int(bad.argmax())
-            raise TrainingError(
-                f"the {name} of a token of rollout {_rollout_at(packs, worst)} is "
-                f"{float(values[worst])}, so its gradient would destroy the weights. The engine "
-                "(logprob, temperature) or the reward (advantage) gave it; look at that rollout in "
-                "the run store. Training needs the engine's logprobs and a temperature above 0."
-            )
-
-
-def _names(samples: Sequence[Sample]) -> str:
-    names = dict.fromkeys(origin.rollout_id for sample in samples for origin in sample.origins)
-    shown = list(names)[:8]
-    return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > 8 else "")
-
-
-def _rollout_at(packs: Sequence[_Pack], record: int) -> str:
-    """Return the names of the rollouts of the sample that holds a record."""
-    for item in packs:
-        if record < item.span.stop:
-            index = int(item.forest.record_sample[record - item.span.start])
-            return _names([item.samples[index]])
-    return "unknown"
+    def _is_finite_alone(self, sample: Sample) -> bool:
+        forest = collate([sample])
+        alone = Pack(forest, (sample,), slice(0, len(forest.records)))
+        with self.logprobs.context():
+            loss = self._loss(alone, forest.records, None, RecordStats(len(forest.records)))
+            self._backward(loss)
+        finite = bool(torch.isfinite(loss)) and math.isfinite(self.optimizer.clip())
+        self.optimizer.zero_grad()
+        return finite

@@ -1,0 +1,126 @@
+"""The samples of one optimizer step as packs: weighted, checked, stripped of what trains nothing.
+
+    coefficients over all records -> drop what has no gradient -> prune -> pack within the budget
+
+A record's coefficient becomes its weight, so the loss of a pack is a plain weighted sum and packing
+changes nothing. Pure numpy. It knows samples and the aggregation table. It leaves out models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rolltree.errors import TokenError, TrainingError
+from rolltree.samples import pack, prune_sample
+from rolltree.training.aggregation import coefficients
+from rolltree.training.algorithms import Algorithm
+from rolltree.training.layout import BoolArray, Forest, collate, concat_records
+from rolltree.types import Records, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """One forward pass: a forest, and its records' place among all records of the step."""
+
+    forest: Forest
+    samples: tuple[Sample, ...]
+    span: slice
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The packs of a step and their records in pack order; `weight` is the loss coefficient.
+
+    `num_skipped` counts records whose gradient is zero whatever the model says.
+    """
+
+    packs: tuple[Pack, ...]
+    records: Records
+    num_skipped: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that one pass over the batch computes."""
+        return sum(item.forest.num_tokens for item in self.packs)
+
+
+def make_batch(
+    samples: Sequence[Sample], algorithm: Algorithm, max_tokens: int, *, skip_flat: bool = False
+) -> Batch:
+    """Turn samples into packs of at most `max_tokens` tokens.
+
+    With `skip_flat`, rollouts whose advantages are all zero are left out after they have counted in
+    the normalizers: the gradient is the same. One stays if there are no others, to be measured.
+
+    Raises:
+        TokenError: there is no loss record at all.
+        TrainingError: a logprob, advantage, weight or temperature cannot be used; the rollout is
+            named.
+    """
+    used = [_select(sample, sample.records.weight != 0) for sample in samples]
+    used = [sample for sample in used if len(sample.records)]
+    if not used:
+        raise TokenError(
+            "there is no loss record in these samples, so there is nothing to train on. Check that "
+            "the rollouts carry token ids and that credit left some of them to train."
+        )
+    for sample in used:
+        _check(sample)
+    records = concat_records([sample.records for sample in used])
+    weight = coefficients(records, algorithm.aggregation, algorithm.fixed_length)
+    keep = _with_gradient(records) if skip_flat else np.ones(len(records), np.bool_)
+    edges = np.cumsum([0, *(len(sample.records) for sample in used)])
+    parts = []
+    for sample, first, stop in zip(used, edges[:-1], edges[1:], strict=True):
+        weighted = replace(sample, records=replace(sample.records, weight=weight[first:stop]))
+        parts.append(prune_sample(_select(weighted, keep[first:stop])))
+    packs: list[Pack] = []
+    first = 0
+    for chosen in pack(parts, max_tokens):
+        forest = collate(chosen)
+        packs.append(Pack(forest, tuple(chosen), slice(first, first + len(forest.records))))
+        first += len(forest.records)
+    joined = concat_records([item.forest.records for item in packs])
+    return Batch(tuple(packs), joined, len(records) - len(joined))
+
+
+def _select(sample: Sample, keep: BoolArray) -> Sample:
+    if keep.all():
+        return sample
+    columns = {name: getattr(sample.records, name)[keep] for name in Records.__dataclass_fields__}
+    return replace(sample, records=Records(**columns))
+
+
+def _with_gradient(records: Records) -> BoolArray:
+    """Return which records belong to a rollout with an advantage; the first rollout's if none."""
+    moving = np.unique(records.rollout[records.advantage != 0])
+    return np.isin(records.rollout, moving if len(moving) else records.rollout[:1])
+
+
+def _check(sample: Sample) -> None:
+    """Refuse a sample that no gradient can be computed from.
+
+    Raises:
+        TrainingError: naming the rollouts of the sample.
+    """
+    for name in ("logprob", "advantage", "weight", "temperature"):
+        values = getattr(sample.records, name)
+        bad = ~np.isfinite(values)
+        if name == "temperature":
+            bad |= values <= 0
+        if bad.any():
+            raise TrainingError(
+                f"the {name} of a token is {float(values[bad.argmax()])}, in the sample of rollout "
+                f"{rollout_names(sample)}, so its gradient would destroy the weights. The engine "
+                "(logprob, temperature) or the reward (advantage) gave it; look at that rollout in "
+                "the run store. Training needs the engine's logprobs and a temperature above 0."
+            )
+
+
+def rollout_names(sample: Sample) -> str:
+    """Return the ids of the rollouts of a sample, for messages."""
+    names = list(dict.fromkeys(origin.rollout_id for origin in sample.origins))
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -1,0 +1,398 @@
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from training_kit import Call, flat, group, tiny_model, tree
+
+from rolltree.errors import TokenError, TrainingError
+from rolltree.samples import build_samples
+from rolltree.tokens import Trajectory
+from rolltree.training import Trainer, load_train_config
+from rolltree.training.algorithms import ALGORITHMS, resolve_algorithm
+from rolltree.training.batches import make_batch
+from rolltree.training.optim import Optimizer, learning_rate
+from rolltree.training.sections import ModelSection
+from rolltree.types import FinishReason, Generation, State
+
+QUIET = {"train": {"max_mismatch": 1e9}}
+
+
+def config(**sections):
+    return load_train_config({**QUIET, **sections})
+
+
+def trainer(module=None, **sections):
+    sections["train"] = {**QUIET["train"], **sections.get("train", {})}
+    return Trainer(module or tiny_model(), load_train_config(sections))
+
+
+def gradient_of(worker, samples):
+    """The gradient of one step, before clipping."""
+    batch = make_batch(samples, worker.algorithm, worker.config.train.max_tokens)
+    worker._gradients(batch)
+    gradient = torch.cat([p.grad.flatten() for p in worker.optimizer.parameters])
+    worker.optimizer.zero_grad()
+    return gradient
+
+
+def advantage_weighted_logprob(worker, samples):
+    (item,) = make_batch(samples, worker.algorithm, 8192).packs
+    with torch.no_grad(), worker.logprobs.context():
+        got = worker.logprobs(item.forest).logprob.numpy()
+    return float((got * item.forest.records.advantage).sum())
+
+
+def difference(left, right):
+    return float((left - right).norm() / right.norm())
+
+
+def states(num_rollouts=4, seed=0, rewrite=True):
+    """Rollouts of three turns whose history is rewritten before the third: every scope differs."""
+    rng = np.random.default_rng(seed)
+    prompt = rng.integers(1, 60, 12).astype(np.int32)
+    made = []
+    for rollout in range(num_rollouts):
+        trajectory = Trajectory()
+        context = prompt
+        for turn in range(3):
+            count = int(rng.integers(1, 5))
+            answer = rng.integers(1, 60, count).astype(np.int32)
+            trajectory.append_call(
+                prompt=[],
+                completion=[],
+                turn=turn // 2,
+                generation=Generation(
+                    message={},
+                    text="",
+                    finish_reason=FinishReason.STOP,
+                    prompt_ids=context,
+                    completion_ids=answer,
+                    logprobs=(-rng.random(count) * 3).astype(np.float32),
+                    versions=np.zeros(count, np.int32),
+                    temperature=0.8,
+                    call_id=1000 * rollout + turn,
+                ),
+            )
+            extra = rng.integers(1, 60, 3).astype(np.int32)
+            kept = context[:6] if turn == 1 and rewrite else context
+            context = np.concatenate([kept, answer, extra])
+        state = State(trajectory=trajectory, reward=1.0, request_id=f"r{rollout}")
+        advantage = float(rng.normal())
+        state["advantage"] = advantage
+        for step in trajectory:
+            step["advantage"] = advantage
+        made.append(state)
+    return made
+
+
+LAW_CASES = [
+    *({"name": name} for name in sorted(ALGORITHMS) if name not in ("dr_grpo", "zero")),
+    {"name": "dr_grpo", "fixed_length": 7},
+    {"name": "grpo", "aggregation": "token"},
+    {"name": "gspo", "aggregation": "sequence", "clip_low": 0.9, "clip_high": 3.0},
+    {"name": "gspo", "clip_low": 0.9, "clip_high": 3.0},
+    {"name": "cispo", "aggregation": "rollout"},
+    {"name": "grpo", "kl_coef": 0.3, "kl": "k2"},
+]
+
+
+class TestLawOfScopes:
+    @pytest.mark.parametrize(
+        "algorithm", LAW_CASES, ids=lambda case: "-".join(map(str, case.values()))
+    )
+    def test_the_same_rollouts_give_the_same_gradient_in_every_scope(self, algorithm):
+        model = tiny_model("llama")
+        worker = trainer(model, algorithm=algorithm)
+        if worker.reference is not None:  # else the KL has no gradient
+            with torch.no_grad():
+                for parameter in worker.reference.model.parameters():
+                    parameter.mul_(1.05)
+        rollouts = states()
+        gradients, sizes = {}, {}
+        for scope in ("step", "turn", "interleave", "tree"):
+            key = {"group_key": lambda state: 0} if scope == "tree" else {}
+            built = build_samples(rollouts, scope, **key).samples
+            sizes[scope] = sum(len(sample.ids) for sample in built)
+            gradients[scope] = gradient_of(worker, built)
+        assert sizes["tree"] < sizes["interleave"] < sizes["step"]
+        assert float(gradients["step"].norm()) > 1e-4
+        for scope in ("turn", "interleave", "tree"):
+            assert difference(gradients[scope], gradients["step"]) < 1e-5, scope
+
+    @pytest.mark.parametrize("name", ["grpo", "gspo"])
+    def test_packing_changes_nothing(self, name):
+        options = {"clip_low": 0.9, "clip_high": 3.0} if name == "gspo" else {}
+        model = tiny_model()
+        built = build_samples(states(6), "interleave").samples
+        whole = gradient_of(trainer(model, algorithm={"name": name, **options}), built)
+        longest = max(sample.num_tokens for sample in built)
+        small = trainer(model, algorithm={"name": name, **options}, train={"max_tokens": longest})
+        batch = make_batch(built, small.algorithm, longest)
+        assert len(batch.packs) > 3
+        assert all(item.forest.num_tokens <= longest for item in batch.packs)
+        assert difference(gradient_of(small, built), whole) < 1e-5
+
+    def test_a_tree_over_the_budget_is_split_without_changing_the_gradient(self):
+        built = build_samples(states(6), "tree", group_key=lambda state: 0).samples
+        model = tiny_model()
+        whole = gradient_of(trainer(model), built)
+        small = trainer(model, train={"max_tokens": 40})
+        batch = make_batch(built, small.algorithm, 40)
+        assert len(batch.packs) > 1
+        assert difference(gradient_of(small, built), whole) < 1e-5
+
+
+class TestBatch:
+    def test_weights_are_the_coefficients(self):
+        batch = make_batch([tree(group(3))], resolve_algorithm("dapo"), 1000)
+        assert batch.records.weight.sum() == pytest.approx(1.0)
+        assert batch.num_skipped == 0
+
+    def test_masked_records_do_not_count(self):
+        calls = group(2, turns=1)
+        calls[0].weight = 0.0
+        batch = make_batch([flat(call) for call in calls], resolve_algorithm("grpo"), 1000)
+        assert set(batch.records.rollout.tolist()) == {1}
+        assert batch.records.weight.sum() == pytest.approx(1.0)
+
+    def test_flat_groups_are_skipped_after_they_counted(self):
+        calls = group(4, turns=1)
+        calls[1].advantage = calls[2].advantage = 0.0
+        samples = [tree(calls)]
+        algorithm = resolve_algorithm("grpo")
+        every = make_batch(samples, algorithm, 1000)
+        some = make_batch(samples, algorithm, 1000, skip_flat=True)
+        assert some.num_tokens < every.num_tokens
+        assert set(some.records.rollout.tolist()) == {0, 3}
+        assert some.num_skipped == len(calls[1].completion) + len(calls[2].completion)
+        assert some.records.weight.sum() == pytest.approx(0.5)  # two of four rollouts
+        model = tiny_model()
+        skipping, complete = trainer(model), trainer(model, train={"skip_flat": False})
+        wanted = gradient_of(complete, samples)
+        skipping._gradients(some)
+        got = torch.cat([p.grad.flatten() for p in skipping.optimizer.parameters])
+        assert difference(got, wanted) < 1e-5
+
+    def test_one_rollout_stays_when_all_are_flat(self):
+        calls = group(4, turns=1)
+        for call in calls:
+            call.advantage = 0.0
+        batch = make_batch([tree(calls)], resolve_algorithm("grpo"), 1000, skip_flat=True)
+        assert set(batch.records.rollout.tolist()) == {0}
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [("logprob", math.nan), ("advantage", math.inf), ("temperature", 0.0)],
+    )
+    def test_unusable_numbers_are_named(self, field, value):
+        calls = group(3, turns=1)
+        samples = [flat(call) for call in calls]
+        getattr(samples[1].records, field)[0] = value
+        with pytest.raises(TrainingError, match=rf"the {field} of a token is .*rollout r1"):
+            make_batch(samples, resolve_algorithm("grpo"), 1000)
+
+    def test_nothing_to_train(self):
+        with pytest.raises(TokenError, match="no loss record"):
+            make_batch([], resolve_algorithm("grpo"), 1000)
+
+
+class TestStep:
+    def test_it_changes_the_module_itself_towards_the_advantages(self):
+        model = tiny_model()
+        worker = trainer(model, optim={"lr": 1e-2}, algorithm={"name": "reinforce"})
+        parameter = model.model.layers[0].mlp.up_proj.weight
+        address, before = parameter.data_ptr(), parameter.clone()
+        samples = [tree(group())]
+        gain = advantage_weighted_logprob(worker, samples)
+        for step in range(1, 6):
+            worker.step(samples, step)
+        assert parameter.data_ptr() == address
+        assert not torch.equal(parameter, before)
+        assert advantage_weighted_logprob(worker, samples) > gain + 0.5
+
+    def test_the_update_is_adamw_by_hand(self):
+        model = tiny_model()
+        worker = trainer(
+            model, optim={"lr": 0.01, "weight_decay": 0.1, "max_grad_norm": 1e9, "eps": 1e-12}
+        )
+        samples = [tree(group())]
+        gradient = gradient_of(worker, samples)
+        matrix = model.model.layers[0].mlp.up_proj.weight
+        vector = model.model.norm.weight
+        before = {id(p): p.detach().clone() for p in model.parameters()}
+        worker.step(samples, 1)
+        at = 0
+        for parameter in worker.optimizer.parameters:
+            part = gradient[at : at + parameter.numel()].view_as(parameter)
+            at += parameter.numel()
+            if parameter is matrix or parameter is vector:
+                decay = 0.1 * 0.01 if parameter is matrix else 0.0
+                # first step: both moments are bias-corrected to g and g^2
+                wanted = before[id(parameter)] * (1 - decay) - 0.01 * part.sign()
+                moved = part.abs() > 1e-8
+                assert torch.allclose(parameter[moved], wanted[moved], atol=1e-6)
+
+    def test_no_gradient_still_lets_the_momentum_run_out(self):
+        model = tiny_model()
+        worker = trainer(model, optim={"lr": 0.01})
+        moving, still = [tree(group(seed=1))], [tree(group(seed=2))]
+        for call_weight in (still[0].records.advantage,):
+            call_weight[:] = 0.0
+        worker.step(moving, 1)
+        before = model.model.norm.weight.clone()
+        metrics = worker.step(still, 2)
+        assert metrics["train/grad_norm"] == 0.0
+        assert not torch.equal(model.model.norm.weight, before)
+
+    def test_clipping_scales_to_the_largest_norm(self):
+        worker = trainer(optim={"max_grad_norm": 0.5})
+        batch = make_batch([tree(group())], worker.algorithm, 8192)
+        worker._gradients(batch)
+        norm = worker.optimizer.clip()
+        assert norm > 0.5
+        gradients = [p.grad for p in worker.optimizer.parameters]
+        assert float(torch.nn.utils.get_total_norm(gradients)) == pytest.approx(0.5, rel=1e-4)
+
+    def test_metrics_say_what_happened(self):
+        model = tiny_model()
+        worker = trainer(model)
+        calls = group()
+        metrics = worker.step([tree(calls)], 1)
+        assert metrics["train/num_records"] == sum(len(call.completion) for call in calls)
+        assert metrics["mismatch/abs_max"] >= metrics["mismatch/abs_mean"] > 0
+        assert 0 < metrics["ratio/ess"] <= 1
+        assert metrics["ratio/min"] <= metrics["ratio/mean"] <= metrics["ratio/max"]
+        assert 0 < metrics["train/entropy"] < math.log(61)
+        assert metrics["train/lag_mean"] == 0
+
+    def test_the_engines_own_logprobs_give_no_mismatch(self):
+        model = tiny_model()
+        call = Call([3, 4, 5], [6, 7])
+        logits = model(torch.tensor([[3, 4, 5, 6]])).logits[0, 2:].log_softmax(-1)
+        call.logprob = logits[[0, 1], [6, 7]].tolist()
+        metrics = trainer(model).step([flat(call)], 1)
+        assert metrics["mismatch/abs_max"] < 1e-5
+        assert metrics["ratio/ess"] == pytest.approx(1, abs=1e-4)
+
+    def test_several_updates_on_the_same_rollouts(self):
+        model = tiny_model()
+        once = trainer(model, train={"updates_per_step": 3, "num_steps": 2}, optim={"lr": 1e-3})
+        once.step([tree(group())], 1)
+        twin = tiny_model()
+        by_hand = trainer(twin, train={"num_steps": 6}, optim={"lr": 1e-3})
+        for step in (1, 2, 3):
+            by_hand.step([tree(group())], step)
+        for left, right in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.allclose(left, right, atol=1e-7)
+
+    def test_gradient_checkpointing_changes_nothing(self):
+        samples = [tree(group())]
+        plain = gradient_of(trainer(tiny_model()), samples)
+        saving = trainer(tiny_model(), train={"gradient_checkpointing": True})
+        assert difference(gradient_of(saving, samples), plain) < 1e-6
+
+    def test_cheap_backward_passes_stay_close(self):
+        samples = [tree(group(8, 60))]
+        plain = gradient_of(trainer(tiny_model(hidden_size=128)), samples)
+        cheap = trainer(tiny_model(hidden_size=128), model={"backward_dtype": "bfloat16"})
+        before = torch.backends.mkldnn.matmul.fp32_precision
+        assert difference(gradient_of(cheap, samples), plain) < 2e-2
+        assert torch.backends.mkldnn.matmul.fp32_precision == before
+        with pytest.raises(ValueError, match="only a CPU reads"):
+            ModelSection(backward_dtype="bfloat16", device="cuda")
+
+    def test_the_reference_of_the_kl_stays_as_it_was(self):
+        worker = trainer(algorithm={"kl_coef": 0.5}, optim={"lr": 1e-2})
+        samples = [tree(group())]
+        first = worker.step(samples, 1)
+        assert first["train/kl"] == pytest.approx(0, abs=1e-6)
+        assert worker.step(samples, 2)["train/kl"] > 1e-5
+
+
+class TestGuards:
+    def test_a_disagreement_with_the_engine_stops_the_run(self):
+        worker = trainer(train={"max_mismatch": 0.1})
+        before = worker.model.model.norm.weight.clone()
+        with pytest.raises(TrainingError, match="disagree on the logprobs"):
+            worker.step([tree(group())], 1)
+        assert torch.equal(worker.model.model.norm.weight, before)
+
+    def test_a_non_finite_loss_names_its_rollout_and_changes_nothing(self):
+        worker = trainer()
+        samples = [flat(call) for call in group(3, turns=1)]
+        huge = replace(samples[1].records, logprob=np.full_like(samples[1].records.logprob, -1e4))
+        huge.advantage[:] = -1.0
+        samples[1] = replace(samples[1], records=huge)  # exp(1e4) overflows
+        before = worker.model.model.norm.weight.clone()
+        with pytest.raises(TrainingError, match=r"the sample of rollouts r1\b"):
+            worker.step(samples, 1)
+        assert torch.equal(worker.model.model.norm.weight, before)
+
+    def test_broken_weights_are_not_blamed_on_one_sample_only(self):
+        model = tiny_model()
+        worker = trainer(model)
+        with torch.no_grad():
+            model.model.norm.weight[0] = math.nan
+        with pytest.raises(TrainingError, match="not finite"):
+            worker.step([tree(group())], 1)
+
+    def test_half_precision_master_weights_are_refused(self):
+        with pytest.raises(TrainingError, match="must be float32"):
+            trainer(tiny_model().to(torch.bfloat16))
+
+    def test_a_frozen_model_is_refused(self):
+        with pytest.raises(TrainingError, match="nothing trains"):
+            trainer(tiny_model().requires_grad_(False))
+
+
+class TestOptimizer:
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [
+            ({}, [1.0, 1.0, 1.0, 1.0, 1.0]),
+            ({"warmup_steps": 3}, [0.25, 0.5, 0.75, 1.0, 1.0]),
+            ({"schedule": "linear"}, [1.0, 0.8, 0.6, 0.4, 0.2]),
+            ({"schedule": "linear", "final_lr_share": 0.5}, [1.0, 0.9, 0.8, 0.7, 0.6]),
+            ({"schedule": "linear", "warmup_steps": 1}, [0.5, 1.0, 0.75, 0.5, 0.25]),
+            ({"schedule": "cosine"}, [1.0, 0.904508, 0.654508, 0.345492, 0.095492]),
+        ],
+    )
+    def test_schedules_by_hand(self, options, expected):
+        section = config(optim={"lr": 2.0, **options}).optim
+        got = [learning_rate(section, update, 5) for update in range(5)]
+        assert got == pytest.approx([2 * share for share in expected], abs=1e-5)
+
+    @given(st.integers(0, 30), st.integers(1, 20), st.integers(0, 8))
+    @settings(max_examples=50, deadline=None)
+    def test_rates_stay_within_bounds(self, update, total, warmup):
+        for schedule in ("constant", "linear", "cosine"):
+            section = config(optim={"lr": 1.0, "schedule": schedule, "warmup_steps": warmup}).optim
+            assert 0 <= learning_rate(section, update, total) <= 1
+
+    def test_state_round_trips(self):
+        model, twin = tiny_model(), tiny_model()
+        section = config(optim={"lr": 0.01}).optim
+        left, right = Optimizer(model, section), Optimizer(twin, section)
+        for optimizer, module in ((left, model), (right, twin)):
+            torch.manual_seed(0)
+            for parameter in module.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step(0.01)
+        fresh = Optimizer(twin, section)
+        fresh.load_tensors({name: value.clone() for name, value in left.tensors()})
+        for optimizer, module in ((left, model), (fresh, twin)):
+            torch.manual_seed(1)
+            for parameter in module.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step(0.01)
+        for one, two in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(one, two)
+
+    def test_state_of_another_model_is_refused(self):
+        optimizer = Optimizer(tiny_model(), config().optim)
+        with pytest.raises(TrainingError, match="another model"):
+            optimizer.load_tensors({"exp_avg/nothing.weight": torch.zeros(2)})
