@@ -121,10 +121,6 @@ class FolderSandbox(ABC):
         for session in self._sessions:
             await session.close()
         await asyncio.to_thread(self._folder.remove)
-        self._released()
-
-    def _released(self) -> None:
-        """Give back what else the sandbox held."""
 
     async def __aenter__(self) -> FolderSandbox:
         return self

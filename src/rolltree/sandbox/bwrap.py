@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 WORK = "/sandbox"
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
@@ -31,12 +32,15 @@ def bwrap_arguments(
     if as_root and own_user:
         for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP"):
             arguments += ["--cap-add", capability]
+    parents = {str(parent) for place in (*read_only, *DEVICES) for parent in Path(place).parents}
+    for parent in sorted(parents - {"/"}):  # what bwrap makes by itself only its owner may enter
+        arguments += ["--perms", "0755", "--dir", parent]
     for place in read_only:
         arguments += _shown(place)
     for device in DEVICES:
         arguments += ["--dev-bind-try", device, device]
     arguments += ["--bind", folder, WORK, "--symlink", WORK, "/tmp", "--remount-ro", "/"]
-    return [*arguments, "--chdir", WORK, "--"]
+    return [*arguments, "--"]
 
 
 def _shown(place: str) -> list[str]:

@@ -22,8 +22,8 @@ from rolltree.sandbox.values import Limits, SandboxLevel
 
 WORK = "/sandbox"
 _CLIENT_ENV = (
-    "PATH HOME DOCKER_HOST DOCKER_CONTEXT DOCKER_CONFIG DOCKER_CERT_PATH DOCKER_TLS_VERIFY "
-    "XDG_RUNTIME_DIR".split()
+    *("PATH", "HOME", "XDG_RUNTIME_DIR", "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG"),
+    *("DOCKER_CERT_PATH", "DOCKER_TLS_VERIFY"),
 )
 _PROTECTIONS = {
     "files": "container, read-only image",

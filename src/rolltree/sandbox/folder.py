@@ -27,7 +27,7 @@ _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class PrivateFolder:
-    """One work folder, owned by `uid` when given, gone after `remove` or at the end of the process."""
+    """One work folder, owned by `uid` when given; gone after `remove` or with the process."""
 
     def __init__(self, base: Path | None = None, uid: int | None = None) -> None:
         parent = Path(base or tempfile.gettempdir()).resolve()

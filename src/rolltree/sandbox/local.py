@@ -240,7 +240,9 @@ class LocalSandbox(FolderSandbox):
             found["RLIMIT_NPROC"] = limits.max_processes + others
         return found
 
-    def _released(self) -> None:
+    async def close(self) -> None:
+        """Kill what runs, delete the folder, let another sandbox have the user."""
+        await super().close()
         if self._uid is not None:
             give_uid_back(self._uid)
 

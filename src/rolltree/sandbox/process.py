@@ -131,11 +131,14 @@ class SupervisedProcess:
         finally:
             os.close(control_read)
             os.close(status_write)
-        assert self._popen.stdin and self._popen.stdout and self._popen.stderr
-        self._stdin = self._popen.stdin.fileno()
+        stdin_pipe, stdout, stderr = self._popen.stdin, self._popen.stdout, self._popen.stderr
+        assert stdin_pipe is not None
+        assert stdout is not None
+        assert stderr is not None
+        self._stdin = stdin_pipe.fileno()
         os.set_blocking(self._stdin, False)
-        self._watch(self._popen.stdout.fileno(), lambda data: self._feed(1, data))
-        self._watch(self._popen.stderr.fileno(), lambda data: self._feed(2, data))
+        self._watch(stdout.fileno(), lambda data: self._feed(1, data))
+        self._watch(stderr.fileno(), lambda data: self._feed(2, data))
         self._watch(status_read, self._report.extend)
         self._status_fd = status_read
         self._push()
@@ -177,8 +180,10 @@ class SupervisedProcess:
         """Wait until no process of the tree is left."""
         await asyncio.shield(self.finished)
 
-    def report(self) -> dict[str, Any]:
+    def report(self, said: str) -> dict[str, Any]:
         """Return what the supervisor reported, with `ended` as seen from outside.
+
+        `said` is what came out, for the message when it was no output of the code.
 
         Raises:
             SandboxError: the isolation could not be set up, so the code did not run.
@@ -189,11 +194,12 @@ class SupervisedProcess:
             report = {"ended": "lost", "exit_code": None, "signal": None, "setup": "1"}
         if self._override == "output" or (self._override and report["ended"] == "closed"):
             report.update(ended=self._override, exit_code=None, signal=None)
-        started = report.pop("setup") == "1" if self._launch.confinement else True
-        if not started and report["ended"] in ("exit", "signal"):
+        setup = report.pop("setup")
+        is_confined = self._launch.confinement is not None
+        if is_confined and setup != "1" and report["ended"] in ("exit", "signal"):
             raise SandboxError(
                 f"the sandbox could not be set up at level {self._launch.level!r}, so nothing was "
-                "run. The text of its programs says why."
+                f"run: {setup[1:]} {said.strip()}. Another level may work here."
             )
         return report
 
@@ -286,8 +292,4 @@ async def run_to_end(launch: Launch, limits: Limits, stdin: bytes) -> RunResult:
         if not process.finished.done():
             await process.stop()
     stdout, stderr = (bytes(output.kept[stream]).decode(errors="replace") for stream in (1, 2))
-    try:
-        report = process.report()
-    except SandboxError as error:
-        raise SandboxError(f"{error} {stderr.strip()}") from None
-    return RunResult(stdout=stdout, stderr=stderr, level=launch.level, **report)
+    return RunResult(stdout, stderr, level=launch.level, **process.report(stderr))

@@ -1,7 +1,7 @@
 """The system call filter of a sandbox, as a classic BPF program.
 
-It builds bytes; `confine` loads them. It is a list of what is allowed, so a call that a later kernel
-adds is refused. A refused call fails with EPERM, an unlisted one with ENOSYS, which C libraries
+It builds bytes; `confine` loads them. It is a list of what is allowed, so a call that a later
+kernel adds is refused. A refused call fails with EPERM, an unlisted one with ENOSYS, which C libraries
 know how to handle; a call in a foreign calling convention (32-bit on x86_64) kills the process. It
 leaves out files, which are Landlock's or the mount namespace's matter.
 """
@@ -17,7 +17,7 @@ from rolltree.sandbox.syscalls import AUDIT_ARCH, METADATA, NUMBERS, SIGNALS
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _X32_BIT = 0x40000000
-_NEW_NAMESPACES = 0x7E020000  # CLONE_NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
+_NEW_NAMESPACES = 0x7E020000  # CLONE_NEW: NS, CGROUP, UTS, IPC, USER, PID, NET
 _AF_UNIX, _TIOCSTI, _TIOCLINUX = 1, 0x5412, 0x541C
 _PRCTL_ALLOWED = (1, 2, 3, 15, 16, 38, 39, 0x53564D41)
 """PDEATHSIG (set, get), GET_DUMPABLE, NAME (set, get), NO_NEW_PRIVS (set, get), SET_VMA."""

@@ -119,8 +119,4 @@ class PythonWorker:
         self._process = None
         self._keep(self._pending)
         text = self._kept.decode(errors="replace")
-        try:
-            report = process.report()
-        except SandboxError as error:
-            raise SandboxError(f"{error} {text.strip()}") from None
-        return RunResult(stdout=text, stderr="", level=self._level, **report)
+        return RunResult(stdout=text, stderr="", level=self._level, **process.report(text))

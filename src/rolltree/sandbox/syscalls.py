@@ -1,8 +1,8 @@
 """Numbers of the system calls that sandboxed code may make, for x86_64 and aarch64.
 
 It knows names and numbers (`asm/unistd_64.h`, `asm-generic/unistd.h`) and which calls belong
-together. It knows nothing about filters. What is not listed is refused: sockets, namespaces, mounts,
-keys, tracing, other processes' memory, BPF, io_uring, file handles, message queues, shared memory
+together. It knows nothing about filters. What is not listed is refused: sockets, namespaces,
+mounts, keys, tracing, other processes' memory, BPF, io_uring, file handles, message queues, shared memory
 segments, performance counters, and whatever later kernels add.
 """
 
@@ -90,8 +90,9 @@ SIGNALS = frozenset({"kill", "tkill", "tgkill"})
 """They reach every process of the same user where nothing else confines signals."""
 
 METADATA = frozenset(
-    "chmod fchmod fchmodat fchmodat2 utime utimes utimensat futimesat chown fchown lchown fchownat "
-    "setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr getxattr lgetxattr fgetxattr "
-    "listxattr llistxattr flistxattr".split()
+    {"chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"}
+    | {"utime", "utimes", "utimensat", "futimesat", "getxattr", "lgetxattr", "fgetxattr"}
+    | {"setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr"}
+    | {"listxattr", "llistxattr", "flistxattr"}
 )
 """Landlock does not govern them: they reach every file that the user owns."""

@@ -17,8 +17,8 @@ from rolltree.errors import ConfigError
 Ended: TypeAlias = Literal[
     "exit", "signal", "wall", "cpu", "memory", "processes", "disk", "output", "closed", "lost"
 ]
-"""Why a run is over: it ended by itself (`exit`, `signal`), a limit, `close()`, or its supervisor died
-(`lost`)."""
+"""Why a run is over: it ended by itself (`exit`, `signal`), a limit, `close()`, or its supervisor
+died (`lost`)."""
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
