@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -181,6 +182,23 @@ def test_slices_and_copies_share_the_tree_and_deep_copies_do_not() -> None:
     deep.append(plain_step([4], [5]))
     assert (len(trajectory), trajectory.tree.num_calls) == (2, 2)
     assert deep.call_of(2) == 2
+
+
+def test_a_trajectory_travels_to_another_process() -> None:
+    trajectory = Trajectory([plain_step([1], [2]), plain_step([1, 2], [3])])
+    trajectory.append_call(prompt="", completion="", generation=generation([1, 2, 3], [4], 9))
+    trajectory.append_call(prompt="", completion="", generation=generation(None, None, 10))
+    trajectory[0]["tokens"]["completion_mask"] = [0]  # type: ignore[index]
+    twin = pickle.loads(pickle.dumps(trajectory))
+    assert isinstance(twin, Trajectory)
+    assert twin == trajectory
+    assert [twin.call_of(step) for step in range(4)] == [0, 1, 2, None]
+    assert twin[0]["tokens"]["completion_mask"] == [0]
+    assert twin.tree.mask(0).tolist() == [1]
+    more = generation([1, 2, 3, 4, 5], [6], 11, extends=9)
+    twin.append_call(prompt="", completion="", generation=more)
+    assert twin.tree.parent(3) == 2
+    assert trajectory.tree.num_calls == 3
 
 
 def test_steps_of_another_trajectory_stay_views_on_its_tree() -> None:

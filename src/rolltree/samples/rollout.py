@@ -141,7 +141,7 @@ def _shared_tree(steps: Sequence[Any]) -> tuple[TokenTree, list[int | None]] | N
         if tokens is None:
             handles.append(None)
             continue
-        if not isinstance(tokens, StepTokens) or tokens.assigned:
+        if not isinstance(tokens, StepTokens) or not tokens.as_recorded:
             return None
         if tree is None:
             tree = tokens.tree
@@ -158,7 +158,7 @@ def _fresh_tree(index: int, steps: Sequence[Any]) -> tuple[TokenTree, list[int |
         tokens = step.get("tokens")
         if tokens is None:
             handles.append(None)
-        elif isinstance(tokens, StepTokens) and not tokens.assigned:
+        elif isinstance(tokens, StepTokens) and tokens.as_recorded:
             handles.append(tree.copy_call(tokens.tree, tokens.call))
         else:
             try:

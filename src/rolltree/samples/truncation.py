@@ -144,7 +144,7 @@ def call_len(step: Mapping[str, Any]) -> int:
     tokens = step.get("tokens")
     if tokens is None:
         return 0
-    if isinstance(tokens, StepTokens) and not tokens.assigned:
+    if isinstance(tokens, StepTokens) and tokens.as_recorded:
         return tokens.tree.path_len(tokens.call)
     return len(tokens["prompt_ids"]) + len(tokens["completion_ids"])
 

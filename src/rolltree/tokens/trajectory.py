@@ -8,6 +8,7 @@ environment or a trainer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from typing import Any, SupportsIndex, cast
 
 from rolltree.errors import TokenError
@@ -156,6 +157,44 @@ class Trajectory(list[TrajectoryStep]):
     def copy(self) -> Trajectory:
         """Return a shallow copy over the same tree."""
         return self[:]  # type: ignore[no-any-return]
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Trajectory:
+        copied = Trajectory(tree=deepcopy(self.tree, memo))
+        memo[id(self)] = copied
+        copied._handles = dict(self._handles)
+        list.extend(copied, [deepcopy(step, memo) for step in self])
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        calls = [self.call_of(index) for index in range(len(self))]
+        assigned = [
+            {} if call is None else {key: step["tokens"][key] for key in step["tokens"].assigned}  # type: ignore
+            for call, step in zip(calls, self, strict=True)
+        ]
+        steps = [
+            step if call is None else {**step, "tokens": None}
+            for call, step in zip(calls, self, strict=True)
+        ]
+        return _rebuild, (self.tree, steps, calls, assigned, self._handles)
+
+
+def _rebuild(
+    tree: TokenTree,
+    steps: list[Any],
+    calls: list[int | None],
+    assigned: list[dict[str, Any]],
+    handles: dict[int, int],
+) -> Trajectory:
+    """Return the trajectory that `Trajectory.__reduce_ex__` took apart."""
+    for step, call, values in zip(steps, calls, assigned, strict=True):
+        if call is not None:
+            step["tokens"] = StepTokens(tree, call)
+            step["tokens"].update(values)
+    made = Trajectory(steps, tree=tree)
+    made._handles = handles
+    return made
 
 
 def insert_step(tree: TokenTree, step: Mapping[str, Any]) -> int:

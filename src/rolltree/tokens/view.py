@@ -10,6 +10,7 @@ Knows the tree's accessors. Leaves out reading the messages: see `trajectory.py`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,11 @@ class StepTokens(dict[str, Any]):
         """The keys that were assigned after the call was recorded."""
         return tuple(key for key, value in dict.items(self) if value is not None)
 
+    @property
+    def as_recorded(self) -> bool:
+        """Whether the tree still says all that training reads: no token key was assigned."""
+        return not any(key in TOKEN_KEYS for key in self.assigned)
+
     def __getitem__(self, key: str) -> Any:
         value = dict.__getitem__(self, key)
         return _READERS[key](self.tree, self.call) if value is None else value
@@ -136,8 +142,6 @@ class StepTokens(dict[str, Any]):
         return dict, (self.copy(),)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepTokens:
-        from copy import deepcopy
-
         copied = StepTokens(deepcopy(self.tree, memo), self.call)
         for key in self.assigned:
             copied[key] = deepcopy(dict.__getitem__(self, key), memo)
