@@ -1,0 +1,124 @@
+"""What a contract check says to an environment: a model of one mind, and answers in its format.
+
+It knows parsers and messages. It knows nothing about what a good answer is. It leaves out tokens:
+scoring does not need them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rolltree.errors import RolltreeError, UnsupportedSetting
+from rolltree.parsers import Parser, XMLParser
+from rolltree.types import (
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    Messages,
+    MessageType,
+    SamplingParams,
+    ToolSchema,
+)
+
+MAX_CALLS = 100
+_call_ids = itertools.count()
+
+Style = Callable[[str], str]
+
+
+class EndlessRollout(RolltreeError):
+    """An environment asked a probe more often than any rollout needs."""
+
+
+class Probe:
+    """A model client that answers every call of a rollout with the same text.
+
+    `prompts` holds the first prompt of each rollout with its tools. With `error` every call raises
+    it; with `hang` none returns.
+    """
+
+    model = "probe"
+
+    def __init__(
+        self,
+        reply: str | Callable[[Messages], str] = "",
+        *,
+        error: Exception | None = None,
+        hang: bool = False,
+    ) -> None:
+        self._reply, self._error, self._hang = reply, error, hang
+        self.prompts: list[tuple[Messages, Sequence[ToolSchema]]] = []
+        self.is_asked = asyncio.Event()
+        self._num_calls = 0
+
+    def session(self) -> Probe:
+        """Return this probe: every rollout has its own."""
+        self._num_calls = 0
+        return self
+
+    async def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[ToolSchema] | None = None,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
+        model: str | None = None,
+        message_type: MessageType = "chat",
+    ) -> Generation:
+        """Answer.
+
+        Raises:
+            EndlessRollout: at call 101 of one rollout.
+        """
+        self._num_calls += 1
+        self.is_asked.set()
+        if self._num_calls == 1:
+            self.prompts.append((messages, tools or ()))
+        if self._num_calls > MAX_CALLS:
+            raise EndlessRollout(f"the rollout has made {MAX_CALLS} model calls and goes on")
+        if self._hang:
+            await asyncio.Event().wait()
+        if self._error is not None:
+            raise self._error
+        text = self._reply(messages) if callable(self._reply) else self._reply
+        return Generation(
+            message={"role": "assistant", "content": text},
+            text=text,
+            finish_reason=FinishReason.STOP,
+            prompt_ids=None,
+            completion_ids=None,
+            logprobs=None,
+            versions=None,
+            temperature=sampling.temperature,
+            call_id=next(_call_ids),
+        )
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Refuse: a probe has no tokens."""
+        raise UnsupportedSetting("a probe answers chats only; it has no tokenizer.")
+
+    async def aclose(self) -> None:
+        """Do nothing: there is nothing to release."""
+
+
+def styles_of(parser: Parser) -> dict[str, Style]:
+    """Return the ways to write an answer so that this parser may find it, by name."""
+    styles: dict[str, Style] = {"plain": str}
+    if isinstance(parser, XMLParser):
+        styles["tags"] = lambda text: _in_tags(parser, text)
+    styles["boxed"] = lambda text: f"\\boxed{{{text}}}"
+    styles["hash"] = lambda text: f"#### {text}"
+    styles["think"] = lambda text: f"<think>\nLet me see.\n</think>\n{text}"
+    styles["think-boxed"] = lambda text: f"<think>\nLet me see.\n</think>\n\\boxed{{{text}}}"
+    styles["answer-tag"] = lambda text: f"<answer>{text}</answer>"
+    styles["brackets"] = lambda text: f"[{text}]"
+    return styles
+
+
+def _in_tags(parser: XMLParser, text: str) -> str:
+    fields: dict[str, Any] = dict.fromkeys(parser.get_fields(), "Let me see.")
+    found = parser.answer_field if parser.answer_field in fields else parser.get_fields()[-1]
+    return parser.format(**{**fields, found: text})
