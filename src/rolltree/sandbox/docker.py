@@ -123,6 +123,6 @@ class DockerSandbox(FolderSandbox):
             cwd="/",
             folder=str(self._folder.path),
             level=self.level.name,
-            trusted_processes=limits.max_processes + 64,
+            trusted_processes=64 + limits.max_processes,  # the client's threads are not the code's
             after=[[backend.docker, "rm", "--force", name]],
         )

@@ -31,7 +31,9 @@ class PrivateFolder:
 
     def __init__(self, base: Path | None = None, uid: int | None = None) -> None:
         parent = Path(base or tempfile.gettempdir()).resolve()
-        sweep(parent)
+        if parent not in _swept:
+            _swept.add(parent)
+            sweep(parent)
         self.outer = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         self._lock_fd = os.open(self.outer / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -127,6 +129,9 @@ class PrivateFolder:
             yield fd
         finally:
             os.close(fd)
+
+
+_swept: set[Path] = set()
 
 
 def sweep(parent: Path) -> int:

@@ -7,10 +7,10 @@ to open a socket.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -98,6 +98,7 @@ class LocalBackend:
         self.env = dict(env or {})
         self.base = None if base is None else Path(base)
         self._chosen: Candidate | None = None
+        self._choosing = asyncio.Lock()
 
     async def create(self, *, limits: Limits | None = None) -> LocalSandbox:
         """Return a new sandbox; the first one of a process tries which level works.
@@ -106,7 +107,8 @@ class LocalBackend:
             SandboxUnavailable: no level works, or the best one lacks a protection.
         """
         if self._chosen is None:
-            self._chosen = await self._choose()
+            async with self._choosing:
+                self._chosen = self._chosen or await self._choose()
         return LocalSandbox(self, self._chosen, limits or Limits())
 
     async def _choose(self) -> Candidate:
@@ -118,9 +120,7 @@ class LocalBackend:
                 continue
             key = (name, self.runtime, tuple(self.read_only), self.base)
             if key not in _tried:
-                trouble = self._trouble(candidate) or await self._try(candidate)
-                with _lock:
-                    _tried[key] = trouble
+                _tried[key] = self._trouble(candidate) or await self._try(candidate)
             if not _tried[key]:
                 return candidate
             reasons.append(f"{name}: {_tried[key]}")
@@ -152,7 +152,6 @@ class LocalBackend:
 
 
 _tried: dict[tuple[object, ...], str] = {}
-_lock = threading.Lock()
 
 
 class LocalSandbox(FolderSandbox):

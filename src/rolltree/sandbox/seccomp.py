@@ -1,9 +1,9 @@
 """The system call filter of a sandbox, as a classic BPF program.
 
 It builds bytes; `confine` loads them. It is a list of what is allowed, so a call that a later
-kernel adds is refused. A refused call fails with EPERM, an unlisted one with ENOSYS, which C libraries
-know how to handle; a call in a foreign calling convention (32-bit on x86_64) kills the process. It
-leaves out files, which are Landlock's or the mount namespace's matter.
+kernel adds is refused. A refused call fails with EPERM, an unlisted one with ENOSYS, which C
+libraries know how to handle; a call in a foreign calling convention (32-bit on x86_64) kills the
+process. It leaves out files, which are Landlock's or the mount namespace's matter.
 """
 
 from __future__ import annotations

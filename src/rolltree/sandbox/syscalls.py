@@ -2,8 +2,8 @@
 
 It knows names and numbers (`asm/unistd_64.h`, `asm-generic/unistd.h`) and which calls belong
 together. It knows nothing about filters. What is not listed is refused: sockets, namespaces,
-mounts, keys, tracing, other processes' memory, BPF, io_uring, file handles, message queues, shared memory
-segments, performance counters, and whatever later kernels add.
+mounts, keys, tracing, other processes' memory, BPF, io_uring, file handles, message queues, shared
+memory segments, performance counters, and whatever later kernels add.
 """
 
 from __future__ import annotations

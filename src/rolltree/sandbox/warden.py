@@ -132,7 +132,8 @@ class Watch:
         if b"b" in commands or b"e" in commands:
             begins = commands.rindex(b"b") > commands.rfind(b"e") if b"b" in commands else False
             self.deadline = time.monotonic() + self.limits["wall_s"] if begins else None
-            self.cpu_before = self.cpu_s() if begins else self.cpu_before
+            if begins:
+                self.cpu_before = self.cpu_s(list(descendants(os.getpid())))
         if self.deadline is not None and time.monotonic() >= self.deadline:
             return "wall"
         return self.over_limit()
@@ -142,7 +143,7 @@ class Watch:
         pids = list(descendants(os.getpid()))
         resident = sum(stat_of(pid)[1] for pid in pids)
         self.peak_bytes = max(self.peak_bytes, resident)
-        if self.cpu_s() - self.cpu_before > self.limits["cpu_s"]:
+        if self.cpu_s(pids) - self.cpu_before > self.limits["cpu_s"]:
             return "cpu"
         limit = self.limits["memory_bytes"]
         if resident > limit and sum(proportional(pid) for pid in pids) > limit:
@@ -157,11 +158,10 @@ class Watch:
             return "disk" if exceeds else ""
         return ""
 
-    def cpu_s(self) -> float:
-        """Return the CPU seconds of all processes, living and reaped."""
+    def cpu_s(self, pids: list[int]) -> float:
+        """Return the CPU seconds of these living processes and of all reaped ones."""
         dead = resource.getrusage(resource.RUSAGE_CHILDREN)
-        living = sum(stat_of(pid)[0] for pid in descendants(os.getpid()))
-        return dead.ru_utime + dead.ru_stime + living
+        return dead.ru_utime + dead.ru_stime + sum(stat_of(pid)[0] for pid in pids)
 
     def reap(self) -> bool:
         """Collect dead children; return whether any child is left."""

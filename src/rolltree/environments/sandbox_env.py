@@ -1,0 +1,136 @@
+"""`SandboxEnv`: every rollout has a sandbox, and the model a shell in it.
+
+It knows backends by their interface and the lifecycle of a rollout. It leaves out what isolates
+(`rolltree.sandbox`) and scoring inside the sandbox: code that the model wrote can write any file, a
+reward file too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rolltree.environments.decorators import cleanup, teardown
+from rolltree.environments.stateful_tool_env import StatefulToolEnv
+from rolltree.errors import SandboxError, SandboxUnavailable
+from rolltree.sandbox import Limits, Sandbox, SandboxBackend, backend_of
+from rolltree.types import Messages, State
+
+_INFRASTRUCTURE = (SandboxError.__name__, SandboxUnavailable.__name__)
+
+
+class SandboxEnv(StatefulToolEnv):
+    """A `ToolEnv` whose rollouts each have a sandbox, made in `setup_state`, gone after `@cleanup`.
+
+    `state["sandbox_id"]` names it and `state["sandbox_level"]` says how well it isolates; each step
+    has the level's name in `extras["sandbox_level"]`. Look at files when a rollout is over in a
+    `@cleanup` method of your own: with the default priority it runs before the sandbox is gone. A
+    sandbox that fails is a failed rollout, not an answer to the model.
+
+    Args:
+        sandbox: "local", "docker" or a backend.
+        limits: what each run may use.
+        shell: offer the tool `bash`.
+        tools: more tools; they run outside the sandbox.
+        settings: `ToolEnv`'s.
+    """
+
+    def __init__(
+        self,
+        sandbox: str | SandboxBackend = "local",
+        limits: Limits | None = None,
+        shell: bool = True,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(tools=tools, **settings)
+        self.backend = backend_of(sandbox)
+        self.limits = limits or Limits()
+        self._sandboxes: dict[str, Sandbox] = {}
+        self._inside: set[str] = set()
+        if shell:
+            self.add_sandbox_tool(self.bash)
+
+    def add_sandbox_tool(self, tool: Callable[..., Any]) -> None:
+        """Offer a tool whose argument `sandbox` is the rollout's sandbox, unseen by the model."""
+        self.add_tool(tool, args_to_skip=["sandbox"])
+        self._inside.add(tool.__name__)
+
+    async def bash(self, command: str, sandbox: Sandbox) -> str:
+        """Run a shell command and return its output.
+
+        Files stay between calls; variables, background processes and network access do not exist.
+
+        Args:
+            command: The command line.
+        """
+        result = await sandbox.run(["sh", "-c", command])
+        return result.text() or "(no output)"
+
+    def sandbox_of(self, state: State) -> Sandbox:
+        """Return the sandbox of a rollout.
+
+        Raises:
+            SandboxError: the rollout has none, or none any more.
+        """
+        sandbox = self._sandboxes.get(state.get("sandbox_id") or "")
+        if sandbox is None:
+            raise SandboxError(
+                "this rollout has no open sandbox: it exists from setup_state to the end of "
+                "cleanup. Look at its files in a @cleanup method."
+            )
+        return sandbox
+
+    async def setup_state(self, state: State) -> State:
+        """Make the rollout's sandbox."""
+        state = await super().setup_state(state)
+        sandbox = await self.backend.create(limits=self.limits)
+        self._sandboxes[sandbox.id] = sandbox
+        state["sandbox_id"] = sandbox.id
+        state["sandbox_level"] = sandbox.level.as_dict()
+        return state
+
+    async def add_model_response(
+        self, state: State, prompt_messages: Messages, response: Any
+    ) -> None:
+        """Append the step, with the level that its tool calls ran at."""
+        before = len(state["trajectory"])
+        await super().add_model_response(state, prompt_messages, response)
+        for step in state["trajectory"][before:]:
+            step["extras"]["sandbox_level"] = state["sandbox_level"]["name"]
+
+    def update_tool_args(
+        self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State
+    ) -> dict[str, Any]:
+        """Fill in the sandbox for the tools that run in it."""
+        if tool_name not in self._inside:
+            return tool_args
+        return {**tool_args, "sandbox": self.sandbox_of(state)}
+
+    async def call_tool(self, call: Mapping[str, Any], state: State) -> str:
+        """Run one call; what the sandbox itself got wrong fails the rollout.
+
+        Raises:
+            SandboxError: the sandbox could not run the code.
+        """
+        known = len(state.get("tool_errors") or ())
+        answer = await super().call_tool(call, state)
+        for error in (state.get("tool_errors") or ())[known:]:
+            if error["type"] in _INFRASTRUCTURE:
+                raise SandboxError(error["message"])
+        return answer
+
+    @cleanup(priority=-100)
+    async def release_sandbox(self, state: State) -> None:
+        """Close the rollout's sandbox: its processes are dead and its files gone."""
+        sandbox = self._sandboxes.pop(state.get("sandbox_id") or "", None)
+        if sandbox is not None:
+            await sandbox.close()
+
+    @teardown
+    async def close_sandboxes(self) -> None:
+        """Close the sandboxes of rollouts that never reached their cleanup."""
+        left = list(self._sandboxes.values())
+        self._sandboxes.clear()
+        await asyncio.gather(*(sandbox.close() for sandbox in left), return_exceptions=True)
