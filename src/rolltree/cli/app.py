@@ -14,7 +14,13 @@ from typing import Annotated, Any
 import typer
 
 from rolltree import __version__
-from rolltree.cli import eval_command, models_command, runs_command, train_command
+from rolltree.cli import (
+    eval_command,
+    models_command,
+    runs_command,
+    serve_command,
+    train_command,
+)
 from rolltree.errors import ConfigError, RolltreeError, UnknownName
 
 app = typer.Typer(
@@ -46,6 +52,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
 _COMMANDS: dict[str, Callable[..., None]] = {
     "eval": eval_command.evaluate_environment,
     "train": train_command.train_model,
+    "serve": serve_command.serve_model,
     "runs": runs_command.list_stored_runs,
     "show": runs_command.show_run,
     "export": runs_command.export_run,

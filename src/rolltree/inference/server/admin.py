@@ -1,0 +1,99 @@
+"""What whoever owns the weights asks of the server: pause, reload, version, resume, health.
+
+Paths and bodies are vLLM's, so that one publisher (`rolltree.inference.publish`) works on both. A
+request must carry the server's token. It leaves out transfers over NCCL and LoRA adapters.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rolltree.inference.server.errors import RequestError
+from rolltree.inference.server.http import Handler, json_body, json_response
+
+if TYPE_CHECKING:
+    from rolltree.inference.server.served import ServedModel
+
+
+class AdminHandlers:
+    """Weight updates of one served model; `paths` says which request is answered by what."""
+
+    def __init__(self, served: ServedModel) -> None:
+        self._served = served
+        self.paths: dict[tuple[str, str], Handler] = {
+            ("GET", "/health"): self.health,
+            ("POST", "/pause"): self.pause,
+            ("POST", "/resume"): self.resume,
+            ("GET", "/is_paused"): self.is_paused,
+            ("POST", "/collective_rpc"): self.collective_rpc,
+            ("POST", "/reset_prefix_cache"): self.reset_prefix_cache,
+            ("POST", "/update_weight_version"): self.update_weight_version,
+            ("GET", "/weight_info"): self.weight_info,
+        }
+
+    async def health(self, request: Request) -> Response:
+        """Answer 200 while the engine decodes, 503 when its thread has ended."""
+        return Response(status_code=200 if self._served.is_alive else 503)
+
+    async def pause(self, request: Request) -> Response:
+        """Let no step run until `/resume`; requests in flight stay (`mode=keep`)."""
+        mode = request.query_params.get("mode", "abort")
+        if mode != "keep":
+            raise RequestError(
+                f"mode = {mode!r} (vLLM's default is abort): this server only freezes requests "
+                "where they are. Use mode=keep.",
+                param="mode",
+            )
+        await self._served.pause()
+        return json_response({"status": "paused"})
+
+    async def resume(self, request: Request) -> Response:
+        """Go on after a pause."""
+        await self._served.resume()
+        return json_response({"status": "resumed"})
+
+    async def is_paused(self, request: Request) -> Response:
+        """Say whether the server is paused."""
+        return json_response({"is_paused": self._served.is_paused})
+
+    async def collective_rpc(self, request: Request) -> Response:
+        """Load the weights of a folder: method `reload_weights`, kwargs `{"weights_path": DIR}`."""
+        body = await json_body(request)
+        kwargs = body.get("kwargs", {})
+        if body.get("method") != "reload_weights":
+            raise RequestError("the only method here is reload_weights.", param="method")
+        given = kwargs.get("weights_path") if isinstance(kwargs, dict) else None
+        if not isinstance(given, str) or kwargs.keys() != {"weights_path"} or body.get("args"):
+            raise RequestError(
+                'reload_weights takes kwargs {"weights_path": DIR} and nothing else.',
+                param="kwargs",
+            )
+        if not self._served.can_reload:
+            raise RequestError("this server was started without weight updates.", status=404)
+        await self._served.reload(Path(given))
+        return json_response({"results": [None]})
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """Forget the keys of earlier prompts."""
+        await self._served.set_version()
+        return json_response({"success": True})
+
+    async def update_weight_version(self, request: Request) -> Response:
+        """Give the weights a version: `{"new_version": "3"}`, a whole number as text."""
+        version = (await json_body(request)).get("new_version")
+        if not isinstance(version, str) or not version.isdecimal() or int(version) >= 2**31:
+            raise RequestError(
+                f"new_version = {version!r} is no whole number as text, and tokens carry their "
+                'policy version as a number. Send {"new_version": "3"}.',
+                param="new_version",
+            )
+        await self._served.set_version(int(version))
+        return json_response({"success": True, "new_version": version})
+
+    async def weight_info(self, request: Request) -> Response:
+        """Say which version the weights have."""
+        return json_response({"weight_version": str(self._served.engine.version)})

@@ -1,0 +1,229 @@
+"""The fields of a request: what each may hold, and what it means for sampling.
+
+A field is used, or it must hold the value that asks for what happens anyway, or it says nothing
+about the answer (`user`, `metadata`). Anything else is an error that names the field. It knows
+OpenAI's and vLLM's names. It knows nothing about HTTP or engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rolltree.errors import ConfigError, did_you_mean
+from rolltree.inference.client import sampling_from_args
+from rolltree.inference.server.errors import RequestError
+from rolltree.types import SamplingParams
+
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_tokens",
+    "max_completion_tokens",
+    "stop",
+    "stop_token_ids",
+    "seed",
+)
+_HARMLESS = frozenset(
+    (
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "request_id",
+        "cache_salt",
+    )
+)
+"""Fields that say nothing about the answer."""
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "top_logprobs": (0,),
+    "echo": (False,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True, False),
+    "spaces_between_special_tokens": (True, False),
+    "detokenize": (True, False),
+    "output_kind": (0, 2),
+    "add_special_tokens": (False,),
+    "continue_final_message": (False,),
+    "include_reasoning": (True,),
+    "chat_template_kwargs": ({},),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "priority": (0,),
+    "suffix": ("",),
+}
+"""Values that ask for what this server does anyway."""
+_COMMON = (*_SAMPLING, *_HARMLESS, *_NEUTRAL, "model", "n")
+_ANSWER = (
+    "stream",
+    "stream_options",
+    "logprobs",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+)
+CHAT_FIELDS = frozenset((*_COMMON, *_ANSWER, "messages", "tools", "tool_choice"))
+TEXT_FIELDS = frozenset((*_COMMON, *_ANSWER, "prompt"))
+SAMPLING_PARAMS_FIELDS = frozenset((*_COMMON, "logprobs")) - {"model"}
+GENERATE_FIELDS = frozenset(
+    ("token_ids", "sampling_params", "model", "return_token_ids", "stream", *_HARMLESS, "priority")
+)
+TOKENIZE_FIELDS = frozenset(
+    (
+        "model",
+        "prompt",
+        "messages",
+        "tools",
+        "tool_choice",
+        "add_generation_prompt",
+        "return_token_strs",
+        "add_special_tokens",
+        "continue_final_message",
+        "chat_template_kwargs",
+    )
+)
+_TEXT_MAX_TOKENS = 16  # OpenAI's default for text completions
+_MAX_CHOICES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What one request asks for beside its prompt."""
+
+    sampling: SamplingParams
+    n: int = 1
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
+    token_ids: bool = False
+    tokens_as_ids: bool = False
+
+
+def check_fields(body: Mapping[str, Any], known: frozenset[str], model: str) -> dict[str, Any]:
+    """Return the fields that are given (not null), every one of which is obeyed.
+
+    Raises:
+        RequestError: a field is unknown, has a value that would be ignored, or names another model.
+    """
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in given.items():
+        if name not in known:
+            raise RequestError(
+                f"the field {name!r} is unknown here and would be ignored."
+                + did_you_mean(name, known),
+                param=name,
+            )
+        if name in _NEUTRAL and value not in _NEUTRAL[name]:
+            raise RequestError(
+                f"the embedded engine does not have {name} = {value!r} and would answer as if it "
+                "were not there. Leave it out, or use a server that has it (vLLM).",
+                param=name,
+            )
+    if given.get("model", model) != model:
+        raise RequestError(
+            f"The model {given['model']!r} does not exist here; this server has {model!r}.",
+            status=404,
+            param="model",
+        )
+    return given
+
+
+def asked(given: Mapping[str, Any], *, chat: bool, body: Mapping[str, Any]) -> Asked:
+    """Return what checked fields of a chat or text completion ask for.
+
+    `body` is the request as it came: `max_tokens: null` means no limit, leaving it out of a text
+    completion means 16.
+
+    Raises:
+        RequestError: a value cannot be used.
+    """
+    wanted = given.get("logprobs", False)
+    if wanted not in ((True, False) if chat else (0, 1)):
+        raise RequestError(
+            f"logprobs = {wanted!r}: only the sampled tokens' own logprobs can be had. Use "
+            + ("true." if chat else "0 or 1."),
+            param="logprobs",
+        )
+    options = given.get("stream_options", {})
+    if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
+        raise RequestError(
+            f"stream_options = {options!r} has something other than include_usage, which would be "
+            "ignored.",
+            param="stream_options",
+        )
+    sampling = sampling_of(given)
+    if not chat and not {"max_tokens", "max_completion_tokens"} & body.keys():
+        sampling = replace(sampling, max_tokens=_TEXT_MAX_TOKENS)
+    return Asked(
+        sampling=sampling,
+        n=num_choices(given),
+        stream=_flag(given, "stream"),
+        include_usage=bool(options.get("include_usage")),
+        logprobs=bool(wanted) if chat else "logprobs" in given and wanted is not False,
+        token_ids=_flag(given, "return_token_ids"),
+        tokens_as_ids=_flag(given, "return_tokens_as_token_ids"),
+    )
+
+
+def sampling_of(given: Mapping[str, Any]) -> SamplingParams:
+    """Return the sampling settings among checked fields.
+
+    Raises:
+        RequestError: a value cannot be used.
+    """
+    try:
+        return sampling_from_args({name: given[name] for name in _SAMPLING if name in given})
+    except ConfigError as error:
+        raise RequestError(str(error)) from error
+
+
+def num_choices(given: Mapping[str, Any]) -> int:
+    """Return `n`, how many completions each prompt gets."""
+    n = given.get("n", 1)
+    if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= _MAX_CHOICES:
+        raise RequestError(f"n = {n!r} is not a number from 1 to {_MAX_CHOICES}.", param="n")
+    return n
+
+
+def tools_of(given: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the tools that the model may call, or None.
+
+    Raises:
+        RequestError: they are no list of tools, or `tool_choice` asks for a forced call.
+    """
+    tools, choice = given.get("tools"), given.get("tool_choice", "auto")
+    if choice not in ("auto", "none"):
+        raise RequestError(
+            f"tool_choice = {choice!r} needs constrained decoding, which the embedded engine does "
+            "not have; the model would be free not to call. Use 'auto' or 'none'.",
+            param="tool_choice",
+        )
+    if tools is not None and not (isinstance(tools, list) and all(map(_is_tool, tools))):
+        raise RequestError("tools is not a list of function tools.", param="tools")
+    return tools if tools and choice == "auto" else None
+
+
+def _is_tool(tool: object) -> bool:
+    return isinstance(tool, dict) and isinstance(tool.get("function"), dict)
+
+
+def _flag(given: Mapping[str, Any], name: str) -> bool:
+    value = given.get(name, False)
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} = {value!r} is neither true nor false.", param=name)
+    return value

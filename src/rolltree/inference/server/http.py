@@ -1,0 +1,126 @@
+"""Requests in, JSON out: the bearer token, body limits, and clients that leave.
+
+It knows starlette. It knows nothing about what is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rolltree.inference.server.errors import RequestError, error_body
+
+logger = logging.getLogger("rolltree.inference")
+
+ResultT = TypeVar("ResultT")
+Handler = Callable[[Request], Awaitable[Response]]
+
+MAX_BODY_BYTES = 64 * 2**20
+_OPEN = ("/health",)
+"""Paths that need no token: they say only that the process lives."""
+
+
+class Unauthorized:
+    """Refuses requests without the token (RFC 6750), before anything of them is read."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app, self._expected = app, f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer 401."""
+        if scope["type"] == "http" and scope["path"] not in _OPEN:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._expected):
+                error = RequestError(
+                    "the request has no valid bearer token. Send the one that `rolltree serve` "
+                    "printed, as the API key.",
+                    status=401,
+                )
+                await failure(error, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def guarded(handler: Handler) -> Handler:
+    """Turn what a handler raises into an answer."""
+
+    async def run(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except Exception as error:
+            response = failure(error)
+            if response.status_code >= 500:
+                logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+            return response
+
+    return run
+
+
+def json_response(value: object, status: int = 200) -> Response:
+    """Return `value` as JSON."""
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def failure(error: Exception, headers: dict[str, str] | None = None) -> Response:
+    """Return an error as OpenAI's servers do."""
+    status, body = error_body(error)
+    response = json_response(body, status)
+    response.headers.update(headers or {})
+    return response
+
+
+async def json_body(request: Request) -> dict[str, Any]:
+    """Return the request's JSON object.
+
+    Raises:
+        RequestError: it is larger than `MAX_BODY_BYTES`, or no JSON object.
+    """
+    content = bytearray()
+    async for part in request.stream():
+        content += part
+        if len(content) > MAX_BODY_BYTES:
+            raise RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes.", status=413)
+    try:
+        body = msgspec.json.decode(bytes(content))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"the body is not JSON ({error}).") from error
+    if not isinstance(body, dict):
+        raise RequestError("the body is JSON, but not an object.")
+    return body
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """Return what `work` gives; cancel it when the client leaves. The body must have been read.
+
+    Raises:
+        ClientDisconnect: the client left.
+    """
+    doing = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if doing.done():
+            return doing.result()
+        raise ClientDisconnect
+    finally:
+        for task in (doing, leaving):
+            if not task.done():
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,238 @@
+"""The model being served: prompts to ids, ids to answers, and its weights.
+
+It joins an engine (ids to ids) and a renderer (messages to ids, ids to messages). It knows nothing
+about HTTP, nor what fields a request has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+
+from rolltree.errors import TokenError
+from rolltree.inference.chat import ChatRenderer
+from rolltree.inference.session import check_message_type
+from rolltree.types import (
+    ChatMessage,
+    FinishReason,
+    FloatArray,
+    GenerateRequest,
+    IntArray,
+    SamplingParams,
+    ToolSchema,
+)
+
+if TYPE_CHECKING:
+    from rolltree.inference.local.requests import LocalOutput
+
+ServedLogprobs = Literal["processed", "raw"]
+"""Whose logprobs are returned: the distribution's that was sampled from, or the model's own."""
+
+
+class Engine(Protocol):
+    """What is needed of an engine; `rolltree.inference.local.LocalEngine` is one."""
+
+    max_context: int
+
+    @property
+    def version(self) -> int:
+        """The policy version that tokens sampled from now on carry."""
+        ...
+
+    def submit(self, request: GenerateRequest) -> Future[LocalOutput]:
+        """Queue a request."""
+        ...
+
+    def paused(self) -> AbstractAsyncContextManager[None]:
+        """Return a block in which no step runs."""
+        ...
+
+    def publish(self, version: int) -> None:
+        """Drop all cached keys; tokens from now on carry `version`."""
+        ...
+
+    async def aclose(self) -> None:
+        """Stop."""
+        ...
+
+
+class ServedModel:
+    """One engine with the name it is served under.
+
+    Args:
+        engine: samples ids.
+        renderer: the model's chat template and tokenizer.
+        name: what requests call the model.
+        load_weights: puts the weights of a folder into the engine's model, in place, and raises
+            before it changes anything where they do not fit; None serves without weight updates.
+        logprobs: which logprobs answers carry.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        renderer: ChatRenderer,
+        name: str,
+        *,
+        load_weights: Callable[[Path], None] | None = None,
+        logprobs: ServedLogprobs = "processed",
+    ) -> None:
+        self.engine, self.renderer, self.name = engine, renderer, name
+        self.logprobs: ServedLogprobs = logprobs
+        self.created = int(time.time())
+        self._load_weights = load_weights
+        self._pauses = AsyncExitStack()
+        self._updating = asyncio.Lock()
+        self.is_paused = self._closed = False
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine takes requests."""
+        return not self._closed
+
+    @property
+    def can_reload(self) -> bool:
+        """Whether `reload` can be used."""
+        return self._load_weights is not None
+
+    def chat_prompt(
+        self, messages: object, tools: Sequence[ToolSchema] | None, *, opener: bool = True
+    ) -> IntArray:
+        """Return the prompt for a conversation, int32 `[_T]`.
+
+        Raises:
+            ConfigError: it is no list of messages.
+            TemplateError: the template refuses it.
+        """
+        if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+            raise TokenError("messages is not a list of chat messages, so there is no prompt.")
+        check_message_type(messages, "chat")
+        return self.renderer.render(messages, tools, add_generation_prompt=opener)
+
+    def text_prompt(self, prompt: object) -> IntArray:
+        """Return the prompt for a string or a list of ids, int32 `[_T]`.
+
+        Raises:
+            TokenError: it is neither.
+        """
+        if isinstance(prompt, str):
+            return self.renderer.encode_text(prompt)
+        if not isinstance(prompt, list) or not all(
+            type(token) is int and 0 <= token < 2**31 for token in prompt
+        ):
+            raise TokenError("a prompt is neither a string nor a list of token ids.")
+        return np.array(prompt, np.int32)
+
+    async def sample(
+        self, prompts: Sequence[IntArray], sampling: SamplingParams, n: int = 1
+    ) -> list[LocalOutput]:
+        """Return `n` completions of each prompt in turn.
+
+        The first of each has the seed given, the others have seeds of their own. Cancelling the
+        task takes all of them out of the batch, as does the failure of one.
+
+        Raises:
+            ModelError: as the engine's `submit`.
+            TokenError: a prompt is empty or has an id outside the vocabulary.
+        """
+        futures: list[Future[LocalOutput]] = []
+        try:
+            for prompt in prompts:
+                for seed in choice_seeds(sampling.seed, n):
+                    request = GenerateRequest(prompt, replace(sampling, seed=seed))
+                    futures.append(self.engine.submit(request))
+            return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
+        finally:
+            for future in futures:
+                future.cancel()  # nothing to those that are done
+
+    def text(self, output: LocalOutput) -> str:
+        """Return an answer's text without what stopped it."""
+        if output.stop is None:
+            return self.renderer.decode_answer(output.completion_ids)
+        if isinstance(output.stop, str):
+            return self.renderer.decode(output.completion_ids).partition(output.stop)[0]
+        return self.renderer.decode(output.completion_ids[:-1])
+
+    def message(
+        self, output: LocalOutput, tools: Sequence[ToolSchema] | None
+    ) -> tuple[ChatMessage, FinishReason]:
+        """Return an answer as a message, and why it ended."""
+        parsed = self.renderer.parse_text(self.text(output), output.finish_reason, tools)
+        return parsed.message, parsed.finish_reason
+
+    def logprobs_of(self, output: LocalOutput) -> FloatArray:
+        """Return the logprobs of an answer's tokens, float32 `[_C]`."""
+        return output.logprobs if self.logprobs == "processed" else output.raw_logprobs
+
+    async def pause(self) -> None:
+        """Let no step run until `resume`; requests stay where they are."""
+        async with self._updating:
+            if not self.is_paused:
+                await self._pauses.enter_async_context(self.engine.paused())
+                self.is_paused = True
+
+    async def resume(self) -> None:
+        """Go on."""
+        async with self._updating:
+            await self._pauses.aclose()
+            self._pauses = AsyncExitStack()
+            self.is_paused = False
+
+    async def reload(self, folder: Path) -> None:
+        """Replace the weights by those in `folder` (safetensors); cached keys are dropped.
+
+        Raises:
+            ConfigError: they do not fit the model, which is unchanged.
+        """
+        assert self._load_weights is not None
+        async with self._updating, self.engine.paused():
+            await asyncio.to_thread(self._load_weights, folder)
+            self.engine.publish(self.engine.version)
+
+    async def set_version(self, version: int | None = None) -> None:
+        """Drop cached keys; tokens from now on carry `version` (None keeps the one there is)."""
+        async with self._updating, self.engine.paused():
+            self.engine.publish(self.engine.version if version is None else version)
+
+    async def aclose(self) -> None:
+        """Stop the engine; requests in flight end with an error."""
+        self._closed = True
+        await self.resume()
+        await self.engine.aclose()
+
+
+def choice_seeds(seed: int | None, n: int) -> list[int | None]:
+    """Return a seed per choice: the given one, then others derived from it.
+
+    >>> choice_seeds(None, 2), choice_seeds(7, 1)
+    ([None, None], [7])
+    """
+    if seed is None:
+        return [None] * n
+    derived = [np.random.SeedSequence([seed % 2**64, index]) for index in range(1, n)]
+    return [seed, *(int(sequence.generate_state(1, np.uint64)[0]) for sequence in derived)]
+
+
+def spans(versions: IntArray) -> list[dict[str, Any]]:
+    """Return policy versions int32 `[_C]` as vLLM's spans: tokens `[start, end)` had `version`.
+
+    >>> spans(np.array([3, 3, 4], np.int32))
+    [{'version': '3', 'start': 0, 'end': 2}, {'version': '4', 'start': 2, 'end': 3}]
+    """
+    if not len(versions):
+        return []
+    starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist()]
+    ends = [*starts[1:], len(versions)]
+    return [
+        {"version": str(int(versions[start])), "start": start, "end": end}
+        for start, end in zip(starts, ends, strict=True)
+    ]
