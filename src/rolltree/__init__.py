@@ -11,13 +11,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rolltree.environments import EnvGroup as EnvGroup
     from rolltree.environments import Environment as Environment
     from rolltree.environments import GenerateMetadata as GenerateMetadata
     from rolltree.environments import GenerateResults as GenerateResults
+    from rolltree.environments import GymEnv as GymEnv
+    from rolltree.environments import MCPEnv as MCPEnv
     from rolltree.environments import ModelResponse as ModelResponse
     from rolltree.environments import MultiTurnEnv as MultiTurnEnv
+    from rolltree.environments import ReasoningGymEnv as ReasoningGymEnv
     from rolltree.environments import SingleTurnEnv as SingleTurnEnv
+    from rolltree.environments import StatefulToolEnv as StatefulToolEnv
+    from rolltree.environments import TextArenaEnv as TextArenaEnv
     from rolltree.environments import ToolEnv as ToolEnv
+    from rolltree.environments import WorldEnv as WorldEnv
     from rolltree.environments import cleanup as cleanup
     from rolltree.environments import load_environment as load_environment
     from rolltree.environments import stop as stop
@@ -41,8 +48,11 @@ if TYPE_CHECKING:
     from rolltree.rollouts import GroupStrategy as GroupStrategy
     from rolltree.rollouts import RolloutEngine as RolloutEngine
     from rolltree.rollouts import RolloutSource as RolloutSource
+    from rolltree.rubrics import JudgeRubric as JudgeRubric
+    from rolltree.rubrics import MathRubric as MathRubric
     from rolltree.rubrics import Rubric as Rubric
     from rolltree.rubrics import RubricGroup as RubricGroup
+    from rolltree.rubrics import ToolRubric as ToolRubric
     from rolltree.rubrics import cheap as cheap
     from rolltree.samples import build_samples as build_samples
     from rolltree.samples import (
@@ -71,20 +81,22 @@ if TYPE_CHECKING:
     from rolltree.types import TruncationReason as TruncationReason
 
 _ROOMS: dict[str, str] = {
-    "environments": "Environment GenerateMetadata GenerateResults ModelResponse MultiTurnEnv "
-    "SingleTurnEnv ToolEnv cleanup load_environment stop teardown",
+    "environments": "EnvGroup Environment GenerateMetadata GenerateResults GymEnv MCPEnv "
+    "ModelResponse MultiTurnEnv ReasoningGymEnv SingleTurnEnv StatefulToolEnv "
+    "TextArenaEnv ToolEnv WorldEnv cleanup load_environment stop teardown",
     "errors": "ConfigError ModelError PromptTooLong RolloutTimeout RolltreeError UnknownName",
     "evaluation": "evaluate",
     "inference": "ModelClient OpenAIClient as_client",
     "parsers": "MaybeThinkParser Parser ThinkParser XMLParser extract_boxed_answer "
     "extract_hash_answer",
     "rollouts": "GroupStrategy RolloutEngine RolloutSource",
-    "rubrics": "Rubric RubricGroup cheap",
+    "rubrics": "JudgeRubric MathRubric Rubric RubricGroup ToolRubric cheap",
     "samples": "build_samples process_trajectories_for_training",
     "tokens": "TokenTree Trajectory",
     "types": "ChatMessage ErrorRecord FinishReason Generation Info Messages MessageType "
-    "RolloutInput RolloutRequest RolloutResult RolloutTiming Sample SamplingArgs SamplingParams "
-    "State TrainingExample TrajectoryStep TrajectoryStepTokens TruncationReason",
+    "RolloutInput RolloutRequest RolloutResult RolloutTiming Sample SamplingArgs "
+    "SamplingParams State TrainingExample TrajectoryStep TrajectoryStepTokens "
+    "TruncationReason",
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names.split()}
 

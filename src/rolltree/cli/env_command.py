@@ -1,0 +1,62 @@
+"""`rolltree env list` and `rolltree env check`: what there is, and is it sound."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def list_environments() -> None:
+    """List the environments that can be loaded by name: installed ones, and those in a folder."""
+    from rolltree.environments import known_environments
+
+    for name in known_environments():
+        print(name)
+
+
+def check(
+    env: Annotated[str, typer.Argument(help="An environment: a name or a path.")],
+    env_args: Annotated[
+        str | None, typer.Option("--env-args", "-a", help="Its arguments, as a JSON object.")
+    ] = None,
+    num_examples: Annotated[
+        int, typer.Option("--num-examples", "-n", help="How many examples to play.", min=1)
+    ] = 16,
+    reward_range: Annotated[
+        tuple[float, float], typer.Option("--reward-range", help="What rewards are meant to be in.")
+    ] = (0.0, 1.0),
+    allow: Annotated[
+        list[str] | None, typer.Option("--allow", help="A check that need not hold; repeatable.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Play an environment with probes and report faults; status 1 when there are some."""
+    import asyncio
+    import json
+    from dataclasses import asdict
+
+    from rolltree.cli.arguments import json_object
+    from rolltree.environments import load_environment
+    from rolltree.testing import CHECKS, check_environment
+
+    args = json_object(env_args, "-a")
+    report = asyncio.run(
+        check_environment(
+            lambda: load_environment(env, **args),
+            num_examples=num_examples,
+            reward_range=reward_range,
+            allow=allow or (),
+        )
+    )
+    if as_json:
+        print(json.dumps(asdict(report), indent=2, default=str))
+    else:
+        for finding in report.findings:
+            print(f"{finding.check}: {finding.message}")
+        for note in report.notes:
+            print(f"note: {note}")
+        said = f"{len(report.findings)} faults" if report.findings else "no faults"
+        print(f"{report.env_id}: {said} in {len(CHECKS)} checks on {report.num_examples} examples")
+    if report.findings:
+        raise typer.Exit(1)

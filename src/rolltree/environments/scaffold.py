@@ -1,0 +1,217 @@
+"""`scaffold`: the files of a new environment package, ready to run.
+
+It knows the layout that `load_environment` finds. It knows nothing about what the environment will
+do. It leaves out publishing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from rolltree.environments.registry import FOLDER
+from rolltree.errors import ConfigError, UnknownName, did_you_mean
+
+_HEAD = '''\
+"""{title}: say here what the model must do.
+
+The rows are made here and are not a benchmark.
+"""
+
+from __future__ import annotations
+
+import random
+
+import rolltree as rt
+
+'''
+
+_SINGLE = (
+    _HEAD
+    + '''\
+SYSTEM = "Answer in this form:\\n<answer>\\n...\\n</answer>"
+
+
+def make_rows(num: int, seed: int) -> list[dict[str, str]]:
+    """Return rows with different questions."""
+    rng = random.Random(seed)
+    pairs = rng.sample([(a, b) for a in range(100) for b in range(100)], num)
+    return [{{"question": f"What is {{a}} + {{b}}?", "answer": str(a + b)}} for a, b in pairs]
+
+
+@rt.cheap
+def correct(parser: rt.Parser, completion: rt.Messages, answer: str) -> float:
+    return float(parser.parse_answer(completion) == answer)
+
+
+def load_environment(num_train: int = 500, num_eval: int = 100, seed: int = 0) -> rt.Environment:
+    """Return the environment; training and evaluation questions do not overlap."""
+    rows = make_rows(num_train + num_eval, seed)
+    parser = rt.XMLParser(["answer"])
+    rubric = rt.Rubric([correct], parser=parser)
+    rubric.add_metric(parser.get_format_reward_func(), cheap=True)
+    return rt.SingleTurnEnv(
+        dataset=rows[:num_train],
+        eval_dataset=rows[num_train:],
+        system_prompt=SYSTEM,
+        parser=parser,
+        rubric=rubric,
+    )
+'''
+)
+
+_MULTI = (
+    _HEAD
+    + '''\
+SYSTEM = "Find the number. Say one number per turn, in this form:\\n<guess>\\n...\\n</guess>"
+
+
+class Game(rt.MultiTurnEnv):
+    async def setup_state(self, state: rt.State) -> rt.State:
+        state["found"] = False
+        return state
+
+    async def env_response(self, messages: rt.Messages, state: rt.State) -> rt.Messages:
+        guess = self.parser.parse_answer(messages)
+        if guess is None or not guess.strip().isdigit():
+            hint = "Say one number."
+        else:
+            hint = "higher" if int(guess) < int(state["answer"]) else "lower"
+        return [{{"role": "user", "content": hint}}]
+
+    @rt.stop
+    async def found(self, state: rt.State) -> bool:
+        steps = state["trajectory"]
+        said = self.parser.parse_answer(steps[-1]["completion"]) if steps else None
+        state["found"] = said == state["answer"]
+        return bool(state["found"])
+
+
+@rt.cheap
+def win(state: rt.State) -> float:
+    return float(state["found"])
+
+
+def load_environment(num_train: int = 500, num_eval: int = 100, seed: int = 0) -> rt.Environment:
+    """Return the game; the range in the question tells the rows apart."""
+    rng = random.Random(seed)
+    rows = []
+    for low in rng.sample(range(100_000), num_train + num_eval):
+        question = f"I think of a number from {{low}} to {{low + 99}}."
+        rows.append({{"question": question, "answer": str(low + rng.randrange(100))}})
+    return Game(
+        dataset=rows[:num_train],
+        eval_dataset=rows[num_train:],
+        system_prompt=SYSTEM,
+        parser=rt.XMLParser(["guess"], answer_field="guess"),
+        rubric=rt.Rubric([win]),
+        max_turns=10,
+    )
+'''
+)
+
+_TOOL = (
+    _HEAD
+    + '''\
+SYSTEM = "Use the tool, then answer in this form:\\n<answer>\\n...\\n</answer>"
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two integers.
+
+    Args:
+        a: The first factor.
+        b: The second factor.
+    """
+    return a * b
+
+
+@rt.cheap
+def correct(parser: rt.Parser, completion: rt.Messages, answer: str) -> float:
+    return float(parser.parse_answer(completion) == answer)
+
+
+def load_environment(num_train: int = 500, num_eval: int = 100, seed: int = 0) -> rt.Environment:
+    """Return the environment; training and evaluation questions do not overlap."""
+    rng = random.Random(seed)
+    pairs = rng.sample([(a, b) for a in range(100, 200) for b in range(100)], num_train + num_eval)
+    rows = [{{"question": f"What is {{a}} * {{b}}?", "answer": str(a * b)}} for a, b in pairs]
+    parser = rt.XMLParser(["answer"])
+    return rt.ToolEnv(
+        tools=[multiply],
+        max_turns=4,
+        dataset=rows[:num_train],
+        eval_dataset=rows[num_train:],
+        system_prompt=SYSTEM,
+        parser=parser,
+        rubric=rt.ToolRubric([correct], parser=parser, tools=[multiply]),
+    )
+'''
+)
+
+_PYPROJECT = """\
+[build-system]
+requires = ["setuptools>=77"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "{name}"
+version = "0.1.0"
+description = "An environment for rolltree"
+requires-python = ">=3.11"
+dependencies = ["rolltree>=0.1"]
+
+[project.entry-points."rolltree.environments"]
+{name} = "{module}:load_environment"
+
+[tool.setuptools]
+py-modules = ["{module}"]
+"""
+
+_README = """\
+# {name}
+
+Say here what the model must do, where the rows come from, and what earns a reward.
+
+| argument | default | meaning |
+|---|---|---|
+| `num_train` | 500 | training rows |
+| `num_eval` | 100 | held-out rows |
+| `seed` | 0 | which rows are made |
+
+```
+rolltree env check {name}
+rolltree eval {name} -m MODEL -b URL
+```
+"""
+
+KINDS: dict[str, str] = {"single": _SINGLE, "multi": _MULTI, "tool": _TOOL}
+
+
+def scaffold(name: str, kind: str = "single", folder: str | Path = FOLDER) -> list[Path]:
+    """Write the package `folder/<name>/` and return its files.
+
+    Raises:
+        ConfigError: the name cannot be a module's, or the folder exists: nothing is overwritten.
+        UnknownName: there is no such kind.
+    """
+    module = name.replace("-", "_")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", module):
+        raise ConfigError(
+            f"{name!r} cannot name an environment: it becomes a Python module. Use lower-case "
+            "letters, digits and dashes, such as word-count."
+        )
+    if kind not in KINDS:
+        raise UnknownName(f"there is no kind {kind!r}.{did_you_mean(kind, KINDS)}")
+    target = Path(folder) / module
+    if target.exists():
+        raise ConfigError(f"{target} exists already; nothing was written. Choose another name.")
+    target.mkdir(parents=True)
+    fill: Callable[[str], str] = lambda text: text.format(  # noqa: E731
+        name=name, module=module, title=name.replace("-", " ").replace("_", " ").capitalize()
+    )
+    files = {f"{module}.py": KINDS[kind], "pyproject.toml": _PYPROJECT, "README.md": _README}
+    for file, text in files.items():
+        (target / file).write_text(fill(text), encoding="utf-8")
+    return [target / file for file in files]

@@ -1,0 +1,53 @@
+import subprocess
+import sys
+
+import pytest
+
+import rolltree as rt
+from rolltree.environments.scaffold import KINDS, scaffold
+from rolltree.errors import ConfigError, UnknownName
+from rolltree.testing import check_environment
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_is_written_runs_and_is_sound(kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    files = scaffold(f"my-{kind}", kind)
+    assert [str(file) for file in files] == [
+        f"environments/my_{kind}/my_{kind}.py",
+        f"environments/my_{kind}/pyproject.toml",
+        f"environments/my_{kind}/README.md",
+    ]
+    report = await check_environment(lambda: rt.load_environment(f"my-{kind}"), num_examples=6)
+    assert report.findings == ()
+    assert report.mean_rewards["reference"] == 1.0
+    assert report.env_id == f"my-{kind}"
+    assert "{" not in files[1].read_text()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_is_clean(kind, tmp_path):
+    file = scaffold("mine", kind, tmp_path)[0]
+    lint = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "E,F,I,UP"]
+    done = subprocess.run(
+        [*lint, "--line-length", "100", str(file)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_nothing_is_overwritten(tmp_path):
+    scaffold("one", folder=tmp_path)
+    with pytest.raises(ConfigError, match="exists already"):
+        scaffold("one", folder=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["", "1st", "My", "a b", "../x", "a.b"])
+def test_names_that_are_no_modules(name, tmp_path):
+    with pytest.raises(ConfigError, match="cannot name an environment"):
+        scaffold(name, folder=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_kinds(tmp_path):
+    with pytest.raises(UnknownName, match="Did you mean 'multi'"):
+        scaffold("one", "multy", tmp_path)
