@@ -129,8 +129,9 @@ class AlgorithmSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 class OptimSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """AdamW and its schedule.
 
-    `schedule`: a row of `optim.SCHEDULES`, after `warmup_steps` of linear warm-up; `final_lr_share`
-    is where a falling schedule ends, relative to `lr`. `weight_decay` applies to matrices only.
+    `lr`, `beta1`, `beta2`, `eps`: AdamW's. `weight_decay` applies to matrices only. The gradient is
+    scaled down to `max_grad_norm`. `schedule`: a row of `optim.SCHEDULES`, after `warmup_steps` of
+    linear warm-up; `final_lr_share` is where a falling schedule ends, relative to `lr`.
     """
 
     lr: float = 1e-5
@@ -164,16 +165,21 @@ class OptimSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Steps, samples and memory.
 
-    `scope`: how trajectories become samples. `share`: in the `tree` scope, which rollouts share
-    one tree: those of a `group`, all of a `step`, or none (`rollout`). `max_seq_len`: cut every
-    path to this many tokens. `max_tokens`: most tokens in one forward pass; the gradients of
-    several passes are summed. `forward`: `tree` computes unique
-    tokens once, `rows` is the model's own attention, `auto` picks. `chunk_rows`: positions whose
-    logits exist at once. `updates_per_step`: optimizer steps on the same rollouts.
-    `skip_flat`: do not compute rollouts whose advantages are all zero (flat groups); they count in
-    the normalizers, so the gradient is the same, and what is measured is measured on the others.
-    `gradient_checkpointing`: recompute activations. `max_mismatch`: stop when the mean absolute
-    trainer-minus-engine logprob exceeds it. `num_threads`: torch's, None leaves them.
+    - `num_steps`: steps of the whole run.
+    - `scope`: how trajectories become samples.
+    - `share`: in the `tree` scope, which rollouts share one tree: those of a `group`, all of a
+      `step`, or none (`rollout`).
+    - `max_seq_len`: cut every path to this many tokens.
+    - `max_tokens`: most tokens in one forward pass; gradients of several passes are summed.
+    - `forward`: `tree` computes unique tokens once, `rows` is the model's own attention, `auto`
+      picks.
+    - `chunk_rows`: positions whose logits exist at once.
+    - `updates_per_step`: optimizer steps on the same rollouts.
+    - `skip_flat`: do not compute rollouts whose advantages are all zero. They count in the
+      normalizers, so the gradient is the same; entropy and ratios are measured on the others.
+    - `gradient_checkpointing`: recompute activations in the backward pass.
+    - `max_mismatch`: stop when trainer and engine logprobs differ by more, on average.
+    - `num_threads`: torch's, None leaves them.
     """
 
     num_steps: int = 100

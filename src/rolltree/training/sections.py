@@ -93,6 +93,8 @@ class EnvSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class SamplingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How training rollouts are sampled; None leaves a field to the environment.
 
+    `temperature` (above 0), `max_tokens` per model call, `stop` strings.
+
     There is no top_p and no top_k: the trainer computes logprobs of the full distribution, and the
     importance ratio against a truncated one would be wrong.
     """

@@ -1,0 +1,111 @@
+import ast
+import inspect
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rolltree.training as room
+from rolltree.errors import ConfigError, RolltreeError, UnknownName
+from rolltree.samples import TruncationPolicy
+from rolltree.training import MAY_CHANGE, TrainConfig, load_train_config
+
+SECTIONS = {field.name: field.type for field in msgspec.structs.fields(TrainConfig)}
+
+
+def test_the_defaults_are_a_valid_config_and_round_trip():
+    config = load_train_config({})
+    assert config == TrainConfig()
+    assert load_train_config(config.as_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"rnu": {}}, "no section 'rnu'. Did you mean 'run'"),
+        ({"run": {"sead": 1}}, "no key run.sead. Did you mean 'seed'"),
+        ({"optim": {"lr": "fast"}}, "optim.lr: Expected `float`"),
+        ({"optim": {"lr": 0.0}}, "optim.lr is 0.0; it must be above 0"),
+        ({"optim": {"lr": float("nan")}}, "optim.lr is nan"),
+        ({"optim": {"beta2": 1.0}}, "optim.beta2"),
+        ({"optim": {"final_lr_share": 0.5}}, "the constant schedule never falls"),
+        ({"optim": {"schedule": "cubic"}}, "optim.schedule: Invalid enum value 'cubic'"),
+        ({"train": 3}, "train: Expected `object`"),
+        ({"train": {"num_steps": 0}}, "train.num_steps is 0"),
+        ({"train": {"max_seq_len": 1}}, "train.max_seq_len"),
+        ({"train": {"scope": "step", "share": "step"}}, "shares nothing between rollouts"),
+        ({"sampling": {"temperature": 0.0}}, "sampling.temperature is 0.0"),
+        ({"sampling": {"top_p": 0.9}}, "no key sampling.top_p"),
+        ({"algorithm": {"group_size": 1}}, "every advantage would be 0"),
+        ({"algorithm": {"discount": 0.9}}, "monte_carlo"),
+        ({"algorithm": {"truncation": "penalise"}}, "penalty 0.0"),
+        ({"algorithm": {"truncation_penalty": 0.5}}, "does not read 'penalty'"),
+        ({"algorithm": {"truncation": "bootstrap"}}, "algorithm.truncation: Invalid enum value"),
+        ({"algorithm": {"name": "reinforce", "clip_low": 0.1}}, "does not read clip_low"),
+        ({"algorithm": {"kl_coef": -1.0}}, "algorithm.kl_coef"),
+        ({"checkpoint": {"keep": 0}}, "checkpoint.keep"),
+        ({"eval": {"num_examples": 0}}, "eval.num_examples"),
+        ({"engine": {"max_batch": 0}}, "engine.max_batch"),
+        ({"run": {"dir": ""}}, "run.dir"),
+    ],
+)
+def test_mistakes_name_their_key(data, message):
+    with pytest.raises(ConfigError) as caught:
+        load_train_config(data)
+    assert message in str(caught.value)
+
+
+def test_unknown_parts_of_an_algorithm_are_named():
+    with pytest.raises(UnknownName, match="Did you mean 'gspo'"):
+        load_train_config({"algorithm": {"name": "gsop"}})
+
+
+def test_sections_become_what_they_configure():
+    config = load_train_config(
+        {
+            "sampling": {"temperature": 0.8, "max_tokens": 4, "stop": ["\n"]},
+            "algorithm": {"truncation": "penalise", "truncation_penalty": 0.5, "on_error": "zero"},
+            "train": {"max_seq_len": 64},
+        }
+    )
+    assert config.sampling.as_args() == {"temperature": 0.8, "max_tokens": 4, "stop": ["\n"]}
+    assert TrainConfig().sampling.as_args() == {}
+    policy = config.algorithm.policy(config.train.max_seq_len)
+    assert policy.truncation == TruncationPolicy("penalise", penalty=0.5)
+    assert (policy.on_error, policy.max_seq_len) == ("zero", 64)
+
+
+@given(st.sampled_from(sorted(SECTIONS)), st.text(min_size=1, max_size=8), st.integers())
+def test_no_unknown_key_is_ever_accepted(section, key, value):
+    if key not in SECTIONS[section].__struct_fields__:
+        with pytest.raises(RolltreeError):
+            load_train_config({section: {key: value}})
+
+
+def test_every_field_is_documented():
+    for name, section in SECTIONS.items():
+        text = inspect.getdoc(section)
+        for field in section.__struct_fields__:
+            assert f"`{field}`" in text, f"{name}.{field}"
+
+
+def test_every_field_is_used():
+    """Each field's name is read as an attribute somewhere in the package."""
+    package = Path(room.__file__).parents[1]
+    read = {
+        node.attr
+        for file in package.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+    }
+    fields = {field for section in SECTIONS.values() for field in section.__struct_fields__}
+    assert fields - read - {"temperature"} == set()
+
+
+def test_what_may_change_exists():
+    for key in MAY_CHANGE:
+        section, _, field = key.partition(".")
+        assert section in SECTIONS
+        assert not field or field in SECTIONS[section].__struct_fields__

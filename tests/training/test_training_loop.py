@@ -1,0 +1,373 @@
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+
+import pytest
+import torch
+from loop_kit import curve, make_config, make_model, start
+from training_kit import LetterSource
+
+from rolltree.errors import ConfigError, TrainingError
+from rolltree.models import load_model
+from rolltree.store import Run
+from rolltree.training import Silent, build_local, step_requests, train_async
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+class Recorder(Silent):
+    def __init__(self):
+        self.seen = []
+
+    def on_start(self, start):
+        self.seen.append(("start", start.first_step, len(start.history)))
+
+    def on_step(self, step, metrics):
+        self.seen.append(("step", step))
+
+    def on_eval(self, phase, step, metrics, stored):
+        self.seen.append(("eval", phase, step, metrics["reward"], stored))
+
+    def on_end(self, report):
+        self.seen.append(("end", report.num_steps))
+
+
+def close(left, right):
+    return len(left) == len(right) and all(
+        a == pytest.approx(b, rel=1e-3, abs=1e-4) for a, b in zip(left, right, strict=True)
+    )
+
+
+class TestLearning:
+    def test_the_reward_rises_and_trainer_and_engine_agree(self, model, tmp_path):
+        config = make_config(
+            model,
+            tmp_path / "run",
+            train={"num_steps": 12},
+            algorithm={"group_size": 6},
+            optim={"lr": 2e-2},
+        )
+        report = start(config)
+        rewards = [step["reward/mean"] for step in report.steps]
+        assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.25
+        assert all(step["mismatch/abs_mean"] < 1e-4 for step in report.steps)
+        assert all(step["ratio/ess"] > 0.999 for step in report.steps)
+        assert all(step["samples/reuse_factor"] > 2 for step in report.steps)
+        assert all(step["metric/num_bytes"] > 0 for step in report.steps)
+
+    def test_the_control_does_not_learn(self, model, tmp_path):
+        config = make_config(model, tmp_path / "run", algorithm={"name": "zero"})
+        report = start(config)
+        assert all(step["train/grad_norm"] == 0 for step in report.steps)
+        assert len(report.steps) == 4
+
+    @pytest.mark.parametrize("scope", ["step", "turn", "interleave"])
+    def test_every_scope_trains_the_same(self, model, tmp_path, scope):
+        tree = start(make_config(model, tmp_path / "tree"))
+        other = start(make_config(model, tmp_path / scope, train={"scope": scope}))
+        assert close(curve(other), curve(tree))
+
+    def test_sharing_a_tree_over_the_step_changes_only_the_cost(self, model, tmp_path):
+        group = start(make_config(model, tmp_path / "group"))
+        step = start(make_config(model, tmp_path / "step", train={"share": "step"}))
+        assert close(curve(step), curve(group))
+        tokens = [[s["train/num_tokens"] for s in report.steps] for report in (step, group)]
+        assert sum(tokens[0]) < sum(tokens[1])
+
+    def test_rows_train_the_same_as_trees(self, model, tmp_path):
+        tree = start(make_config(model, tmp_path / "tree"))
+        section = {"forward": "rows", "scope": "interleave"}
+        rows = start(make_config(model, tmp_path / "rows", train=section))
+        assert close(curve(rows), curve(tree))
+
+
+class TestVersions:
+    def test_a_steps_tokens_carry_the_version_before_it(self, model, tmp_path):
+        source = LetterSource()
+        start(make_config(model, tmp_path / "run"), source)
+        with Run.open(tmp_path / "run", "r") as run:
+            rows = list(run.rollouts(phase="train", blobs=False))
+        assert {(row.train_step, row.min_version, row.max_version) for row in rows} == {
+            (step, step - 1, step - 1) for step in (1, 2, 3, 4)
+        }
+        assert set(source.versions) == {0, 1, 2, 3}
+
+    def test_after_a_resume_the_first_request_meets_the_restored_weights(self, model, tmp_path):
+        start(make_config(model, tmp_path / "run", train={"num_steps": 2}))
+        source = LetterSource()
+        start(make_config(model, tmp_path / "run", train={"num_steps": 3}), source)
+        assert set(source.versions) == {2}
+        assert all("/000003/" in name for name in source.played)
+
+
+class TestResume:
+    def test_stopping_between_steps_changes_nothing(self, model, tmp_path):
+        whole = start(make_config(model, tmp_path / "whole"))
+        start(make_config(model, tmp_path / "run", train={"num_steps": 2}))
+        again = start(make_config(model, tmp_path / "run"))
+        assert close(curve(again), curve(whole))
+
+    def test_steps_after_the_checkpoint_are_trained_again_and_not_sampled(self, model, tmp_path):
+        config = make_config(model, tmp_path / "run", checkpoint={"every": 100})
+
+        class Stop(Silent):
+            def on_step(self, step, metrics):
+                if step == 3:
+                    raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            start(config, reporter=Stop())
+        with Run.open(tmp_path / "run", "r") as run:
+            interrupted = [row.metrics for row in run.steps()]
+        assert len(interrupted) == 3
+        source, recorder = LetterSource(), Recorder()
+        report = start(config, source, reporter=recorder)
+        assert all("/000004/" in name for name in source.played)
+        assert recorder.seen[0] == ("start", 1, 0)
+        assert [s["rollout/reused_share"] for s in report.steps] == [1.0, 1.0, 1.0, 0.0]
+        for old, new in zip(interrupted, report.steps[:3], strict=True):
+            assert new["train/loss"] == pytest.approx(old["train/loss"], abs=1e-7)
+
+    def test_half_a_steps_rollouts_are_kept(self, model, tmp_path):
+        config = make_config(model, tmp_path / "run", train={"num_steps": 1})
+        names = [request.request_id for request in step_requests(config, LetterSource(), 1)]
+
+        class Killed(LetterSource):
+            async def run_request(self, request, client):
+                if request.request_id in names[4:]:
+                    await asyncio.sleep(60)
+                return await super().run_request(request, client)
+
+        class Stop(Silent):
+            def on_rollouts(self, step, num_done, num_total):
+                if num_done == 4:
+                    raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            start(config, Killed(), reporter=Stop())
+        source = LetterSource()
+        report = start(config, source)
+        assert sorted(source.played) == names[4:]
+        assert report.steps[0]["rollout/reused_share"] == pytest.approx(4 / 6)
+
+    def test_a_finished_run_only_reports(self, model, tmp_path):
+        config = make_config(model, tmp_path / "run")
+        first = start(config)
+        source, recorder = LetterSource(), Recorder()
+        again = start(config, source, reporter=recorder)
+        assert source.played == []
+        assert curve(again) == curve(first)
+        assert recorder.seen == [("start", 5, 4), ("end", 4)]
+
+    def test_a_run_cannot_go_back_or_change_what_it_learns(self, model, tmp_path):
+        start(make_config(model, tmp_path / "run", train={"num_steps": 2}))
+        with pytest.raises(TrainingError, match="cannot go back"):
+            start(make_config(model, tmp_path / "run", train={"num_steps": 1}))
+        with pytest.raises(ConfigError, match=r"optim.lr was 0.005 and is now 0.5"):
+            start(make_config(model, tmp_path / "run", optim={"lr": 0.5}))
+
+
+class TestEvaluation:
+    def run(self, model, path, calls, **sections):
+        async def evaluate(phase, step):
+            calls.append((phase, step))
+            return {"reward": float(step)}
+
+        config = make_config(
+            model, path, eval={"before": True, "after": True, "every": 2}, **sections
+        )
+        recorder = Recorder()
+        report = start(config, evaluate=evaluate, reporter=recorder)
+        return report, [entry for entry in recorder.seen if entry[0] == "eval"]
+
+    def test_before_during_and_after(self, model, tmp_path):
+        calls = []
+        report, seen = self.run(model, tmp_path / "run", calls)
+        assert calls == [("eval_before", 0), ("eval/000002", 2), ("eval_after", 4)]
+        assert seen == [("eval", phase, step, float(step), False) for phase, step in calls]
+        assert report.evaluations["eval_after"] == {"reward": 4.0}
+
+    def test_stored_evaluations_are_not_repeated(self, model, tmp_path):
+        self.run(model, tmp_path / "run", [])
+        calls = []
+        report, seen = self.run(model, tmp_path / "run", calls)
+        assert calls == []
+        assert [entry[-1] for entry in seen] == [True, True]
+        assert set(report.evaluations) == {"eval_before", "eval_after"}
+
+    def test_it_is_too_late_for_the_one_before_training(self, model, tmp_path):
+        config = make_config(model, tmp_path / "run", train={"num_steps": 2})
+        start(config)
+        calls = []
+
+        async def evaluate(phase, step):
+            calls.append(phase)
+            return {"reward": 0.0}
+
+        async def main(run):
+            parts = build_local(config)
+            late = make_config(
+                model, tmp_path / "run", train={"num_steps": 2}, eval={"before": True}
+            )
+            options = {"client": parts.client, "engine": parts.engine, "model": parts.model}
+            await train_async(late, source=LetterSource(), run=run, evaluate=evaluate, **options)
+            await parts.client.aclose()
+
+        with Run.open(tmp_path / "run") as run:
+            asyncio.run(main(run))
+            (event,) = run.events("evaluation_skipped")
+        assert calls == []
+        assert event.data == {"phase": "eval_before", "done": 2}
+
+
+class TestFailures:
+    def test_failed_rollouts_are_counted_and_the_rest_trains(self, model, tmp_path):
+        source = LetterSource(fail=["train/000001/g00/1"])
+        report = start(make_config(model, tmp_path / "run", train={"num_steps": 1}), source)
+        (step,) = report.steps
+        assert step["error/Boom"] == 1
+        assert step["error/share"] == pytest.approx(1 / 6)
+        assert step["credit/untrained_share"] == pytest.approx(1 / 6)
+
+    def test_a_step_without_a_single_success_stops_and_can_be_repeated(self, model, tmp_path):
+        config = make_config(model, tmp_path / "run", train={"num_steps": 2})
+        names = [request.request_id for request in step_requests(config, LetterSource(), 2)]
+        with pytest.raises(TrainingError, match=r"all 6 rollouts of step 2 failed, 6 .* Boom: it"):
+            start(config, LetterSource(fail=names))
+        source = LetterSource()
+        report = start(config, source)
+        assert sorted(source.played) == names
+        assert len(report.steps) == 2
+        with Run.open(tmp_path / "run", "r") as run:
+            assert run.num_rollouts(phase="train") == 12
+            assert run.num_rollouts(phase="train", status="ok") == 12
+
+    def test_a_compared_group_is_stored_whole_or_not_at_all(self, model, tmp_path):
+        config = make_config(model, tmp_path / "run", train={"num_steps": 1})
+
+        class Compared(LetterSource):
+            has_group_rewards = True
+
+            async def score_group(self, states):
+                best = max(state["reward"] for state in states)
+                for state in states:
+                    state["reward"] = float(state["reward"] == best)
+
+        done = []
+
+        class Stop(Silent):
+            def on_rollouts(self, step, num_done, num_total):
+                done.append(num_done)
+                if num_done == 3:
+                    raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            start(config, Compared(), reporter=Stop())
+        assert done == [0, 3]
+        with Run.open(tmp_path / "run", "r") as run:
+            sizes = Counter(row.group_id for row in run.rollouts(blobs=False))
+        assert list(sizes.values()) == [3]
+        source = Compared()
+        start(config, source)
+        assert len(source.played) == 3
+
+
+def test_the_export_is_the_trained_model(model, tmp_path):
+    config = make_config(model, tmp_path / "run", checkpoint={"export": True})
+    report = start(config)
+    trained, tokenizer = load_model(str(report.model_path))
+    first, _ = load_model(str(model))
+    assert tokenizer.encode("a") == [ord("a")]
+    assert not torch.equal(trained.model.norm.weight, first.model.norm.weight)
+
+
+KILLED_RUN = """
+    import os, random, sys, time, warnings
+    warnings.filterwarnings("ignore")
+    sys.path.insert(0, {kit!r})
+    import torch
+    torch.set_num_threads(1)
+    from pathlib import Path
+    from loop_kit import make_config, start
+    from training_kit import LetterSource
+
+    def attempt(path, limit):
+        child = os.fork()
+        if child == 0:
+            async def evaluate(phase, step):
+                return {{"reward": 0.0}}
+            config = make_config(
+                Path({model!r}), path, train={{"num_steps": 8}}, checkpoint={{"every": 3}},
+                eval={{"before": True, "after": True}},
+            )
+            start(config, LetterSource(), evaluate=evaluate)
+            os._exit(0)
+        began = time.time()
+        while time.time() - began < limit:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                return os.waitstatus_to_exitcode(status), time.time() - began
+            time.sleep(0.002)
+        os.kill(child, 9)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), limit
+
+    root = Path({root!r})
+    code, whole_s = attempt(root / "whole", 600)
+    print(code, flush=True)
+    rng = random.Random({seed})
+    for attempt_number in range(60):
+        limit = rng.uniform(0.1, 0.7) * whole_s if attempt_number < 20 else 600
+        code, _ = attempt(root / "killed", limit)
+        print(code, flush=True)
+        if code == 0:
+            break
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_run_killed_at_random_ends_like_one_never_killed(model, tmp_path, seed):
+    kit = os.path.dirname(__file__)
+    script = KILLED_RUN.format(kit=kit, model=str(model), root=str(tmp_path), seed=seed)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    codes = [int(line) for line in done.stdout.split()]
+    assert codes[0] == 0, done.stderr
+    assert codes[-1] == 0, done.stderr
+    assert Counter(codes[1:-1])[-signal.SIGKILL] == len(codes) - 2 >= 2, done.stderr
+
+    def stored(name):
+        with Run.open(tmp_path / name, "r") as run:
+            steps = [row.metrics for row in run.steps()]
+            ids = [(row.request_id, row.reward) for row in run.rollouts(blobs=False)]
+            evaluations = [event.data["phase"] for event in run.events("evaluation")]
+        return steps, sorted(ids), evaluations
+
+    (whole, whole_ids, whole_evals), (killed, killed_ids, killed_evals) = map(
+        stored, ("whole", "killed")
+    )
+    assert len(whole) == len(killed) == 8
+    assert killed_ids == whole_ids  # nothing lost, nothing twice, the same rewards
+    assert killed_evals == whole_evals == ["eval_before", "eval_after"]
+    for one, other in zip(whole, killed, strict=True):
+        for name in ("train/loss", "reward/mean", "train/grad_norm"):
+            assert other[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
