@@ -5,6 +5,6 @@ It needs torch and transformers. It knows nothing about environments and trainin
 
 from rolltree.inference.local.client import LocalClient, local_client
 from rolltree.inference.local.engine import LocalEngine
-from rolltree.inference.local.slots import LocalOutput
+from rolltree.inference.local.requests import LocalOutput
 
 __all__ = ["LocalClient", "LocalEngine", "LocalOutput", "local_client"]

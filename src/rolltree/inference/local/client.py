@@ -14,7 +14,7 @@ import numpy as np
 from rolltree.errors import UnsupportedSetting
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.local.engine import LocalEngine
-from rolltree.inference.local.slots import LocalOutput
+from rolltree.inference.local.requests import LocalOutput
 from rolltree.inference.session import Sampled, TokenSession, next_call_id
 from rolltree.types import (
     GenerateRequest,

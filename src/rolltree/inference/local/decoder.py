@@ -1,10 +1,9 @@
-"""Steps: admit requests, compute prompts, decode one token for everybody.
+"""Steps: admit requests, run one forward pass, sample, let finished requests go.
 
-`Decoder.step` does one forward pass: a chunk of prompt tokens when some request still has more than
-one token without keys, else one token for every request. A request joins when a slot is free and
-leaves when it is finished, between steps. The last prompt token is always part of a decode step, so
-members of a group whose prompt is cached go straight to decoding. The class belongs to one thread.
-It knows nothing about threads, clocks of callers, or who changes the weights.
+Every request in the batch has at least one token without keys: the one just sampled, or what the
+prefix cache did not know of its prompt. One pass computes the former for everybody and the latter
+up to a limit; whoever has none left samples its next token. The class belongs to one thread. It
+knows nothing about threads, or who changes the weights.
 """
 
 from __future__ import annotations
@@ -12,18 +11,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import InvalidStateError
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from rolltree.errors import ModelError
-from rolltree.inference.local.cache import SlotCache
+from rolltree.inference.local.requests import LocalOutput, Pending
+from rolltree.inference.local.runner import ModelRunner
 from rolltree.inference.local.sampling import sample
-from rolltree.inference.local.slots import LocalOutput, Pending, SlotTable
-from rolltree.types import FinishReason, IntArray
+from rolltree.inference.local.slots import SlotTable
+from rolltree.types import FinishReason
 
 _WORTH_WAITING = 8
 """A request waits for another's prompt when that saves computing more tokens than this."""
@@ -34,25 +32,23 @@ class Decoder:
 
     def __init__(
         self,
-        model: Any,
-        cache: SlotCache,
+        runner: ModelRunner,
         slots: SlotTable,
         *,
         max_batch: int,
         prefill_chunk: int,
-        eos_token_ids: tuple[int, ...],
+        is_end: NDArray[np.bool_],
         decode_text: Callable[[list[int]], str] | None,
     ) -> None:
-        self.model, self.cache, self.slots = model, cache, slots
+        self.runner, self.slots = runner, slots
         self.max_batch, self.prefill_chunk = max_batch, prefill_chunk
         self.decode_text = decode_text
-        self.is_end = np.zeros(model.config.vocab_size, bool)
-        self.is_end[list(eos_token_ids)] = True
+        self.is_end = is_end
         self.waiting: deque[Pending] = deque()
         self.any_cancelled = False  # set by whoever cancels a request
         self.paused_s = 0.0
         self.num_steps = self.num_prompt_tokens = self.num_cached_tokens = 0
-        self.num_prefilled_tokens = self.num_sampled_tokens = 0
+        self.num_computed_tokens = self.num_sampled_tokens = 0
 
     @property
     def busy(self) -> bool:
@@ -68,12 +64,19 @@ class Decoder:
         active = slots.active()
         if not active:
             return
+        if active[-1] + 1 - len(active) > len(active) // 8:
+            active = self._compact(active)
+        counts = self._share(slots.length[active] - slots.cached[active])
+        rows = [row for row, count in zip(active, counts, strict=True) if count]
+        counts = counts[counts > 0]
+        logits = self.runner.forward(rows, slots.ids, slots.cached[rows], counts)
+        slots.cached[rows] += counts
         self.num_steps += 1
-        missing = slots.length[active] - slots.cached[active] - 1
-        if missing.any():
-            self._prefill([row for row, count in zip(active, missing, strict=True) if count])
-        else:
-            self._decode(active, version)
+        self.num_computed_tokens += int(counts.sum())
+        ready = slots.cached[rows] == slots.length[rows]
+        if ready.any():
+            chosen = [row for row, done in zip(rows, ready, strict=True) if done]
+            self._sample(chosen, logits if ready.all() else logits[ready.nonzero()[0]], version)
 
     def fail_all(self, error: Exception) -> None:
         """Answer every request with `error` and forget all keys, which may be half written."""
@@ -82,7 +85,7 @@ class Decoder:
         self.slots.request = [None] * len(self.slots.request)
         self.slots.forget()
         for request in requests:
-            _settle(request, error)
+            request.settle(error)
 
     def _drop_cancelled(self) -> None:
         if not self.any_cancelled:
@@ -91,7 +94,7 @@ class Decoder:
         self.waiting = deque(r for r in self.waiting if not r.future.cancelled())
         for row, request in enumerate(self.slots.request):
             if request is not None and request.future.cancelled():
-                self.slots.request[row] = None
+                self.slots.release(row)
 
     def _admit(self) -> None:
         slots = self.slots
@@ -102,7 +105,7 @@ class Decoder:
             common = np.minimum(slots.common(request.prompt), len(request.prompt) - 1)
             ready = np.minimum(common, slots.cached)
             source = int(ready.argmax())
-            computing = [row for row in slots.active() if slots.cached[row] < slots.length[row] - 1]
+            computing = [row for row in slots.active() if slots.cached[row] < slots.length[row]]
             if computing and common[computing].max() > ready[source] + _WORTH_WAITING:
                 continue
             self.waiting.remove(request)
@@ -111,7 +114,7 @@ class Decoder:
 
     def _place(self, request: Pending, source: int, shared: int) -> None:
         """Give `request` a slot holding the first `shared` ids of its prompt, as `source` does."""
-        slots, cache = self.slots, self.cache
+        slots, cache = self.slots, self.runner.cache
         free = slots.request[source] is None
         take_over = free and shared > 0 and slots.cached[source] <= 2 * shared
         row = source if take_over else slots.victim()
@@ -129,50 +132,29 @@ class Decoder:
         self.num_prompt_tokens += len(request.prompt)
         self.num_cached_tokens += shared
 
-    def _prefill(self, rows: list[int]) -> None:
-        """Compute keys for one chunk of the longest prompts, all but each row's last token."""
-        slots = self.slots
-        missing = {row: int(slots.length[row] - slots.cached[row] - 1) for row in rows}
-        rows = sorted(rows, key=lambda row: -missing[row])
-        width = min(missing[rows[0]], self.prefill_chunk)
-        rows = rows[: max(1, self.prefill_chunk // width)]
-        rows = sorted(row for row in rows if 2 * missing[row] >= width)
-        counts = np.array([min(missing[row], width) for row in rows])
-        tokens = np.zeros((len(rows), width), np.int64)
-        for at, (row, count) in enumerate(zip(rows, counts, strict=True)):
-            start = slots.cached[row]
-            tokens[at, :count] = slots.ids[row, start : start + count]
-        self._forward(rows, tokens, counts)
-        slots.cached[rows] += counts
-        self.num_prefilled_tokens += int(counts.sum())
+    def _share(self, missing: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many tokens of each row to compute: one, or a share of the prompt limit."""
+        counts = np.minimum(missing, 1)
+        left = self.prefill_chunk
+        for at in (missing > 1).nonzero()[0]:
+            counts[at] = min(int(missing[at]), left)
+            left -= int(counts[at])
+        return counts
 
-    def _decode(self, active: list[int], version: int) -> None:
+    def _sample(self, rows: list[int], logits: torch.Tensor, version: int) -> None:
         slots = self.slots
-        if active[-1] + 1 - len(active) > len(active) // 8:
-            active = self._compact(active)
-        rows = range(active[-1] + 1)
-        counts = np.zeros(len(rows), np.int64)
-        counts[active] = 1
-        tokens = slots.ids[rows, np.maximum(slots.length[: len(rows)] - 1, 0)]
-        logits = self._forward(rows, tokens[:, None].astype(np.int64), counts).float()
-        requests = [slots.request[row] for row in active]
-        uniforms = torch.tensor([r.uniform() for r in requests if r is not None])
-        settings = torch.from_numpy(slots.settings[active]).to(logits.device)
+        requests = [slots.request[row] for row in rows]
+        uniforms = torch.tensor([next(r.uniforms) for r in requests if r is not None])
+        settings = torch.from_numpy(slots.settings[rows]).to(logits.device)
         temperature, top_k, top_p = settings.unbind(1)
-        drawn = sample(
-            logits if len(active) == len(rows) else logits[active],
-            uniforms.to(logits.device),
-            temperature,
-            top_k.long(),
-            top_p,
-        )
+        drawn = sample(logits, uniforms.to(logits.device), temperature, top_k.long(), top_p)
         ids = drawn.ids.to("cpu", torch.int32).numpy()
         logprobs = drawn.logprobs.cpu().numpy()
-        slots.append(active, ids, logprobs, drawn.raw_logprobs.cpu().numpy(), version)
-        self.num_sampled_tokens += len(active)
+        slots.append(rows, ids, logprobs, drawn.raw_logprobs.cpu().numpy(), version)
+        self.num_sampled_tokens += len(rows)
         finite = np.isfinite(logprobs)
         ended = self.is_end[ids]
-        for at, (row, request) in enumerate(zip(active, requests, strict=True)):
+        for at, (row, request) in enumerate(zip(rows, requests, strict=True)):
             if request is None:
                 continue
             if not finite[at]:
@@ -189,40 +171,9 @@ class Decoder:
         slots, count = self.slots, len(active)
         holes = [row for row in range(count) if slots.request[row] is None]
         for hole, row in zip(holes, reversed(active), strict=False):
-            self.cache.swap(hole, row, int(slots.cached[hole]), int(slots.cached[row]))
+            self.runner.cache.swap(hole, row, int(slots.cached[hole]), int(slots.cached[row]))
             slots.swap(hole, row)
         return list(range(count))
-
-    def _forward(
-        self, rows: range | list[int], tokens: NDArray[np.int64], counts: NDArray[np.int64]
-    ) -> torch.Tensor:
-        """Feed `tokens [_B, _T]`, of which the first `counts[b]` are real, after what is cached.
-
-        Returns the logits `[_B, _V]` of the last column.
-        """
-        start = self.slots.cached[rows]
-        position = start[:, None] + np.arange(tokens.shape[1])
-        real = np.arange(tokens.shape[1]) < counts[:, None]
-        length = max(int((start + counts).max()), 1)
-        hidden = np.arange(length) > position[:, :, None]
-        device, dtype = self.cache.data.device, self.cache.data.dtype
-
-        def to_device(array: NDArray[Any]) -> torch.Tensor:
-            return torch.from_numpy(array).to(device)
-
-        mask = torch.zeros((len(rows), 1, tokens.shape[1], length), dtype=dtype, device=device)
-        mask.masked_fill_(to_device(hidden)[:, None], torch.finfo(dtype).min)
-        self.cache.aim(rows, to_device(np.where(real, position, self.cache.capacity)), length)
-        output = self.model(
-            input_ids=to_device(tokens),
-            attention_mask=mask,
-            position_ids=to_device(np.where(real, position, 0)),
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        logits: torch.Tensor = output.logits[:, -1]
-        return logits
 
     def _matched_stop(self, row: int, request: Pending, token: int) -> str | int | None:
         if token in request.sampling.stop_token_ids:
@@ -253,35 +204,16 @@ class Decoder:
             num_cached_tokens=request.num_cached,
             wait_s=request.wait_s + self.paused_s - request.paused_s_before,
         )
-        slots.request[row] = None
-        slots.touch(row)
-        _settle(request, output)
+        slots.release(row)
+        request.settle(output)
 
     def _reject(self, row: int, request: Pending) -> None:
-        self.slots.request[row] = None
-        self.slots.length[row] = self.slots.cached[row] = 0
-        self.cache.clear(row)
-        _settle(
-            request,
+        self.runner.cache.clear(row, int(self.slots.length[row]))
+        self.slots.release(row, keep=False)
+        request.settle(
             ModelError(
                 "the model's logits are not finite, so no token can be sampled from them. The "
                 "weights have most likely diverged: look at the last training steps' gradient "
                 "norm and loss, and go back to an earlier checkpoint."
-            ),
+            )
         )
-
-
-def _settle(request: Pending, outcome: LocalOutput | Exception) -> None:
-    """Answer a request; one that was cancelled meanwhile needs no answer."""
-    try:
-        if isinstance(outcome, Exception):
-            request.future.set_exception(outcome)
-        else:
-            request.future.set_result(outcome)
-    except InvalidStateError:
-        pass
-
-
-def as_prompt(ids: IntArray) -> IntArray:
-    """Return prompt ids as a contiguous int32 array that nobody else changes."""
-    return np.array(ids, dtype=np.int32)

@@ -9,7 +9,6 @@ losses. It leaves out other processes and other machines: that is what a vLLM se
 from __future__ import annotations
 
 import asyncio
-import copy
 import itertools
 import threading
 import time
@@ -27,20 +26,28 @@ from rolltree.errors import (
     TokenError,
     UnsupportedSetting,
 )
-from rolltree.inference.local.cache import SlotCache, probe_kv
-from rolltree.inference.local.decoder import Decoder, as_prompt
-from rolltree.inference.local.slots import LocalOutput, Pending, SlotTable
+from rolltree.inference.local.decoder import Decoder
+from rolltree.inference.local.probe import probe
+from rolltree.inference.local.requests import LocalOutput, Pending, UniformStream
+from rolltree.inference.local.runner import ModelRunner
+from rolltree.inference.local.slots import SlotTable
 from rolltree.types import GenerateRequest, SamplingParams
 
 _DEFAULT_CONTEXT = 2048
 _PREFILL_CHUNK = {"cpu": 1024}  # activations that stay in cache: 1.2 times as fast as 2,300
-_ACCEPTED_EXTRA: dict[str, tuple[object, ...]] = {
-    "logprobs": (True, 0, 1),
+_NO_EFFECT: dict[str, tuple[object, ...]] = {
+    "logprobs": (True, False, 0, 1),
     "top_logprobs": (0,),
     "return_token_ids": (True,),
     "return_tokens_as_token_ids": (True,),
+    "stream": (False,),
+    "echo": (False,),
+    "min_p": (0,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
 }
-"""Request fields of remote servers that ask for what this engine does anyway."""
+"""Values of servers' request fields that ask for what this engine does anyway."""
 
 
 class LocalEngine:
@@ -93,9 +100,8 @@ class LocalEngine:
                 f"max_context {self.max_context} exceeds the {own_limit} positions the model was "
                 "made for; answers beyond them would be noise. Lower max_context."
             )
-        self._source, self._shell = model, _shell_of(model)
-        shape = probe_kv(self._shell, self.max_context)
-        slot_bytes = shape.token_bytes * (self.max_context + 1)
+        shape, lean = probe(model, self.max_context)
+        slot_bytes = shape.token_bytes * self.max_context
         num_slots = max_batch
         if kv_budget_bytes is not None:
             num_slots = min(kv_budget_bytes // slot_bytes, 8 * max_batch)
@@ -108,13 +114,14 @@ class LocalEngine:
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self.vocab_size = int(model.config.vocab_size)
         self.kv_bytes = num_slots * slot_bytes
+        is_end = np.zeros(self.vocab_size, bool)
+        is_end[list(self.eos_token_ids)] = True
         self._decoder = Decoder(
-            self._shell,
-            SlotCache(shape, num_slots, self.max_context),
+            ModelRunner(model, shape, num_slots, self.max_context, lean=lean),
             SlotTable(num_slots, self.max_context),
             max_batch=max_batch,
             prefill_chunk=prefill_chunk,
-            eos_token_ids=self.eos_token_ids,
+            is_end=is_end,
             decode_text=decode_text,
         )
         self._version = version
@@ -138,8 +145,8 @@ class LocalEngine:
 
     @property
     def stats(self) -> dict[str, int]:
-        """Totals since the start: steps, and prompt, cached, prefilled and sampled tokens."""
-        names = ("steps", "prompt_tokens", "cached_tokens", "prefilled_tokens", "sampled_tokens")
+        """Totals since the start: steps, and prompt, cached, computed and sampled tokens."""
+        names = ("steps", "prompt_tokens", "cached_tokens", "computed_tokens", "sampled_tokens")
         return {f"num_{name}": getattr(self._decoder, f"num_{name}") for name in names}
 
     async def generate(self, request: GenerateRequest) -> LocalOutput:
@@ -157,7 +164,7 @@ class LocalEngine:
 
     def submit(self, request: GenerateRequest) -> Future[LocalOutput]:
         """Queue a request and return at once; raises and answers as `generate` does."""
-        sampling, prompt = request.sampling, as_prompt(request.prompt_ids)
+        sampling, prompt = request.sampling, np.array(request.prompt_ids, np.int32)
         self._check(prompt, sampling)
         limit = self.max_context
         if sampling.max_tokens is not None:
@@ -166,7 +173,8 @@ class LocalEngine:
             if self._closed:
                 raise ModelError(_CLOSED)
             seed = sampling.seed if sampling.seed is not None else next(self._seeds)
-            pending = Pending(prompt, sampling, seed % 2**64, limit, time.monotonic())
+            uniforms = UniformStream(seed % 2**64)
+            pending = Pending(prompt, sampling, uniforms, limit, time.monotonic())
             self._inbox.append(pending)
             self._condition.notify_all()
         pending.future.add_done_callback(self._note_cancelled)
@@ -202,14 +210,7 @@ class LocalEngine:
         """
         with self._condition:
             self._version, self._outdated = version, True
-            if any(
-                mine is not theirs
-                for mine, theirs in zip(
-                    self._shell.parameters(), self._source.parameters(), strict=False
-                )
-            ):
-                self._shell = _shell_of(self._source)
-                self._decoder.model = self._shell
+            self._decoder.runner.refresh()
 
     async def aclose(self) -> None:
         """Stop the thread. Requests still in flight end with `ModelError`."""
@@ -252,8 +253,10 @@ class LocalEngine:
                     f"{name} = {getattr(sampling, name)} is outside what can be sampled with "
                     "(temperature >= 0, 0 < top_p <= 1, top_k >= 0, max_tokens >= 1)."
                 )
-        for name, value in sampling.extra.items():
-            if value not in _ACCEPTED_EXTRA.get(name, ()):
+        extra = {**sampling.extra, **sampling.extra.get("extra_body", {})}
+        extra.pop("extra_body", None)
+        for name, value in extra.items():
+            if value not in _NO_EFFECT.get(name, ()):
                 raise UnsupportedSetting(
                     f"the embedded engine does not know {name} = {value!r} and would sample as if "
                     "it were not there. Remove it, or use a server that has it."
@@ -323,15 +326,3 @@ def _step_failed(cause: BaseException) -> ModelError:
     )
     error.__cause__ = cause
     return error
-
-
-def _shell_of(model: Any) -> Any:
-    """Return a module tree of its own around the very same parameters and buffers.
-
-    The engine's evaluation mode and the trainer's training mode (dropout, gradient checkpointing)
-    then do not disturb each other, while an optimizer step is seen at once.
-    """
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    shell = copy.deepcopy(model, memo={id(tensor): tensor for tensor in tensors})
-    shell.config.use_cache = True
-    return shell.eval()

@@ -1,0 +1,100 @@
+"""Can the embedded engine run this model? Found out by running it, not by its name.
+
+The shape of the cache is read off a small forward pass, and the slot cache must then give the same
+logits as no cache at all. The module knows nothing about requests. It leaves out models with
+sliding windows shorter than the context, compressed or recurrent caches, and position embeddings
+that depend on the rest of the batch: they are refused with the reason.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from rolltree.errors import UnsupportedSetting
+from rolltree.inference.local.cache import KvShape
+from rolltree.inference.local.runner import ModelRunner, shell_of
+
+_MOVING_ROPE = ("dynamic", "longrope")
+_EXACT, _ROUNDED = 1e-3, 0.1  # largest relative difference of logits in fp32 and in fewer bits
+
+
+@torch.inference_mode()
+def probe(model: Any, max_context: int) -> tuple[KvShape, bool]:
+    """Return the shape of one token's keys and values, and whether `LeanForward` fits `model`.
+
+    Raises:
+        UnsupportedSetting: the engine would not reproduce this model; the message says why.
+    """
+    plain = shell_of(model)
+    shape = _kv_shape(plain, max_context)
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in _MOVING_ROPE:
+        raise _refusal(
+            model,
+            f"has {rope['rope_type']} position embeddings, which change with the longest sequence "
+            "in the batch, so cached keys would not fit later tokens",
+        )
+    if _difference(model, plain, shape, lean=True) is None:
+        return shape, True
+    reason = _difference(model, plain, shape, lean=False)
+    if reason is not None:
+        raise _refusal(model, reason)
+    return shape, False
+
+
+def _kv_shape(model: Any, max_context: int) -> KvShape:
+    ids = torch.arange(4, device=model.device)[None] % model.config.vocab_size
+    cache = model(input_ids=ids, use_cache=True).past_key_values
+    layers = getattr(cache, "layers", None) or []
+    for index, layer in enumerate(layers):
+        plain = type(layer) is DynamicLayer or (
+            type(layer) is DynamicSlidingWindowLayer and layer.sliding_window >= max_context
+        )
+        if not (plain and layer.keys.shape == layer.values.shape == layers[0].keys.shape):
+            raise _refusal(
+                model,
+                f"keeps a {type(layer).__name__} in layer {index}, not plain keys and values of "
+                f"one shape for {max_context} tokens",
+            )
+    if not layers:
+        raise _refusal(model, "returned no cache of keys and values")
+    keys = layers[0].keys
+    return KvShape(len(layers), keys.shape[1], keys.shape[3], keys.dtype, keys.device)
+
+
+def _difference(model: Any, plain: Any, shape: KvShape, *, lean: bool) -> str | None:
+    """Compare two sequences of 3 and 6 tokens, computed together in three steps, with each alone.
+
+    Returns what is wrong, or None.
+    """
+    ids = (np.arange(2, 14).reshape(2, 6) * 7 % model.config.vocab_size).astype(np.int32)
+    lengths, one = np.array([3, 6]), np.ones(2, np.int64)
+    try:
+        runner = ModelRunner(model, shape, num_slots=2, capacity=6, lean=lean)
+        runner.forward([0, 1], ids, 0 * one, lengths - 2)
+        runner.forward([0, 1], ids, lengths - 2, one)
+        found = runner.forward([0, 1], ids, lengths - 1, one)
+    except (TypeError, ValueError, RuntimeError, LookupError, UnsupportedSetting) as error:
+        return f"fails with a prepared cache: {error}"
+    limit = _EXACT if shape.dtype in (torch.float32, torch.float64) else _ROUNDED
+    for row, length in enumerate(lengths):
+        alone = torch.from_numpy(ids[row : row + 1, :length]).long().to(shape.device)
+        expected = plain(input_ids=alone, use_cache=False).logits[0, -1].float()
+        difference = float((found[row] - expected).abs().max() / expected.abs().max())
+        if not difference <= limit:
+            return (
+                "gives other logits in a batch with a cache than alone (relative difference "
+                f"{difference:.1e})"
+            )
+    return None
+
+
+def _refusal(model: Any, reason: str) -> UnsupportedSetting:
+    return UnsupportedSetting(
+        f"the embedded engine cannot run {type(model).__name__}: it {reason}. What was sampled "
+        "would not be what the model gives. Serve this model with vLLM and use its URL."
+    )

@@ -1,0 +1,98 @@
+"""One model and its slot cache: new tokens of some rows in, logits after each row's last token out.
+
+The runner works on a shell of its own around the trainer's parameters, so the trainer's mode
+(dropout, gradient checkpointing, attention kernel) and the engine's do not disturb each other,
+while an optimizer step is seen at once. It knows nothing about requests or sampling.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rolltree.inference.local.attention import NAME, Plan, make_plan
+from rolltree.inference.local.cache import KvShape, SlotCache
+from rolltree.inference.local.lean import LeanForward
+from rolltree.types import IntArray
+
+
+class ModelRunner:
+    """Forward passes of `model` over rows of `num_slots` sequences of up to `capacity` tokens.
+
+    With `lean` they go through `LeanForward` (which raises `TypeError` for a model it does not
+    know), else through transformers.
+    """
+
+    def __init__(
+        self, model: Any, shape: KvShape, num_slots: int, capacity: int, *, lean: bool
+    ) -> None:
+        self._source, self.lean = model, lean
+        self.cache = SlotCache(shape, num_slots, capacity)
+        self._read_model()
+
+    def refresh(self) -> None:
+        """Take over parameters that were replaced by other tensors (rather than changed)."""
+        now = [id(parameter) for parameter in self._source.parameters()]
+        if now != self._parameters:
+            self._read_model()
+
+    def forward(
+        self,
+        rows: list[int],
+        ids: IntArray,
+        start: NDArray[np.int64],
+        counts: NDArray[np.int64],
+    ) -> torch.Tensor:
+        """Compute `counts[i]` more tokens of each row and return the logits after them.
+
+        Args:
+            rows: the slots, ascending, `_B` of them.
+            ids: int32 `[slots, capacity]`, the ids of every slot.
+            start: `[_B]`, the first position to compute; all earlier ones are cached.
+            counts: `[_B]`, at least 1.
+
+        Returns:
+            float32 `[_B, _V]`, after the last computed token of each row; the caller's to change.
+        """
+        data = self.cache.data
+        plan = make_plan(rows, counts, start, ids, data.dtype, data.device)
+        logits = self._logits(plan).float()
+        return logits if plan.in_order is None else logits[plan.in_order]
+
+    def _logits(self, plan: Plan) -> torch.Tensor:
+        if isinstance(self._model, LeanForward):
+            return self._model(plan, self.cache)
+        self.cache.plan = plan
+        output = self._model(
+            input_ids=plan.tokens[None],
+            position_ids=plan.positions[None],
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=plan.newest,
+            plan=plan,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def _read_model(self) -> None:
+        self._parameters = [id(parameter) for parameter in self._source.parameters()]
+        self._model: Any = LeanForward(self._source) if self.lean else _slot_shell(self._source)
+
+
+def shell_of(model: Any) -> Any:
+    """Return a module tree of its own, in evaluation mode, around the very same tensors."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    shell = copy.deepcopy(model, memo={id(tensor): tensor for tensor in tensors})
+    shell.config.use_cache = True
+    return shell.eval()
+
+
+def _slot_shell(model: Any) -> Any:
+    shell = shell_of(model)
+    shell.config._attn_implementation = NAME
+    return shell
