@@ -124,5 +124,6 @@ class DockerSandbox(FolderSandbox):
             folder=str(self._folder.path),
             level=self.level.name,
             trusted_processes=64 + limits.max_processes,  # the client's threads are not the code's
+            signals_as_codes=True,
             after=[[backend.docker, "rm", "--force", name]],
         )

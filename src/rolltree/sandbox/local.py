@@ -192,6 +192,7 @@ class LocalSandbox(FolderSandbox):
             folder=str(self._folder.path),
             level=self.level.name,
             trusted_processes=TRUSTED_PROCESSES if self._is_wrapped else 0,
+            signals_as_codes=self._is_wrapped,
         )
 
     def _confinement(self, limits: Limits) -> str:

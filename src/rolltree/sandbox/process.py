@@ -34,7 +34,8 @@ class Launch:
 
     `confinement` is the index in `command` of the JSON object that `confine` reads; the supervisor
     adds `ready_fd` to it. None: no such program runs. `after` are commands that end what lives
-    outside the tree. `env` is the environment of the launcher, not of the code.
+    outside the tree. `env` is the environment of the launcher, not of the code. With
+    `signals_as_codes` the launcher tells a death by signal N as exit code 128 + N, as shells do.
     """
 
     command: Sequence[str]
@@ -45,6 +46,7 @@ class Launch:
     trusted_processes: int = 0
     confinement: int | None = None
     after: Sequence[Sequence[str]] = ()
+    signals_as_codes: bool = False
 
 
 class Collector(Protocol):
@@ -194,6 +196,9 @@ class SupervisedProcess:
             report = {"ended": "lost", "exit_code": None, "signal": None, "setup": "1"}
         if self._override == "output" or (self._override and report["ended"] == "closed"):
             report.update(ended=self._override, exit_code=None, signal=None)
+        code = report["exit_code"]
+        if self._launch.signals_as_codes and code is not None and 128 < code <= 192:
+            report.update(ended="signal", exit_code=None, signal=code - 128)
         setup = report.pop("setup")
         is_confined = self._launch.confinement is not None
         if is_confined and setup != "1" and report["ended"] in ("exit", "signal"):

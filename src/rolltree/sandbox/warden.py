@@ -115,6 +115,7 @@ class Watch:
         self.deadline = None if spec["windowed"] else self.began + self.limits["wall_s"]
         self.peak_bytes = 0
         self.cpu_before = 0.0
+        self.cpu_seen = 0.0
         self.next_disk_check = self.began + 0.05
 
     def ended(self) -> str:
@@ -143,7 +144,8 @@ class Watch:
         pids = list(descendants(os.getpid()))
         resident = sum(stat_of(pid)[1] for pid in pids)
         self.peak_bytes = max(self.peak_bytes, resident)
-        if self.cpu_s(pids) - self.cpu_before > self.limits["cpu_s"]:
+        self.cpu_seen = self.cpu_s(pids)
+        if self.cpu_seen - self.cpu_before > self.limits["cpu_s"]:
             return "cpu"
         limit = self.limits["memory_bytes"]
         if resident > limit and sum(proportional(pid) for pid in pids) > limit:
@@ -196,7 +198,7 @@ class Watch:
             "exit_code": os.WEXITSTATUS(status) if exited and status is not None else None,
             "signal": os.WTERMSIG(status) if killed and status is not None else None,
             "wall_s": time.monotonic() - self.began,
-            "cpu_s": rusage.ru_utime + rusage.ru_stime,
+            "cpu_s": max(self.cpu_seen, rusage.ru_utime + rusage.ru_stime),
             "peak_memory_bytes": max(self.peak_bytes, rusage.ru_maxrss * 1024),
         }
 
