@@ -152,9 +152,53 @@ class Rows(Sequence[Row]):
         rows = self if seed is None else self.shuffle(seed)
         return rows if num < 0 else rows[:num]
 
+    def filter(self, keep: Callable[[Row], bool]) -> Rows:
+        """Return the rows for which `keep` is true; every row is read once, now."""
+        order = [index for index in self._order if keep(self._format(self._source[index], index))]
+        return Rows(self._source, self._format, order)
+
+    def map(self, change: Callable[[Row], Row]) -> Rows:
+        """Return rows that are changed when they are read."""
+        before = self._format
+        return Rows(self._source, lambda row, index: change(before(row, index)), self._order)
+
+    def freeze(self) -> _Frozen:
+        """Return these rows as plain data, for an environment to format."""
+        return _Frozen(self)
+
     def to_list(self) -> list[Row]:
         """Return all rows as dicts."""
         return list(self)
+
+    def to_jsonl(self, path: str | Path) -> None:
+        """Write the rows as JSON Lines, which `dataset=path` reads back.
+
+        Raises:
+            TypeError: a row holds something that JSON cannot.
+        """
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self)
+        Path(path).write_text(text, encoding="utf-8")
+
+    def to_dataset(self) -> Any:
+        """Return the rows as a Hugging Face `Dataset`.
+
+        Raises:
+            ConfigError: the `datasets` package is missing.
+        """
+        return _datasets("a Hugging Face Dataset").Dataset.from_list(self.to_list())
+
+
+class _Frozen(Sequence[Row]):
+    """Rows without the type: `Rows.of` formats them again."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._rows[index]
 
 
 def _without_none(message: Mapping[str, Any]) -> ChatMessage:
@@ -190,11 +234,15 @@ def _read_jsonl(path: Path) -> list[Row]:
 
 
 def _read_parquet(path: Path) -> Any:
+    return _datasets(f"the Parquet file {path}").Dataset.from_parquet(str(path))
+
+
+def _datasets(what: str) -> Any:
     try:
-        from datasets import Dataset
+        import datasets
     except ImportError as error:
         raise ConfigError(
-            f"{path} is a Parquet file, which needs the `datasets` package. Install it with "
-            "`pip install rolltree[envs]`, or convert the file to .jsonl."
+            f"{what} needs the `datasets` package. Install it with `pip install rolltree[envs]`, "
+            "or use .jsonl files."
         ) from error
-    return Dataset.from_parquet(str(path))
+    return datasets

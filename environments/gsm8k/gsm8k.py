@@ -1,0 +1,95 @@
+"""GSM8K: word problems of primary school whose answer is a whole number (Cobbe et al. 2021).
+
+The rows come from the Hugging Face hub or from a local file. Where neither is at hand, problems of
+three templates are generated: they are not the benchmark, and their task says so.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+import rolltree as rt
+from rolltree.environments.hub import benchmark_rows
+
+HUB = ("openai/gsm8k", "main")
+SYSTEM = "Think step by step. Then give the final answer, a number, inside \\boxed{}."
+NAMES = ["Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gina", "Hugo", "Ida", "Jon"]
+TEMPLATES = (
+    ("{n} packs {a} boxes with {b} apples each and gives {c} apples away. How many apples are "
+     "left?", lambda a, b, c: a * b - c),
+    ("{n} reads {a} pages a day for {b} days, and {c} pages more on the last day. How many pages "
+     "are that?", lambda a, b, c: a * b + c),
+    ("A ticket costs {a} coins. {n} buys {b} tickets and pays with {c} coins more than needed "
+     "after a discount of 2 coins per ticket. How many coins does {n} pay?",
+     lambda a, b, c: (a - 2) * b + c),
+)  # fmt: skip
+
+
+def convert(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with the number after `####` as its answer."""
+    answer = rt.extract_hash_answer(row["answer"]) or row["answer"]
+    return {
+        "question": row["question"],
+        "answer": answer.replace(",", ""),
+        "info": {"solution": row["answer"]},
+    }
+
+
+def generate(num: int, seed: int) -> list[dict[str, Any]]:
+    """Return `num` problems that are not GSM8K's; even and odd `a` keep the splits apart."""
+    rng, rows = random.Random(seed), []
+    for index in range(num):
+        text, solve = TEMPLATES[index % len(TEMPLATES)]
+        a, b, c = 2 * rng.randrange(5, 500) + seed % 2, rng.randrange(3, 40), rng.randrange(2, 15)
+        question = text.format(n=rng.choice(NAMES), a=a, b=b, c=c)
+        rows.append({"question": question, "answer": str(solve(a, b, c)), "info": {}})
+    return rows
+
+
+def number(text: str | None) -> Decimal | None:
+    """Return the number in a short answer such as `$1,200.00`, or None."""
+    cleaned = re.sub(r"\\(?:text|mathrm)\{[^}]*\}|\\[!,;%$ ]|[,$%\s]", "", text or "")
+    try:
+        value = Decimal(cleaned)
+    except InvalidOperation:
+        return None
+    return value if value.is_finite() else None
+
+
+def boxed(text: str) -> str | None:
+    return rt.extract_boxed_answer(text) if "\\boxed{" in text else None
+
+
+@rt.cheap
+def correct(parser: rt.Parser, completion: rt.Messages, answer: str) -> float:
+    said = number(parser.parse_answer(completion))
+    return float(said is not None and said == number(answer))
+
+
+def load_environment(
+    train: str | None = "auto", test: str | None = "auto", num_generated: int = 500
+) -> rt.Environment:
+    """Return the environment; `train` and `test` are "auto", "hub", "generated", a path or null."""
+    half = {"train": (train, 2), "test": (test, 1)}
+    rows = {
+        split: benchmark_rows(
+            source,
+            hub=(*HUB, split),
+            task="gsm8k",
+            convert=convert,
+            generate=lambda seed=seed: generate(num_generated, seed),
+        )
+        for split, (source, seed) in half.items()
+    }
+    parser = rt.MaybeThinkParser(boxed)
+    return rt.SingleTurnEnv(
+        dataset=rows["train"],
+        eval_dataset=rows["test"],
+        system_prompt=SYSTEM,
+        parser=parser,
+        rubric=rt.Rubric([correct], parser=parser),
+    )

@@ -1,0 +1,76 @@
+"""MATH: competition mathematics with answers in LaTeX (Hendrycks et al. 2021).
+
+Training rows are MATH's, evaluation rows MATH-500's (Lightman et al. 2023), from the Hugging Face
+hub or from local files. Where neither is at hand, equations are generated: they are not the
+benchmark, and their task says so. The package is a folder because `math` is a module of Python.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+import rolltree as rt
+from rolltree.environments.hub import benchmark_rows
+
+TRAIN = ("DigitalLearningGmbH/MATH-lighteval", None, "train")
+TEST = ("HuggingFaceH4/MATH-500", None, "test")
+SYSTEM = "Think step by step. Then give the final answer inside \\boxed{}."
+
+
+def convert(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row whose answer is the data set's, or what its solution boxes."""
+    answer = row.get("answer") or rt.extract_boxed_answer(row["solution"])
+    info = {key: row[key] for key in ("level", "subject", "type") if row.get(key) is not None}
+    return {"question": row["problem"], "answer": answer, "info": info}
+
+
+def latex(value: Fraction) -> str:
+    """Return a fraction in LaTeX."""
+    if value.denominator == 1:
+        return str(value.numerator)
+    sign = "-" if value < 0 else ""
+    return f"{sign}\\frac{{{abs(value.numerator)}}}{{{value.denominator}}}"
+
+
+def generate(num: int, seed: int) -> list[dict[str, Any]]:
+    """Return `num` equations that are not MATH's; even and odd constants keep the splits apart."""
+    rng, rows = random.Random(seed), []
+    for index in range(num):
+        a, b, c = rng.randrange(2, 60), rng.randrange(1, 99), 2 * rng.randrange(50, 500) + seed % 2
+        if index % 2:
+            question = f"Solve ${a}x + {b} = {c}$ for $x$."
+            answer = latex(Fraction(c - b, a))
+        else:
+            question = f"Expand $(x + {a})(x - {c})$."
+            answer = f"x^2 - {c - a}x - {a * c}"
+        rows.append({"question": question, "answer": answer, "info": {}})
+    return rows
+
+
+def load_environment(
+    train: str | None = "auto",
+    test: str | None = "auto",
+    num_generated: int = 500,
+    time_limit_s: float = 5.0,
+) -> rt.Environment:
+    """Return the environment; `train` and `test` are "auto", "hub", "generated", a path or null."""
+    splits = ((train, TRAIN, 2), (test, TEST, 1))
+    rows = [
+        benchmark_rows(
+            source,
+            hub=hub,
+            task="math",
+            convert=convert,
+            generate=lambda seed=seed: generate(num_generated, seed),
+        )
+        for source, hub, seed in splits
+    ]
+    return rt.SingleTurnEnv(
+        dataset=rows[0],
+        eval_dataset=rows[1],
+        system_prompt=SYSTEM,
+        rubric=rt.MathRubric(time_limit_s=time_limit_s),
+    )

@@ -1,0 +1,99 @@
+"""Wordle: find a word of five letters in six guesses; each guess is answered with colours.
+
+The secret words are a short list of common English words, written for this package: they are not
+those of the newspaper's game. `words` takes a file with other ones.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import rolltree as rt
+
+WORDS = (
+    "about above actor adopt again agree alarm album alert alive anger apple arena arrow aside "
+    "award bacon badge basic beach beard begin below bench berry birth black blade blame blank "
+    "blaze blend block bloom board boost brain brave bread brick bring broad brown brush build "
+    "cabin cable candy carry catch cause chain chair chalk charm chase cheap check chess chest "
+    "child choir civic claim clean clear clerk climb clock cloud coach coast coral couch count "
+    "cover crane cream cross crowd crown curve daily dance depth dough dozen draft dream dress "
+    "drink drive eagle early earth elbow empty enjoy entry equal event exact extra faith field "
+    "fight final flame flash fleet floor flour focus force frame fresh front fruit giant glass "
+    "globe grace grain grape grass great green group guard guess guide happy heart heavy honey "
+    "horse hotel house human ideal image juice kneel knife labor large laugh layer learn lemon"
+)
+SYSTEM = (
+    "We play Wordle. Find the secret word of five letters in at most six guesses. I answer each "
+    "guess letter by letter: G is right, Y is elsewhere in the word, X is not in the word. Think, "
+    "then guess one word in this form:\n<guess>\n...\n</guess>"
+)
+
+
+def colours(guess: str, secret: str) -> str:
+    """Return G, Y or X per letter; a letter is Y as often as the rest of the secret has it."""
+    marks = ["G" if g == s else "X" for g, s in zip(guess, secret, strict=True)]
+    rest = [s for g, s in zip(guess, secret, strict=True) if g != s]
+    for index, letter in enumerate(guess):
+        if marks[index] == "X" and letter in rest:
+            marks[index] = "Y"
+            rest.remove(letter)
+    return "".join(marks)
+
+
+class WordleEnv(rt.MultiTurnEnv):
+    async def env_response(self, messages: rt.Messages, state: rt.State) -> rt.Messages:
+        guess = last_guess(self.parser, state)
+        if len(guess) != 5 or not guess.isalpha():
+            said = "Guess one word of five letters between <guess> and </guess>."
+        else:
+            said = f"{' '.join(guess.upper())}\n{' '.join(colours(guess, state['answer']))}"
+        left = self.max_turns - len(state["trajectory"])
+        return [{"role": "user", "content": f"{said}\n{left} guesses are left."}]
+
+    @rt.stop
+    async def solved(self, state: rt.State) -> bool:
+        return bool(state["trajectory"]) and last_guess(self.parser, state) == state["answer"]
+
+
+def last_guess(parser: rt.Parser, state: rt.State) -> str:
+    """Return the latest message's guess, "" without one."""
+    return (parser.parse_answer(state["trajectory"][-1]["completion"]) or "").strip().lower()
+
+
+@rt.cheap
+def win(state: rt.State) -> float:
+    return float(state["stop_condition"] == "solved")
+
+
+@rt.cheap
+def best_colours(parser: rt.Parser, state: rt.State, answer: str) -> float:
+    """Return the largest share of right letters in one guess."""
+    said = [parser.parse_answer(step["completion"]) or "" for step in state["trajectory"]]
+    guesses = [text.strip().lower() for text in said]
+    right = [colours(text, answer).count("G") for text in guesses if len(text) == 5]
+    return max(right, default=0) / 5
+
+
+def load_environment(
+    num_eval: int = 40, max_turns: int = 6, words: str | None = None, seed: int = 0
+) -> rt.Environment:
+    """Return the game; no secret word of evaluation is one of training."""
+    text = WORDS if words is None else Path(words).read_text(encoding="utf-8")
+    secrets = sorted({word.lower() for word in text.split() if len(word) == 5 and word.isalpha()})
+    random.Random(seed).shuffle(secrets)
+    rows = [
+        {"question": f"Game {number}. Make your first guess.", "answer": secret}
+        for number, secret in enumerate(secrets)
+    ]
+    parser = rt.XMLParser(["guess"], answer_field="guess")
+    rubric = rt.Rubric([win, best_colours], weights=[0.8, 0.2], parser=parser)
+    rubric.add_metric(parser.get_format_reward_func(), cheap=True)
+    return WordleEnv(
+        dataset=rows[num_eval:] or None,
+        eval_dataset=rows[:num_eval] or None,
+        system_prompt=SYSTEM,
+        parser=parser,
+        rubric=rubric,
+        max_turns=max_turns,
+    )
