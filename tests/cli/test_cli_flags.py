@@ -24,6 +24,8 @@ FLAGS = {
     "show": {"run", "--phase", "--transcripts", "--failed", "--limit"},
     "export": {"run", "target", "--phase", "--light"},
     "models": {"prepare"},
+    "init": {"name", "--kind", "--path"},
+    "env": set(),
 }  # fmt: skip
 
 

@@ -109,5 +109,5 @@ def test_a_worker_ends_with_its_pool():
 
 def test_a_worker_that_cannot_start_says_how_to_find_out(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(RuntimeError, match="python -m rolltree.rubrics.math_worker"):
+    with pytest.raises(RuntimeError, match="the process that compares"):
         WorkerPool(num_workers=1).compare("1", "2")

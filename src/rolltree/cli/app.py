@@ -15,7 +15,9 @@ import typer
 
 from rolltree import __version__
 from rolltree.cli import (
+    env_command,
     eval_command,
+    init_command,
     models_command,
     runs_command,
     serve_command,
@@ -57,9 +59,19 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "show": runs_command.show_run,
     "export": runs_command.export_run,
     "models": models_command.list_models,
+    "init": init_command.new_environment,
 }
 for _name, _command in _COMMANDS.items():
     app.command(_name)(guarded(_command))
+
+_ENV_COMMANDS: dict[str, Callable[..., None]] = {
+    "list": env_command.list_environments,
+    "check": env_command.check,
+}
+env_app = typer.Typer(help="List environments, and check whether one keeps its contract.")
+for _name, _command in _ENV_COMMANDS.items():
+    env_app.command(_name)(guarded(_command))
+app.add_typer(env_app, name="env", no_args_is_help=True)
 
 
 def _print_version(wanted: bool) -> None:
