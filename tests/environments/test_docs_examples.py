@@ -37,7 +37,11 @@ def test_environments(client, capsys):
         "guessed True None",
         "['found', 'longest', 'length', 'polite']",
         "['amount']",
+        "market 6",
     ]
+    played = asyncio.run(names["parity"].evaluate(ScriptedModel("It is even."), "m"))
+    assert {0.0, 1.0} >= set(played.reward)
+    assert all(state["terminated"] for state in played.state)
     assert [m["content"] for m in names["state"]["completion"]][1::2] == [
         "lower",
         "higher",

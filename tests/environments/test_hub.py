@@ -1,10 +1,13 @@
 """Benchmark rows from the hub, files or thin air; and writing rows."""
 
+import os
 import sys
+import time
 import types
 
 import pytest
 
+import rolltree.environments.hub as module
 from rolltree.environments import Rows, SingleTurnEnv
 from rolltree.environments.dataset import RowFormat
 from rolltree.environments.hub import GeneratedRowsWarning, benchmark_rows, hub_rows
@@ -33,21 +36,21 @@ def hub(monkeypatch):
     fake.asked = []
     fake.rows = [{"q": "x", "a": "1"}]
 
-    def load_dataset(*args, split, download_config):
-        fake.asked.append((*args, split, download_config["max_retries"]))
+    def load_dataset(*args, split):
+        fake.asked.append((*args, split))
         if fake.rows is None:
             raise ConnectionError("no route to the hub")
         return fake.rows
 
     fake.load_dataset = load_dataset
-    fake.DownloadConfig = dict
     monkeypatch.setitem(sys.modules, "datasets", fake)
+    monkeypatch.setattr(module, "_hub_answers", lambda: True)
     return fake
 
 
 def test_the_hub_is_asked_for_the_split(hub):
     assert hub_rows(*HUB) == [{"q": "x", "a": "1"}]
-    assert hub.asked == [("some/data", "main", "test", 1)]
+    assert hub.asked == [("some/data", "main", "test")]
     for source in ("auto", "hub"):
         (row,) = rows_of(source)
         assert (row["prompt"][0]["content"], row["answer"], row["task"]) == ("X", "1", "bench")
@@ -60,6 +63,19 @@ def test_without_the_hub_generated_rows_say_so(hub):
     assert (row["answer"], row["task"]) == ("up", "bench-generated")
     with pytest.raises(ConfigError, match="no route to the hub"):
         rows_of("hub")
+
+
+def test_a_hub_that_cannot_be_reached_costs_no_minute(monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    module._hub_answers.cache_clear()
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match="'no/such-data' could not be loaded"):
+        hub_rows("no/such-data")
+    assert time.monotonic() - started < 20
+    module._hub_answers.cache_clear()
+    import datasets.config
+
+    assert not datasets.config.HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE")
 
 
 def test_without_the_package(monkeypatch):

@@ -6,8 +6,11 @@ row means. It leaves out caching, which `datasets` does.
 
 from __future__ import annotations
 
+import functools
+import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +29,49 @@ def hub_rows(dataset_id: str, config: str | None = None, split: str = "train") -
         ConfigError: `datasets` is missing, or the data set cannot be loaded.
     """
     try:
-        from datasets import DownloadConfig, load_dataset
+        from datasets import load_dataset
     except ImportError as error:
         raise ConfigError(
             f"loading {dataset_id!r} needs the `datasets` package. Install it with "
             "`pip install rolltree[envs]`, or pass the path of a .jsonl or .parquet file."
         ) from error
     try:
-        return load_dataset(
-            dataset_id, config, split=split, download_config=DownloadConfig(max_retries=1)
-        )
+        with nullcontext() if _hub_answers() else _offline():
+            return load_dataset(dataset_id, config, split=split)
     except Exception as error:  # it raises what its many back ends raise
         raise ConfigError(
             f"the split {split!r} of {dataset_id!r} could not be loaded from the Hugging Face hub "
             f"({type(error).__name__}: {error}). Pass the path of a .jsonl or .parquet file."
         ) from error
+
+
+@functools.cache
+def _hub_answers() -> bool:
+    """Whether the hub can be reached at all: its client would try for most of a minute."""
+    import httpx
+
+    try:
+        httpx.head(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=5.0)
+    except httpx.TransportError:
+        return False
+    return True
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Let `datasets` look into its cache only, while the block lasts."""
+    import datasets.config
+    import huggingface_hub.constants
+
+    modules: list[Any] = [datasets.config, huggingface_hub.constants]
+    before = [module.HF_HUB_OFFLINE for module in modules]
+    try:
+        for module in modules:
+            module.HF_HUB_OFFLINE = True
+        yield
+    finally:
+        for module, value in zip(modules, before, strict=True):
+            module.HF_HUB_OFFLINE = value
 
 
 def benchmark_rows(
