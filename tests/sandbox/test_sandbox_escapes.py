@@ -73,7 +73,6 @@ def laid_out(victim, label):
     shm.write_text(SECRET)
     shm.chmod(0o666)
     servers, names = sockets(folder, label)
-    os.environ["ROLLTREE_SECRET_TOKEN"] = SECRET
     try:
         yield {
             **{
@@ -89,7 +88,6 @@ def laid_out(victim, label):
             "secret": SECRET,
         }
     finally:
-        del os.environ["ROLLTREE_SECRET_TOKEN"]
         for server in servers:
             server.close()
         shm.unlink()
@@ -98,7 +96,8 @@ def laid_out(victim, label):
 
 @pytest.fixture(scope="module")
 def bait(victim):
-    with laid_out(victim, "inside") as facts:
+    with laid_out(victim, "inside") as facts, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROLLTREE_SECRET_TOKEN", SECRET)
         yield facts
 
 
@@ -129,7 +128,7 @@ def inside(request, bait):
             code = f"print(report({name!r}))"
             result = runner.run(session.run(code))
             if "NameError" in result.stdout or "name 'report'" in result.stdout:
-                facts = json.dumps({**bait, "own_fds": 1})  # the session's own request pipe
+                facts = json.dumps({**bait, "own_fds": 2})  # the session's own pipes
                 runner.run(session.run(f"{prelude}\nH.update({facts})\nNone"))
                 result = runner.run(session.run(code))
             return result

@@ -77,12 +77,13 @@ class PrivateFolder:
         with self._enter(parts[:-1], name, create=False) as parent, _explained(name):
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             fd = os.open(parts[-1], flags, dir_fd=parent)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise SandboxError(
+                f"{name!r} in the sandbox is no regular file, and reading it could block or reach "
+                "the host. Have the code write a plain file."
+            )
         with open(fd, "rb") as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise SandboxError(
-                    f"{name!r} in the sandbox is no regular file, and reading it could block or "
-                    "reach the host. Have the code write a plain file."
-                )
             data = file.read(max_bytes + 1)
         if len(data) > max_bytes:
             raise SandboxError(

@@ -20,6 +20,7 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
+    output = os.dup(1)  # the code may close its own
     os.dup2(1, 2)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.path[0] = os.getcwd()
@@ -33,7 +34,7 @@ def main() -> None:
                 stream.flush()
             except (AttributeError, ValueError, OSError):
                 continue
-        os.write(1, f"\x1e{request['nonce']}:{int(failed)}\n".encode())
+        os.write(output, f"\x1e{request['nonce']}:{int(failed)}\n".encode())
 
 
 def run(code: str, name: str, namespace: dict[str, Any]) -> bool:

@@ -1,0 +1,129 @@
+"""The private folder, after untrusted code has been at it."""
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolltree.errors import SandboxError
+from rolltree.sandbox.folder import PREFIX, PrivateFolder, sweep
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = PrivateFolder(tmp_path)
+    yield made
+    made.remove()
+
+
+def test_files_in_and_out(folder):
+    folder.write("data/in.txt", b"abc")
+    folder.write("data/in.txt", b"abcd")
+    folder.write("top", b"")
+    assert folder.read("data/in.txt", 4) == b"abcd"
+    assert folder.names() == ["data/in.txt", "top"]
+    assert (folder.path / "top").stat().st_mode & 0o777 == 0o600
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../x", "a/../../x", "", ".", "a/..", "x\0y"])
+def test_paths_that_leave_it(folder, name):
+    with pytest.raises(SandboxError, match="no path inside"):
+        folder.read(name, 10)
+    with pytest.raises(SandboxError, match="no path inside"):
+        folder.write(name, b"")
+
+
+@given(st.text(alphabet="ab./", max_size=12))
+def test_no_path_reaches_outside(tmp_path_factory, name):
+    made = PrivateFolder(tmp_path_factory.getbasetemp())
+    try:
+        made.write(name, b"x")
+    except SandboxError:
+        assert made.names() == []
+    else:
+        assert len(made.names()) == 1
+    assert sorted(os.listdir(made.outer)) == ["lock", "work"]
+    made.remove()
+
+
+def test_links_are_not_followed(folder, tmp_path):
+    bait = tmp_path / "bait"
+    bait.write_text("secret")
+    (tmp_path / "place").mkdir()
+    os.symlink(bait, folder.path / "link")
+    os.symlink(tmp_path / "place", folder.path / "way")
+    for name in ("link", "way/x"):
+        with pytest.raises(SandboxError, match="not followed"):
+            folder.read(name, 10)
+    with pytest.raises(SandboxError, match="not followed"):
+        folder.write("way/x", b"")
+    folder.write("link", b"new")  # the link is replaced, not followed
+    assert bait.read_text() == "secret"
+    assert folder.read("link", 3) == b"new"
+    assert folder.names() == ["link"]
+    assert list((tmp_path / "place").iterdir()) == []
+
+
+def test_what_is_no_file_is_not_read(folder):
+    os.mkfifo(folder.path / "pipe")
+    (folder.path / "sub").mkdir()
+    for name in ("pipe", "sub"):
+        with pytest.raises(SandboxError, match="regular file"):
+            folder.read(name, 10)
+    with pytest.raises(SandboxError, match="no file 'none'"):
+        folder.read("none", 10)
+    folder.write("long", b"12345")
+    with pytest.raises(SandboxError, match="more than 4 bytes"):
+        folder.read("long", 4)
+    with pytest.raises(SandboxError, match="cannot be reached"):
+        folder.write("long/below", b"")
+
+
+def test_remove_takes_what_nobody_should_make(folder):
+    deep = folder.path
+    here = os.getcwd()
+    os.chdir(deep)
+    try:
+        for _ in range(1200):  # deeper than a path can be written, or Python can recurse
+            os.mkdir("d")
+            os.chdir("d")
+        Path("leaf").write_text("x")
+    finally:
+        os.chdir(here)
+    locked = folder.path / "locked"
+    locked.mkdir()
+    (locked / "inner").mkdir()
+    locked.chmod(0)
+    os.symlink("/", folder.path / "root")
+    folder.remove()
+    assert not folder.outer.exists()
+    folder.remove()
+    assert Path("/usr").exists()
+
+
+def test_folders_of_the_dead_are_swept(tmp_path):
+    alive = PrivateFolder(tmp_path)
+    dead = tmp_path / f"{PREFIX}dead"
+    (dead / "work").mkdir(parents=True)
+    (dead / "lock").touch()
+    other = tmp_path / f"{PREFIX}nolock"
+    other.mkdir()
+    os.symlink("/usr", tmp_path / f"{PREFIX}link")
+    assert sweep(tmp_path) == 1
+    assert not dead.exists()
+    assert alive.path.exists()
+    assert other.exists()
+    with open(alive.outer / "lock") as lock, pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    alive.remove()
+
+
+def test_it_is_gone_with_its_owner(tmp_path):
+    made = PrivateFolder(tmp_path)
+    outer = made.outer
+    del made
+    assert not outer.exists()

@@ -1,0 +1,171 @@
+"""Which level a machine gets, and that less than asked for is refused by name."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from rolltree.errors import ConfigError, SandboxUnavailable, UnknownName
+from rolltree.sandbox import DockerBackend, Limits, LocalBackend, backend_of, known_backends
+from rolltree.sandbox.bwrap import bwrap_arguments
+from rolltree.sandbox.levels import candidates
+from rolltree.sandbox.machine import (
+    Machine,
+    PythonRuntime,
+    everyone_reaches,
+    give_uid_back,
+    num_tasks_of_user,
+    system_folders,
+    take_uid,
+    this_machine,
+)
+
+USER = Machine("x86_64", 6, True, "/usr/bin/bwrap", False, range(0), (6, 12))
+ROOT = replace(USER, is_root=True, uids=range(40000, 60000))
+
+
+def names(machine, wanted="auto"):
+    return [(c.level.name, c.own_user) for c in candidates(machine, wanted)]
+
+
+def test_best_first():
+    assert names(USER) == [("bubblewrap", False), ("landlock", False), ("rlimits", False)]
+    assert names(ROOT, "landlock") == [("landlock", True), ("landlock", False)]
+    assert names(replace(USER, bwrap=None, landlock_abi=0)) == [("rlimits", False)]
+
+
+def test_what_is_missing_is_named():
+    missing = {c.level.name: c.level.missing for c in candidates(replace(USER, landlock_abi=2))}
+    assert missing == {"bubblewrap": (), "landlock": ("truncation",), "rlimits": ("files",)}
+
+
+def test_what_the_filter_must_refuse():
+    """Without a namespace, a user or a Landlock scope, the filter refuses signals and modes."""
+    (weak,) = candidates(replace(USER, landlock_abi=5), "landlock")
+    assert not weak.signals_confined
+    assert not weak.metadata_confined
+    assert weak.level.protections["signals"] == "refused by the filter"
+    (scoped,) = candidates(USER, "landlock")
+    assert scoped.signals_confined
+    assert not scoped.metadata_confined
+    own, same = candidates(ROOT, "landlock")
+    assert own.metadata_confined
+    assert own.level.protections["processes"] == "kernel count of its own user"
+    assert same.level.protections["processes"] == "polled"  # RLIMIT_NPROC does not hold for uid 0
+    (wrapped,) = candidates(USER, "bubblewrap")
+    assert wrapped.metadata_confined
+    assert wrapped.level.protections["processes"] == "kernel count of the namespace"
+
+
+def test_impossible_levels():
+    with pytest.raises(SandboxUnavailable, match="needs bubblewrap"):
+        candidates(replace(USER, bwrap=None), "bubblewrap")
+    with pytest.raises(SandboxUnavailable, match="needs Linux"):
+        candidates(replace(USER, landlock_abi=0), "landlock")
+    with pytest.raises(SandboxUnavailable, match="Docker backend"):
+        candidates(replace(USER, seccomp=False))
+    with pytest.raises(ConfigError, match="Did you mean 'landlock'"):
+        candidates(USER, "landlok")
+
+
+async def test_untrusted_code_is_refused_at_a_weaker_level():
+    with pytest.raises(SandboxUnavailable, match=r"rlimits: does not protect files.*") as caught:
+        await LocalBackend("rlimits").create()
+    assert "allow_weaker=True" in str(caught.value)
+
+
+async def test_the_weaker_level_runs_when_it_is_allowed():
+    sandbox = await LocalBackend("rlimits", allow_weaker=True).create()
+    code = "import socket\ntry: socket.socket()\nexcept OSError: print('no network')"
+    result = await sandbox.run_python(code, limits=Limits(wall_s=20))
+    await sandbox.close()
+    assert result.stdout == "no network\n"
+    assert result.level == "rlimits"
+    assert sandbox.level.missing == ("files",)
+    json.dumps(sandbox.level.as_dict())
+
+
+async def test_a_level_that_does_not_work_says_why(tmp_path):
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho broken interpreter >&2\nexit 9\n")
+    broken.chmod(0o755)
+    backend = LocalBackend("landlock", python=str(broken))
+    with pytest.raises(SandboxUnavailable, match="landlock: the sandbox could not be set up"):
+        await backend.create()
+
+
+def test_settings_are_checked(tmp_path):
+    for path in ("/", str(tmp_path / "none")):
+        with pytest.raises(ConfigError, match="read_only"):
+            LocalBackend(read_only=[path])
+    with pytest.raises(UnknownName, match="Did you mean 'docker'"):
+        backend_of("doker")
+    with pytest.raises(TypeError):
+        backend_of(LocalBackend(), level="landlock")
+    assert known_backends() == ("local", "docker")
+    assert isinstance(backend_of("docker", docker="/bin/true"), DockerBackend)
+
+
+async def test_read_only_and_env(tmp_path):
+    (tmp_path / "shown").mkdir()
+    (tmp_path / "shown" / "data").write_text("for the code")
+    tmp_path.chmod(0o755)
+    (tmp_path / "shown").chmod(0o755)
+    backend = LocalBackend(read_only=[str(tmp_path / "shown")], env={"WHERE": str(tmp_path)})
+    sandbox = await backend.create()
+    code = """
+import os
+path = os.environ["WHERE"] + "/shown/data"
+print(open(path).read())
+try:
+    open(path, "a")
+except OSError:
+    print("read only")
+"""
+    result = await sandbox.run_python(code)
+    await sandbox.close()
+    assert result.stdout == "for the code\nread only\n", result.text()
+
+
+def test_bwrap_arguments():
+    line = bwrap_arguments("bwrap", "/f", ["/usr/bin", "/no/such"], as_root=False, own_user=False)
+    text = " ".join(line)
+    assert "--unshare-user" in line
+    assert "--cap-add" not in line
+    assert "--bind /f /sandbox" in text
+    assert "--perms 0755 --dir /no" in text
+    assert "/proc" not in text
+    assert line[-1] == "--"
+    assert line.index("--remount-ro") > max(i for i, a in enumerate(line) if a.startswith("--ro"))
+    root = bwrap_arguments("bwrap", "/f", [], as_root=True, own_user=True)
+    assert "--unshare-user" not in root
+    assert [root[i + 1] for i, a in enumerate(root) if a == "--cap-add"] == [
+        "CAP_SETUID",
+        "CAP_SETGID",
+        "CAP_SETPCAP",
+    ]
+
+
+def test_facts(tmp_path):
+    machine = this_machine()
+    assert machine is this_machine()
+    runtime = PythonRuntime.of()
+    assert runtime.executable.startswith("/")
+    assert "venv" not in runtime.executable
+    places = system_folders(runtime, (str(tmp_path),))
+    assert str(tmp_path) in places
+    assert not {"/", "/etc", "/home", "/root", "/tmp", "/var", "/proc"} & set(places)
+    tmp_path.chmod(0o700)
+    assert not everyone_reaches(str(tmp_path / "x"))
+    assert everyone_reaches("/usr/bin/env")
+    assert num_tasks_of_user() > 1
+
+
+def test_users_are_taken_once():
+    uids = range(5, 8)
+    taken = {take_uid(uids) for _ in range(3)}
+    assert taken == set(uids)
+    give_uid_back(6)
+    assert take_uid(uids) == 6
+    for uid in uids:
+        give_uid_back(uid)

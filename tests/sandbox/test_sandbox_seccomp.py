@@ -1,0 +1,124 @@
+"""The filter program, run by a small BPF machine written for this test."""
+
+import errno
+import platform
+import re
+import struct
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolltree.errors import SandboxUnavailable
+from rolltree.sandbox.seccomp import build_filter
+from rolltree.sandbox.syscalls import AUDIT_ARCH, METADATA, NUMBERS, SIGNALS
+
+ALLOW, KILL = 0x7FFF0000, 0x80000000
+MACHINES = sorted(NUMBERS)
+
+
+def verdict(program, arch, number, arguments=()):
+    """Run the program on one call; return "allow", "kill" or the errno."""
+    arguments = [*arguments, 0, 0, 0, 0, 0, 0][:6]
+    data = struct.pack("<IIQ6Q", number, arch, 0, *arguments)
+    lines = [struct.unpack_from("<HBBI", program, at) for at in range(0, len(program), 8)]
+    at, accumulator = 0, 0
+    tests = {
+        0x15: lambda a, k: a == k,
+        0x35: lambda a, k: a >= k,
+        0x45: lambda a, k: bool(a & k),
+    }
+    while True:
+        code, if_true, if_false, value = lines[at]
+        at += 1
+        if code == 0x20:
+            (accumulator,) = struct.unpack_from("<I", data, value)
+        elif code == 0x06:
+            if value in (ALLOW, KILL):
+                return {ALLOW: "allow", KILL: "kill"}[value]
+            assert value >> 16 == 5
+            return value & 0xFFFF
+        else:
+            at += if_true if tests[code](accumulator, value) else if_false
+
+
+def of(machine, name, *arguments, signals=True, metadata=True):
+    program = build_filter(machine, signals=signals, metadata=metadata)
+    return verdict(program, AUDIT_ARCH[machine], NUMBERS[machine][name], arguments)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_every_listed_call_without_conditions_is_allowed(machine):
+    conditional = {"prctl", "ioctl", "clone", "socketpair", "prlimit64"}
+    assert conditional <= set(NUMBERS[machine])
+    for name in set(NUMBERS[machine]) - conditional:
+        assert of(machine, name) == "allow", name
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_arguments_decide(machine):
+    assert of(machine, "clone", 17) == "allow"
+    for flag in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000):
+        assert of(machine, "clone", 17 | flag) == errno.EPERM
+    assert of(machine, "socketpair", 1) == "allow"
+    assert of(machine, "socketpair", 2) == errno.EPERM
+    assert of(machine, "prlimit64", 0) == "allow"
+    assert of(machine, "prlimit64", 1) == errno.EPERM
+    assert of(machine, "ioctl", 0, 0x5401) == "allow"
+    assert of(machine, "ioctl", 0, 0x5412) == errno.EPERM
+    assert of(machine, "ioctl", 0, 0x541C) == errno.EPERM
+    assert (
+        of(machine, "ioctl", 0, 0x5412 | 1 << 32) == errno.EPERM
+    )  # the kernel drops the high half
+    for option in (1, 2, 3, 15, 16, 38, 39, 0x53564D41):
+        assert of(machine, "prctl", option) == "allow"
+    for option in (4, 8, 22, 24, 28, 35, 36, 47, 0x59616D61):
+        assert of(machine, "prctl", option) == errno.EPERM
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_switches(machine):
+    for name in SIGNALS & set(NUMBERS[machine]):
+        assert of(machine, name, signals=False) == errno.EPERM
+        assert of(machine, name, metadata=False) == "allow"
+    for name in METADATA & set(NUMBERS[machine]):
+        assert of(machine, name, metadata=False) == errno.EPERM
+        assert of(machine, name, signals=False) == "allow"
+
+
+@given(number=st.integers(0, 2**32 - 1), machine=st.sampled_from(MACHINES))
+def test_whatever_is_not_listed_is_refused(number, machine):
+    program = build_filter(machine, signals=True, metadata=True)
+    got = verdict(program, AUDIT_ARCH[machine], number)
+    if number not in NUMBERS[machine].values():
+        assert got in (errno.EPERM, errno.ENOSYS)
+
+
+@given(arch=st.integers(0, 2**32 - 1), number=st.integers(0, 500))
+def test_foreign_calling_conventions_are_killed(arch, number):
+    program = build_filter("x86_64", signals=True, metadata=True)
+    if arch != AUDIT_ARCH["x86_64"]:
+        assert verdict(program, arch, number) == "kill"
+    assert verdict(program, 0x40000003, number) == "kill"  # i386
+    assert verdict(program, AUDIT_ARCH["x86_64"], number | 0x40000000) == errno.ENOSYS  # x32
+
+
+def test_another_machine_is_refused():
+    with pytest.raises(SandboxUnavailable, match="riscv64"):
+        build_filter("riscv64", signals=True, metadata=True)
+
+
+def test_it_fits_the_kernel():
+    for machine in MACHINES:
+        assert len(build_filter(machine, signals=True, metadata=True)) <= 4096 * 8
+
+
+HEADER = Path(f"/usr/include/{platform.machine()}-linux-gnu/asm/unistd_64.h")
+
+
+@pytest.mark.skipif(not HEADER.exists(), reason="no kernel headers")
+def test_numbers_are_the_kernel_headers():
+    found = dict(re.findall(r"#define __NR_(\w+) (\d+)", HEADER.read_text()))
+    for name, number in NUMBERS["x86_64"].items():
+        assert name not in found or int(found[name]) == number, name
