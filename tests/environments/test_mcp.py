@@ -156,3 +156,19 @@ def test_two_tools_of_one_name():
 
     with pytest.raises(ConfigError, match="two tools named 'add_note'"):
         MCPEnv([STDIO], tools=[add_note], dataset=ROWS)
+
+
+def test_a_program_that_forgets_to_close_ends_and_takes_its_server_with_it():
+    program = (
+        "import sys, rolltree as rt\n"
+        f"server = {{'name': 'n', 'command': sys.executable, 'args': [{SCRIPT!r}, 'stdio']}}\n"
+        "env = rt.MCPEnv([server], dataset=[{'question': 'q'}])\n"
+        "print(len(env.oai_tools))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "4")
+    assert "Traceback" not in done.stderr
+    processes = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+    assert f"{SCRIPT} stdio" not in processes.stdout

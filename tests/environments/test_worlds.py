@@ -229,3 +229,18 @@ async def test_an_opponent():
 def test_unknown_games():
     with pytest.raises(ConfigError, match="Did you mean 'TicTacToe-v0'"):
         TextArenaEnv("TicTacTo-v0")
+
+
+async def test_a_played_world_can_be_stored_and_read_back(tmp_path):
+    from rolltree.rollouts.record import decode_results, encode_result
+    from rolltree.store import Run
+
+    env = env_of()
+    results = await env.evaluate(ScriptedModel(searching), "m")
+    with Run.create(tmp_path / "run", config={}, kind="eval") as run:
+        for result in results.results:
+            run.add_rollouts(encode_result(result))
+        again = list(decode_results(run.rollouts()))
+    states = [result.states[0] for result in again]
+    assert sorted(s["reward"] for s in states) == sorted(results.reward)
+    assert all(s["prompt"][-1]["content"] == "Guess from 1 to 9." for s in states)
