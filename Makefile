@@ -22,7 +22,7 @@ check: $(VENV)/.dev ## lint, format, types, room contract
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache
 
 bench: $(VENV)/.dev ## run every benchmark and check its bars
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script --check; done
