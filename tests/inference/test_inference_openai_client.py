@@ -32,7 +32,7 @@ TOKEN_FIELDS = {"return_token_ids", "logprobs", "top_k", "min_p", "repetition_pe
 
 
 def client_of(server: ScriptedServer, **options: Any) -> OpenAIClient:
-    options.setdefault("retry", FAST)
+    options = {"retry": FAST, "token_endpoint": "completions", **options}
     return OpenAIClient(server.base_url, "scripted", **options)
 
 
@@ -461,7 +461,12 @@ def mock_client(answers: list[dict[str, Any] | tuple[int, str]], **options: Any)
         return httpx.Response(200, json=answer)
 
     client = OpenAIClient(
-        "http://mock/v1", "m", transport=httpx.MockTransport(handle), retry=FAST, **options
+        "http://mock/v1",
+        "m",
+        transport=httpx.MockTransport(handle),
+        retry=FAST,
+        token_endpoint="completions",
+        **options,
     )
     client.sent = sent  # type: ignore[attr-defined]
     return client

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from rolltree.inference.extract import parse_response_messages as parse_response_messages
     from rolltree.inference.extract import parse_response_tokens as parse_response_tokens
     from rolltree.inference.openai_client import OpenAIClient as OpenAIClient
+    from rolltree.inference.pool import EndpointPool as EndpointPool
+    from rolltree.inference.publish import publish_weights as publish_weights
+    from rolltree.inference.publish import served_version as served_version
     from rolltree.inference.retry import RetryPolicy as RetryPolicy
     from rolltree.inference.session import Prompt as Prompt
     from rolltree.inference.session import Sampled as Sampled
@@ -40,6 +43,8 @@ _MODULES: dict[str, str] = {
     "completion": "REASONING_TAGS ParsedCompletion",
     "extract": "parse_response_messages parse_response_tokens",
     "openai_client": "OpenAIClient",
+    "pool": "EndpointPool",
+    "publish": "publish_weights served_version",
     "retry": "RetryPolicy",
     "session": "Prompt Sampled TokenSession next_call_id",
     "template": "ChatTemplate TemplateError",

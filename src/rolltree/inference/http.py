@@ -90,10 +90,22 @@ class HttpServer:
     def __repr__(self) -> str:
         return f"HttpServer({self.base_url!r})"
 
+    @property
+    def root_url(self) -> str:
+        """The base URL without the `/v1` at its end: where servers have what is not OpenAI's."""
+        return self.base_url.removesuffix("/v1")
+
     async def post(
-        self, path: str, body: Mapping[str, Any], decode: Callable[[bytes], ResultT]
+        self,
+        path: str,
+        body: Mapping[str, Any] | None,
+        decode: Callable[[bytes], ResultT],
+        *,
+        at_root: bool = False,
     ) -> Outcome[ResultT]:
-        """Send `body` as JSON and return the decoded answer.
+        """Send `body` as JSON (GET when it is None) and return the decoded answer.
+
+        `path` continues the base URL, or the root URL with `at_root`.
 
         Raises:
             PromptTooLong: the server says that the prompt does not fit.
@@ -101,14 +113,15 @@ class HttpServer:
             ConnectionFailed: no connection, or none that lasted until the answer was complete.
             BadResponse: the answer could not be decoded, time after time.
         """
-        content = msgspec.json.encode(body)
+        content = None if body is None else msgspec.json.encode(body)
+        url = (self.root_url if at_root else self.base_url) + path
         client, slots = self._connect()
         start = monotonic()
         async with slots:
             queued_s = monotonic() - start
 
             async def attempt() -> ResultT:
-                answer = await self._send(client, path, content)
+                answer = await self._send(client, url, content)
                 try:
                     return decode(answer)
                 except BadResponse as error:
@@ -116,6 +129,22 @@ class HttpServer:
 
             outcome = await with_retries(self.retry, attempt)
         return Outcome(outcome.value, outcome.num_retries, outcome.wait_s + queued_s)
+
+    async def check_health(self) -> None:
+        """Ask `/health` once; a server that has no such path is well.
+
+        Raises:
+            ConnectionFailed: no answer within 5 seconds.
+            ServerError: the server says that it is not well.
+        """
+        client, _ = self._connect()
+        try:
+            await self._send(client, f"{self.root_url}/health", None, timeout_s=5.0)
+        except Retry as failure:
+            raise failure.error from failure
+        except ServerError as error:
+            if error.status not in (404, 405):
+                raise
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -137,38 +166,45 @@ class HttpServer:
             )
         return self._client, self._slots
 
-    async def _send(self, client: httpx.AsyncClient, path: str, content: bytes) -> bytes:
+    async def _send(
+        self,
+        client: httpx.AsyncClient,
+        url: str,
+        content: bytes | None,
+        timeout_s: float | None = None,
+    ) -> bytes:
+        timeout = self._timeout if timeout_s is None else httpx.Timeout(timeout_s)
         try:
-            response = await client.post(
-                self.base_url + path,
-                content=content,
-                headers={"Content-Type": "application/json"},
-            )
+            if content is None:
+                response = await client.get(url, timeout=timeout)
+            else:
+                headers = {"Content-Type": "application/json"}
+                response = await client.post(url, content=content, headers=headers)
         except httpx.TimeoutException as error:
             raise Retry(
                 ConnectionFailed(
-                    f"{self.base_url}{path} gave no answer in time ({type(error).__name__}). The "
+                    f"{url} gave no answer in time ({type(error).__name__}). The "
                     "call is lost. Is the server overloaded? Raise timeout_s or ask less at a time."
                 )
             ) from error
         except httpx.RequestError as error:
             raise Retry(
                 ConnectionFailed(
-                    f"{self.base_url}{path} could not be reached or hung up "
+                    f"{url} could not be reached or hung up "
                     f"({type(error).__name__}: {self._redacted(str(error))}). The call is lost. "
                     "Is the server running?"
                 )
             ) from error
         if response.is_success:
             return response.content
-        error_of_status = self._status_error(response, path)
+        error_of_status = self._status_error(response, url)
         if isinstance(error_of_status, ServerError) and error_of_status.retryable:
             raise Retry(error_of_status, parse_retry_after(response.headers.get("Retry-After")))
         raise error_of_status
 
-    def _status_error(self, response: httpx.Response, path: str) -> ModelError:
+    def _status_error(self, response: httpx.Response, url: str) -> ModelError:
         text = self._redacted(response.text)[:500]
-        return status_error(response.status_code, text, f"{self.base_url}{path}")
+        return status_error(response.status_code, text, url)
 
     def _redacted(self, text: str) -> str:
         return text.replace(self._api_key, "***") if self._api_key else text

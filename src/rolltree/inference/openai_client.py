@@ -2,16 +2,16 @@
 
 With a `ChatRenderer` it renders prompts itself and sends token ids (token-in); without one it sends
 messages and takes whatever ids the server returns. It knows vLLM's token id fields. It leaves out
-streaming, several endpoints, and weight updates.
+streaming, several servers (`pool`) and weight updates (`publish`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx
-import numpy as np
 
 from rolltree.errors import ConfigError, ServerError
 from rolltree.inference.chat import ChatRenderer
@@ -30,6 +30,8 @@ from rolltree.inference.http import HttpServer
 from rolltree.inference.remote import Answer, MessageSession, ask_for_tokens, generated
 from rolltree.inference.retry import Outcome, RetryPolicy
 from rolltree.inference.session import Prompt, Sampled, TokenSession, check_message_type
+from rolltree.inference.token_in import TokenEndpoint, TokenInEndpoint
+from rolltree.inference.versions import extract_versions
 from rolltree.inference.wire import Response, decode_response
 from rolltree.types import (
     FinishReason,
@@ -58,13 +60,16 @@ class OpenAIClient:
         logprobs_mode: what the server's logprobs are: `"raw"` the model's own (vLLM's default), or
             `"processed"` those of the distribution sampled from. Raw ones are dropped when
             temperature, top_p and the like are not neutral, since they would be wrong.
+        token_endpoint: where prompts that were rendered here are sent: vLLM's
+            `/inference/v1/generate`, which knows the policy version of every token, or
+            `/v1/completions`; `"auto"` finds out.
         retry: how often to try again.
         timeout_s: longest wait for an answer's next bytes.
         max_connections: most requests at a time; further ones wait, which counts as `wait_s`.
         transport: an httpx transport instead of the network, for tests.
 
-    `version` is the policy version written to each sampled token; whoever publishes weights to the
-    server sets it.
+    `version` is the policy version of tokens for which the server reports none; whoever publishes
+    weights to the server sets it.
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class OpenAIClient:
         renderer: ChatRenderer | None = None,
         token_ids: TokenIds = "auto",
         logprobs_mode: LogprobsMode = "raw",
+        token_endpoint: TokenEndpoint = "auto",
         retry: RetryPolicy | None = None,
         timeout_s: float = 600.0,
         max_connections: int = 256,
@@ -96,6 +102,7 @@ class OpenAIClient:
         self._model = model
         self.renderer = renderer
         self.tokens = TokenFields(token_ids, logprobs_mode, self._server.base_url)
+        self.token_in = TokenInEndpoint(self._server, token_endpoint)
         self.version = 0
         self._max_tokens_field = "max_tokens"
 
@@ -106,6 +113,11 @@ class OpenAIClient:
     def model(self) -> str:
         """The model asked when a call names none."""
         return self._model
+
+    @property
+    def server(self) -> HttpServer:
+        """The server behind this client."""
+        return self._server
 
     def session(self) -> OpenAISession:
         """Return a client for one rollout that remembers its calls."""
@@ -129,6 +141,14 @@ class OpenAIClient:
         """Sample one completion after exactly these ids. See `ModelClient.generate`."""
         outcome = await self.ask_ids(request.prompt_ids.tolist(), request.sampling, request.model)
         return generated(request, self.tokens, self._answer(outcome))
+
+    async def check_health(self) -> None:
+        """Return if the server answers at all.
+
+        Raises:
+            ModelError: it does not, or says that it is not well.
+        """
+        await self._server.check_health()
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -202,6 +222,12 @@ class OpenAISession:
         """Return a session of its own, with nothing remembered."""
         return self._client.session()
 
+    def moved_to(self, client: OpenAIClient) -> OpenAISession:
+        """Return this session on another server of the same model: its calls are remembered."""
+        session = OpenAISession(client)
+        session._by_message, session._by_token = self._by_message, self._by_token
+        return session
+
     async def chat(
         self,
         messages: Messages,
@@ -237,22 +263,18 @@ class OpenAISession:
         self, session: TokenSession, prompt: Prompt, sampling: SamplingParams
     ) -> Generation:
         client = self._client
-        ends = dict.fromkeys((*sampling.stop_token_ids, *session.renderer.end_ids))
-        body = {**sampling.extra.get("extra_body", {}), "stop_token_ids": list(ends)}
-        asked = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_tokens,
-            stop=sampling.stop,
-            seed=sampling.seed,
-            extra={**sampling.extra, "extra_body": body},
-        )
-        outcome = await client.ask_ids(prompt.ids.tolist(), asked, prompt.model)
+        asked = _with_ends(sampling, session.renderer.end_ids)
+        ids = prompt.ids.tolist()
+        outcome = None
+        kind: MessageType = "chat"  # the shape of the token-in endpoint's logprobs
+        if client.token_in.takes(sampling):
+            outcome = await client.token_in.ask(ids, asked, prompt.model or client.model)
+        if outcome is None:
+            outcome, kind = await client.ask_ids(ids, asked, prompt.model), "completion"
         answer = client._answer(outcome)
         info = {"num_retries": answer.num_retries} if answer.num_retries else {}
         reason = extract_finish_reason(outcome.value)
-        found = extract_tokens(outcome.value, "completion", prompt.ids)
+        found = extract_tokens(outcome.value, kind, prompt.ids)
         if found is None:
             client.tokens.refuse("the answer holds none")
             _, text = extract_message(outcome.value, "completion")
@@ -271,13 +293,21 @@ class OpenAISession:
             ids=found.completion_ids,
             logprobs=found.logprobs if client.tokens.usable_logprobs(sampling) else None,
             finish_reason=reason,
-            versions=np.full(len(found.completion_ids), answer.version, np.int32),
+            versions=extract_versions(outcome.value, len(found.completion_ids), answer.version),
             text=_text(session.renderer, found.completion_ids, sampling) if stopped else None,
             response=answer.raw,
             wait_s=answer.wait_s,
             info=info,
         )
         return session.complete(prompt, sampled, temperature=sampling.temperature)
+
+
+def _with_ends(sampling: SamplingParams, end_ids: Sequence[int]) -> SamplingParams:
+    """Return settings that stop at the renderer's end tokens too."""
+    body = dict(sampling.extra.get("extra_body", {}))
+    ends = (*sampling.stop_token_ids, *body.pop("stop_token_ids", ()), *end_ids)
+    extra = {**sampling.extra, "extra_body": body} if sampling.extra else {}
+    return replace(sampling, stop_token_ids=tuple(dict.fromkeys(ends)), extra=extra)
 
 
 def _text(renderer: ChatRenderer, ids: IntArray, sampling: SamplingParams) -> str:

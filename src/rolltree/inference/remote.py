@@ -25,6 +25,7 @@ from rolltree.inference.extract import (
 )
 from rolltree.inference.memory import CallMemory
 from rolltree.inference.session import next_call_id
+from rolltree.inference.versions import extract_versions
 from rolltree.types import (
     ChatMessage,
     FinishReason,
@@ -105,7 +106,7 @@ def generated(request: GenerateRequest, tokens: TokenFields, answer: Answer) -> 
         prompt_ids=found.prompt_ids if found else None,
         completion_ids=found.completion_ids if found else None,
         logprobs=found.logprobs if found and usable else None,
-        versions=np.full(num_completion, answer.version, np.int32) if found else None,
+        versions=extract_versions(response, num_completion, answer.version) if found else None,
         temperature=request.sampling.temperature,
         call_id=next_call_id(),
         response=answer.raw,
@@ -150,7 +151,7 @@ class MessageSession:
         if found is not None:
             prompt_ids, completion_ids = found.prompt_ids, found.completion_ids
             num_prompt, num_completion = len(prompt_ids), len(completion_ids)
-            versions = np.full(num_completion, answer.version, np.int32)
+            versions = extract_versions(response, num_completion, answer.version)
             if self._tokens.usable_logprobs(sampling):
                 logprobs = found.logprobs
         history = [{"role": "text", "content": messages}] if isinstance(messages, str) else messages

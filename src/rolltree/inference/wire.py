@@ -49,6 +49,14 @@ class Message(msgspec.Struct):
     tool_calls: list[ToolCall] | None = None
 
 
+class Span(msgspec.Struct):
+    """Tokens `[start, end)` were sampled from the weights called `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
 class Choice(msgspec.Struct):
     """One completion."""
 
@@ -59,6 +67,7 @@ class Choice(msgspec.Struct):
     logprobs: Logprobs | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    weight_versions: list[Span] | None = None
 
 
 class Usage(msgspec.Struct):

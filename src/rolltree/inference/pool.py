@@ -1,0 +1,291 @@
+"""Several servers of one model as one `ModelClient`.
+
+A rollout stays on one server, whose prefix cache knows its earlier turns. Rollouts that begin with
+the same prompt (a group) go to the same one, unless it has far more to do than the others:
+rendezvous hashing with bounded loads (Thaler and Ravishankar 1998; Mirrokni et al. 2018). A server
+that fails is left alone for a while and asked for its health before it is used again; its rollouts
+move on, with what they remember. It knows nothing about HTTP beyond that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from time import monotonic
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+
+from rolltree.errors import BadResponse, ConfigError, ConnectionFailed, ModelError, ServerError
+from rolltree.inference.client import ModelClient
+from rolltree.inference.openai_client import OpenAIClient
+from rolltree.inference.retry import Retry, RetryPolicy, with_retries
+from rolltree.types import (
+    GenerateRequest,
+    Generation,
+    Messages,
+    MessageType,
+    SamplingParams,
+    ToolSchema,
+)
+
+_NO_RETRIES = RetryPolicy(max_retries=0)
+_ALWAYS_FITS = 16
+"""A server with fewer calls in flight than this is never too busy for its own rollouts."""
+
+
+@runtime_checkable
+class _Checked(Protocol):
+    async def check_health(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Endpoint:
+    """One server: its client, what it is doing, and since when it fails."""
+
+    client: ModelClient
+    name: str
+    num_in_flight: int = 0
+    num_calls: int = 0
+    num_failures: int = 0  # in a row
+    down_until_s: float = 0.0  # time.monotonic(); 0 while it is up
+
+    @property
+    def is_up(self) -> bool:
+        """Whether its last call, or health check, was answered."""
+        return self.num_failures == 0
+
+
+class EndpointPool:
+    """Servers of one model. Every retry is made here, on the next best server, and counted.
+
+    Args:
+        clients: one per server; give them no retries of their own (`EndpointPool.of` does).
+        retry: how often, and with which waits, a call is tried again in all.
+        cool_down_s: how long a server is left alone after a failure; doubles up to a minute.
+        spread: a server may have this many times the mean number of calls in flight.
+
+    Raises:
+        ConfigError: there are no clients, two have the same name, or their models differ.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[ModelClient],
+        *,
+        retry: RetryPolicy | None = None,
+        cool_down_s: float = 2.0,
+        spread: float = 1.5,
+    ) -> None:
+        names = [_name(client, index) for index, client in enumerate(clients)]
+        if not clients or len(set(names)) < len(names):
+            raise ConfigError(
+                f"a pool of {names} makes no sense: it needs at least one server, each once."
+            )
+        if len({client.model for client in clients}) > 1:
+            raise ConfigError(
+                "the servers of a pool have different models, and which one answers is chance. "
+                "Use one pool per model."
+            )
+        if cool_down_s < 0 or spread < 1:
+            raise ConfigError("cool_down_s is below 0 or spread below 1, which means nothing.")
+        self.endpoints = [Endpoint(*pair) for pair in zip(clients, names, strict=True)]
+        self.retry = retry or RetryPolicy(max_retries=6 + len(clients))
+        self._cool_down_s, self._spread = cool_down_s, spread
+
+    @classmethod
+    def of(
+        cls,
+        base_urls: Sequence[str],
+        model: str,
+        *,
+        retry: RetryPolicy | None = None,
+        **options: Any,
+    ) -> EndpointPool:
+        """Return a pool of `OpenAIClient`s; `options` are theirs."""
+        clients = [OpenAIClient(url, model, retry=_NO_RETRIES, **options) for url in base_urls]
+        return cls(clients, retry=retry)
+
+    def __repr__(self) -> str:
+        return f"EndpointPool({[endpoint.name for endpoint in self.endpoints]})"
+
+    @property
+    def model(self) -> str:
+        """The model asked when a call names none."""
+        return self.endpoints[0].client.model
+
+    @property
+    def clients(self) -> list[Any]:
+        """The clients, one per server, as `publish_weights` takes them."""
+        return [endpoint.client for endpoint in self.endpoints]
+
+    def session(self) -> PooledSession:
+        """Return a client for one rollout; its first prompt decides where it goes."""
+        return PooledSession(self)
+
+    async def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[ToolSchema] | None = None,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
+        model: str | None = None,
+        message_type: MessageType = "chat",
+    ) -> Generation:
+        """Ask once, with no memory of earlier calls. See `ModelClient.chat`."""
+        return await self.session().chat(
+            messages, tools=tools, sampling=sampling, model=model, message_type=message_type
+        )
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Sample one completion after exactly these ids. See `ModelClient.generate`."""
+        return await self.session().generate(request)
+
+    async def aclose(self) -> None:
+        """Close all clients."""
+        await asyncio.gather(*(endpoint.client.aclose() for endpoint in self.endpoints))
+
+    async def check(self) -> dict[str, str | None]:
+        """Ask every server for its health: None where it is well, else what is wrong."""
+        errors = await asyncio.gather(*map(self._check, self.endpoints))
+        return {
+            endpoint.name: None if error is None else str(error)
+            for endpoint, error in zip(self.endpoints, errors, strict=True)
+        }
+
+    async def choose(self, key: bytes, stay: Endpoint | None = None) -> Endpoint:
+        """Return the server for prompts that begin with `key`: `stay` while that one is up.
+
+        Servers whose cool-down is over are asked for their health first. When none is well, the
+        one that has been left alone longest is tried all the same.
+        """
+        if stay is not None and stay.is_up:
+            return stay
+        ranked = sorted(self.endpoints, key=lambda endpoint: _rank(key, endpoint.name))
+        up: list[Endpoint] = []
+        for endpoint in ranked:
+            is_due = not endpoint.is_up and monotonic() >= endpoint.down_until_s
+            if endpoint.is_up or (is_due and await self._check(endpoint) is None):
+                up.append(endpoint)
+        if not up:
+            return min(ranked, key=lambda endpoint: endpoint.down_until_s)
+        mean = (sum(endpoint.num_in_flight for endpoint in up) + 1) / len(up)
+        limit = max(ceil(self._spread * mean), _ALWAYS_FITS)
+        return next((each for each in up if each.num_in_flight < limit), up[0])
+
+    def note_failure(self, endpoint: Endpoint) -> None:
+        """Leave a server alone for a while."""
+        pause_s = min(self._cool_down_s * 2.0**endpoint.num_failures, 60.0)
+        endpoint.num_failures += 1
+        endpoint.down_until_s = monotonic() + pause_s
+
+    async def _check(self, endpoint: Endpoint) -> ModelError | None:
+        try:
+            if isinstance(endpoint.client, _Checked):
+                await endpoint.client.check_health()
+        except ModelError as error:
+            self.note_failure(endpoint)
+            return error
+        endpoint.num_failures = 0
+        return None
+
+
+class PooledSession:
+    """One rollout on one server of a pool at a time."""
+
+    def __init__(self, pool: EndpointPool) -> None:
+        self._pool = pool
+        self._key: bytes | None = None
+        self._at: Endpoint | None = None
+        self._session: Any = None
+
+    @property
+    def model(self) -> str:
+        """The model asked when a call names none."""
+        return self._pool.model
+
+    def session(self) -> PooledSession:
+        """Return a session of its own, with nothing remembered."""
+        return self._pool.session()
+
+    async def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[ToolSchema] | None = None,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
+        model: str | None = None,
+        message_type: MessageType = "chat",
+    ) -> Generation:
+        """Sample the next message where this rollout is at home, or on the next best server."""
+        if self._key is None:
+            self._key = msgspec.json.encode([model, messages, tools])
+
+        async def ask(session: Any) -> Generation:
+            answer: Generation = await session.chat(
+                messages, tools=tools, sampling=sampling, model=model, message_type=message_type
+            )
+            return answer
+
+        return await self._ask(ask, self._key)
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Sample one completion after exactly these ids."""
+
+        async def ask(session: Any) -> Generation:
+            answer: Generation = await session.generate(request)
+            return answer
+
+        return await self._ask(ask, self._key or request.prompt_ids.tobytes())
+
+    async def aclose(self) -> None:
+        """Do nothing: the connections are the pool's."""
+
+    async def _ask(self, ask: Callable[[Any], Awaitable[Generation]], key: bytes) -> Generation:
+        failed: list[str] = []
+
+        async def attempt() -> tuple[Generation, Endpoint]:
+            endpoint = await self._pool.choose(key, self._at)
+            session = self._on(endpoint)
+            endpoint.num_in_flight += 1
+            endpoint.num_calls += 1
+            try:
+                answer = await ask(session)
+            except (ConnectionFailed, BadResponse, ServerError) as error:
+                if isinstance(error, ServerError) and not error.retryable:
+                    raise
+                failed.append(endpoint.name)
+                self._pool.note_failure(endpoint)
+                raise Retry(error) from error
+            finally:
+                endpoint.num_in_flight -= 1
+            endpoint.num_failures = 0
+            return answer, endpoint
+
+        outcome = await with_retries(self._pool.retry, attempt)
+        answer, endpoint = outcome.value
+        info = {**answer.info, "endpoint": endpoint.name}
+        if failed:
+            info["num_retries"] = answer.info.get("num_retries", 0) + len(failed)
+            info["failed_endpoints"] = failed
+        return replace(answer, info=info, wait_s=answer.wait_s + outcome.wait_s)
+
+    def _on(self, endpoint: Endpoint) -> Any:
+        """Return this rollout's session on a server, with what it remembers where that can move."""
+        if self._at is not endpoint:
+            move = getattr(self._session, "moved_to", None)
+            self._session = move(endpoint.client) if move else endpoint.client.session()
+            self._at = endpoint
+        return self._session
+
+
+def _name(client: ModelClient, index: int) -> str:
+    server = getattr(client, "server", None)
+    return str(server.base_url) if server is not None else f"{type(client).__name__}-{index}"
+
+
+def _rank(key: bytes, name: str) -> bytes:
+    return hashlib.blake2b(name.encode() + b"\0" + key, digest_size=8).digest()

@@ -1,0 +1,136 @@
+"""New weights to servers: safetensors on a disk they can read, reloaded, versioned, verified.
+
+The same calls work on vLLM (started with `VLLM_SERVER_DEV_MODE=1`) and on `rolltree serve`: pause,
+reload, forget cached keys, set the version, ask for it, resume. A request that is being sampled
+stays where it is and goes on with the new weights; its tokens say which version each one is from.
+It knows nothing about how weights are made or saved. It leaves out transfers that need no disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from rolltree.errors import BadResponse, ConfigError, ModelError, ServerError
+from rolltree.inference.http import HttpServer
+
+
+class HasServer(Protocol):
+    """A client of one server, such as `OpenAIClient`."""
+
+    version: int
+
+    @property
+    def server(self) -> HttpServer:
+        """The server behind it."""
+        ...
+
+
+async def publish_weights(clients: Sequence[HasServer], folder: Path, version: int) -> None:
+    """Make every server answer with the weights in `folder`, as policy `version`.
+
+    `folder` holds `*.safetensors` (and is in Hugging Face's layout) under the same path for the
+    servers. When this returns, each server has said that it has `version`, and each client's
+    `version` is set. Servers are updated at the same time.
+
+    Raises:
+        ConfigError: the folder has no safetensors, the version is negative, or there is no server.
+        ModelError: a server failed; the message names each one and says which are left paused.
+            All others have the new weights.
+    """
+    folder = _weights_in(folder)
+    if version < 0 or not clients:
+        raise ConfigError(
+            f"publishing version {version} to {len(clients)} servers means nothing: a version is "
+            "a whole number from 0, and at least one server takes it."
+        )
+    outcomes = await asyncio.gather(
+        *(_update(client.server, folder, version) for client in clients), return_exceptions=True
+    )
+    failed: list[ModelError] = []
+    for client, outcome in zip(clients, outcomes, strict=True):
+        if isinstance(outcome, ModelError):
+            failed.append(outcome)
+        elif isinstance(outcome, BaseException):
+            raise outcome
+        else:
+            client.version = version
+    if failed:
+        raise ModelError(
+            f"weights version {version} did not reach {len(failed)} of {len(clients)} servers, so "
+            "they would answer with another policy than the trainer's: "
+            + " ".join(str(error) for error in failed)
+        ) from failed[0]
+
+
+async def served_version(server: HttpServer) -> str:
+    """Return the version that a server says its weights have (vLLM's first is "default").
+
+    Raises:
+        ModelError: it does not say.
+    """
+    answer = await _call(server, "/weight_info", None)
+    version = answer.get("weight_version") if isinstance(answer, dict) else None
+    if not isinstance(version, str):
+        raise BadResponse(
+            f"{server.root_url}/weight_info answered {answer!r}, which names no version."
+        )
+    return version
+
+
+def _weights_in(folder: Path) -> Path:
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(
+            f"{folder} holds no *.safetensors, so there is nothing to publish. Save the model "
+            "with save_pretrained first."
+        )
+    return folder.resolve()
+
+
+async def _update(server: HttpServer, folder: Path, version: int) -> None:
+    await _call(server, "/pause?mode=keep", {})
+    paused = "It is left paused, since its weights may be half replaced."
+    try:
+        await _call(
+            server,
+            "/collective_rpc",
+            {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}},
+        )
+        reset = await _call(server, "/reset_prefix_cache?reset_running_requests=true", {})
+        if not isinstance(reset, dict) or reset.get("success") is not True:
+            raise BadResponse(
+                f"{server.root_url} did not forget its cached keys ({reset!r}); answers would mix "
+                "old and new weights."
+            )
+        await _call(server, "/update_weight_version", {"new_version": str(version)})
+        reported = await served_version(server)
+        if reported != str(version):
+            raise BadResponse(
+                f"{server.root_url} says that its weights have version {reported!r} after they "
+                f"were set to {version}. Does somebody else publish to it?"
+            )
+    except ModelError as error:
+        raise ModelError(f"{error} {paused}") from error
+    await _call(server, "/resume", {})
+
+
+async def _call(server: HttpServer, path: str, body: dict[str, Any] | None) -> Any:
+    try:
+        return (await server.post(path, body, _decode, at_root=True)).value
+    except ServerError as error:
+        if error.status == 404:
+            error.add_note("vLLM serves this only with VLLM_SERVER_DEV_MODE=1 in its environment.")
+        raise
+
+
+def _decode(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body) if body else None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadResponse(
+            f"a server answered with something that is not JSON ({error})."
+        ) from error
