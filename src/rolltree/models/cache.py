@@ -7,11 +7,16 @@ delete the folder to have it made again.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import io
+import logging
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+
+_log = logging.getLogger(__name__)
 
 Builder = Callable[[Path], None]
 """Fills the empty folder it is given."""
@@ -43,7 +48,9 @@ def made_once(key: str, build: Builder) -> Path:
             shutil.rmtree(unfinished)
         unfinished.mkdir()
         try:
-            build(unfinished)
+            _log.info("making %s, once", final)
+            with contextlib.redirect_stderr(io.StringIO()):  # progress bars of other packages
+                build(unfinished)
             unfinished.rename(final)
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)

@@ -7,6 +7,8 @@ quantised weights and sharding over devices.
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,25 +80,20 @@ def load_model(name: str, dtype: str = "float32", *, device: str = "cpu") -> tup
         )
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging as hf_logging
 
-    shows_progress = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
     safe: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **safe)
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), use_safetensors=True, **safe
-        )
+        with contextlib.redirect_stderr(io.StringIO()):  # progress bars
+            tokenizer = AutoTokenizer.from_pretrained(path, **safe)
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=getattr(torch, dtype), use_safetensors=True, **safe
+            )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"the model in {path} cannot be loaded: {error} rolltree loads causal language models "
             "that transformers knows by itself, with their tokenizer, and runs no code from the "
             "folder. Check the folder, or update transformers."
         ) from error
-    finally:
-        if shows_progress:
-            hf_logging.enable_progress_bar()
     return model.to(device).eval(), tokenizer
 
 

@@ -49,30 +49,23 @@ def build_smollm2(folder: Path) -> None:
         ) from error
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-    from transformers.utils import logging as hf_logging
 
-    showed_progress = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        read = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name)
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-        values = read.config.to_dict()
-        values.pop("quantization_config", None)
-        config = type(read.config)(**values)
-        config.name_or_path = "SmolLM2-135M-Instruct"
-        plain = type(read)(config).to(torch.float32)
-        plain.load_state_dict(read.state_dict(), strict=True)
-        plain.generation_config = GenerationConfig(
-            bos_token_id=config.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-        plain.save_pretrained(folder)
-        tokenizer.model_max_length = config.max_position_embeddings
-        tokenizer.save_pretrained(folder)
-    finally:
-        if showed_progress:
-            hf_logging.enable_progress_bar()
+    read = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    values = read.config.to_dict()
+    values.pop("quantization_config", None)
+    config = type(read.config)(**values)
+    config.name_or_path = "SmolLM2-135M-Instruct"
+    plain = type(read)(config).to(torch.float32)
+    plain.load_state_dict(read.state_dict(), strict=True)
+    plain.generation_config = GenerationConfig(
+        bos_token_id=config.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    plain.save_pretrained(folder)
+    tokenizer.model_max_length = config.max_position_embeddings
+    tokenizer.save_pretrained(folder)
 
 
 def _missing(what: str) -> str:

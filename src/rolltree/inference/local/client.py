@@ -6,6 +6,7 @@ about weights or batches. It leaves out servers: other processes cannot reach th
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -159,7 +160,7 @@ def local_client(
     engine = LocalEngine(
         model,
         eos_token_ids=sorted({*ends, *renderer.end_ids}),
-        decode_text=renderer.decode,
+        decode_text=copy.deepcopy(tokenizer).decode,  # the engine's thread needs one of its own
         **engine_options,
     )
     return LocalClient(engine, tokenizer, name, renderer=renderer)

@@ -99,8 +99,8 @@ class Decoder:
     def _admit(self) -> None:
         slots = self.slots
         num_free = min(self.max_batch, len(slots.request)) - len(slots.active())
-        for request in list(self.waiting):
-            if num_free <= 0:
+        for request in list(self.waiting) if num_free > 0 else ():
+            if num_free == 0:
                 return
             common = np.minimum(slots.common(request.prompt), len(request.prompt) - 1)
             ready = np.minimum(common, slots.cached)
