@@ -1,7 +1,7 @@
 """GSM8K: word problems of primary school whose answer is a whole number (Cobbe et al. 2021).
 
 The rows come from the Hugging Face hub or from a local file. Where neither is at hand, problems of
-three templates are generated: they are not the benchmark, and their task says so.
+two templates are generated: they are not the benchmark, and their task says so.
 """
 
 from __future__ import annotations
@@ -17,16 +17,10 @@ from rolltree.environments.hub import benchmark_rows
 
 HUB = ("openai/gsm8k", "main")
 SYSTEM = "Think step by step. Then give the final answer, a number, inside \\boxed{}."
-NAMES = ["Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gina", "Hugo", "Ida", "Jon"]
 TEMPLATES = (
-    ("{n} packs {a} boxes with {b} apples each and gives {c} apples away. How many apples are "
-     "left?", lambda a, b, c: a * b - c),
-    ("{n} reads {a} pages a day for {b} days, and {c} pages more on the last day. How many pages "
-     "are that?", lambda a, b, c: a * b + c),
-    ("A ticket costs {a} coins. {n} buys {b} tickets and pays with {c} coins more than needed "
-     "after a discount of 2 coins per ticket. How many coins does {n} pay?",
-     lambda a, b, c: (a - 2) * b + c),
-)  # fmt: skip
+    ("Ada packs {a} boxes with {b} apples each and gives {c} apples away. How many are left?", -1),
+    ("Ben reads {a} pages a day for {b} days, and {c} pages more. How many pages are that?", 1),
+)
 
 
 def convert(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,10 +37,10 @@ def generate(num: int, seed: int) -> list[dict[str, Any]]:
     """Return `num` problems that are not GSM8K's; even and odd `a` keep the splits apart."""
     rng, rows = random.Random(seed), []
     for index in range(num):
-        text, solve = TEMPLATES[index % len(TEMPLATES)]
+        text, sign = TEMPLATES[index % len(TEMPLATES)]
         a, b, c = 2 * rng.randrange(5, 500) + seed % 2, rng.randrange(3, 40), rng.randrange(2, 15)
-        question = text.format(n=rng.choice(NAMES), a=a, b=b, c=c)
-        rows.append({"question": question, "answer": str(solve(a, b, c)), "info": {}})
+        question, answer = text.format(a=a, b=b, c=c), str(a * b + sign * c)
+        rows.append({"question": question, "answer": answer, "info": {}})
     return rows
 
 
@@ -74,21 +68,20 @@ def load_environment(
     train: str | None = "auto", test: str | None = "auto", num_generated: int = 500
 ) -> rt.Environment:
     """Return the environment; `train` and `test` are "auto", "hub", "generated", a path or null."""
-    half = {"train": (train, 2), "test": (test, 1)}
-    rows = {
-        split: benchmark_rows(
+    rows = [
+        benchmark_rows(
             source,
             hub=(*HUB, split),
             task="gsm8k",
             convert=convert,
             generate=lambda seed=seed: generate(num_generated, seed),
         )
-        for split, (source, seed) in half.items()
-    }
+        for source, split, seed in ((train, "train", 2), (test, "test", 1))
+    ]
     parser = rt.MaybeThinkParser(boxed)
     return rt.SingleTurnEnv(
-        dataset=rows["train"],
-        eval_dataset=rows["test"],
+        dataset=rows[0],
+        eval_dataset=rows[1],
         system_prompt=SYSTEM,
         parser=parser,
         rubric=rt.Rubric([correct], parser=parser),

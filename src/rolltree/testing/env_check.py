@@ -169,7 +169,8 @@ class _Check:
         if own >= 0.5 and own - other >= 0.4:
             return [
                 Finding(
-                    "leak", f"{own:.0%} of the prompts contain their own answer, {other:.0%} others'"
+                    "leak",
+                    f"{own:.0%} of the prompts contain their own answer, {other:.0%} others'",
                 )
             ]
         return []
