@@ -23,6 +23,12 @@ LogprobsMode = Literal["raw", "processed"]
 
 _RESHAPING = frozenset(
     (
+        "guided_choice",
+        "guided_grammar",
+        "guided_json",
+        "guided_regex",
+        "response_format",
+        "structured_outputs",
         "frequency_penalty",
         "logit_bias",
         "min_p",
@@ -45,7 +51,8 @@ def sampling_fields(sampling: SamplingParams, message_type: MessageType) -> dict
     """Return the fields that OpenAI's API has.
 
     Temperature and top_p are always sent, since servers take other defaults from the model folder;
-    so is `max_tokens` for text completions, where leaving it out means 16 and null no limit.
+    so is `max_tokens` for text completions, where leaving it out means 16 and null no limit (but
+    vLLM reads null as 16, so `OpenAIClient` finds out how many fit).
     """
     fields: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
     if sampling.max_tokens is not None or message_type == "completion":

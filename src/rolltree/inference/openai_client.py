@@ -29,6 +29,7 @@ from rolltree.inference.extract import extract_finish_reason, extract_message, e
 from rolltree.inference.http import HttpServer
 from rolltree.inference.remote import Answer, MessageSession, ask_for_tokens, generated
 from rolltree.inference.retry import Outcome, RetryPolicy
+from rolltree.inference.room import Room
 from rolltree.inference.session import Prompt, Sampled, TokenSession, check_message_type
 from rolltree.inference.token_in import TokenEndpoint, TokenInEndpoint
 from rolltree.inference.versions import extract_versions
@@ -105,6 +106,7 @@ class OpenAIClient:
         self.token_in = TokenInEndpoint(self._server, token_endpoint)
         self.version = 0
         self._max_tokens_field = "max_tokens"
+        self._room = Room(self._server)
 
     def __repr__(self) -> str:
         return f"OpenAIClient({self._server.base_url!r}, {self._model!r})"
@@ -163,9 +165,15 @@ class OpenAIClient:
     ) -> Outcome[Response]:
         """Send one request: `content` is its messages or prompt. Asks for ids while there is hope.
 
+        Without `max_tokens`, a text completion is asked to fill the context where its size is
+        known, since servers end it after 16 tokens otherwise.
+
         Raises:
             ModelError: as `HttpServer.post` says.
         """
+        if message_type == "completion" and sampling.max_tokens is None:
+            room = await self._room.after(content["prompt"], model or self._model)
+            sampling = replace(sampling, max_tokens=room)
 
         async def send(with_tokens: bool) -> Outcome[Response]:
             body = {

@@ -94,6 +94,8 @@ class VllmBackend:
         with _process_settings_kept():
             try:
                 import vllm
+                from vllm.platforms import current_platform
+                from vllm.sampling_params import RequestOutputKind
             except ImportError as error:
                 raise ConfigError(
                     f"vLLM cannot be imported ({error}), so it cannot serve the model. Install the "
@@ -106,7 +108,7 @@ class VllmBackend:
                 "max_num_seqs": max_batch,
                 "kv_cache_memory_bytes": kv_budget_bytes,
                 "seed": seed,
-                "enforce_eager": vllm.platforms.current_platform.is_cpu(),  # else: minutes
+                "enforce_eager": current_platform.is_cpu(),  # compiling for a CPU takes minutes
                 "async_scheduling": False,  # else a step is still running when step() returns
                 "logprobs_mode": "processed_logprobs",
                 "generation_config": "vllm",  # no sampling defaults from the model folder
@@ -125,7 +127,7 @@ class VllmBackend:
             self._engine = self._llm.llm_engine
             self._core = self._engine.engine_core.engine_core
             self._params = vllm.SamplingParams
-            self._delta = vllm.sampling_params.RequestOutputKind.DELTA
+            self._delta = RequestOutputKind.DELTA
 
     @property
     def vocab_size(self) -> int:

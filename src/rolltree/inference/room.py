@@ -1,0 +1,72 @@
+"""How many tokens fit behind a prompt, for a server that must be told.
+
+vLLM's `/v1/completions` takes a missing or null `max_tokens` for 16 and cuts the answer there. Its
+`/v1/models` says how long prompt and completion may be together, and `/tokenize` how long a string
+is. It knows nothing about sampling. Where a server does not say, nobody knows: None.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from rolltree.errors import ModelError
+from rolltree.inference.http import HttpServer
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Count(msgspec.Struct):
+    count: int
+
+
+class Room:
+    """The contexts of one server's models, asked for once."""
+
+    def __init__(self, server: HttpServer) -> None:
+        self._server = server
+        self._contexts: dict[str, int] | None = None
+
+    async def after(self, prompt: list[int] | str, model: str) -> int | None:
+        """Return how many tokens fit behind `prompt`; None where that is unknown or none do."""
+        if self._contexts is None:
+            self._contexts = await self._ask_contexts()
+        context = self._contexts.get(model)
+        if context is None:
+            return None
+        size = await self._ask_size(prompt, model) if isinstance(prompt, str) else len(prompt)
+        return context - size if size is not None and size < context else None
+
+    async def _ask_contexts(self) -> dict[str, int]:
+        try:
+            found = (await self._server.post("/models", None, _decode_models)).value
+        except ModelError:
+            return {}
+        return {m.id: m.max_model_len for m in found.data if m.max_model_len is not None}
+
+    async def _ask_size(self, prompt: str, model: str) -> int | None:
+        body = {"model": model, "prompt": prompt}
+        try:
+            return (await self._server.post("/tokenize", body, _decode_count, at_root=True)).value
+        except ModelError:
+            return None
+
+
+def _decode_models(body: bytes) -> _Models:
+    try:
+        return msgspec.json.decode(body, type=_Models)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return _Models([])
+
+
+def _decode_count(body: bytes) -> int | None:
+    try:
+        return msgspec.json.decode(body, type=_Count).count
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
