@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from rolltree.environments import MCPEnv as MCPEnv
     from rolltree.environments import ModelResponse as ModelResponse
     from rolltree.environments import MultiTurnEnv as MultiTurnEnv
+    from rolltree.environments import PythonEnv as PythonEnv
     from rolltree.environments import ReasoningGymEnv as ReasoningGymEnv
+    from rolltree.environments import SandboxEnv as SandboxEnv
     from rolltree.environments import SingleTurnEnv as SingleTurnEnv
     from rolltree.environments import StatefulToolEnv as StatefulToolEnv
     from rolltree.environments import TextArenaEnv as TextArenaEnv
@@ -82,7 +84,7 @@ if TYPE_CHECKING:
 
 _ROOMS: dict[str, str] = {
     "environments": "EnvGroup Environment GenerateMetadata GenerateResults GymEnv MCPEnv "
-    "ModelResponse MultiTurnEnv ReasoningGymEnv SingleTurnEnv StatefulToolEnv "
+    "ModelResponse MultiTurnEnv PythonEnv ReasoningGymEnv SandboxEnv SingleTurnEnv StatefulToolEnv "
     "TextArenaEnv ToolEnv WorldEnv cleanup load_environment stop teardown",
     "errors": "ConfigError ModelError PromptTooLong RolloutTimeout RolltreeError UnknownName",
     "evaluation": "evaluate",

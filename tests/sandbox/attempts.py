@@ -21,7 +21,7 @@ H = {}
 ATTEMPTS = {}
 CONTROLS = set()
 REFUSED = {errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOENT, errno.EROFS, errno.ESRCH}
-REFUSED |= {errno.EXDEV, errno.ENOTDIR}
+REFUSED |= {errno.EXDEV, errno.ENOTDIR, errno.EOPNOTSUPP}
 libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
 COLUMN = {"x86_64": 0, "aarch64": 1}[platform.machine()]

@@ -12,6 +12,7 @@ from rolltree.environments.gym_env import GymEnv
 from rolltree.environments.mcp_env import MCPEnv
 from rolltree.environments.mcp_servers import MCPServer
 from rolltree.environments.multiturn import MultiTurnEnv, SingleTurnEnv
+from rolltree.environments.python_env import PythonEnv
 from rolltree.environments.reasoning_gym_env import ReasoningGymEnv
 from rolltree.environments.registry import (
     find_environment,
@@ -20,6 +21,7 @@ from rolltree.environments.registry import (
 )
 from rolltree.environments.responses import ModelResponse
 from rolltree.environments.results import GenerateMetadata, GenerateResults
+from rolltree.environments.sandbox_env import SandboxEnv
 from rolltree.environments.stateful_tool_env import StatefulToolEnv
 from rolltree.environments.textarena_env import TextArenaEnv
 from rolltree.environments.tool_env import ToolEnv
@@ -37,7 +39,9 @@ __all__ = [
     "ModelResponse",
     "MultiTurnEnv",
     "ReasoningGymEnv",
+    "PythonEnv",
     "Rows",
+    "SandboxEnv",
     "SingleTurnEnv",
     "StatefulToolEnv",
     "TextArenaEnv",

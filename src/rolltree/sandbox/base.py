@@ -68,7 +68,7 @@ class FolderSandbox(ABC):
         """Run Python code as a program of its own; files beside it can be imported."""
         name = f".program-{next(self._programs)}.py"
         await self.write_file(name, code)
-        return await self.run([self.python, "-s", "-E", name], stdin=stdin, limits=limits)
+        return await self.run([self.python, "-s", name], stdin=stdin, limits=limits)
 
     def python_session(self, *, limits: Limits | None = None) -> PythonWorker:
         """Return a Python process that keeps its variables; it starts with the first code."""
@@ -77,7 +77,7 @@ class FolderSandbox(ABC):
 
         def start(source: str, collector: PythonWorker) -> SupervisedProcess:
             self._check_open()
-            command = [self.python, "-s", "-E", "-c", source]
+            command = [self.python, "-s", "-c", source]
             launch = self.launch(command, limits)
             return SupervisedProcess(launch, limits, collector, stdin=None, windowed=True)
 

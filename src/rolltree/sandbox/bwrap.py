@@ -39,8 +39,10 @@ def bwrap_arguments(
         arguments += _shown(place)
     for device in DEVICES:
         arguments += ["--dev-bind-try", device, device]
-    arguments += ["--bind", folder, WORK, "--symlink", WORK, "/tmp", "--remount-ro", "/"]
-    return [*arguments, "--"]
+    arguments += ["--bind", folder, WORK]
+    if "/tmp" not in parents and "/tmp" not in read_only:
+        arguments += ["--symlink", WORK, "/tmp"]
+    return [*arguments, "--remount-ro", "/", "--"]
 
 
 def _shown(place: str) -> list[str]:

@@ -12,7 +12,7 @@ import errno
 import struct
 
 from rolltree.errors import SandboxUnavailable
-from rolltree.sandbox.syscalls import AUDIT_ARCH, METADATA, NUMBERS, SIGNALS
+from rolltree.sandbox.syscalls import ATTRIBUTES, AUDIT_ARCH, METADATA, NUMBERS, SIGNALS
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
@@ -54,7 +54,8 @@ def build_filter(machine: str, *, signals: bool, metadata: bool) -> bytes:
         lines += [_jump(_EQUAL, numbers[name], 0, len(check)), *check]
     for name, number in numbers.items():
         if name not in checks:
-            verdict = _refuse(errno.EPERM) if name in refused else _return(_ALLOW)
+            code = errno.EOPNOTSUPP if name in ATTRIBUTES else errno.EPERM
+            verdict = _refuse(code) if name in refused else _return(_ALLOW)
             lines += [_jump(_EQUAL, number, 0, 1), verdict]
     for number in _PLAINLY_REFUSED[machine]:
         lines += [_jump(_EQUAL, number, 0, 1), _refuse(errno.EPERM)]

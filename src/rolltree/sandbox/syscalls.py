@@ -89,10 +89,14 @@ AUDIT_ARCH: dict[str, int] = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 SIGNALS = frozenset({"kill", "tkill", "tgkill"})
 """They reach every process of the same user where nothing else confines signals."""
 
-METADATA = frozenset(
-    {"chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"}
-    | {"utime", "utimes", "utimensat", "futimesat", "getxattr", "lgetxattr", "fgetxattr"}
+ATTRIBUTES = frozenset(
+    {"getxattr", "lgetxattr", "fgetxattr", "listxattr", "llistxattr", "flistxattr"}
     | {"setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr"}
-    | {"listxattr", "llistxattr", "flistxattr"}
+)
+"""Refused as unsupported, which `ls` and `shutil` take in their stride."""
+
+METADATA = ATTRIBUTES | frozenset(
+    {"chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"}
+    | {"utime", "utimes", "utimensat", "futimesat"}
 )
 """Landlock does not govern them: they reach every file that the user owns."""
