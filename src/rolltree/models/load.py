@@ -68,7 +68,8 @@ def load_model(name: str, dtype: str = "float32", *, device: str = "cpu") -> tup
 
     Raises:
         UnknownName: see `resolve_model`; or `dtype` is unknown.
-        ConfigError: the folder has no safetensors, needs its own code, or has no tokenizer.
+        ConfigError: the folder has no safetensors, misses weights, needs its own code, or has no
+            tokenizer.
     """
     if dtype not in _DTYPES:
         raise UnknownName(f"unknown dtype {dtype!r}.{did_you_mean(dtype, _DTYPES)}")
@@ -79,16 +80,23 @@ def load_model(name: str, dtype: str = "float32", *, device: str = "cpu") -> tup
             "code when they are read and are refused; save the model again with safetensors."
         )
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     safe: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # progress bars
             tokenizer = AutoTokenizer.from_pretrained(path, **safe)
-            model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=getattr(torch, dtype), use_safetensors=True, **safe
+            model, found = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=getattr(torch, dtype),
+                use_safetensors=True,
+                output_loading_info=True,
+                **safe,
             )
-    except (OSError, ValueError, KeyError) as error:
+        if found["missing_keys"]:  # transformers would go on with random numbers
+            raise ValueError(f"the weight {min(found['missing_keys'])} is not in its files.")
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"the model in {path} cannot be loaded: {error} rolltree loads causal language models "
             "that transformers knows by itself, with their tokenizer, and runs no code from the "

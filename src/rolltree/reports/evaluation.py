@@ -20,7 +20,8 @@ from rolltree.reports.formatting import counts, duration, interval, meter, safe_
 
 def evaluation_table(report: EvalReport) -> Table:
     """Return the result table of one evaluation."""
-    table = Table(title=f"{report.env_id} · {report.model}", title_justify="left", box=None)
+    title = safe_text(f"{report.env_id} · {report.model}")
+    table = Table(title=title, title_justify="left", box=None)
     table.add_column("", style="bold", no_wrap=True)
     table.add_column("mean", justify="right")
     table.add_column(f"{report.settings.confidence:.0%} interval")
@@ -115,7 +116,7 @@ class EvalView:
         self._last_tenth = -1
         self._last_tokens = 0
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
             TextColumn("{task.fields[said]}", markup=False),

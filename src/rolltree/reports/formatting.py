@@ -6,6 +6,8 @@ no answer can move the cursor or recolour the screen.
 
 from __future__ import annotations
 
+import math
+
 from rich.console import Console
 from rich.text import Text
 
@@ -13,6 +15,8 @@ from rolltree.evaluation import Estimate
 
 _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 _VISIBLE |= dict.fromkeys(range(128, 160), 65533)
+_VISIBLE |= dict.fromkeys(range(0xD800, 0xE000), 65533)  # lone surrogates: no terminal takes them
+_VISIBLE |= dict.fromkeys([*range(0x202A, 0x202F), *range(0x2066, 0x206A)], 65533)  # text order
 
 
 def safe_text(text: str, *, limit: int | None = None, style: str = "") -> Text:
@@ -35,7 +39,8 @@ def interval(estimate: Estimate) -> str:
 
 
 def meter(value: float, width: int = 20) -> str:
-    """Return a bar for a value in [0, 1]; values outside fill or empty it."""
+    """Return a bar for a value in [0, 1]; values outside fill or empty it, NaN has none."""
+    value = 0.0 if math.isnan(value) else value
     eighths = round(max(0.0, min(1.0, value)) * width * 8)
     full, rest = divmod(eighths, 8)
     return ("█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")).ljust(width)
@@ -47,7 +52,7 @@ def duration(seconds: float) -> str:
     >>> [duration(8.44), duration(185), duration(7800)]
     ['8.4 s', '3 min 05 s', '2 h 10 min']
     """
-    if seconds < 60:
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

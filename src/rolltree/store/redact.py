@@ -10,7 +10,7 @@ secrets that look like ordinary words under ordinary names; a run is told those 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 REDACTED = "[redacted]"
@@ -58,10 +58,35 @@ def is_secret_key(key: str) -> bool:
     return parts == ["token"] or (parts[-1] == "token" and bool(kind & _TOKEN_KINDS))
 
 
+def known_secrets(secrets: Iterable[str]) -> tuple[str, ...]:
+    """Return the secrets that can be cut out of data, the longest first.
+
+    Texts of fewer than eight characters are left out: cutting them out would tear real data.
+    """
+    return tuple(sorted({text for text in secrets if len(text) >= 8}, key=len, reverse=True))
+
+
+def cut_text(text: str, secrets: tuple[str, ...]) -> str:
+    """Replace every known secret in `text`; one that holds another goes as a whole."""
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, REDACTED) if secret else text
+    return text
+
+
+def cut_secrets(value: Any, secrets: tuple[str, ...]) -> Any:
+    """Return a copy of `value` with known secrets cut out of its texts, and no other change."""
+    if isinstance(value, str):
+        return cut_text(value, secrets)
+    if isinstance(value, Mapping):
+        return {cut_secrets(key, secrets): cut_secrets(value[key], secrets) for key in value}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return _rebuilt(value, [cut_secrets(item, secrets) for item in value])
+    return value
+
+
 def redact_text(text: str, secrets: tuple[str, ...] = ()) -> str:
     """Replace every known secret, and everything that looks like one, in `text`."""
-    for secret in secrets:
-        text = text.replace(secret, REDACTED)
+    text = cut_text(text, secrets)
     for pattern in _TEXTS:
         text = pattern.sub(REDACTED, text)
     return text
@@ -76,16 +101,24 @@ def redact(value: Any, secrets: tuple[str, ...] = ()) -> Any:
     if isinstance(value, str):
         return redact_text(value, secrets)
     if isinstance(value, Mapping):
-        return {key: _redact_field(key, item, secrets) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(redact(item, secrets) for item in value)
-    if isinstance(value, list):
-        return [redact(item, secrets) for item in value]
+        return {
+            redact(key, secrets): _redact_field(key, item, secrets) for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return _rebuilt(value, [redact(item, secrets) for item in value])
+    if hasattr(value, "model_dump"):  # pydantic: the codec stores its fields
+        return redact(value.model_dump(), secrets)
     return value
 
 
+def _rebuilt(value: Any, items: list[Any]) -> Any:
+    kinds = (tuple, set, frozenset)
+    return next((kind(items) for kind in kinds if isinstance(value, kind)), items)
+
+
 def _redact_field(key: Any, item: Any, secrets: tuple[str, ...]) -> Any:
-    hides = isinstance(item, (str, bytes, Mapping, list, tuple)) and len(item) > 0
+    kinds = (str, bytes, Mapping, list, tuple, set, frozenset)
+    hides = isinstance(item, kinds) and len(item) > 0
     if isinstance(key, str) and hides and is_secret_key(key):
         return REDACTED
     return redact(item, secrets)

@@ -7,6 +7,7 @@ knows nothing about connections, and nothing about what is inside the two blobs;
 
 from __future__ import annotations
 
+import json
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from rolltree.store.codec import dumps, loads
-from rolltree.store.redact import REDACTED, redact
+from rolltree.store.redact import REDACTED, cut_secrets, cut_text, redact
 
 Secrets: TypeAlias = tuple[str, ...]
 Status: TypeAlias = Literal["ok", "error"]
@@ -104,6 +105,11 @@ def _text(value: Any, secrets: Secrets) -> str | None:
     return None if value is None else str(value).encode("utf-8", "replace").decode()
 
 
+def _label(value: Any, secrets: Secrets) -> str | None:
+    text = _text(value, secrets)
+    return None if text is None else cut_text(text, secrets)
+
+
 def _whole(value: Any, secrets: Secrets) -> int | str | None:
     if value is None or isinstance(value, str):
         return _text(value, secrets)
@@ -115,10 +121,7 @@ def _real(value: Any, secrets: Secrets) -> float | None:
 
 
 def _json(value: Any, secrets: Secrets) -> str:
-    text = dumps(dict(value))
-    for secret in secrets:
-        text = text.replace(secret, REDACTED)
-    return text
+    return dumps(cut_secrets(dict(value), secrets))
 
 
 def _errors(value: Any, secrets: Secrets) -> str:
@@ -126,8 +129,14 @@ def _errors(value: Any, secrets: Secrets) -> str:
 
 
 def _record(value: bytes, secrets: Secrets) -> bytes:
-    for secret in secrets:
-        value = value.replace(secret.encode(), REDACTED.encode())
+    raw = [secret.encode("utf-8", "replace") for secret in secrets]
+    escaped = [json.dumps(secret)[1:-1].encode() for secret in secrets]
+    if any(spelling in value for spelling in (*raw, *escaped)):
+        try:
+            value = dumps(cut_secrets(loads(value), secrets)).encode()
+        except (ValueError, KeyError, TypeError):  # not the codec's JSON
+            for spelling in raw:
+                value = value.replace(spelling, REDACTED.encode())
     return _compress(value, secrets)
 
 
@@ -144,6 +153,7 @@ def _same(value: Any) -> Any:
 
 
 _TEXT = Column("TEXT", _text, _same)
+_LABEL = Column("TEXT", _label, _same)
 _INT = Column("INTEGER", _whole, _same)
 _REAL = Column("REAL", _real, _same)
 _BOOL = Column("INTEGER", _whole, bool)
@@ -156,20 +166,20 @@ COLUMNS: dict[str, Column] = {
     "index_in_group": _INT,
     "phase": Column("TEXT NOT NULL", _text, _same),
     "train_step": _INT,
-    "env_id": _TEXT,
+    "env_id": _LABEL,
     "example_id": Column("", _whole, _same),  # no type: SQLite would turn "7" into 7
-    "task": _TEXT,
-    "agent": _TEXT,
+    "task": _LABEL,
+    "agent": _LABEL,
     "reward": _REAL,
     "status": _TEXT,
-    "error_type": _TEXT,
+    "error_type": _LABEL,
     "error_phase": _TEXT,
-    "stop_condition": _TEXT,
+    "stop_condition": _LABEL,
     "is_completed": _BOOL,
     "terminated": _BOOL,
     "truncated": _BOOL,
-    "truncation_reason": _TEXT,
-    "finish_reason": _TEXT,
+    "truncation_reason": _LABEL,
+    "finish_reason": _LABEL,
     "num_calls": _INT,
     "num_prompt_tokens": _INT,
     "num_completion_tokens": _INT,

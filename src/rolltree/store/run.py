@@ -20,7 +20,7 @@ from rolltree.store.codec import dumps, loads, to_plain
 from rolltree.store.config import config_differences, write_config
 from rolltree.store.database import Database
 from rolltree.store.lock import WriterLock
-from rolltree.store.redact import redact
+from rolltree.store.redact import known_secrets, redact
 from rolltree.store.rows import BLOBS, COLUMNS, Event, StepRow, StoredRollout, from_sql, to_sql
 
 _INSERT = (
@@ -185,8 +185,9 @@ class Run:
         """Name secrets of this process; they are cut out of everything written from now on.
 
         Texts of fewer than eight characters are ignored: cutting them out would tear real data.
+        So are identities (request, group, phase, example), by which a run is continued.
         """
-        self._secrets = (*self._secrets, *(secret for secret in secrets if len(secret) >= 8))
+        self._secrets = known_secrets((*self._secrets, *secrets))
 
     def add_rollouts(self, rows: Iterable[StoredRollout], *, replace_failed: bool = False) -> int:
         """Store rows in one transaction and return how many were new.
@@ -316,7 +317,8 @@ class Run:
         `rolltree.rollouts.export_line` is the renderer that adds messages and tokens.
         """
         num_rows = 0
-        with Path(target).open("w", encoding="utf-8") as file:
+        # Half a surrogate pair, which models do write, has no UTF-8: JSON's own escape says it.
+        with Path(target).open("w", encoding="utf-8", errors="backslashreplace") as file:
             for row in self.rollouts(blobs=render is not None, **where):
                 line = _columns(row) if render is None else render(row)
                 file.write(json.dumps(to_plain(line), ensure_ascii=False) + "\n")
@@ -339,7 +341,7 @@ class Run:
 
 
 def _config_data(config: Mapping[str, Any], secrets: Sequence[str]) -> Any:
-    return to_plain(redact(dict(config), tuple(secrets)))
+    return to_plain(redact(dict(config), known_secrets(secrets)))
 
 
 def _columns(row: StoredRollout) -> dict[str, Any]:
@@ -355,8 +357,10 @@ def _where(filters: Mapping[str, Any]) -> tuple[str, list[Any]]:
                 f"rollouts cannot be filtered by {name!r}.{did_you_mean(name, _FILTERS)}"
             )
         if isinstance(value, (list, tuple, set, frozenset)):
-            clauses.append(f"{name} IN ({', '.join('?' for _ in value)})")
-            values.extend(value)
+            named = [item for item in value if item is not None]
+            clause = f"{name} IN ({', '.join('?' for _ in named)})"
+            clauses.append(f"({clause} OR {name} IS NULL)" if None in value else clause)
+            values.extend(named)
         else:
             clauses.append(f"{name} IS ?")
             values.append(value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from types import TracebackType
 
@@ -108,7 +108,11 @@ class LoopbackServer:
         try:
             while (request := await _read_request(reader)) is not None:
                 reply = await self._handler(request)
-                if not await _write_reply(writer, reply):
+                if request.method == "HEAD":
+                    reply = replace(reply, num_sent_bytes=0)
+                is_open = await _write_reply(writer, reply)
+                is_last = request.headers.get("connection", "").lower() == "close"
+                if is_last or not (is_open or request.method == "HEAD"):
                     break
         except (ConnectionError, asyncio.CancelledError):
             pass  # the client left, or the server stops

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from rolltree.errors import BadResponse
+from rolltree.errors import BadResponse, UnsupportedSetting
 from rolltree.inference.chat import ChatRenderer
 from rolltree.types import (
     ChatMessage,
@@ -109,7 +109,15 @@ def scripted_logprobs(ids: Sequence[int] | IntArray) -> FloatArray:
 def tokens_of(
     answer: ScriptedAnswer, renderer: ChatRenderer, sampling: SamplingParams
 ) -> ScriptedTokens:
-    """Return the answer's tokens, ended where `sampling` says."""
+    """Return the answer's tokens, ended where `sampling` says.
+
+    Raises:
+        UnsupportedSetting: `max_tokens` is below 1.
+    """
+    if sampling.max_tokens is not None and sampling.max_tokens < 1:
+        raise UnsupportedSetting(
+            f"max_tokens = {sampling.max_tokens} leaves no token to say. Ask for at least 1."
+        )
     given = answer.ids
     if given is None:
         given = renderer.encode_text(answer.text, start=False).tolist()
@@ -121,9 +129,9 @@ def tokens_of(
         text = text.partition(stop)[0]
     logprobs = answer.logprobs
     values = scripted_logprobs(ids) if logprobs is None else np.array(logprobs, np.float32)
-    return ScriptedTokens(
-        np.array(ids, np.int32), values[: len(ids)] if logprobs is None else values, reason, text
-    )
+    if logprobs is None or len(values) == len(given):  # a wrong number stays wrong
+        values = values[: len(ids)]
+    return ScriptedTokens(np.array(ids, np.int32), values, reason, text)
 
 
 def _ended(

@@ -156,10 +156,16 @@ class ScriptedServer:
             return _error(400, "the scripted server does not stream")
         if self._token_ids == "reject" and "return_token_ids" in body:
             return _error(400, "Unrecognized request argument supplied: return_token_ids")
+        size = getattr(self.renderer.tokenizer, "__len__", lambda: 2**31)()
+        problem = _problem(body, message_type, size)
+        if problem:
+            return _error(400, problem)
         try:
             reply = await self._answer(body, message_type)
         except (BadResponse, ConfigError) as error:
             return _error(400, str(error))
+        except Exception as error:  # noqa: BLE001 (a server whose handler fails answers 500)
+            return _error(500, f"the script failed: {type(error).__name__}: {error}")
         if fault.body == "broken":
             return Reply(200, reply.body[: len(reply.body) // 2])
         if fault.body == "truncated":
@@ -249,6 +255,19 @@ class ScriptedServer:
                 for text, value in zip(texts, values, strict=True)
             ]
         }
+
+
+def _problem(body: Mapping[str, Any], message_type: MessageType, vocab_size: int) -> str:
+    """Return what makes the request's prompt unusable, an empty string when nothing does."""
+    if message_type == "chat":
+        asked = body.get("messages")
+        fits = isinstance(asked, list) and all(isinstance(item, dict) for item in asked)
+        return "" if fits else "messages must be a list of objects"
+    asked = body.get("prompt")
+    if isinstance(asked, list) and all(type(item) is int for item in asked):
+        out = [item for item in asked if not 0 <= item < vocab_size]
+        return f"token id {out[0]} is out of vocabulary" if out else ""
+    return "" if isinstance(asked, str) else "prompt must be one string or one list of token ids"
 
 
 def _json(status: int, value: Any) -> Reply:

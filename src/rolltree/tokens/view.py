@@ -75,7 +75,9 @@ class StepTokens(dict[str, Any]):
     @property
     def assigned(self) -> tuple[str, ...]:
         """The keys that were assigned after the call was recorded."""
-        return tuple(key for key, value in dict.items(self) if value is not None)
+        return tuple(
+            key for key, value in dict.items(self) if value is not None or key not in _READERS
+        )
 
     @property
     def as_recorded(self) -> bool:
@@ -84,7 +86,9 @@ class StepTokens(dict[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         value = dict.__getitem__(self, key)
-        return _READERS[key](self.tree, self.call) if value is None else value
+        if value is None and key in _READERS:
+            return _READERS[key](self.tree, self.call)
+        return value
 
     def __iter__(self) -> Iterator[str]:
         return dict.__iter__(self)
