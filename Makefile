@@ -51,4 +51,6 @@ $(VENV)/.train: $(VENV)/bin/python pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.train
 	$(PIP) --editable '.[train,envs,dev]'
+	@$(PIP) reasoning-gym >/dev/null 2>&1 || \
+	  echo "reasoning-gym was not installed (it needs a C compiler): the tests of its adapter will be skipped."
 	@touch $@

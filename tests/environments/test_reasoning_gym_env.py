@@ -5,6 +5,10 @@ import rolltree as rt
 from rolltree.environments import ReasoningGymEnv
 from rolltree.errors import ConfigError
 
+pytest.importorskip(
+    "reasoning_gym", reason="reasoning-gym has no wheel for one of its needs: no C compiler here"
+)
+
 
 def wrapped(answer):
     return f"<answer>{answer}</answer>"
