@@ -103,11 +103,13 @@ class EndpointPool:
         model: str,
         *,
         retry: RetryPolicy | None = None,
+        cool_down_s: float = 2.0,
+        spread: float = 1.5,
         **options: Any,
     ) -> EndpointPool:
         """Return a pool of `OpenAIClient`s; `options` are theirs."""
         clients = [OpenAIClient(url, model, retry=_NO_RETRIES, **options) for url in base_urls]
-        return cls(clients, retry=retry)
+        return cls(clients, retry=retry, cool_down_s=cool_down_s, spread=spread)
 
     def __repr__(self) -> str:
         return f"EndpointPool({[endpoint.name for endpoint in self.endpoints]})"

@@ -19,24 +19,23 @@ ASKED = [{"role": "user", "content": "2 and 3?"}]
 
 def lessons(
     renderer: ChatRenderer, answers: dict[str, str], *, with_tools: bool
-) -> list[tuple[list[int], list[int]]]:
-    """Return (prompt, answer) ids: plain questions, and one tool call with what comes after it."""
+) -> list[tuple[list[int], list[bool]]]:
+    """Return ids and which of them to learn: plain questions, and a tool call and its answer."""
     found = []
     for question, answer in answers.items():
-        prompt = renderer.render([{"role": "user", "content": question}])
-        found.append((prompt.tolist(), [*answer.encode(), 258]))
-    if not with_tools:
-        return found
-    call = renderer.encode_text(CALL).tolist()
-    first = renderer.render(ASKED, [ADD]).tolist()
-    found.append((first, [*call, 258]))
-    message = renderer.parse([*call, 258], tools=[ADD]).message
-    tool = {"role": "tool", "content": "5", "tool_call_id": message["tool_calls"][0]["id"]}
-    whole = renderer.extend(
-        np.array([*first, *call, 258], np.int32), [*ASKED, message, tool], 2, [ADD]
-    )
-    found.append((whole.tolist(), [*b"It is 5.", 258]))
-    return found
+        prompt = renderer.render([{"role": "user", "content": question}]).tolist()
+        found.append((prompt + [*answer.encode(), 258], [False] * len(prompt)))
+    if with_tools:
+        call = [*renderer.encode_text(CALL).tolist(), 258]
+        first = renderer.render(ASKED, [ADD]).tolist()
+        message = renderer.parse(call, tools=[ADD]).message
+        tool = {"role": "tool", "content": "5", "tool_call_id": message["tool_calls"][0]["id"]}
+        history = [*ASKED, message, tool]
+        whole = renderer.extend(np.array(first + call, np.int32), history, 2, [ADD]).tolist()
+        learned = [False] * len(first) + [True] * len(call)
+        learned += [False] * (len(whole) - len(learned))
+        found.append((whole + [*b"It is 5.", 258], learned))
+    return [(ids, learned + [True] * (len(ids) - len(learned))) for ids, learned in found]
 
 
 def teach(folder: Path, answers: dict[str, str], *, with_tools: bool) -> None:
@@ -47,20 +46,24 @@ def teach(folder: Path, answers: dict[str, str], *, with_tools: bool) -> None:
 
     torch.set_num_threads(1)
     model, tokenizer = load_model("tiny")
-    pairs = lessons(ChatRenderer(tokenizer), answers, with_tools=with_tools)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-    for _ in range(150):
-        losses = []
-        for prompt, answer in pairs:
-            ids = torch.tensor([prompt + answer])
-            logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
-            losses.append(torch.nn.functional.cross_entropy(logits, ids[0, len(prompt) :]))
-        loss = torch.stack(losses).sum()
-        optimizer.zero_grad()
-        loss.backward()
+    rows = lessons(ChatRenderer(tokenizer), answers, with_tools=with_tools)
+    for _ in range(250):
+        worst = 0.0
+        for ids, learned in rows:
+            tokens, chosen = torch.tensor([ids]), torch.tensor(learned)
+            logits = model(input_ids=tokens).logits[0, :-1][chosen[1:]]
+            losses = torch.nn.functional.cross_entropy(
+                logits, tokens[0, 1:][chosen[1:]], reduction="none"
+            )
+            losses.mean().backward()
+            worst = max(worst, losses.max().item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if max(value.item() for value in losses) < 0.05:
+        optimizer.zero_grad()
+        if worst < 0.1:  # every token is the likeliest by far
             break
+    assert worst < 0.5, "the tiny model did not learn its lessons"
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -79,7 +82,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def taught_otherwise(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("otherwise")
-    teach(folder, {"7 + 5 =": "thirteen", "capital?": "Rome", "count": "nine"}, with_tools=False)
+    teach(folder, {"7 + 5 =": "13", "capital?": "Rome", "count": "nine"}, with_tools=False)
     return folder
 
 

@@ -18,6 +18,7 @@ class Served:
     process: subprocess.Popen[str]
     url: str  # ends in /v1
     model: str
+    token: str = TOKEN
 
     @property
     def root(self) -> str:

@@ -1,0 +1,196 @@
+"""Weight updates over HTTP: the served model answers as the new weights do, token by token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import serve_kit
+from serve_kit import TOKEN, Served
+
+from rolltree.errors import ConfigError, ModelError
+from rolltree.inference import (
+    ChatRenderer,
+    OpenAIClient,
+    RetryPolicy,
+    publish_weights,
+    served_version,
+)
+from rolltree.types import Generation, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+QUESTIONS = ("7 + 5 =", "capital?", "count")
+
+
+@pytest.fixture(scope="module")
+def server(taught: Path) -> Iterator[Served]:
+    started = serve_kit.start(str(taught), name="m", token=None)
+    assert started.process.stdout is not None
+    line = started.process.stdout.readline()
+    assert line.startswith("token: ")
+    started.token = line.removeprefix("token: ").strip()
+    yield started
+    serve_kit.stop(started)
+
+
+@pytest.fixture
+async def client(server: Served, reference: Any) -> Any:
+    made = OpenAIClient(
+        server.url,
+        "m",
+        api_key=server.token,
+        renderer=ChatRenderer(reference[1]),
+        retry=RetryPolicy(max_retries=1, first_wait_s=0.01),
+    )
+    yield made
+    await made.aclose()
+
+
+def versions_of(generation: Generation) -> list[int]:
+    assert generation.versions is not None
+    found: list[int] = generation.versions.tolist()
+    return found
+
+
+async def answers(client: OpenAIClient) -> list[str]:
+    asked = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    found = await asyncio.gather(*(client.chat(each, sampling=GREEDY) for each in asked))
+    return [each.text for each in found]
+
+
+async def test_the_new_weights_answer_and_every_token_says_so(
+    client: OpenAIClient, taught: Path, taught_otherwise: Path
+) -> None:
+    assert await answers(client) == ["12", "Paris, Paris", "one two three four"]
+    await publish_weights([client], taught_otherwise, 3)
+    assert client.version == 3
+    assert await served_version(client.server) == "3"
+    assert await answers(client) == ["13", "Rome", "nine"]
+    got = await client.chat([{"role": "user", "content": "count"}], sampling=GREEDY)
+    assert got.versions is not None
+    assert got.versions.tolist() == [3] * 5
+    by_message = OpenAIClient(client.server.base_url, "m", api_key=client.server._api_key)
+    same = await by_message.chat([{"role": "user", "content": "count"}], sampling=GREEDY)
+    await by_message.aclose()
+    assert same.versions is not None
+    assert same.versions.tolist() == [3] * 5
+    await publish_weights([client], taught, 4)
+    assert await answers(client) == ["12", "Paris, Paris", "one two three four"]
+
+
+async def test_a_request_in_flight_goes_on_with_the_new_weights(
+    client: OpenAIClient, taught: Path, taught_otherwise: Path, reference: Any
+) -> None:
+    import torch
+
+    from rolltree.models import load_model
+
+    client.tokens.logprobs_mode = "processed"
+    asked = [{"role": "user", "content": "anything but an end"}]
+    waiting = [
+        asyncio.ensure_future(
+            client.chat(
+                asked, sampling=SamplingParams(temperature=3.0, max_tokens=1500, seed=seed)
+            )
+        )
+        for seed in range(32)
+    ]
+    await asyncio.sleep(0.2)
+    await publish_weights([client], taught_otherwise, 7)
+    mixed = [each for each in await asyncio.gather(*waiting) if 7 in versions_of(each)[1:]]
+    mixed = [each for each in mixed if 4 in versions_of(each)]
+    assert mixed, "every answer was finished before the update came, or began after it"
+    models = (reference[0], load_model(str(taught_otherwise))[0])
+    for got in mixed[:4]:
+        assert got.versions is not None
+        assert got.completion_ids is not None
+        assert got.prompt_ids is not None
+        assert got.logprobs is not None
+        assert set(versions_of(got)) == {4, 7}
+        assert (np.diff(got.versions) >= 0).all()
+        both = torch.tensor([[*got.prompt_ids.tolist(), *got.completion_ids.tolist()]])
+        ids = torch.from_numpy(got.completion_ids).long()[:, None]
+        for model, version in zip(models, (4, 7), strict=True):
+            with torch.no_grad():
+                logits = model(input_ids=both).logits[0, len(got.prompt_ids) - 1 : -1]
+            chosen = (logits.float() / 3.0).log_softmax(-1).gather(-1, ids)[:, 0]
+            off = np.abs(chosen.numpy() - got.logprobs)[got.versions == version]
+            assert float(off.mean()) < 1e-4
+    await publish_weights([client], taught, 8)
+
+
+async def test_what_does_not_fit_changes_nothing_and_fails_loudly(
+    client: OpenAIClient, taught: Path, tmp_path: Path
+) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    weights = load_file(taught / "model.safetensors")
+    name = next(iter(weights))
+    bad = {
+        "shape": {**weights, name: np.zeros((3, 3), np.float32)},
+        "missing": {key: value for key, value in weights.items() if key != name},
+        "unknown": {**weights, "extra.weight": np.zeros(3, np.float32)},
+    }
+    before = await served_version(client.server)
+    for kind, tensors in bad.items():
+        folder = tmp_path / kind
+        folder.mkdir()
+        save_file(tensors, folder / "model.safetensors")
+        with pytest.raises(ModelError, match="did not reach 1 of 1 servers.*left paused") as caught:
+            await publish_weights([client], folder, 99)
+        assert "do not fit the served model" in str(caught.value)
+        assert await served_version(client.server) == before
+        await client.server.post("/resume", {}, bytes, at_root=True)
+    assert await answers(client) == ["12", "Paris, Paris", "one two three four"]
+    with pytest.raises(ConfigError, match=r"holds no \*.safetensors"):
+        await publish_weights([client], tmp_path, 99)
+    with pytest.raises(ConfigError, match="means nothing"):
+        await publish_weights([client], taught, -1)
+
+
+async def test_one_of_two_servers_is_gone(client: OpenAIClient, taught_otherwise: Path) -> None:
+    gone = OpenAIClient("http://127.0.0.1:9/v1", "m", retry=RetryPolicy(max_retries=0))
+    with pytest.raises(ModelError, match="did not reach 1 of 2 servers.*127.0.0.1:9"):
+        await publish_weights([gone, client], taught_otherwise, 12)
+    assert (gone.version, client.version) == (0, 12)
+    assert await served_version(client.server) == "12"
+    assert await answers(client) == ["13", "Rome", "nine"]
+    await gone.aclose()
+
+
+async def test_paused_requests_wait_and_are_answered(client: OpenAIClient) -> None:
+    post = client.server.post
+    await post("/pause?mode=keep", {}, bytes, at_root=True)
+    await post("/pause?mode=keep", {}, bytes, at_root=True)  # again: nothing changes
+    waiting = asyncio.ensure_future(client.chat([{"role": "user", "content": "count"}]))
+    done, _ = await asyncio.wait([waiting], timeout=0.3)
+    assert not done
+    assert (await post("/is_paused", None, bytes, at_root=True)).value == b'{"is_paused":true}'
+    await post("/resume", {}, bytes, at_root=True)
+    assert (await waiting).completion_ids is not None
+
+
+def test_what_the_weight_endpoints_refuse(server: Served) -> None:
+    headers = {"Authorization": f"Bearer {server.token}"}
+    with httpx.Client(base_url=server.root, headers=headers) as http:
+        for path, body, said in [
+            ("/pause", {}, "mode=keep"),
+            ("/collective_rpc", {"method": "exec"}, "only method"),
+            ("/collective_rpc", {"method": "reload_weights", "kwargs": {}}, "weights_path"),
+            ("/update_weight_version", {"new_version": "next"}, "no whole number"),
+            ("/update_weight_version", {"new_version": 3}, "no whole number"),
+        ]:
+            answer = http.post(path, json=body)
+            assert answer.status_code == 400
+            assert said in answer.json()["error"]["message"]
+    for path in ("/weight_info", "/v1/models"):
+        assert httpx.get(server.root + path).status_code == 401
+    assert httpx.post(server.root + "/collective_rpc", json={}).status_code == 401
+    assert TOKEN != server.token
+    assert httpx.get(server.root + "/health").status_code == 200
+    assert httpx.get(server.root + "/v2", headers=headers).status_code == 404
