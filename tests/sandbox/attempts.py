@@ -552,7 +552,7 @@ def limit_the_host_process():
 
 @attempt(control=True)
 def slow_the_host_process():
-    return os.setpriority(os.PRIO_PROCESS, H["victim_pid"], 1) or "slowed"
+    return os.setpriority(os.PRIO_PROCESS, H["victim_pid"], 19) or "slowed"
 
 
 @attempt

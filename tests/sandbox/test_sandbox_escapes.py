@@ -84,7 +84,7 @@ def laid_out(victim, label):
             "shm": shm.name,
             "pid": os.getpid(),
             "victim_pid": victim.pid,
-            "home": str(Path.home()),
+            "home": str(Path.home() if Path.home().exists() else "/var"),
             "secret": SECRET,
         }
     finally:
@@ -163,7 +163,11 @@ def test_the_same_attempts_get_through_outside():
     with a_victim() as victim, laid_out(victim, "outside") as bait:
         facts = json.dumps({**bait, "own_fds": 0})
         out = subprocess.run(
-            [sys.executable, "-c", SOURCE, facts], capture_output=True, text=True, check=True
+            [sys.executable, "-c", SOURCE, facts],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=bait["dir"],
         )
         assert Path(bait["victim"]).read_text() == ""
         assert heard(victim, within_s=5.0).startswith("signal")
