@@ -56,9 +56,32 @@ class WeightTarget(Protocol):
         ...
 
 
-def train(config: TrainConfig, **parts: Any) -> TrainReport:
-    """Run `train_async` in a new event loop."""
-    return asyncio.run(train_async(config, **parts))
+def train(
+    config: TrainConfig,
+    *,
+    source: RolloutSource,
+    run: Run,
+    client: object,
+    engine: WeightTarget,
+    model: Any,
+    tokenizer: Any = None,
+    evaluate: Evaluate | None = None,
+    reporter: Reporter | None = None,
+) -> TrainReport:
+    """Run `train_async`, which says what the arguments are, in a new event loop."""
+    return asyncio.run(
+        train_async(
+            config,
+            source=source,
+            run=run,
+            client=client,
+            engine=engine,
+            model=model,
+            tokenizer=tokenizer,
+            evaluate=evaluate,
+            reporter=reporter,
+        )
+    )
 
 
 async def train_async(

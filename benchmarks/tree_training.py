@@ -1,0 +1,263 @@
+"""What training on token trees saves: one gradient, computed as tree, interleaved rows and steps.
+
+    python benchmarks/tree_training.py            the table, figures on the last line
+    python benchmarks/tree_training.py --check    exit 1 when a bar is missed
+    python benchmarks/tree_training.py --json     one JSON object instead of the table
+    python benchmarks/tree_training.py --blocks   attention alone: a dense mask against block sizes
+
+One pass is forward, loss and backward over all samples, without the optimizer. `tree` runs through
+rolltree's tree attention (`tree bf16`: with `model.backward_dtype`), the others sample by sample
+through the model's own attention (transformers, SDPA), so nothing is padded. Times are CPU time of one thread, best of several runs;
+the wall time of the same run is beside it. The model is a Llama of 9.8M parameters in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from rolltree.samples import build_samples
+from rolltree.tokens import Trajectory
+from rolltree.training import Trainer, load_train_config
+from rolltree.training.batches import make_batch
+from rolltree.training.layout import key_blocks
+from rolltree.training.tree_attention import Block, TreeLayout, forest_attention
+from rolltree.types import FinishReason, Generation, State
+
+VOCABULARY = 4096
+NEW_TOKENS, SAMPLED_TOKENS, REASONING_TOKENS = 40, 60, 30
+ROWS = {
+    "tree": ("tree", "tree", "float32"),
+    "tree bf16": ("tree", "tree", "bfloat16"),
+    "interleave": ("interleave", "rows", "float32"),
+    "step": ("step", "rows", "float32"),
+}
+"""Name of a row: scope, forward, backward_dtype."""
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=320,
+        intermediate_size=1024,
+        num_hidden_layers=5,
+        num_attention_heads=5,
+        num_key_value_heads=5,
+        max_position_embeddings=16384,
+        tie_word_embeddings=True,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def rollout(
+    rng: np.random.Generator, prompt: Any, turns: int, stripped: Callable[[int], bool]
+) -> State:
+    """Play `turns` turns; before a turn where `stripped`, the last answer loses its reasoning."""
+    trajectory = Trajectory()
+    context = prompt
+    for turn in range(turns):
+        answer = rng.integers(0, VOCABULARY, SAMPLED_TOKENS).astype(np.int32)
+        trajectory.append_call(
+            prompt=[],
+            completion=[],
+            turn=turn,
+            generation=Generation(
+                message={},
+                text="",
+                finish_reason=FinishReason.STOP,
+                prompt_ids=context,
+                completion_ids=answer,
+                logprobs=np.full(len(answer), -8.0, np.float32),
+                versions=np.zeros(len(answer), np.int32),
+                temperature=1.0,
+                call_id=0,
+            ),
+        )
+        kept = answer[REASONING_TOKENS:] if stripped(turn) else answer
+        new = rng.integers(0, VOCABULARY, NEW_TOKENS).astype(np.int32)
+        context = np.concatenate([context, kept, new])
+    return State(trajectory=trajectory, advantage=float(rng.normal()))
+
+
+def scene(prompt_tokens: int, num: int, turns: int, stripped: Callable[[int], bool]) -> list[State]:
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, VOCABULARY, prompt_tokens).astype(np.int32)
+    return [rollout(rng, prompt, turns, stripped) for _ in range(num)]
+
+
+SCENES: dict[str, list[State]] = {
+    "reasoning stripped, 8 turns": scene(100, 1, 8, lambda turn: True),
+    "reasoning stripped, 16 turns": scene(100, 1, 16, lambda turn: True),
+    "reasoning stripped, 32 turns": scene(100, 1, 32, lambda turn: True),
+    "broken every 2 turns, 16 turns": scene(100, 1, 16, lambda turn: turn % 2 == 1),
+    "group of 8, prompt 512": scene(512, 8, 1, lambda turn: False),
+}
+
+
+def measure(states: list[State], row: str, module: Any, repeats: int) -> dict[str, Any]:
+    scope, forward, backward = ROWS[row]
+    config = load_train_config(
+        {
+            "model": {"backward_dtype": backward},
+            "train": {"scope": scope, "forward": forward, "max_mismatch": 1e9},
+        }
+    )
+    trainer = Trainer(module, config)
+    key = {"group_key": lambda state: 0} if scope == "tree" else {}
+    samples = build_samples(states, scope, **key).samples
+    cpu_s, wall_s = [], []
+    for _ in range(repeats):
+        trainer.optimizer.zero_grad()
+        wall, cpu = time.perf_counter(), time.process_time()
+        batch = make_batch(samples, trainer.algorithm, 8192)
+        trainer._gradients(batch)
+        cpu_s.append(time.process_time() - cpu)
+        wall_s.append(time.perf_counter() - wall)
+    gradient = torch.cat([p.grad.flatten() for p in trainer.optimizer.parameters])
+    return {
+        "row": row,
+        "tokens": batch.num_tokens,
+        "cpu_s": min(cpu_s),
+        "wall_s": min(wall_s),
+        "gradient": gradient,
+    }
+
+
+def run(name: str, module: Any, repeats: int) -> dict[str, Any]:
+    rows = {row: measure(SCENES[name], row, module, repeats) for row in ROWS}
+    reference = rows["step"]["gradient"]
+    for row in rows.values():
+        row["error"] = float((row.pop("gradient") - reference).norm() / reference.norm())
+        for what in ("tokens", "cpu_s", "wall_s"):
+            row[f"{what}_ratio"] = row[what] / rows["tree"][what]
+    return {"scene": name, "rows": rows}
+
+
+def bars(results: list[dict[str, Any]]) -> list[tuple[str, float, str, bool]]:
+    rows = {result["scene"]: result["rows"] for result in results}
+    found = []
+    for name, row in rows.items():
+        error = max(row["tree"]["error"], row["interleave"]["error"])
+        found.append((f"gradient error, {name}", error, "< 1e-5", error < 1e-5))
+        error = row["tree bf16"]["error"]
+        found.append((f"gradient error with bf16, {name}", error, "< 1e-2", error < 1e-2))
+    for turns in (16, 32):
+        step = rows[f"reasoning stripped, {turns} turns"]["step"]
+        share = step["cpu_s_ratio"] / step["tokens_ratio"]
+        found.append((f"speed-up over token ratio, {turns} turns", share, ">= 0.7", share >= 0.7))
+    speed = rows["reasoning stripped, 32 turns"]["step"]["cpu_s_ratio"]
+    found.append(("speed-up over step, 32 turns", speed, ">= 5", speed >= 5))
+    return found
+
+
+def forest(prefix: int, groups: int, question: int, rollouts: int, answer: int) -> Any:
+    """Return `subtree_end` of `groups` groups on one prefix."""
+    size = question + rollouts * answer
+    end = np.full(prefix + groups * size, prefix + groups * size, np.int32)
+    for group in range(groups):
+        first = prefix + group * size
+        end[first : first + question] = first + size
+        leaves = first + question + answer * np.arange(1, rollouts + 1)
+        end[first + question : first + size] = np.repeat(leaves, answer)
+    return end
+
+
+def time_blocks() -> None:
+    """Print one layer's attention, forward and backward: 9 query and 3 key heads of width 64."""
+    scenes = {
+        "8 groups of 8 on a prefix of 60": forest(60, 8, 15, 8, 12),
+        "group of 8, prompt 512": forest(512, 1, 1, 8, 128),
+        "prefix 1,024, 16 branches": forest(1024, 1, 1, 16, 128),
+        "one path of 1,024": np.full(1024, 1024, np.int32),
+    }
+    print(f"{'CPU ms, one layer':32} {'tokens':>6} {'dense':>6} {'causal':>6}", end="")
+    print("".join(f"{size:>7}" for size in (32, 64, 128, 256)))
+    for name, end in scenes.items():
+        count = len(end)
+        shapes = [(1, heads, count, 64) for heads in (9, 3, 3)]
+        query, key, value = (torch.randn(shape, requires_grad=True) for shape in shapes)
+        index = np.arange(count)
+        seen = torch.from_numpy((index[:, None] >= index) & (index[:, None] < end[None, :]))
+
+        def timed(attend: Callable[[], torch.Tensor]) -> float:
+            best = float("inf")
+            for _ in range(4):
+                start = time.process_time()
+                attend().sum().backward()
+                best = min(best, time.process_time() - start)
+            return 1e3 * best
+
+        def dense(q: Any = query, k: Any = key, v: Any = value, m: Any = seen) -> torch.Tensor:
+            return scaled_dot_product_attention(q, k, v, attn_mask=m, enable_gqa=True)
+
+        def causal(q: Any = query, k: Any = key, v: Any = value) -> torch.Tensor:
+            return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+        print(f"{name:32} {count:6,} {timed(dense):6.0f} {timed(causal):6.0f}", end="")
+        for size in (32, 64, 128, 256):
+            layout = blocks_layout(end, size)
+            ours = partial(forest_attention, query, key, value, layout, 0.125)
+            print(f"{timed(ours):7.0f}", end="", flush=True)
+        print()
+
+
+def blocks_layout(end: Any, size: int) -> TreeLayout:
+    blocks = []
+    for block in key_blocks(end, size):
+        mask = torch.zeros(block.mask.shape).masked_fill_(
+            ~torch.from_numpy(block.mask), float("-inf")
+        )
+        blocks.append(Block(block.first, block.stop, block.reach, mask[:, None, :]))
+    return TreeLayout(len(end), False, tuple(blocks))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--repeats", type=int, default=2, help="runs per scope, the best counts")
+    parser.add_argument("--blocks", action="store_true", help="attention alone, by block size")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.blocks:
+        time_blocks()
+        return 0
+    module = model()
+    results = [run(name, module, options.repeats) for name in SCENES]
+    found = bars(results)
+    if options.json:
+        names = ("what", "value", "bar", "met")
+        checked = [dict(zip(names, bar, strict=True)) for bar in found]
+        print(json.dumps({"results": results, "bars": checked}))
+    else:
+        print(
+            f"{'scene':32} {'row':11} {'tokens':>7} {'CPU s':>7} {'wall s':>7} "
+            f"{'tokens x':>8} {'CPU x':>6} {'wall x':>6} {'error':>8}"
+        )
+        for result in results:
+            for name, row in result["rows"].items():
+                print(
+                    f"{result['scene']:32} {name:11} {row['tokens']:7,} {row['cpu_s']:7.2f} "
+                    f"{row['wall_s']:7.2f} {row['tokens_ratio']:8.2f} {row['cpu_s_ratio']:6.2f} "
+                    f"{row['wall_s_ratio']:6.2f} {row['error']:8.1e}"
+                )
+        print()
+        for what, value, bar, met in found:
+            print(f"{'ok  ' if met else 'MISS'} {what}: {value:.2g} (bar {bar})")
+        print("figures: " + "; ".join(f"{value:.2g} {what}" for what, value, _, _ in found))
+    return 1 if options.check and not all(met for *_, met in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
