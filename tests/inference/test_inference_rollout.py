@@ -163,6 +163,7 @@ def test_the_public_names_are_these() -> None:
         "Sampled",
         "sampling_from_args",
         "served_version",
+        "SGLangClient",
         "TemplateError",
         "TokenSession",
         "TOOL_PARSERS",

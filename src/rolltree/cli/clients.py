@@ -1,28 +1,35 @@
-"""A model client from flags: an OpenAI-compatible URL, or the embedded engine.
+"""A model client from flags: OpenAI-compatible URLs, one or several, or the embedded engine.
 
 The embedded engine, and with it torch, is imported only when it is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from rolltree.inference import ModelClient, OpenAIClient
+from rolltree.inference import EndpointPool, ModelClient, OpenAIClient
 
 
 @asynccontextmanager
 async def open_client(
-    model: str, *, base_url: str | None, api_key: str | None, max_concurrent: int, seed: int
+    model: str,
+    *,
+    base_urls: Sequence[str],
+    api_key: str | None,
+    max_concurrent: int,
+    seed: int,
 ) -> AsyncIterator[ModelClient]:
     """Open the client for a model and close it afterwards.
 
     Raises:
-        UnknownName: without `base_url`: no such local model.
+        UnknownName: without `base_urls`: no such local model.
     """
     client: ModelClient
-    if base_url is not None:
-        client = OpenAIClient(base_url, model, api_key=api_key, max_connections=max_concurrent)
+    if len(base_urls) > 1:
+        client = EndpointPool.of(base_urls, model, api_key=api_key, max_connections=max_concurrent)
+    elif base_urls:
+        client = OpenAIClient(base_urls[0], model, api_key=api_key, max_connections=max_concurrent)
     else:
         from rolltree.inference.local import local_client
         from rolltree.models import load_model

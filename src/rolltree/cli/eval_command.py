@@ -20,7 +20,7 @@ class EvalOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     env: str
     model: str
-    base_url: str | None
+    base_urls: tuple[str, ...]
     api_key: str | None
     num_examples: int
     rollouts_per_example: int
@@ -44,7 +44,7 @@ class EvalOptions(msgspec.Struct, frozen=True, kw_only=True):
             "env": self.env,
             "env_args": self.env_args,
             "model": self.model,
-            "base_url": self.base_url,
+            "base_url": ", ".join(self.base_urls) or None,
             "sampling": self.sampling,
             "seed": self.seed,
             "split": self.split,
@@ -64,8 +64,12 @@ def evaluate_environment(
         str, typer.Option("-m", "--model", help="Model name; without -b a local one.")
     ] = "smollm2-135m",
     base_url: Annotated[
-        str | None,
-        typer.Option("-b", "--base-url", help="OpenAI-compatible URL; without it: this process."),
+        list[str] | None,
+        typer.Option(
+            "-b",
+            "--base-url",
+            help="OpenAI-compatible URL; several times: a pool. Without it: this process.",
+        ),
     ] = None,
     api_key_var: Annotated[
         str | None,
@@ -130,7 +134,7 @@ def evaluate_environment(
     options = EvalOptions(
         env=env,
         model=model,
-        base_url=base_url,
+        base_urls=tuple(base_url or ()),
         api_key=secret(api_key_var, "-k"),
         num_examples=num_examples,
         rollouts_per_example=rollouts,

@@ -49,7 +49,7 @@ async def _evaluate(
         say(errors, f"run {options.run}")
         async with open_client(
             options.model,
-            base_url=options.base_url,
+            base_urls=options.base_urls,
             api_key=options.api_key,
             max_concurrent=options.max_concurrent,
             seed=options.seed,
@@ -88,7 +88,7 @@ def _show(report: EvalReport, run: Run, options: EvalOptions, errors: Console) -
             (result for result in stored if result.request.request_id in ids),
             report,
             env_args=options.env_args,
-            base_url=options.base_url,
+            base_url=", ".join(options.base_urls) or None,
             rollouts_per_example=options.rollouts_per_example,
             sampling_args=options.sampling,
         )

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rolltree.inference.session import Sampled as Sampled
     from rolltree.inference.session import TokenSession as TokenSession
     from rolltree.inference.session import next_call_id as next_call_id
+    from rolltree.inference.sglang import SGLangClient as SGLangClient
     from rolltree.inference.template import ChatTemplate as ChatTemplate
     from rolltree.inference.template import TemplateError as TemplateError
     from rolltree.inference.tool_calls import TOOL_PARSERS as TOOL_PARSERS
@@ -47,6 +48,7 @@ _MODULES: dict[str, str] = {
     "publish": "publish_weights served_version",
     "retry": "RetryPolicy",
     "session": "Prompt Sampled TokenSession next_call_id",
+    "sglang": "SGLangClient",
     "template": "ChatTemplate TemplateError",
     "tool_calls": "TOOL_PARSERS ToolCall ToolCalls",
     "wrapped": "WrappedClient",

@@ -134,8 +134,15 @@ def extract_finish_reason(response: object) -> FinishReason:
         BadResponse: the server gives a reason that no API describes.
     """
     reason = read(first_choice(response), "finish_reason")
-    if not isinstance(reason, str):
-        return FinishReason.STOP
+    return finish_reason_named(reason) if isinstance(reason, str) else FinishReason.STOP
+
+
+def finish_reason_named(reason: str) -> FinishReason:
+    """Return the reason that a server calls `reason`.
+
+    Raises:
+        BadResponse: no API describes it.
+    """
     if reason not in _FINISH_REASONS:
         raise BadResponse(
             f"the server stopped with finish_reason {reason!r}, so the answer may be incomplete. "

@@ -78,7 +78,7 @@ class EndpointPool:
         *,
         retry: RetryPolicy | None = None,
         cool_down_s: float = 2.0,
-        spread: float = 1.5,
+        spread: float = 1.25,
     ) -> None:
         names = [_name(client, index) for index, client in enumerate(clients)]
         if not clients or len(set(names)) < len(names):
@@ -104,7 +104,7 @@ class EndpointPool:
         *,
         retry: RetryPolicy | None = None,
         cool_down_s: float = 2.0,
-        spread: float = 1.5,
+        spread: float = 1.25,
         **options: Any,
     ) -> EndpointPool:
         """Return a pool of `OpenAIClient`s; `options` are theirs."""

@@ -24,7 +24,7 @@ def lessons(
     found = []
     for question, answer in answers.items():
         prompt = renderer.render([{"role": "user", "content": question}]).tolist()
-        found.append((prompt + [*answer.encode(), 258], [False] * len(prompt)))
+        found.append(([*prompt, *answer.encode(), 258], [False] * len(prompt)))
     if with_tools:
         call = [*renderer.encode_text(CALL).tolist(), 258]
         first = renderer.render(ASKED, [ADD]).tolist()
@@ -34,7 +34,7 @@ def lessons(
         whole = renderer.extend(np.array(first + call, np.int32), history, 2, [ADD]).tolist()
         learned = [False] * len(first) + [True] * len(call)
         learned += [False] * (len(whole) - len(learned))
-        found.append((whole + [*b"It is 5.", 258], learned))
+        found.append(([*whole, *b"It is 5.", 258], learned))
     return [(ids, learned + [True] * (len(ids) - len(learned))) for ids, learned in found]
 
 

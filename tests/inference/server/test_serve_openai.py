@@ -151,17 +151,17 @@ def test_tool_call_and_its_answer(client: Any) -> None:
     assert unread.choices[0].message.tool_calls is None
 
 
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 1.5, "seed": 4}])
 @pytest.mark.parametrize("n", [1, 2])
-def test_streamed_chat_is_the_whole_answer(client: Any, n: int) -> None:
-    options: dict[str, Any] = {
+def test_streamed_chat_is_the_whole_answer(client: Any, n: int, options: dict[str, Any]) -> None:
+    options = {
         "model": "taught",
         "messages": [{"role": "user", "content": "count"}],
-        "temperature": 1.2,
-        "seed": 4,
         "max_tokens": 30,
         "n": n,
         "logprobs": True,
         "extra_body": IDS,
+        **options,
     }
     whole = client.chat.completions.create(**options)
     chunks = list(
@@ -185,6 +185,9 @@ def test_streamed_chat_is_the_whole_answer(client: Any, n: int) -> None:
         np.testing.assert_allclose(
             logprobs, [entry.logprob for entry in expected.logprobs.content], atol=1e-4
         )
+    if options["temperature"] == 0:  # the answer has 19 tokens and came in slices of 8
+        assert len(parts) == 3 * n
+        assert parts[0].choices[0].delta.content == "one two "
     assert parts[0].prompt_token_ids == whole.prompt_token_ids
     assert sum(hasattr(c, "prompt_token_ids") for c in parts) == n
 
@@ -195,6 +198,11 @@ def test_streamed_text(client: Any) -> None:
     parts = list(client.completions.create(**options, stream=True))
     assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
     assert parts[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    del options["seed"]
+    parts = list(client.completions.create(**options, stream=True, extra_body=IDS))
+    ids = [token for part in parts for token in part.choices[0].token_ids]
+    assert len(ids) == 20 or ids[-1] in (256, 258)
+    assert (len(ids) <= 8) == (len(parts) == 1)
 
 
 def test_streamed_tool_call(client: Any) -> None:

@@ -113,9 +113,7 @@ async def test_logprobs_are_those_of_teacher_forcing(
     for temperature in (1.0, 1.4):
         for seed in range(4):
             sampling = SamplingParams(temperature=temperature, max_tokens=40, seed=seed)
-            got = await client.chat(
-                [{"role": "user", "content": f"say {seed}"}], sampling=sampling
-            )
+            got = await client.chat([{"role": "user", "content": f"say {seed}"}], sampling=sampling)
             assert got.prompt_ids is not None
             assert got.completion_ids is not None
             assert got.logprobs is not None

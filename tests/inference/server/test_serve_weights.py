@@ -94,9 +94,7 @@ async def test_a_request_in_flight_goes_on_with_the_new_weights(
     asked = [{"role": "user", "content": "anything but an end"}]
     waiting = [
         asyncio.ensure_future(
-            client.chat(
-                asked, sampling=SamplingParams(temperature=3.0, max_tokens=1500, seed=seed)
-            )
+            client.chat(asked, sampling=SamplingParams(temperature=3.0, max_tokens=1500, seed=seed))
         )
         for seed in range(32)
     ]
@@ -141,7 +139,7 @@ async def test_what_does_not_fit_changes_nothing_and_fails_loudly(
         folder = tmp_path / kind
         folder.mkdir()
         save_file(tensors, folder / "model.safetensors")
-        with pytest.raises(ModelError, match="did not reach 1 of 1 servers.*left paused") as caught:
+        with pytest.raises(ModelError, match=r"1 of 1 servers.*left paused") as caught:
             await publish_weights([client], folder, 99)
         assert "do not fit the served model" in str(caught.value)
         assert await served_version(client.server) == before
@@ -155,7 +153,7 @@ async def test_what_does_not_fit_changes_nothing_and_fails_loudly(
 
 async def test_one_of_two_servers_is_gone(client: OpenAIClient, taught_otherwise: Path) -> None:
     gone = OpenAIClient("http://127.0.0.1:9/v1", "m", retry=RetryPolicy(max_retries=0))
-    with pytest.raises(ModelError, match="did not reach 1 of 2 servers.*127.0.0.1:9"):
+    with pytest.raises(ModelError, match=r"did not reach 1 of 2 servers.*127\.0\.0\.1:9"):
         await publish_weights([gone, client], taught_otherwise, 12)
     assert (gone.version, client.version) == (0, 12)
     assert await served_version(client.server) == "12"
@@ -191,6 +189,6 @@ def test_what_the_weight_endpoints_refuse(server: Served) -> None:
     for path in ("/weight_info", "/v1/models"):
         assert httpx.get(server.root + path).status_code == 401
     assert httpx.post(server.root + "/collective_rpc", json={}).status_code == 401
-    assert TOKEN != server.token
+    assert server.token != TOKEN
     assert httpx.get(server.root + "/health").status_code == 200
     assert httpx.get(server.root + "/v2", headers=headers).status_code == 404
