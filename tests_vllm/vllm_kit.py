@@ -42,6 +42,7 @@ def vllm_server(folder, tmp_path):
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "1024"]
     command += ["--enforce-eager", "--enable-scale-out", "--max-num-seqs", "16"]
     command += ["--logprobs-mode", "processed_logprobs", "--chat-template", str(template)]
+    command += ["--worker-extension-cls", "rolltree.inference.vllm.worker.WeightReload"]
     command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     with log.open("wb") as out:
         server = subprocess.Popen(
@@ -107,13 +108,13 @@ def rollout_off_by(model, state):
     return float(np.concatenate(differences).mean())
 
 
-def changed_copy(model, factor=0.9):
-    """Return a copy of a model whose MLPs say less: its greedy answers differ."""
+def changed_copy(model, noise=0.1):
+    """Return a copy of a model with every weight changed: its greedy answers differ."""
     other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for name, tensor in other.named_parameters():
-            if "mlp.down_proj" in name:
-                tensor.mul_(factor)
+        for tensor in other.parameters():
+            tensor.mul_(1 + noise * torch.randn(tensor.shape, generator=generator))
     return other
 
 

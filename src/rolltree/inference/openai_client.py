@@ -29,7 +29,7 @@ from rolltree.inference.extract import extract_finish_reason, extract_message, e
 from rolltree.inference.http import HttpServer
 from rolltree.inference.remote import Answer, MessageSession, ask_for_tokens, generated
 from rolltree.inference.retry import Outcome, RetryPolicy
-from rolltree.inference.room import Room
+from rolltree.inference.room import DEFAULT_MAX_TOKENS, Room, cut_by_default
 from rolltree.inference.session import Prompt, Sampled, TokenSession, check_message_type
 from rolltree.inference.token_in import TokenEndpoint, TokenInEndpoint
 from rolltree.inference.versions import extract_versions
@@ -69,8 +69,8 @@ class OpenAIClient:
         max_connections: most requests at a time; further ones wait, which counts as `wait_s`.
         transport: an httpx transport instead of the network, for tests.
 
-    `version` is the policy version of tokens for which the server reports none; whoever publishes
-    weights to the server sets it.
+    `version`, as it is when a request is sent, is the policy version of tokens for which the server
+    reports none; whoever publishes weights to the server sets it.
     """
 
     def __init__(
@@ -141,8 +141,9 @@ class OpenAIClient:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Sample one completion after exactly these ids. See `ModelClient.generate`."""
+        version = self.version
         outcome = await self.ask_ids(request.prompt_ids.tolist(), request.sampling, request.model)
-        return generated(request, self.tokens, self._answer(outcome))
+        return generated(request, self.tokens, self._answer(outcome, version))
 
     async def check_health(self) -> None:
         """Return if the server answers at all.
@@ -165,16 +166,33 @@ class OpenAIClient:
     ) -> Outcome[Response]:
         """Send one request: `content` is its messages or prompt. Asks for ids while there is hope.
 
-        Without `max_tokens`, a text completion is asked to fill the context where its size is
-        known, since servers end it after 16 tokens otherwise.
+        A text completion without `max_tokens` that was cut after 16 tokens is asked again with all
+        that fits, and later ones are asked so at once.
 
         Raises:
             ModelError: as `HttpServer.post` says.
         """
-        if message_type == "completion" and sampling.max_tokens is None:
-            room = await self._room.after(content["prompt"], model or self._model)
-            sampling = replace(sampling, max_tokens=room)
+        if message_type == "chat" or sampling.max_tokens is not None:
+            return await self._ask(content, message_type, sampling, model)
+        name, prompt, room = model or self._model, content["prompt"], None
+        if self._room.is_needed:
+            room = await self._room.after(prompt, name)
+        outcome = await self._ask(content, message_type, replace(sampling, max_tokens=room), model)
+        if room is None and cut_by_default(outcome.value):
+            self._room.is_needed = True
+            room = await self._room.after(prompt, name)
+            if room is not None and room > DEFAULT_MAX_TOKENS:
+                whole = replace(sampling, max_tokens=room)
+                return await self._ask(content, message_type, whole, model)
+        return outcome
 
+    async def _ask(
+        self,
+        content: Mapping[str, Any],
+        message_type: MessageType,
+        sampling: SamplingParams,
+        model: str | None,
+    ) -> Outcome[Response]:
         async def send(with_tokens: bool) -> Outcome[Response]:
             body = {
                 "model": model or self._model,
@@ -202,15 +220,18 @@ class OpenAIClient:
         """Send token ids to the completions endpoint."""
         return await self.ask({"prompt": prompt_ids}, "completion", sampling, model)
 
-    def _answer(self, outcome: Outcome[Response]) -> Answer:
-        """Keep of a response what is light: its id, model, and the server's stop reason."""
+    def _answer(self, outcome: Outcome[Response], version: int) -> Answer:
+        """Keep of a response what is light: its id, model, and the server's stop reason.
+
+        `version` is the one when the request was sent: no sampled token is from an older one.
+        """
         response = outcome.value
         raw = {
             "id": response.id,
             "model": response.model,
             "stop_reason": response.choices[0].stop_reason if response.choices else None,
         }
-        return Answer(response, raw, outcome.num_retries, outcome.wait_s, self.version)
+        return Answer(response, raw, outcome.num_retries, outcome.wait_s, version)
 
 
 class OpenAISession:
@@ -256,8 +277,9 @@ class OpenAISession:
             content = {"messages": outgoing(messages)}
             if tools:
                 content["tools"] = list(tools)
+        version = self._client.version
         outcome = await self._client.ask(content, message_type, sampling, model)
-        answer = self._client._answer(outcome)
+        answer = self._client._answer(outcome, version)
         return self._by_message.complete(messages, tools, message_type, model, sampling, answer)
 
     async def generate(self, request: GenerateRequest) -> Generation:
@@ -271,6 +293,7 @@ class OpenAISession:
         self, session: TokenSession, prompt: Prompt, sampling: SamplingParams
     ) -> Generation:
         client = self._client
+        version = client.version
         asked = _with_ends(sampling, session.renderer.end_ids)
         ids = prompt.ids.tolist()
         outcome = None
@@ -279,7 +302,7 @@ class OpenAISession:
             outcome = await client.token_in.ask(ids, asked, prompt.model or client.model)
         if outcome is None:
             outcome, kind = await client.ask_ids(ids, asked, prompt.model), "completion"
-        answer = client._answer(outcome)
+        answer = client._answer(outcome, version)
         info = {"num_retries": answer.num_retries} if answer.num_retries else {}
         reason = extract_finish_reason(outcome.value)
         found = extract_tokens(outcome.value, kind, prompt.ids)

@@ -30,12 +30,16 @@ class HasServer(Protocol):
         ...
 
 
-async def publish_weights(clients: Sequence[HasServer], folder: Path, version: int) -> None:
+async def publish_weights(
+    clients: Sequence[HasServer], folder: Path, version: int, *, method: str = "reload_weights"
+) -> None:
     """Make every server answer with the weights in `folder`, as policy `version`.
 
     `folder` holds `*.safetensors` (and is in Hugging Face's layout) under the same path for the
     servers. When this returns, each server has said that it has `version`, and each client's
-    `version` is set. Servers are updated at the same time.
+    `version` is set. Servers are updated at the same time. `method` is the worker's method that
+    reloads: vLLM on a CPU needs `"reload_all_weights"` (see `rolltree.inference.vllm.worker`) for
+    models whose output layer is tied to the embedding.
 
     Raises:
         ConfigError: the folder has no safetensors, the version is negative, or there is no server.
@@ -49,7 +53,8 @@ async def publish_weights(clients: Sequence[HasServer], folder: Path, version: i
             "a whole number from 0, and at least one server takes it."
         )
     outcomes = await asyncio.gather(
-        *(_update(client.server, folder, version) for client in clients), return_exceptions=True
+        *(_update(client.server, folder, version, method) for client in clients),
+        return_exceptions=True,
     )
     failed: list[ModelError] = []
     for client, outcome in zip(clients, outcomes, strict=True):
@@ -91,14 +96,14 @@ def _weights_in(folder: Path) -> Path:
     return folder.resolve()
 
 
-async def _update(server: HttpServer, folder: Path, version: int) -> None:
+async def _update(server: HttpServer, folder: Path, version: int, method: str) -> None:
     await _call(server, "/pause?mode=keep", {})
     paused = "It is left paused, since its weights may be half replaced."
     try:
         await _call(
             server,
             "/collective_rpc",
-            {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}},
+            {"method": method, "kwargs": {"weights_path": str(folder)}},
         )
         reset = await _call(server, "/reset_prefix_cache?reset_running_requests=true", {})
         if not isinstance(reset, dict) or reset.get("success") is not True:

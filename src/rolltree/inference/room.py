@@ -1,8 +1,9 @@
 """How many tokens fit behind a prompt, for a server that must be told.
 
-vLLM's `/v1/completions` takes a missing or null `max_tokens` for 16 and cuts the answer there. Its
-`/v1/models` says how long prompt and completion may be together, and `/tokenize` how long a string
-is. It knows nothing about sampling. Where a server does not say, nobody knows: None.
+vLLM's `/v1/completions` takes a missing or null `max_tokens` for 16 and cuts the answer there; it
+is found out when that happens. `/v1/models` says how long prompt and completion may be together,
+`/tokenize` how long a string is. It knows nothing about sampling. Where a server does not say,
+nobody knows: None.
 """
 
 from __future__ import annotations
@@ -11,6 +12,18 @@ import msgspec
 
 from rolltree.errors import ModelError
 from rolltree.inference.http import HttpServer
+from rolltree.inference.wire import Response
+
+DEFAULT_MAX_TOKENS = 16
+
+
+def cut_by_default(response: Response) -> bool:
+    """Whether an answer that had no limit was cut where servers do so by default."""
+    if not response.choices or response.choices[0].finish_reason != "length":
+        return False
+    ids, usage = response.choices[0].token_ids, response.usage
+    num_tokens = len(ids) if ids is not None else usage.completion_tokens if usage else None
+    return num_tokens == DEFAULT_MAX_TOKENS
 
 
 class _Model(msgspec.Struct):
@@ -27,9 +40,13 @@ class _Count(msgspec.Struct):
 
 
 class Room:
-    """The contexts of one server's models, asked for once."""
+    """The contexts of one server's models, asked for once.
+
+    `is_needed`: the server has cut an answer that had no limit.
+    """
 
     def __init__(self, server: HttpServer) -> None:
+        self.is_needed = False
         self._server = server
         self._contexts: dict[str, int] | None = None
 

@@ -162,10 +162,9 @@ class WrappedClient:
 
             return await with_retries(self._retry, attempt)
 
+        version = self.version
         outcome = await ask_for_tokens(self.tokens, send)
-        return Answer(
-            outcome.value, outcome.value, outcome.num_retries, outcome.wait_s, self.version
-        )
+        return Answer(outcome.value, outcome.value, outcome.num_retries, outcome.wait_s, version)
 
     def _failure(self, error: BaseException) -> Exception:
         """Return what an exception of the openai package means here."""

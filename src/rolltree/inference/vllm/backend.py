@@ -113,6 +113,7 @@ class VllmBackend:
                 "logprobs_mode": "processed_logprobs",
                 "generation_config": "vllm",  # no sampling defaults from the model folder
                 "trust_remote_code": False,
+                "worker_extension_cls": "rolltree.inference.vllm.worker.WeightReload",
                 "disable_log_stats": True,
             }
             if prefill_chunk is not None:
@@ -150,7 +151,7 @@ class VllmBackend:
     def load(self, weights: Weights) -> None:
         """Copy the weights into vLLM's own layout and drop every cached key and value."""
         worker = self._core.model_executor.driver_worker.worker
-        worker.reload_weights(weights_iterator=iter(weights))
+        worker.reload_all_weights(weights_iterator=iter(weights))
         self._core.reset_prefix_cache(reset_running_requests=True)
 
     def close(self) -> None:
