@@ -170,3 +170,59 @@ def test_call_ids_depend_on_the_text_alone() -> None:
     assert first == again
     assert len({call["id"] for call in [*first, *other]}) == 4
     assert all(len(call["id"]) == 9 and call["id"].isalnum() for call in first)
+
+
+HARMONY = (
+    "<|channel|>analysis<|message|>Need a sum.<|end|>"
+    "<|start|>assistant<|channel|>commentary<|message|>Adding.<|end|>"
+    "<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+    '{"a": 2, "b": 3}'
+)
+
+
+def test_harmony_reasoning_preamble_and_call() -> None:
+    parser = CompletionParser("{{ '<|start|>assistant<|channel|>final<|message|>' }}")
+    assert (parser.tool_parser, parser.reasoning) == ("harmony", "harmony")
+    parsed = parser.parse(HARMONY, FinishReason.STOP, [{"type": "function"}])
+    assert parsed.message["reasoning_content"] == "Need a sum."
+    assert parsed.message["content"] == "Adding."
+    (call,) = parsed.message["tool_calls"]
+    assert call["function"]["name"] == "add"
+    assert json.loads(call["function"]["arguments"]) == {"a": 2, "b": 3}
+    assert parsed.finish_reason == FinishReason.TOOL_CALLS
+    final = parser.parse(
+        "<|channel|>analysis<|message|>5<|end|><|start|>assistant<|channel|>final<|message|>It is 5.",
+        FinishReason.STOP,
+    )
+    assert final.message == {
+        "role": "assistant",
+        "content": "It is 5.",
+        "reasoning_content": "5",
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}',
+        '<|channel|>commentary to=functions.add<|message|>{"a": 1}<|call|>',
+        '<|start|>assistant to=add<|channel|>commentary<|message|>{"a": 1}<|call|>',
+    ],
+)
+def test_harmony_headers_come_in_several_orders(text: str) -> None:
+    assert TOOL_PARSERS["harmony"](text).calls == (ToolCall("add", '{"a": 1}'),)
+
+
+def test_several_harmony_calls_and_a_broken_one() -> None:
+    call = "<|start|>assistant<|channel|>commentary to=functions.{}<|message|>{}<|call|>"
+    text = "Go." + call.format("a", "{}") + call.format("b", "{oops}") + call.format("c", "{}")
+    found = TOOL_PARSERS["harmony"](text)
+    assert [each.name for each in found.calls] == ["a", "c"]
+    assert found.content == "Go." + call.format("b", "{oops}")
+    assert found.problems[0].startswith("tool call 1: ")
+
+
+@pytest.mark.parametrize("text", ["plain", "<|channel|>ana", "a <|message", "", "to=functions.x"])
+def test_unfinished_harmony_is_content(text: str) -> None:
+    parser = CompletionParser("<|channel|>")
+    assert parser.parse(text, FinishReason.LENGTH, [{}]).message["content"] == text

@@ -150,5 +150,3 @@ def _check_parts(module: Any, part: str) -> None:
     children = {name for name, _ in module.named_children()}
     if not needed <= children <= needed | allowed:
         raise TypeError(f"{type(module).__name__} has the parts {sorted(children)}")
-    if any(child._forward_hooks or child._forward_pre_hooks for child in module.modules()):
-        raise TypeError(f"{type(module).__name__} has hooks")

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from local_models import ask, greedy, new_model, shared_model
+from transformers import AutoConfig, AutoModelForCausalLM, T5ForConditionalGeneration
+
+from rolltree.errors import UnsupportedSetting
+from rolltree.inference.local import LocalEngine
+from rolltree.inference.local.probe import probe
+from rolltree.inference.local.runner import ModelRunner
+
+torch.set_num_threads(1)
+SMALL: dict[str, Any] = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def make(kind: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**SMALL, **changes})
+    if kind == "t5":
+        return T5ForConditionalGeneration(config).eval()
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+LEAN: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "mistral": {"sliding_window": None},
+}
+THROUGH_TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 4},
+    "gemma": {"head_dim": 8},
+    "phi3": {},
+    "olmo2": {},
+    "granite": {"residual_multiplier": 0.5, "attention_multiplier": 0.2},
+    "cohere": {"logit_scale": 0.5},
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+}
+
+
+@pytest.mark.parametrize("kind", [*LEAN, *THROUGH_TRANSFORMERS])
+async def test_any_plain_model_decodes_as_without_a_cache(kind: str) -> None:
+    model = make(kind, **{**LEAN, **THROUGH_TRANSFORMERS}[kind])
+    shape, lean = probe(model, 64)
+    assert lean == (kind in LEAN)
+    assert shape.num_layers == model.config.num_hidden_layers
+    engine = LocalEngine(model, max_context=64, max_batch=2)
+    rng = np.random.default_rng(0)
+    for length in (1, 4, 9):
+        prompt = rng.integers(3, 100, length)
+        found = await engine.generate(ask(prompt, max_tokens=5))
+        assert found.completion_ids.tolist() == greedy(model, prompt, 5)
+    await engine.aclose()
+
+
+async def test_biases_are_added() -> None:
+    model = make("llama", attention_bias=True, mlp_bias=True)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    assert probe(model, 64)[1]
+    engine = LocalEngine(model, max_context=64, max_batch=1)
+    found = await engine.generate(ask([5, 6, 7]))
+    assert found.completion_ids.tolist() == greedy(model, [5, 6, 7], 6)
+    await engine.aclose()
+
+
+def test_the_shape_of_the_cache_is_read_off_the_model() -> None:
+    shape, lean = probe(make("qwen3", head_dim=16).to(torch.bfloat16), 64)
+    assert (shape.num_heads, shape.head_dim, shape.dtype) == (2, 16, torch.bfloat16)
+    assert lean
+
+
+def test_a_hook_that_changes_something_is_not_bypassed() -> None:
+    model = new_model()
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * 2)
+    assert probe(model, 64)[1] is False
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "sliding window": ("mistral", {"sliding_window": 16}, "DynamicSlidingWindowLayer in layer 0"),
+    "two inputs": ("t5", {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1}, "token ids"),
+    "recurrent": ("mamba", {"state_size": 4}, "no cache of keys|keeps a"),
+    "moving rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        "dynamic position embeddings",
+    ),
+    "soft caps": ("gemma2", {"head_dim": 8, "sliding_window": 128}, "not plain"),
+    "positions from a mask": ("bloom", {"n_layer": 2, "n_head": 4}, "fails|gives other logits"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_model_that_cannot_be_reproduced_is_refused(case: str) -> None:
+    kind, changes, reason = REFUSED[case]
+    with pytest.raises(UnsupportedSetting, match=reason):
+        probe(make(kind, **changes), 64)
+
+
+def test_a_window_wider_than_the_context_is_no_window() -> None:
+    model = make("mistral", sliding_window=64)
+    assert probe(model, 64)[0].num_layers == 2
+    with pytest.raises(UnsupportedSetting, match="for 65 tokens"):
+        probe(model, 65)
+
+
+def test_the_trainers_mode_does_not_disturb() -> None:
+    model = make("llama", attention_dropout=0.5)
+    model.train()
+    model.activation_checkpointing_enable()
+    assert probe(model, 64)[1]
+    assert model.training
+    assert model.is_activation_checkpointing
+
+
+def test_a_runner_uses_the_models_own_tensors() -> None:
+    for model in (shared_model(), make("gemma", head_dim=8)):
+        shape, lean = probe(model, 32)
+        runner = ModelRunner(model, shape, 2, 32, lean=lean)
+        if not lean:
+            pairs = zip(model.parameters(), runner._model.parameters(), strict=True)
+            assert all(mine is theirs for mine, theirs in pairs)
+        ids = np.arange(64, dtype=np.int32).reshape(2, 32)
+        with torch.inference_mode():
+            before = runner.forward([0], ids, np.array([0]), np.array([5]))
+        weight = model.model.norm.weight
+        with torch.no_grad():
+            weight += 1
+        with torch.inference_mode():
+            after = runner.forward([0], ids, np.array([0]), np.array([5]))
+        with torch.no_grad():
+            weight -= 1
+        assert not torch.allclose(before, after)
