@@ -7,8 +7,9 @@
 
 One pass is forward, loss and backward over all samples, without the optimizer. `tree` runs through
 rolltree's tree attention (`tree bf16`: with `model.backward_dtype`), the others sample by sample
-through the model's own attention (transformers, SDPA), so nothing is padded. Times are CPU time of one thread, best of several runs;
-the wall time of the same run is beside it. The model is a Llama of 9.8M parameters in float32.
+through the model's own attention (transformers, SDPA), so nothing is padded. Times are CPU time of
+one thread, best of several runs; the wall time of the same run is beside it. The model is a Llama
+of 8.3M parameters in float32.
 """
 
 from __future__ import annotations

@@ -49,6 +49,48 @@ def test_attention_and_gradients_equal_the_dense_mask(end, max_block, heads):
         assert difference(ours, theirs) < 1e-5 or float(theirs.norm()) < 1e-6
 
 
+@pytest.mark.parametrize("max_block", [1, 2, 64])
+def test_gradients_pass_torchs_own_check(max_block):
+    torch.manual_seed(0)
+    end = np.array([7, 7, 5, 4, 5, 7, 7], np.int32)
+    shapes = [(1, 4, 7, 3), (1, 2, 7, 3), (1, 2, 7, 3)]
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    layout = layout_of(end, max_block)
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: room.forest_attention(q, k, v, layout, 0.5), inputs
+    )
+
+
+def test_values_may_be_wider_or_narrower_than_keys():
+    end = np.array([5, 5, 3, 5, 5], np.int32)
+    q, k = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4)
+    v = torch.randn(1, 2, 5, 6, requires_grad=True)
+    got = room.forest_attention(q, k, v, layout_of(end, 2), 1.0)
+    seen = torch.from_numpy(seen_by_definition(end))
+    expected = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=1.0).transpose(1, 2)
+    assert got.shape == (1, 5, 2, 6)
+    assert difference(got, expected) < 1e-5
+    (ours,) = torch.autograd.grad(got.sum(), v, retain_graph=True)
+    (theirs,) = torch.autograd.grad(expected.sum(), v)
+    assert difference(ours, theirs) < 1e-5
+
+
+def test_a_token_is_blind_to_other_branches():
+    """Changing one branch changes nothing in its sibling, forward or backward."""
+    model = tiny_model()
+    left, right = Call([3, 4], [5, 6, 7]), Call([3, 4], [8, 9, 10], rollout=1)
+    run = LogprobModel(model)
+
+    def logprobs(other):
+        with torch.no_grad(), run.context():
+            got = run(collate([tree([left, other])]))
+        return got.logprob[:3]
+
+    changed = Call([3, 4], [8, 50, 51, 52, 53], rollout=1)
+    assert torch.allclose(logprobs(right), logprobs(changed), atol=1e-6)
+    assert torch.allclose(logprobs(right), logprobs(left), atol=1e-6)
+
+
 def test_scores_far_apart_do_not_overflow():
     end = np.array([6, 6, 4, 4, 6, 6], np.int32)
     q, k, v = (200 * torch.randn(1, 2, 6, 4) for _ in range(3))

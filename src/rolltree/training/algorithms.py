@@ -18,13 +18,17 @@ from rolltree.training.losses import LOSSES, get_loss
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """Credit, loss with its parameters, and aggregation with its length (0: not used)."""
+    """Credit, loss with its parameters, and aggregation with its length (0: not used).
+
+    `over_rollout` is the loss's: its ratio, and so every token's weight, is one per rollout.
+    """
 
     credit: str
     loss: str
     aggregation: str
     parameters: Mapping[str, float] = field(default_factory=dict)
     fixed_length: int = 0
+    over_rollout: bool = False
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -89,5 +93,10 @@ def resolve_algorithm(
     if fixed_length is not None and fixed_length < 1:
         raise ConfigError(f"algorithm.fixed_length is {fixed_length}; it must be at least 1.")
     return Algorithm(
-        chosen.credit, chosen.loss, chosen.aggregation, filled, fixed_length=fixed_length or 0
+        chosen.credit,
+        chosen.loss,
+        chosen.aggregation,
+        filled,
+        fixed_length=fixed_length or 0,
+        over_rollout=get_loss(chosen.loss).over_rollout,
     )

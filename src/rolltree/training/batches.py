@@ -15,7 +15,7 @@ import numpy as np
 
 from rolltree.errors import TokenError, TrainingError
 from rolltree.samples import pack, prune_sample
-from rolltree.training.aggregation import coefficients
+from rolltree.training.aggregation import coefficients, rollout_means
 from rolltree.training.algorithms import Algorithm
 from rolltree.training.layout import BoolArray, Forest, collate, concat_records
 from rolltree.types import Records, Sample
@@ -71,6 +71,8 @@ def make_batch(
         _check(sample)
     records = concat_records([sample.records for sample in used])
     weight = coefficients(records, algorithm.aggregation, algorithm.fixed_length)
+    if algorithm.over_rollout:  # each token moves the one ratio that all terms of a rollout share
+        weight = rollout_means(records, weight)
     keep = _with_gradient(records) if skip_flat else np.ones(len(records), np.bool_)
     edges = np.cumsum([0, *(len(sample.records) for sample in used)])
     parts = []

@@ -108,8 +108,8 @@ def gspo(x: LossInputs, p: Mapping[str, float]) -> LossTerms:
     """Return PPO's clipped term with the ratio of the whole rollout, `s = exp(mean log r)`.
 
     GSPO: Zheng et al. 2025, arXiv:2507.18071, equations 5 to 7, in the token form of equations 13
-    and 14, `s_t = sg(s) r / sg(r)`, which has the same value and, with one advantage per rollout,
-    the same gradient. The sequence is the rollout, never a row.
+    and 14, `s_t = sg(s) r / sg(r)`, which has the same value and, with one advantage and one weight
+    per rollout, the same gradient. The sequence is the rollout, never a row.
 
     Raises:
         ValueError: `rollout_log_ratio` is missing.

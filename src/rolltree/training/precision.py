@@ -2,9 +2,9 @@
 
 The forward pass gives the logprobs that are compared with the engine's, so it stays float32. Two
 thirds of the work are gradients, which tolerate rounding: with `bfloat16`, oneDNN multiplies
-float32 matrices in bfloat16 and adds up in float32. Measured on one core with AMX: 2.5 to 3.5 times
-as many products a second, gradients within 3e-3. It knows torch's switch for it, and leaves out
-other devices.
+float32 matrices in bfloat16 and adds up in float32; on a CPU with AMX that is faster, and gradients
+stay within 1e-2 (benchmarks/tree_training.py). A CPU without it computes in float32 as before. It
+knows torch's switch for it, and leaves out other devices.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Trainer:
     def _gradients(self, batch: Batch) -> RecordStats:
         """Add up the gradients of all packs and return what was seen per record."""
         log_ratio: FloatColumn | None = None
-        if self.loss.over_rollout and len(batch.packs) > 1:
+        if self.algorithm.over_rollout and len(batch.packs) > 1:
             log_ratio = self._rollout_ratios(batch)
         stats = RecordStats(len(batch.records))
         for item in batch.packs:
@@ -125,7 +125,7 @@ class Trainer:
 
         got = self.logprobs(item.forest)
         behaviour = tensor(records.logprob)
-        if self.loss.over_rollout and log_ratio is None:  # the pack holds all records
+        if self.algorithm.over_rollout and log_ratio is None:  # the pack holds all records
             log_ratio = rollout_means(records, (got.logprob.detach() - behaviour).cpu().numpy())
         inputs = LossInputs(
             got.logprob,

@@ -1,0 +1,62 @@
+import asyncio
+
+import pytest
+import torch
+from loop_kit import make_config, make_model
+
+from rolltree.errors import ConfigError, UnknownName
+from rolltree.training import build_local, open_run
+from rolltree.types import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def test_the_engine_serves_the_models_own_tensors(model, tmp_path):
+    parts = build_local(make_config(model, tmp_path / "run"))
+
+    async def main():
+        ask = {"sampling": SamplingParams(max_tokens=3, temperature=0.0)}
+        messages = [{"role": "user", "content": "hello"}]
+        before = await parts.client.chat(messages, **ask)
+        with torch.no_grad():
+            parts.model.lm_head.weight.mul_(-1)
+        async with parts.engine.paused():
+            parts.engine.publish(7)
+        after = await parts.client.chat(messages, **ask)
+        await parts.client.aclose()
+        return before, after
+
+    before, after = asyncio.run(main())
+    assert before.versions.tolist() == [0] * len(before.completion_ids)
+    assert after.versions.tolist() == [7] * len(after.completion_ids)
+    assert before.completion_ids.tolist() != after.completion_ids.tolist()
+    assert all(p.dtype == torch.float32 for p in parts.model.parameters())
+
+
+def test_the_config_reaches_the_engine(model, tmp_path):
+    parts = build_local(make_config(model, tmp_path / "run", engine={"max_context": 96}))
+    assert parts.engine.max_context == 96
+    assert parts.client.model == str(model)
+    asyncio.run(parts.client.aclose())
+
+
+def test_unknown_models_are_named(tmp_path):
+    with pytest.raises(UnknownName, match="Did you mean 'smollm2-135m'"):
+        build_local(make_config("smollm2-153m", tmp_path / "run"))
+
+
+def test_the_same_directory_continues_and_another_config_is_refused(model, tmp_path):
+    config = make_config(model, tmp_path / "run")
+    with open_run(config) as run:
+        run.add_event("mark")
+        assert run.config["optim"]["lr"] == 5e-3
+    with open_run(config) as run:
+        assert len(run.events("mark")) == 1
+    longer = make_config(model, tmp_path / "run", train={"num_steps": 99}, engine={"max_batch": 4})
+    with open_run(longer) as run:
+        assert len(run.events("mark")) == 1
+    with pytest.raises(ConfigError, match=r"algorithm.name was 'grpo' and is now 'dapo'"):
+        open_run(make_config(model, tmp_path / "run", algorithm={"name": "dapo"}))

@@ -1,0 +1,168 @@
+from dataclasses import replace
+
+import pytest
+from training_kit import LetterSource
+
+from rolltree.errors import TrainingError
+from rolltree.rollouts import RolloutEngine
+from rolltree.store import Run
+from rolltree.testing import ScriptedClient
+from rolltree.training import load_train_config, step_requests
+from rolltree.training.collect import collect
+from rolltree.types import ErrorRecord, State
+
+CONFIG = load_train_config({"algorithm": {"group_size": 2, "groups_per_step": 3}})
+
+
+class Source(LetterSource):
+    """Plays without a model: the reward is the index in the group."""
+
+    async def run_request(self, request, client):
+        self.played.append(request.request_id)
+        state = State(input=dict(request.input), trajectory=[], error=None, reward=None)
+        if request.request_id in self.fail:
+            state["error"] = ErrorRecord("Boom", "it broke", "trace", "environment")
+        else:
+            state["reward"] = float(request.index_in_group)
+        return [state]
+
+
+class Compared(Source):
+    has_group_rewards = True
+
+    async def score_group(self, states):
+        for state in states:
+            state["reward"] += 10
+
+
+@pytest.fixture
+def run(tmp_path):
+    with Run.create(tmp_path / "run") as run:
+        yield run
+
+
+def engine(source):
+    return RolloutEngine(source, ScriptedClient(["x"]), max_concurrent=4)
+
+
+def requests(step=1):
+    return step_requests(CONFIG, Source(), step)
+
+
+async def test_results_come_in_request_order_and_are_stored(run):
+    seen = []
+    source = Source()
+    collected = await collect(requests(), engine(source), run, seen.append)
+    assert [r.request for r in collected.results] == requests()
+    assert collected.num_reused == 0
+    assert seen == list(range(7))
+    assert run.finished_ids("train") == {r.request_id for r in requests()}
+
+
+async def test_stored_results_are_used_and_equal_what_was_stored(run):
+    first = await collect(requests(), engine(Source()), run)
+    source, seen = Source(), []
+    again = await collect(requests(), engine(source), run, seen.append)
+    assert source.played == []
+    assert again.num_reused == 6
+    assert seen == [6]
+    assert [r.request for r in again.results] == [r.request for r in first.results]
+    assert [r.states[0]["reward"] for r in again.results] == [0.0, 1.0] * 3
+
+
+async def test_only_what_is_missing_is_run(run):
+    await collect(requests()[:4], engine(Source()), run)
+    source = Source()
+    collected = await collect(requests(), engine(source), run)
+    assert sorted(source.played) == [r.request_id for r in requests()[4:]]
+    assert collected.num_reused == 4
+    assert [r.request for r in collected.results] == requests()
+
+
+async def test_other_steps_and_phases_are_not_mixed_in(run):
+    await collect(requests(step=2), engine(Source()), run)
+    source = Source()
+    collected = await collect(requests(step=1), engine(source), run)
+    assert len(source.played) == 6
+    assert collected.num_reused == 0
+
+
+async def test_a_failed_rollout_is_data_and_stays(run):
+    name = requests()[2].request_id
+    collected = await collect(requests(), engine(Source(fail=[name])), run)
+    assert [r.error is not None for r in collected.results] == [False, False, True] + [False] * 3
+    source = Source()
+    again = await collect(requests(), engine(source), run)
+    assert source.played == []  # it is not re-rolled silently
+    assert again.results[2].error.message == "it broke"
+
+
+async def test_a_step_of_failures_stops_and_is_run_again_with_a_trace(run):
+    names = [r.request_id for r in requests()]
+    with pytest.raises(TrainingError) as caught:
+        await collect(requests(), engine(Source(fail=names)), run)
+    assert "all 6 rollouts of step 1 failed, 6 of them with Boom: it broke" in str(caught.value)
+    assert run.num_rollouts(status="error") == 6
+    source = Source()
+    collected = await collect(requests(), engine(source), run)
+    assert sorted(source.played) == names
+    assert all(r.error is None for r in collected.results)
+    assert run.num_rollouts() == run.num_rollouts(status="ok") == 6
+    assert len(run.events("retried")) == 6
+
+
+async def test_the_most_common_error_is_quoted(run):
+    class Mixed(Source):
+        async def run_request(self, request, client):
+            (state,) = await super().run_request(request, client)
+            if request.index_in_group == 0 and request.group_id.endswith("g00"):
+                state["error"] = replace(state["error"], type="Rare", message="odd")
+            return [state]
+
+    names = [r.request_id for r in requests()]
+    with pytest.raises(TrainingError, match=r"5 of them with Boom"):
+        await collect(requests(), engine(Mixed(fail=names)), run)
+
+
+async def test_a_compared_group_is_stored_in_one_transaction(run, monkeypatch):
+    stored = []
+    add = Run.add_rollouts
+
+    def spy(self, rows, **options):
+        rows = list(rows)
+        stored.append([row.group_id for row in rows])
+        return add(self, rows, **options)
+
+    monkeypatch.setattr(Run, "add_rollouts", spy)
+    collected = await collect(requests(), engine(Compared()), run)
+    assert sorted(stored) == [[f"train/000001/g0{g}"] * 2 for g in range(3)]
+    assert [r.states[0]["reward"] for r in collected.results] == [10.0, 11.0] * 3
+
+
+async def test_single_results_are_stored_at_once(run, monkeypatch):
+    sizes = []
+    add = Run.add_rollouts
+
+    def spy(self, rows, **options):
+        rows = list(rows)
+        sizes.append(len(rows))
+        return add(self, rows, **options)
+
+    monkeypatch.setattr(Run, "add_rollouts", spy)
+    await collect(requests(), engine(Source()), run)
+    assert sizes == [1] * 6
+
+
+async def test_what_cannot_be_stored_ends_the_run_and_leaves_no_task(run):
+    import asyncio
+
+    class Full(Exception):
+        pass
+
+    def full(rows, **options):
+        raise Full
+
+    run.add_rollouts = full
+    with pytest.raises(Full):
+        await collect(requests(), engine(Source()), run)
+    assert [t for t in asyncio.all_tasks() if "rollout" in t.get_name()] == []
