@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltree.inference import TOOL_PARSERS, ToolCall
+from rolltree.inference.completion import CompletionParser
 from rolltree.inference.tool_calls import call_messages, find_tool_parser
+from rolltree.types import FinishReason
 
 BAR, SPACE = "\uff5c", "\u2581"
 
@@ -191,7 +193,8 @@ def test_harmony_reasoning_preamble_and_call() -> None:
     assert json.loads(call["function"]["arguments"]) == {"a": 2, "b": 3}
     assert parsed.finish_reason == FinishReason.TOOL_CALLS
     final = parser.parse(
-        "<|channel|>analysis<|message|>5<|end|><|start|>assistant<|channel|>final<|message|>It is 5.",
+        "<|channel|>analysis<|message|>5<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>It is 5.",
         FinishReason.STOP,
     )
     assert final.message == {

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rolltree.errors import UnknownName, did_you_mean
+from rolltree.inference.harmony import MARKER, split_harmony
 from rolltree.inference.tool_calls import TOOL_PARSERS, call_messages, find_tool_parser
 from rolltree.types import ChatMessage, FinishReason, ToolSchema
 
@@ -18,6 +19,7 @@ REASONING_TAGS: dict[str, tuple[str, str]] = {
     "none": ("", ""),
     "think": ("<think>", "</think>"),
     "seed": ("<seed:think>", "</seed:think>"),
+    "harmony": ("", ""),  # no tags but channels
 }
 
 
@@ -81,6 +83,8 @@ class CompletionParser:
         return ParsedCompletion(message, text, finish_reason)
 
     def _split(self, text: str) -> tuple[str | None, str]:
+        if self.reasoning == "harmony":
+            return split_harmony(text)
         start, end = self._tags
         if not start:
             return None, text
@@ -104,6 +108,8 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
 
 
 def _find_reasoning(source: str) -> str:
+    if MARKER in source:
+        return "harmony"
     return next(
         (name for name, (_, end) in REASONING_TAGS.items() if end and end in source), "none"
     )

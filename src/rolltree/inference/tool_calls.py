@@ -94,6 +94,11 @@ def parse_mistral(text: str) -> ToolCalls:
     return ToolCalls(content.strip(), tuple(calls))
 
 
+def parse_harmony(text: str) -> ToolCalls:
+    """Read gpt-oss's messages to a tool: a header with `to=functions.NAME`, a JSON object."""
+    return _parse_blocks(text, _HARMONY, _from_harmony)
+
+
 TOOL_PARSERS: dict[str, ToolParser] = {
     "none": parse_none,
     "hermes": parse_hermes,
@@ -102,9 +107,11 @@ TOOL_PARSERS: dict[str, ToolParser] = {
     "deepseek": parse_deepseek,
     "glm": parse_glm,
     "qwen_xml": parse_qwen_xml,
+    "harmony": parse_harmony,
 }
 
 _MARKERS: tuple[tuple[str, str], ...] = (
+    ("<|channel|>", "harmony"),
     ("<arg_key>", "glm"),
     ("<function=", "qwen_xml"),
     ("<tool_call>", "hermes"),
@@ -147,6 +154,13 @@ _DEEPSEEK = re.compile(
 )
 _DEEPSEEK_LIST = re.compile(f"{_deepseek('calls', 'begin')}|{_deepseek('calls', 'end')}")
 _DEEPSEEK_SEPARATOR = _deepseek("sep")
+_HARMONY = re.compile(
+    r"((?:<\|start\|>assistant|<\|channel\|>|\A(?=\s*to=))"
+    r"(?:(?!<\|(?:message|start)\|>).)*?\bto=(?:(?!<\|message\|>).)*?(<\|message\|>).*?)"
+    r"(?:<\|call\|>|<\|end\|>|\Z)",
+    re.DOTALL,
+)
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*)</function>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
@@ -210,6 +224,14 @@ def _from_xml(body: str) -> ToolCall:
     return _from_value(
         {"name": match[1], "arguments": {k: _value(v) for k, v in _PARAMETER.findall(match[2])}}
     )
+
+
+def _from_harmony(body: str) -> ToolCall:
+    header, _, arguments = body.partition("<|message|>")
+    name = _RECIPIENT.search(header)
+    if name is None:
+        raise ValueError("a call names its tool as to=functions.NAME")
+    return _from_value({"name": name[1], "arguments": json.loads(arguments)})
 
 
 def _value(text: str) -> Any:

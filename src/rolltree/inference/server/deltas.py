@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from rolltree.inference.server.served import ServedModel
 
 _MAY_BE_A_CALL = re.compile(r"[<\[{]")
-_TAGS = tuple(tag for tags in REASONING_TAGS.values() for tag in tags if tag)
+_CONTROL = "<|"
+"""Where a model's own markup may begin that its parser reads at the end (harmony's headers)."""
+_TAGS = (_CONTROL, *(tag for tags in REASONING_TAGS.values() for tag in tags if tag))
 
 
 def settled_text(renderer: ChatRenderer, ids: Sequence[int], sampling: SamplingParams) -> str:
@@ -58,7 +60,7 @@ class MessageDeltas:
         """Return what an unfinished answer's settled text adds."""
         text = text[: len(text) - _unsettled(text, _TAGS)]
         parsed = self._served.renderer.parse_text(text, FinishReason.LENGTH, None)
-        content = str(parsed.message["content"])
+        content = str(parsed.message["content"]).partition(_CONTROL)[0]
         if self._tools:
             content = _before_calls(content)
         return self._delta(str(parsed.message.get("reasoning_content", "")), content)

@@ -1,0 +1,162 @@
+"""Fields, deltas and spans of the server, without one."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolltree.errors import ConfigError, TokenError
+from rolltree.inference.chat import ChatRenderer
+from rolltree.inference.server.deltas import MessageDeltas, TextDeltas, settled_text
+from rolltree.inference.server.errors import RequestError, error_body
+from rolltree.inference.server.fields import CHAT_FIELDS, TEXT_FIELDS, asked, check_fields
+from rolltree.inference.server.run import ServerOptions, is_loopback
+from rolltree.inference.server.served import ServedModel, choice_seeds, spans
+from rolltree.inference.token_in import sampling_params
+from rolltree.inference.versions import extract_versions
+from rolltree.testing.tokenizer import ByteTokenizer
+from rolltree.types import FinishReason, SamplingParams
+
+RENDERER = ChatRenderer(ByteTokenizer())
+
+
+class _NoEngine:
+    max_context, version = 10, 0
+
+
+def served_with(**options: Any) -> ServedModel:
+    renderer = ChatRenderer(ByteTokenizer(), **options)
+    return ServedModel(_NoEngine(), renderer, "m")  # type: ignore[arg-type]
+
+
+PIECES = st.lists(
+    st.sampled_from(
+        [
+            *("a", " b", "\n", "<think>", "</think>", "<tool_call>", '{"name": "f"}'),
+            *("</tool_call>", "<", "<|", "é", "[", "</th", "  "),
+        ]
+    ),
+    max_size=8,
+)
+
+
+@given(PIECES, st.booleans(), st.sampled_from(["none", "think"]), st.integers(1, 5))
+def test_deltas_add_up_to_the_message(
+    pieces: list[str], with_tools: bool, reasoning: str, step: int
+) -> None:
+    served = served_with(tool_parser="hermes", reasoning=reasoning)
+    tools: list[dict[str, Any]] | None = [{"type": "function"}] if with_tools else None
+    ids = list("".join(pieces).encode())
+    deltas = MessageDeltas(served, tools)
+    found: dict[str, str] = {"content": "", "reasoning_content": ""}
+    for end in range(step, len(ids), step):
+        text = settled_text(served.renderer, ids[:end], SamplingParams())
+        for name, part in deltas.next(text).items():
+            if name in found:
+                found[name] += part
+    final = served.renderer.parse_text("".join(pieces), FinishReason.STOP, tools).message
+    last = deltas.last(final)
+    for name in found:
+        found[name] += last.get(name, "")
+    assert found["content"] == final["content"]
+    assert found["reasoning_content"] == final.get("reasoning_content", "")
+    assert len(last.get("tool_calls", [])) == len(final.get("tool_calls", []))
+
+
+@given(st.text(max_size=12), st.lists(st.text(min_size=1, max_size=3), max_size=2))
+def test_settled_text_is_never_taken_back(text: str, stop: list[str]) -> None:
+    ids, sampling = list(text.encode()), SamplingParams(stop=tuple(stop))
+    seen = [settled_text(RENDERER, ids[:end], sampling) for end in range(len(ids) + 1)]
+    for shorter, longer in itertools.pairwise(seen):
+        assert longer.startswith(shorter)
+
+
+def test_text_that_changes_is_not_given_twice() -> None:
+    deltas = TextDeltas()
+    assert [deltas.next("ab"), deltas.next("abc"), deltas.next("x"), deltas.next("abcd")] == [
+        "ab",
+        "c",
+        "",
+        "d",
+    ]
+
+
+@given(st.lists(st.integers(0, 3), max_size=12))
+def test_spans_say_what_the_versions_are(versions: list[int]) -> None:
+    array = np.array(sorted(versions), np.int32)
+    answer = {"choices": [{"weight_versions": spans(array)}]}
+    assert extract_versions(answer, len(array), 9).tolist() == array.tolist()
+
+
+def test_versions_without_numbers_or_spans() -> None:
+    labelled = {"choices": [{"weight_versions": [{"version": "default", "start": 0, "end": 2}]}]}
+    assert extract_versions(labelled, 2, 5).tolist() == [5, 5]
+    assert extract_versions({"choices": [{}]}, 3, 4).tolist() == [4, 4, 4]
+    for broken in (
+        [{"version": "1", "start": 1, "end": 2}],
+        [{"version": "1", "start": 0, "end": 1}],
+        [{"version": "1", "start": 0, "end": 3}],
+    ):
+        with pytest.raises(TokenError, match="staleness"):
+            extract_versions({"choices": [{"weight_versions": broken}]}, 2, 0)
+
+
+def test_what_is_asked() -> None:
+    body = {"model": "m", "messages": [], "max_tokens": None, "logprobs": True, "user": "x"}
+    got = asked(check_fields(body, CHAT_FIELDS, "m"), chat=True, body=body)
+    assert (got.sampling.max_tokens, got.logprobs, got.n, got.stream) == (None, True, 1, False)
+    for body, tokens in (({}, 16), ({"max_tokens": None}, None), ({"max_tokens": 3}, 3)):
+        got = asked(check_fields(body, TEXT_FIELDS, "m"), chat=False, body=body)
+        assert got.sampling.max_tokens == tokens
+    got = asked(check_fields({"logprobs": 0}, TEXT_FIELDS, "m"), chat=False, body={})
+    assert got.logprobs  # zero further tokens, but the sampled one's own
+    with pytest.raises(RequestError) as caught:
+        check_fields({"promt": 1}, TEXT_FIELDS, "m")
+    assert caught.value.param == "promt"
+    assert error_body(caught.value)[0] == 400
+    assert error_body(RuntimeError("x"))[0] == 500
+
+
+def test_every_field_that_clients_send_is_known() -> None:
+    """What `OpenAIClient` asks of vLLM, and the token-in endpoint's parameters."""
+    sent = {"return_token_ids": True, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    check_fields(sent | {"logprobs": 1, "stop_token_ids": [1]}, TEXT_FIELDS, "m")
+    check_fields(sent | {"logprobs": True}, CHAT_FIELDS, "m")
+    params = sampling_params(SamplingParams(max_tokens=4, seed=3, top_k=2))
+    assert params["top_k"] == 2
+    assert (params["seed"], params["max_tokens"], params["logprobs"]) == (3, 4, 0)
+
+
+def test_seeds_of_choices() -> None:
+    seeds = choice_seeds(5, 4)
+    assert seeds[0] == 5
+    assert len(set(seeds)) == 4
+    assert choice_seeds(5, 2) == seeds[:2]
+    assert choice_seeds(-1, 2)[0] == -1
+
+
+def test_who_may_be_served() -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "::1", "localhost", "127.9.9.9")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "example.org", "10.0.0.1")))
+    ServerOptions("0.0.0.0", 80, "token", allow_remote=True)
+    for options in ({"token": "t"}, {"allow_remote": True}):
+        with pytest.raises(ConfigError):
+            ServerOptions("0.0.0.0", 80, **options)  # type: ignore[arg-type]
+
+
+def test_prompts() -> None:
+    served = served_with()
+    assert served.text_prompt("ab").tolist() == [97, 98]
+    assert served.text_prompt([5, 6]).tolist() == [5, 6]
+    for wrong in (None, 5, [1.5], [-1], [True], [2**31], ["a", 1]):
+        with pytest.raises(TokenError):
+            served.text_prompt(wrong)
+    with pytest.raises(TokenError):
+        served.chat_prompt(["hi"], None)
+    assert asyncio.run(served.sample([], SamplingParams())) == []
