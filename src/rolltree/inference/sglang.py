@@ -137,7 +137,7 @@ class SGLangClient:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         if not model:
-            raise ConfigError("model is empty; name the model that the server was started with.")
+            raise ConfigError("model is empty; name the model that the server runs.")
         self._server = HttpServer(
             base_url,
             api_key=api_key,
@@ -147,9 +147,6 @@ class SGLangClient:
             transport=transport,
         )
         self._model, self.renderer, self.version = model, renderer, 0
-
-    def __repr__(self) -> str:
-        return f"SGLangClient({self._server.base_url!r}, {self._model!r})"
 
     @property
     def model(self) -> str:
@@ -188,7 +185,7 @@ class SGLangClient:
         return session.complete(prompt, sampled, temperature=request.sampling.temperature)
 
     async def check_health(self) -> None:
-        """Return if the server answers; raises as `HttpServer.check_health`."""
+        """Return if the server is well; raises as `HttpServer.check_health`."""
         await self._server.check_health()
 
     async def aclose(self) -> None:

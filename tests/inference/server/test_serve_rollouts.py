@@ -124,7 +124,7 @@ async def test_logprobs_are_those_of_teacher_forcing(
             chosen = expected.gather(-1, torch.tensor(got.completion_ids).long()[:, None])[:, 0]
             differences.append(np.abs(got.logprobs - chosen.numpy()))
     await client.aclose()
-    assert sum(map(len, differences)) > 100
+    assert sum(map(len, differences)) > 60
     assert float(np.concatenate(differences).mean()) < 1e-4
 
 
