@@ -205,7 +205,13 @@ class TestEndIds:
 
     @pytest.mark.parametrize(
         ("configured", "own", "expected"),
-        [([7, 3], 5, (3, 5, 7)), (2, 2, (2,)), (None, 4, (4,)), (None, None, ()), ([1], None, (1,))],
+        [
+            ([7, 3], 5, (3, 5, 7)),
+            (2, 2, (2,)),
+            (None, 4, (4,)),
+            (None, None, ()),
+            ([1], None, (1,)),
+        ],
     )
     def test_every_source_counts_once(self, configured, own, expected):
         assert eos_token_ids(self.Fake(configured), self.Fake(own)) == expected

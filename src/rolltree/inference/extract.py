@@ -56,10 +56,10 @@ def extract_tokens(
             used another prompt than it was sent.
     """
     choice = first_choice(response)
-    entries, values = _logprobs(choice, message_type)
+    logprobs = read(choice, "logprobs")
     completion = _integers(read(choice, "token_ids"))
     if completion is None:
-        completion = _spelled_ids(entries)
+        completion = _spelled_ids(_entries(logprobs, message_type, "token", "tokens") or [])
     prompt = _integers(read(response, "prompt_token_ids"))
     if prompt is None:
         prompt = _integers(read(choice, "prompt_token_ids"))
@@ -72,6 +72,7 @@ def extract_tokens(
             f"the server was sent {len(sent_ids)} prompt ids and used {len(prompt)} others, so it "
             "did not sample from what is recorded. Does it add a token at the start?"
         )
+    values = _entries(logprobs, message_type, "logprob", "token_logprobs")
     if values is None:
         return ResponseTokens(prompt, completion, None)
     return ResponseTokens(prompt, completion, checked_logprobs(values, len(completion)))
@@ -195,7 +196,7 @@ async def parse_response_tokens(
 
 def read(value: object, name: str) -> Any:
     """Return `value[name]` of a mapping or `value.name` of an object, or None."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict | Mapping):
         return value.get(name)
     return getattr(value, name, None)
 
@@ -215,23 +216,19 @@ def first_choice(response: object) -> object:
     return choices[0]
 
 
-def _logprobs(choice: object, message_type: MessageType) -> tuple[list[Any], list[Any] | None]:
-    """Return the sampled tokens' texts and logprobs, in the shape of either endpoint."""
-    logprobs = read(choice, "logprobs")
-    if message_type == "chat":
-        content = read(logprobs, "content")
-        if not isinstance(content, list | tuple):
-            return [], None
-        return (
-            [read(entry, "token") for entry in content],
-            [read(entry, "logprob") for entry in content],
-        )
-    values = read(logprobs, "token_logprobs")
-    texts = read(logprobs, "tokens")
-    return (
-        list(texts) if isinstance(texts, list | tuple) else [],
-        list(values) if isinstance(values, list | tuple) else None,
-    )
+def _entries(
+    logprobs: object, message_type: MessageType, field: str, column: str
+) -> list[Any] | None:
+    """Return one value per sampled token: a field of `content` (chat) or a column (text)."""
+    if message_type == "completion":
+        values = read(logprobs, column)
+        return list(values) if isinstance(values, list | tuple) else None
+    content = read(logprobs, "content")
+    if not isinstance(content, list | tuple):
+        return None
+    if content and type(content[0]) is TokenLogprob:  # ours: nothing to find out per entry
+        return list(map(attrgetter(field), content))
+    return [read(entry, field) for entry in content]
 
 
 def _integers(value: Any) -> IntArray | None:

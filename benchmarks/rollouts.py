@@ -1,0 +1,328 @@
+"""What a rollout costs beside verifiers 0.1.8: CPU time, kept memory, import time.
+
+    python benchmarks/rollouts.py            2,000 four-turn rollouts of each, figures on the last line
+    python benchmarks/rollouts.py --check    exit 1 when a bar is missed
+    python benchmarks/rollouts.py --json     one JSON object
+    python benchmarks/rollouts.py --num 200  fewer rollouts
+
+Both libraries run the same environment class against the same scripted server in their own
+process. The server is an in-process httpx transport: every request goes through the library's own
+client (`OpenAIClient`, `AsyncOpenAI`) down to httpx, and every answer is fresh JSON with vLLM's
+token ids and the logprobs of 100 sampled ids. Prompts have 500 ids in the first turn and 500 more
+in every turn after it (400 of the environment, 100 sampled). What the server takes to answer is
+measured and taken out.
+
+verifiers runs in a virtual environment of its own, made where it is missing, in
+`~/.cache/rolltree/benchmarks` (or $ROLLTREE_HOME/benchmarks). The runs of the two alternate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+PEER = "verifiers==0.1.8.post2"
+SIDES = ("rolltree", "verifiers")
+FIRST_IDS, NEW_IDS, SAMPLED_IDS = 500, 400, 100
+NUM_VARIANTS = 8
+CONCURRENCY = 64
+BARS = {
+    "cpu_ratio": (8.0, "at least"),
+    "memory_ratio_4": (15.0, "at least"),
+    "memory_ratio_32": (100.0, "at least"),
+    "import_s": (0.3, "at most"),
+}
+
+
+def words(rng: random.Random, num: int) -> str:
+    """Return text of about `num` tokens."""
+    return " ".join("".join(rng.choices("abcdefghijklmnop", k=3)) for _ in range(num))
+
+
+class ScriptedTransport(httpx.AsyncBaseTransport):
+    """Answers of a chat model with vLLM's token fields, made before the clock starts.
+
+    A conversation names its variant ("task-3") in its first message; its turn is the number of
+    assistant messages. Each answer differs from every other by its id.
+    """
+
+    def __init__(self, num_turns: int) -> None:
+        self.busy_s = 0.0
+        self.num_answers = 0
+        self.answers = [_answers(number, num_turns) for number in range(NUM_VARIANTS)]
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Answer one request."""
+        started = time.perf_counter()
+        sent = request.content
+        marker = sent.index(b"task-") + 5
+        turn = sent.count(b'"assistant"')
+        self.num_answers += 1
+        tail = self.answers[int(sent[marker : marker + 1])][turn]
+        body = b'{"id":"chatcmpl-%d",' % self.num_answers + tail
+        response = httpx.Response(
+            200, headers={"content-type": "application/json"}, content=body, request=request
+        )
+        self.busy_s += time.perf_counter() - started
+        return response
+
+
+def _answers(number: int, num_turns: int) -> list[bytes]:
+    rng = random.Random(number)
+    prompt = [rng.randrange(300, 150_000) for _ in range(FIRST_IDS)]
+    answers = []
+    for turn in range(num_turns):
+        sampled = [rng.randrange(300, 150_000) for _ in range(SAMPLED_IDS)]
+        token = [f"token_id:{token}" for token in sampled]
+        logprobs = [
+            {"token": t, "logprob": -rng.random(), "bytes": list(t.encode()), "top_logprobs": []}
+            for t in token
+        ]
+        answer = {
+            "object": "chat.completion",
+            "created": 1,
+            "model": "scripted",
+            "choices": [
+                {
+                    "index": 0,
+                    "message": {"role": "assistant", "content": words(rng, SAMPLED_IDS)},
+                    "logprobs": {"content": logprobs},
+                    "finish_reason": "stop",
+                    "token_ids": sampled,
+                }
+            ],
+            "prompt_token_ids": prompt,
+            "usage": {
+                "prompt_tokens": len(prompt),
+                "completion_tokens": SAMPLED_IDS,
+                "total_tokens": len(prompt) + SAMPLED_IDS,
+            },
+        }
+        answers.append(json.dumps(answer, separators=(",", ":")).encode()[1:])
+        prompt = prompt + sampled + [rng.randrange(300, 150_000) for _ in range(NEW_IDS)]
+    return answers
+
+
+def make_environment(library: Any, num_turns: int) -> Any:
+    """Return the environment, written once for both libraries."""
+    said = words(random.Random(99), NEW_IDS)
+
+    class Talk(library.MultiTurnEnv):  # type: ignore[misc, name-defined]
+        """The environment says 400 tokens after every answer."""
+
+        async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
+            return [{"role": "user", "content": f"{len(state['trajectory'])} {said}"}]
+
+    async def length(completion: Any) -> float:
+        return float(len(completion))
+
+    rows: Any = [{"question": "task-0", "answer": ""}]
+    if library.__name__ == "verifiers":
+        from datasets import Dataset
+
+        rows = Dataset.from_list(rows)
+    return Talk(dataset=rows, rubric=library.Rubric(funcs=[length]), max_turns=num_turns)
+
+
+def make_inputs(num: int) -> list[dict[str, Any]]:
+    asked = words(random.Random(7), FIRST_IDS)
+    return [
+        {
+            "prompt": [{"role": "user", "content": f"task-{i % NUM_VARIANTS} number {i} {asked}"}],
+            "answer": "",
+            "example_id": i,
+            "task": "talk",
+        }
+        for i in range(num)
+    ]
+
+
+async def run_rolltree(num: int, turns: int, transport: ScriptedTransport) -> Any:
+    import rolltree
+
+    env = make_environment(rolltree, turns)
+    client = rolltree.OpenAIClient("http://scripted/v1", "scripted", transport=transport)
+    sampling: dict[str, Any] = {"temperature": 1.0, "max_tokens": SAMPLED_IDS}
+    return await env.generate(
+        make_inputs(num), client, "scripted", sampling, max_concurrent=CONCURRENCY
+    )
+
+
+async def run_verifiers(num: int, turns: int, transport: ScriptedTransport) -> Any:
+    import verifiers
+    from openai import AsyncOpenAI
+
+    env = make_environment(verifiers, turns)
+    http = httpx.AsyncClient(transport=transport)
+    client = AsyncOpenAI(base_url="http://scripted/v1", api_key="none", http_client=http)
+    sampling = {
+        "temperature": 1.0,
+        "max_tokens": SAMPLED_IDS,
+        "logprobs": True,
+        "extra_body": {"return_token_ids": True, "return_tokens_as_token_ids": True},
+    }
+    return await env.generate(
+        make_inputs(num), client, "scripted", sampling, max_concurrent=CONCURRENCY, use_tqdm=False
+    )
+
+
+RUN = {"rolltree": run_rolltree, "verifiers": run_verifiers}
+
+
+def check_results(results: Any, num: int, turns: int) -> None:
+    """Refuse figures of a run that did not do the work."""
+    states = results["state"]
+    for state in (states[0], states[-1]):
+        steps = state["trajectory"]
+        tokens = steps[-1]["tokens"]
+        sizes = (len(tokens["prompt_ids"]), len(tokens["completion_logprobs"]))
+        wanted = (FIRST_IDS + (turns - 1) * (NEW_IDS + SAMPLED_IDS), SAMPLED_IDS)
+        if len(steps) != turns or sizes != wanted or state["reward"] is None:
+            raise SystemExit(f"a rollout is not what it should be: {len(steps)} steps, {sizes}")
+    if len(states) != num:
+        raise SystemExit(f"{len(states)} rollouts of {num} came back")
+
+
+def side(name: str, num: int, turns: int, memory: bool) -> dict[str, float]:
+    """Run one side in this process: CPU seconds per rollout, or bytes kept per rollout."""
+    transport = ScriptedTransport(turns)
+    asyncio.run(RUN[name](4, turns, ScriptedTransport(turns)))  # imports and caches
+    gc.collect()
+    if memory:
+        tracemalloc.start()
+        before = tracemalloc.get_traced_memory()[0]
+    started = time.process_time()
+    results = asyncio.run(RUN[name](num, turns, transport))
+    cpu_s = time.process_time() - started - transport.busy_s
+    kept = 0.0
+    if memory:
+        gc.collect()
+        kept = (tracemalloc.get_traced_memory()[0] - before) / num
+        tracemalloc.stop()
+    check_results(results, num, turns)
+    return {"cpu_s": cpu_s / num, "kept_bytes": kept}
+
+
+def peer_python() -> str:
+    """Return the Python of verifiers' virtual environment, which is made when it is missing."""
+    home = os.environ.get("ROLLTREE_HOME")
+    cache = Path(home) if home else Path.home() / ".cache" / "rolltree"
+    folder = cache / "benchmarks" / PEER.replace("==", "-")
+    python = folder / "bin" / "python"
+    if not (folder / "complete").exists():
+        print(f"installing {PEER} into {folder}", file=sys.stderr)
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        subprocess.run([str(python), "-m", "pip", "install", "-q", PEER], check=True)
+        (folder / "complete").touch()
+    return str(python)
+
+
+def run_side(python: str, name: str, num: int, turns: int, memory: bool = False) -> dict[str, Any]:
+    command = [python, __file__, "--side", name, "--num", str(num), "--turns", str(turns)]
+    done = subprocess.run(
+        [*command, "--memory"] if memory else command, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"the run of {name} failed:\n{done.stderr[-3000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def import_seconds(python: str, name: str, repeats: int) -> float:
+    code = f"import time; t = time.perf_counter(); import {name}; print(time.perf_counter() - t)"
+    return min(
+        float(subprocess.run([python, "-c", code], capture_output=True, check=True).stdout)
+        for _ in range(repeats)
+    )
+
+
+def measure(num: int, rounds: int) -> dict[str, float]:
+    """Return all figures. CPU time is each side's best of `rounds` runs, which alternate."""
+    python = {"rolltree": sys.executable, "verifiers": peer_python()}
+    cpu: dict[str, list[float]] = {name: [] for name in SIDES}
+    for _ in range(rounds):
+        for name in SIDES:
+            found = run_side(python[name], name, num // rounds, 4)
+            cpu[name].append(found["cpu_s"])
+    figures: dict[str, float] = {}
+    for name in SIDES:
+        figures[f"{name}_ms"] = 1000.0 * min(cpu[name])
+        figures[f"{name}_per_cpu_s"] = 1.0 / min(cpu[name])
+    figures["cpu_ratio"] = min(cpu["verifiers"]) / min(cpu["rolltree"])
+    for turns, few in ((4, 40), (32, 6)):
+        for name in SIDES:
+            found = run_side(python[name], name, few, turns, memory=True)
+            figures[f"{name}_kept_kib_{turns}"] = found["kept_bytes"] / 1024
+        kept = [figures[f"{name}_kept_kib_{turns}"] for name in SIDES]
+        figures[f"memory_ratio_{turns}"] = kept[1] / kept[0]
+    figures["import_s"] = import_seconds(python["rolltree"], "rolltree", 5)
+    figures["verifiers_import_s"] = import_seconds(python["verifiers"], "verifiers", 2)
+    return figures
+
+
+def missed(figures: dict[str, float]) -> list[str]:
+    """Return the bars that are missed, in words."""
+    lines = []
+    for name, (bar, sense) in BARS.items():
+        met = figures[name] >= bar if sense == "at least" else figures[name] <= bar
+        if not met:
+            lines.append(f"{name} is {figures[name]:.3g}, and should be {sense} {bar:g}")
+    return lines
+
+
+def report(figures: dict[str, float]) -> None:
+    print(f"{'':34}{'rolltree':>12}{'verifiers':>12}{'ratio':>8}")
+    table = [
+        ("CPU ms per four-turn rollout", "ms", "cpu_ratio"),
+        ("rollouts per CPU second", "per_cpu_s", "cpu_ratio"),
+        ("kept KiB per rollout, 4 turns", "kept_kib_4", "memory_ratio_4"),
+        ("kept KiB per rollout, 32 turns", "kept_kib_32", "memory_ratio_32"),
+    ]
+    for label, key, ratio in table:
+        ours, theirs = figures[f"rolltree_{key}"], figures[f"verifiers_{key}"]
+        print(f"{label:34}{ours:12.2f}{theirs:12.2f}{figures[ratio]:8.1f}")
+    ours, theirs = figures["import_s"], figures["verifiers_import_s"]
+    print(f"{'import, s':34}{ours:12.3f}{theirs:12.3f}{theirs / ours:8.1f}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--num", type=int, default=2000, help="rollouts per side")
+    parser.add_argument("--rounds", type=int, default=4, help="alternating runs per side")
+    parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--turns", type=int, default=4, help=argparse.SUPPRESS)
+    parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.side:
+        print(json.dumps(side(args.side, args.num, args.turns, args.memory)))
+        return 0
+    figures = measure(args.num, args.rounds)
+    if args.json:
+        print(json.dumps(figures))
+    else:
+        report(figures)
+    lines = missed(figures)
+    for line in lines:
+        print(f"MISSED: {line}", file=sys.stderr)
+    if not args.json:
+        shown = " ".join(f"{name}={figures[name]:.4g}" for name in BARS)
+        print(f"rollouts: {shown} {'MISSED' if lines else 'ok'}")
+    return 1 if lines and args.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
