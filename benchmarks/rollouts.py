@@ -254,7 +254,7 @@ def measure(num: int, rounds: int) -> dict[str, float]:
     cpu: dict[str, list[float]] = {name: [] for name in SIDES}
     for _ in range(rounds):
         for name in SIDES:
-            found = run_side(python[name], name, num // rounds, 4)
+            found = run_side(python[name], name, num, 4)
             cpu[name].append(found["cpu_s"])
     figures: dict[str, float] = {}
     for name in SIDES:
@@ -299,8 +299,8 @@ def report(figures: dict[str, float]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--num", type=int, default=2000, help="rollouts per side")
-    parser.add_argument("--rounds", type=int, default=4, help="alternating runs per side")
+    parser.add_argument("--num", type=int, default=2000, help="rollouts per run")
+    parser.add_argument("--rounds", type=int, default=2, help="alternating runs per side")
     parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)

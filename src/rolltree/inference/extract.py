@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from rolltree.errors import BadResponse, TokenError
+from rolltree.inference.wire import TokenLogprob
 from rolltree.types import (
     ChatMessage,
     FinishReason,
@@ -196,6 +199,8 @@ async def parse_response_tokens(
 
 def read(value: object, name: str) -> Any:
     """Return `value[name]` of a mapping or `value.name` of an object, or None."""
+    if isinstance(value, msgspec.Struct):
+        return getattr(value, name, None)
     if isinstance(value, dict | Mapping):
         return value.get(name)
     return getattr(value, name, None)
