@@ -1,4 +1,4 @@
-"""What the README shows is true: its Python runs, its commands exist, its links and rooms are there."""
+"""What the README shows is true: its Python runs, its commands exist, its rooms are there."""
 
 import re
 import subprocess
