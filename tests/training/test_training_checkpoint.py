@@ -209,11 +209,12 @@ def test_a_kill_at_any_call_of_a_save_leaves_a_complete_checkpoint(tmp_path):
     assert set(steps) == {1, 2}
 
 
-def test_the_export_loads_as_a_model(tmp_path):
+def test_the_export_loads_as_a_model(tmp_path, capfd):
     from transformers import AutoModelForCausalLM
 
     model, _ = made()
     path = export_model(model, None, tmp_path / "model")
+    assert capfd.readouterr() == ("", "")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
     again = AutoModelForCausalLM.from_pretrained(path)
     ids = torch.tensor([[1, 2, 3]])

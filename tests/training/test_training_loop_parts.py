@@ -247,6 +247,20 @@ class TestSaving:
             assert other["train/loss"] == pytest.approx(one["train/loss"], abs=1e-7)
 
 
+class TestSchedule:
+    def test_the_rate_follows_the_schedule_also_after_a_resume(self, model, tmp_path):
+        section = {"schedule": "linear", "warmup_steps": 1, "lr": 1e-3}
+        whole = make_config(model, tmp_path / "run", optim=section)
+        start(whole)
+        (tmp_path / "run" / "checkpoints" / "latest").write_text("step-000002\n")
+        rates = [step["train/lr"] for step in start(whole).steps]
+        assert rates == pytest.approx([5e-4, 1e-3, 1e-3 * 2 / 3, 1e-3 / 3])
+
+    def test_on_policy_nothing_lags(self, model, tmp_path):
+        report = start(make_config(model, tmp_path / "run"))
+        assert [step["train/lag_mean"] for step in report.steps] == [0.0] * 4
+
+
 class TestTelling:
     def test_a_reporter_hears_everything_in_order(self, model, tmp_path):
         heard = []

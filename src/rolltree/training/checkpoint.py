@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.utils import logging as hf_logging
 
 from rolltree.errors import TrainingError
 from rolltree.training.optim import Optimizer
@@ -161,7 +163,8 @@ def export_model(model: Any, tokenizer: Any, path: Path) -> Path:
     working = path.with_name(f".{path.name}.tmp")
     _remove(working)
     path.parent.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(working)
+    with _no_progress_bar():
+        model.save_pretrained(working)
     if tokenizer is not None:
         tokenizer.save_pretrained(working)
     for file in working.iterdir():
@@ -171,6 +174,18 @@ def export_model(model: Any, tokenizer: Any, path: Path) -> Path:
     working.rename(path)
     _sync(path.parent)
     return path
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Keep transformers from drawing over whatever shows the run."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
 
 
 def _model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:

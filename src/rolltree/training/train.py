@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from rolltree.errors import TrainingError
@@ -220,6 +221,7 @@ class _Loop:
             "samples/reuse_factor": batch.report["num_raw_tokens"] / batch.report["num_tokens"],
             "samples/break_rate": batch.report["break_rate"],
             "samples/skipped_tokens": batch.report["num_skipped_tokens"],
+            "rollout/entropy": _sampled_entropy(batch),
             "rollout/reused_share": collected.num_reused / len(requests),
             "policy/version": float(step),
             "time/rollout_s": clock[1] - clock[0],
@@ -286,3 +288,8 @@ class _Loop:
         )
         self.reporter.on_end(report)
         return report
+
+
+def _sampled_entropy(batch: SampleBatch) -> float:
+    """Return minus the mean engine logprob of all sampled tokens: an estimate of the entropy."""
+    return -float(np.mean(np.concatenate([s.records.logprob for s in batch.samples])))
