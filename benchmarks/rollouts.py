@@ -1,6 +1,6 @@
 """What a rollout costs beside verifiers 0.1.8: CPU time, kept memory, import time.
 
-    python benchmarks/rollouts.py            2,000 four-turn rollouts of each, figures on the last line
+    python benchmarks/rollouts.py            2,000 four-turn rollouts per run
     python benchmarks/rollouts.py --check    exit 1 when a bar is missed
     python benchmarks/rollouts.py --json     one JSON object
     python benchmarks/rollouts.py --num 200  fewer rollouts
@@ -83,7 +83,7 @@ def _answers(number: int, num_turns: int) -> list[bytes]:
     rng = random.Random(number)
     prompt = [rng.randrange(300, 150_000) for _ in range(FIRST_IDS)]
     answers = []
-    for turn in range(num_turns):
+    for _ in range(num_turns):
         sampled = [rng.randrange(300, 150_000) for _ in range(SAMPLED_IDS)]
         token = [f"token_id:{token}" for token in sampled]
         logprobs = [

@@ -80,6 +80,6 @@ def load_environment(
         eval_dataset=rows[num_train:] or None,
         system_prompt=SYSTEM,
         parser=parser,
-        rubric=rt.ToolRubric([correct], parser=parser, tools=[price, multiply]),
+        rubric=rt.ToolRubric(funcs=[correct], parser=parser, tools=[price, multiply]),
         max_turns=max_turns,
     )

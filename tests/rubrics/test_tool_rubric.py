@@ -22,7 +22,7 @@ def half():
 
 
 async def test_calls_are_counted_and_not_rewarded():
-    rubric = ToolRubric([half], tools=[add, "search"])
+    rubric = ToolRubric([add, "search"], [half])
     state = a_state(
         completion=[
             calls("add", "add", "unknown"),

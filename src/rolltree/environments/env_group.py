@@ -192,12 +192,12 @@ class _GroupRubric(Rubric):
 
     add_step_reward_func = add_reward_func
 
-    async def score_rollout(self, state: State) -> None:
+    async def score_rollout(self, state: State, score_sem: object = None) -> None:
         """Score one rollout by its environment's rubric."""
         with self._group.as_own(state) as env:
             await env.rubric.score_rollout(state)
 
-    async def score_group(self, states: Sequence[State]) -> None:
+    async def score_group(self, states: Sequence[State], score_sem: object = None) -> None:
         """Score the rollouts of one group of requests, each by its environment's rubric."""
         with ExitStack() as swapped:
             for env, members in self._by_env(states, swapped):

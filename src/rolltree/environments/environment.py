@@ -25,6 +25,7 @@ from rolltree.environments.completion import render_completion
 from rolltree.environments.dataset import Data, RowFormat
 from rolltree.environments.decorators import Mark, discover
 from rolltree.environments.failures import failure_of
+from rolltree.environments.openai_view import openai_view
 from rolltree.environments.responses import OVERLONG, ModelResponse, to_generation
 from rolltree.environments.runnable import Runnable
 from rolltree.errors import ConfigError, PromptTooLong, record_error
@@ -68,6 +69,8 @@ class Environment(Runnable):
         env_id: the name in results, requests and seeds.
         max_seq_len: no call begins once a call had this many tokens, prompt and completion.
         question_key, answer_key: the columns to read where a row has no `prompt` or `answer`.
+        max_workers, map_kwargs: taken because environments for verifiers 0.1.8 pass them; there is
+            no pool of workers for them to size and no `map` over the data to steer.
 
     Raises:
         ConfigError: there is no data, or settings contradict each other.
@@ -89,6 +92,8 @@ class Environment(Runnable):
         max_seq_len: int | None = None,
         question_key: str = "question",
         answer_key: str = "answer",
+        max_workers: int | None = None,
+        map_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if dataset is None and eval_dataset is None:
             raise ConfigError(
@@ -107,6 +112,7 @@ class Environment(Runnable):
         self.env_id = env_id or "default"
         self.env_args = dict(env_args or {})
         self.max_seq_len = max_seq_len
+        self.max_workers, self.map_kwargs = max_workers, map_kwargs
         self.sampling_args: SamplingArgs = dict(sampling_args or {})
         sampling_from_args(self.sampling_args)  # raises now rather than in every rollout
         self.rubric = rubric if rubric is not None else Rubric()
@@ -131,6 +137,15 @@ class Environment(Runnable):
         if self._teardown_handlers:
             register(self)
 
+    @property
+    def logger(self) -> logging.Logger:
+        """The logger of this class of environments."""
+        return logger.getChild(type(self).__name__)
+
+    def set_max_seq_len(self, max_seq_len: int | None) -> None:
+        """Set the limit for rollouts that begin from now on."""
+        self.max_seq_len = max_seq_len
+
     def name_as(self, env_id: str, env_args: Mapping[str, Any]) -> None:
         """Take the name and arguments it was loaded by, unless it was given a name."""
         if self.env_id == "default":
@@ -140,8 +155,16 @@ class Environment(Runnable):
 
     # One rollout
 
-    async def init_state(self, input: RolloutInput, **kwargs: Any) -> State:
+    async def init_state(
+        self,
+        input: RolloutInput,
+        client: Any = None,
+        model: str = "",
+        sampling_args: SamplingArgs | None = None,
+    ) -> State:
         """Return the state before the first turn. It knows the row and nothing of the world.
+
+        `state["client"]` has OpenAI's methods, for environments that ask a model themselves.
 
         `input` is copied. An `info` that is a string is read as JSON. `state["seed"]` seeds the
         world: all members of a group have the same one.
@@ -162,6 +185,9 @@ class Environment(Runnable):
         row.setdefault("example_id", 0)
         state = State(input=row)
         state.update(
+            client=openai_view(client),
+            model=model or getattr(client, "model", ""),
+            sampling_args=sampling_args,
             is_completed=False,
             stop_condition=None,
             oai_tools=_tools(row.get("info"), self.oai_tools),

@@ -13,6 +13,7 @@ from rolltree.environments.completion import new_words
 from rolltree.environments.decorators import stop
 from rolltree.environments.environment import Environment, settle
 from rolltree.environments.failures import in_phase
+from rolltree.environments.openai_view import OpenAIView
 from rolltree.errors import ConfigError
 from rolltree.inference.client import as_client
 from rolltree.rollouts import derive_seed, merge_args
@@ -108,10 +109,12 @@ class MultiTurnEnv(Environment):
         The call of turn i samples with the seed of `sampling_args` for i = 0, and with one derived
         from it for later turns. A failure is in `state["error"]`; cleanups have run.
         """
-        state = await self.init_state(input)
+        state = await self.init_state(
+            input, client=client, model=model, sampling_args=sampling_args
+        )
         try:
             with in_phase("setup"):
-                session = as_client(client, model or None).session()
+                session = self._session(client, model)
                 args = merge_args(self.sampling_args, sampling_args)
                 state = await self.setup_state(state)
             await self._play_turns(state, session, model, args)
@@ -123,6 +126,12 @@ class MultiTurnEnv(Environment):
                 await self._render_timing(state)
                 await self._render_completion(state)
         return state
+
+    def _session(self, client: Any, model: str) -> Any:
+        """Return the rollout's client, with OpenAI's methods for an override that wants them."""
+        session = as_client(client, model or None).session()
+        is_own = type(self).get_model_response is Environment.get_model_response
+        return session if is_own else OpenAIView(session)
 
     async def _play_turns(self, state: State, session: Any, model: str, args: SamplingArgs) -> None:
         seed = args.get("seed")

@@ -35,6 +35,11 @@ class GenerateMetadata:
     time_ms: float
     seed: int
 
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.__slots__:
+            raise KeyError(f"metadata have no {name!r}.{did_you_mean(name, self.__slots__)}")
+        return getattr(self, name)
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class GenerateResults:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from rolltree.environments.dataset import Data, RowFormat, Rows
 from rolltree.environments.failures import failure_of
+from rolltree.environments.openai_view import OpenAIView
 from rolltree.environments.results import GenerateResults, summarize
 from rolltree.errors import ConfigError, record_error
 from rolltree.inference.client import ModelClient, as_client
@@ -141,7 +142,7 @@ class Runnable(ABC):
         )
         state: State | None = None
         try:
-            state = await self.rollout(request.input, client, client.model, args)
+            state = await self.rollout(request.input, OpenAIView(client), client.model, args)
         except Exception as error:  # noqa: BLE001  an overridden rollout() may raise: it is data
             state = episode.states[-1] if episode.states else _empty_state(request)
             if state.get("error") is None:
@@ -187,7 +188,8 @@ class Runnable(ABC):
 
         Rows with one `example_id` are one group, and so are the `rollouts_per_example` of a row:
         they share the world's seed, and `advantage` is the reward minus the group's mean. `seed`
-        decides every seed. The caller's `sampling_args` win over the environment's, field by field.
+        decides every seed; `max_concurrent=-1` is no limit. The caller's `sampling_args` win over
+        the environment's, field by field.
 
         Raises:
             ConfigError: the rows, the client or a setting cannot be used. Failed rollouts do not
@@ -198,6 +200,8 @@ class Runnable(ABC):
         name = model or asked.model
         args = merge_args(self.sampling_args, sampling_args)
         requests = self._requests(self.rows(inputs), args, seed, rollouts_per_example)
+        if max_concurrent == -1:
+            max_concurrent = max(1, len(requests))
         engine = RolloutEngine(
             self if score_rollouts else _Unscored(self),
             asked,

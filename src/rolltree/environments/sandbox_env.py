@@ -15,7 +15,7 @@ from rolltree.environments.decorators import cleanup, teardown
 from rolltree.environments.stateful_tool_env import StatefulToolEnv
 from rolltree.errors import SandboxError, SandboxUnavailable
 from rolltree.sandbox import Limits, Sandbox, SandboxBackend, backend_of
-from rolltree.types import Messages, State
+from rolltree.types import ChatMessage, Messages, State
 
 _INFRASTRUCTURE = (SandboxError.__name__, SandboxUnavailable.__name__)
 
@@ -108,14 +108,14 @@ class SandboxEnv(StatefulToolEnv):
             return tool_args
         return {**tool_args, "sandbox": self.sandbox_of(state)}
 
-    async def call_tool(self, call: Mapping[str, Any], state: State) -> str:
+    async def answer_call(self, call: Mapping[str, Any], state: State) -> ChatMessage:
         """Run one call; what the sandbox itself got wrong fails the rollout.
 
         Raises:
             SandboxError: the sandbox could not run the code.
         """
         known = len(state.get("tool_errors") or ())
-        answer = await super().call_tool(call, state)
+        answer = await super().answer_call(call, state)
         for error in (state.get("tool_errors") or ())[known:]:
             if error["type"] in _INFRASTRUCTURE:
                 raise SandboxError(error["message"])

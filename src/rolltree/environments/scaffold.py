@@ -145,7 +145,7 @@ def load_environment(num_train: int = 500, num_eval: int = 100, seed: int = 0) -
         eval_dataset=rows[num_train:],
         system_prompt=SYSTEM,
         parser=parser,
-        rubric=rt.ToolRubric([correct], parser=parser, tools=[multiply]),
+        rubric=rt.ToolRubric(funcs=[correct], parser=parser, tools=[multiply]),
     )
 '''
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from rolltree.environments.decorators import stop
@@ -94,46 +95,64 @@ class ToolEnv(MultiTurnEnv):
     async def env_response(self, messages: Messages, state: State) -> Messages:
         """Return one tool message per call of the last message, in the calls' order."""
         calls = calls_of(messages)
-        answers: list[str] = [""] * len(calls)
+        answers: list[ChatMessage] = [{}] * len(calls)
         waiting: list[int] = []
         blocking: list[int] = []
         for index, call in enumerate(calls):
             tool = self.tool_map.get(name_of(call))
             is_plain = tool is not None and not tool.is_async
             (blocking if is_plain else waiting).append(index)
-        done = await asyncio.gather(*(self.call_tool(calls[i], state) for i in waiting))
+        done = await asyncio.gather(*(self.answer_call(calls[i], state) for i in waiting))
         for index, answer in zip(waiting, done, strict=True):
             answers[index] = answer
         for index in blocking:
-            answers[index] = await self.call_tool(calls[index], state)
-        return [
-            {"role": "tool", "tool_call_id": call.get("id") or "", "content": answer}
-            for call, answer in zip(calls, answers, strict=True)
-        ]
+            answers[index] = await self.answer_call(calls[index], state)
+        return answers
 
-    async def call_tool(self, call: Mapping[str, Any], state: State) -> str:
-        """Run one call and return the text of its tool message.
+    async def answer_call(self, call: Mapping[str, Any], state: State) -> ChatMessage:
+        """Return the tool message of one call: arguments are read and completed, then it is made.
 
         Raises:
             ToolUnavailable: the tool could not be asked at all; the rollout has failed.
         """
-        name = name_of(call)
+        name, call_id = name_of(call), str(call.get("id") or "")
         tool = self.tool_map.get(name)
         if tool is None:
-            return f"There is no tool named {name!r}.{did_you_mean(name, self.tool_map)}"
+            hint = did_you_mean(name, self.tool_map)
+            return _message(f"There is no tool named {name!r}.{hint}", call_id)
         try:
             arguments = tool.read_arguments((call.get("function") or {}).get("arguments"))
         except ToolArgumentError as error:
-            return str(error)
+            return _message(str(error), call_id)
         complete = await settle(self.complete_arguments(tool, arguments, state))
+        before = _STATE.set(state)
         try:
-            return result_text(await self.run_tool(tool, complete, state))
+            message: ChatMessage = await settle(self.call_tool(name, complete, call_id))
+        finally:
+            _STATE.reset(before)
+        return message
+
+    async def call_tool(
+        self, tool_name: str, tool_args: dict[str, Any], tool_call_id: str, **kwargs: Any
+    ) -> ChatMessage:
+        """Call a tool with its complete arguments and return its message. Override to wrap calls.
+
+        What the tool raises is recorded in the state of the rollout that is being played.
+
+        Raises:
+            ToolUnavailable: the tool could not be asked at all; the rollout has failed.
+        """
+        state = _STATE.get()
+        try:
+            tool = self.tool_map[tool_name]
+            text = result_text(await self.run_tool(tool, tool_args, state))
         except ToolUnavailable:
             raise
         except Exception as error:  # noqa: BLE001  the model is told, and the trace is kept
             record = record_error(error, "environment").as_dict()
-            state.setdefault("tool_errors", []).append({**record, "tool": name})
-            return self.error_formatter(error)
+            state.setdefault("tool_errors", []).append({**record, "tool": tool_name})
+            text = self.error_formatter(error)
+        return _message(text, tool_call_id)
 
     def complete_arguments(
         self, tool: Tool, arguments: dict[str, Any], state: State
@@ -149,6 +168,13 @@ class ToolEnv(MultiTurnEnv):
         if tool.is_async or getattr(tool.func, "__rolltree_cheap__", False):
             return await settle(tool.func(**arguments))
         return await settle(await in_thread(lambda: tool.func(**arguments)))
+
+
+_STATE: ContextVar[State] = ContextVar("rolltree_tool_state", default=State())  # noqa: B039
+
+
+def _message(text: str, call_id: str) -> ChatMessage:
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
 
 
 def calls_of(messages: Messages) -> list[ChatMessage]:

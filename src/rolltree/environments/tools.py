@@ -41,6 +41,10 @@ class Tool:
     takes_all: bool
     is_async: bool
 
+    def __call__(self, *args: Any, **arguments: Any) -> Any:
+        """Call the function."""
+        return self.func(*args, **arguments)
+
     @classmethod
     def of(cls, func: Callable[..., Any], *, hidden: Sequence[str] = ()) -> Tool:
         """Describe `func`: name, docstring, and per argument its type, description and default.

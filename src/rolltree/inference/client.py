@@ -73,6 +73,7 @@ def as_client(client: object, model: str | None = None) -> ModelClient:
     Raises:
         ConfigError: the object is neither, or it is a blocking client.
     """
+    client = getattr(client, "__rolltree_client__", client)  # an OpenAI-shaped view of a client
     if hasattr(getattr(client, "chat", None), "completions"):
         from rolltree.inference.wrapped import WrappedClient
 

@@ -51,7 +51,7 @@ _NO_COOKIES = _NoCookies()
 
 
 class _Client(httpx.AsyncClient):
-    cookies = property(lambda _: _NO_COOKIES)  # type: ignore[assignment]
+    cookies = property(lambda _: _NO_COOKIES)
 
 
 class HttpServer:

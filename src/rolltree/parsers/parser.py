@@ -7,6 +7,7 @@ reasoning (`think`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,6 +43,11 @@ class Parser:
 
     def __init__(self, extract_fn: Callable[[str], Any] = identity) -> None:
         self.extract_fn = extract_fn
+
+    @property
+    def logger(self) -> logging.Logger:
+        """The logger of this class of parsers."""
+        return logging.getLogger("rolltree.parsers").getChild(type(self).__name__)
 
     def parse(self, text: str) -> Any:
         """Return what `extract_fn` makes of `text`."""

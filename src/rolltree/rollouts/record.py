@@ -33,6 +33,7 @@ VERSION = 1
 _RESPONSE_FIELDS = ("id", "model", "object", "created", "system_fingerprint", "usage")
 _STEP_FIELDS = ("prompt", "completion", "response", "tokens", "reward", "advantage", "extras")
 _STATE_APART = ("input", "trajectory", "completion", "error")
+_NOT_STORED = ("client", "model", "sampling_args")  # the request has what of them is data
 
 
 def encode_result(result: RolloutResult) -> list[StoredRollout]:
@@ -275,7 +276,7 @@ def _graft(tokens: StepTokens, tree: TokenTree) -> StepTokens:
 def _state_data(
     state: State, trajectory: Trajectory, request_input: dict[str, Any], table: MessageTable
 ) -> dict[str, Any]:
-    own = dict(dict.items(state))
+    own = {key: value for key, value in dict.items(state) if key not in _NOT_STORED}
     error = own.get("error")
     data: dict[str, Any] = {
         "has": [key for key in _STATE_APART if key in own],

@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -142,6 +143,23 @@ def group_arguments(states: Sequence[State], objects: Mapping[str, Any]) -> dict
     for plural, singular in _PLURALS.items():
         known[plural] = [row[singular] for row in rows]
     return known
+
+
+def without_semaphore(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a scoring method that can be called without `score_sem`, whatever it asks for.
+
+    Rubrics written for verifiers 0.1.8 override `score_rollout(self, state, score_sem)` and enter
+    the semaphore; they get one that lets everybody in.
+    """
+    parameter = inspect.signature(method).parameters.get("score_sem")
+    if parameter is None or not inspect.iscoroutinefunction(method):
+        return method
+
+    @functools.wraps(method)
+    async def scored(self: Any, states: Any, score_sem: Any = None) -> Any:
+        return await method(self, states, score_sem=score_sem or nullcontext())
+
+    return scored
 
 
 Call: TypeAlias = tuple[RewardFunction, Mapping[str, Any], Mapping[str, Any]]

@@ -25,10 +25,10 @@ class RubricGroup(Rubric):
         ConfigError: there is no rubric, or two functions have one name.
     """
 
-    def __init__(self, rubrics: Sequence[Rubric]) -> None:
+    def __init__(self, rubrics: Sequence[Rubric], parser: Parser | None = None) -> None:
         if not rubrics:
             raise ConfigError("a RubricGroup needs at least one rubric; it would score nothing.")
-        super().__init__(parser=rubrics[0].parser)
+        super().__init__(parser=parser or rubrics[0].parser)
         self.rubrics = list(rubrics)
         names = self.get_reward_func_names()
         twice = sorted({name for name in names if names.count(name) > 1})

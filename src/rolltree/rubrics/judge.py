@@ -7,7 +7,10 @@ a reward function reads them. It leaves out the retries of a request, which are 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from string import Formatter
 from typing import Any
 
@@ -34,6 +37,8 @@ Response:
 
 Reply with one word: "yes" if it agrees, "no" if it does not."""
 
+DEFAULT_MODEL = "gpt-4.1-nano"
+"""The judge where neither a client nor a model is named."""
 _FIELDS = ("question", "answer", "response")
 
 
@@ -53,7 +58,8 @@ class JudgeRubric(Rubric):
     Args:
         funcs, weights: as in `Rubric`.
         parser: the response that the judge sees is what it makes of the completion.
-        judge_client: a model client, or an `openai.AsyncOpenAI`.
+        judge_client: a model client, or an `openai.AsyncOpenAI`. When left out it is
+            `AsyncOpenAI()`, if that package is installed and $OPENAI_API_KEY is set.
         judge_model: asked by this name; the client's own when left out.
         judge_prompt: a template with the fields `{question}`, `{answer}` and `{response}`.
         judge_sampling_args: OpenAI fields of the judge's requests.
@@ -73,6 +79,9 @@ class JudgeRubric(Rubric):
         judge_prompt: str = JUDGE_PROMPT,
         judge_sampling_args: SamplingArgs | None = None,
     ) -> None:
+        if judge_client is None:
+            judge_client = _default_client()
+            judge_model = judge_model or DEFAULT_MODEL
         if judge_client is None:
             raise ConfigError(
                 "a JudgeRubric got no judge_client, so nobody could judge. Pass a model client, "
@@ -129,6 +138,12 @@ class JudgeRubric(Rubric):
             [{"role": "user", "content": said}], sampling=self._sampling, model=self.judge_model
         )
         return generation.text
+
+
+def _default_client() -> Any:
+    if not os.environ.get("OPENAI_API_KEY") or find_spec("openai") is None:
+        return None
+    return import_module("openai").AsyncOpenAI()
 
 
 def _last_user_text(prompt: Messages) -> str:

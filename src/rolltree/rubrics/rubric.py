@@ -11,6 +11,7 @@ the error under the function's name, and when the function has a weight the rewa
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from rolltree.rubrics.functions import (
     call_all,
     group_arguments,
     rollout_arguments,
+    without_semaphore,
 )
 from rolltree.types import ErrorRecord, State
 
@@ -170,20 +172,42 @@ class Rubric:
         return [function.weight for function in self.functions]
 
     @property
+    def funcs(self) -> tuple[RewardFunc, ...]:
+        """The functions; add one with `add_reward_func`."""
+        return tuple(self.get_reward_funcs())
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The weights, in the functions' order."""
+        return tuple(self.get_reward_weights())
+
+    @property
+    def logger(self) -> logging.Logger:
+        """The logger of this class of rubrics."""
+        return logging.getLogger("rolltree.rubrics").getChild(type(self).__name__)
+
+    @property
     def has_group_rewards(self) -> bool:
         """Whether some function needs the whole group."""
         return any(function.kind == "group" for function in self.functions)
 
-    async def score_rollout(self, state: State) -> None:
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        for name in ("score_rollout", "score_group"):
+            if name in vars(cls):
+                setattr(cls, name, without_semaphore(vars(cls)[name]))
+
+    async def score_rollout(self, state: State, score_sem: object = None) -> None:
         """Fill `reward`, `metrics`, the steps' rewards and the scoring time of one rollout.
 
-        A rubric with group functions must be given whole groups: here it scores a group of one.
+        `score_sem` is verifiers 0.1.8's; the engine bounds what runs at once. A rubric with group
+        functions must be given whole groups: here it scores a group of one.
         """
         started = time.perf_counter()
         scores = await self.evaluate([state])
         write_scores(state, scores[0], time.perf_counter() - started)
 
-    async def score_group(self, states: Sequence[State]) -> None:
+    async def score_group(self, states: Sequence[State], score_sem: object = None) -> None:
         """Score the rollouts of one group, and fill each advantage: reward minus the mean.
 
         Rollouts whose reward is None have no advantage and do not count in the mean.

@@ -27,16 +27,15 @@ class ToolRubric(Rubric):
 
     def __init__(
         self,
+        tools: Sequence[Callable[..., Any] | str] | None = None,
         funcs: Sequence[RewardFunc] | None = None,
         weights: Sequence[float] | None = None,
         parser: Parser | None = None,
-        *,
-        tools: Sequence[Callable[..., Any] | str] = (),
     ) -> None:
         super().__init__(funcs, weights, parser)
         self.tool_names = [
             tool if isinstance(tool, str) else str(getattr(tool, "__name__", tool))
-            for tool in tools
+            for tool in tools or ()
         ]
         self.add_metric(total_tool_calls)
         self.add_metric(failed_tool_calls)

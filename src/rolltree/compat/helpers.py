@@ -1,0 +1,180 @@
+"""Small functions of verifiers 0.1.8's `utils` that environments call.
+
+They work on messages and responses as values. They know nothing about environments. What they
+leave out: saving results and configuring clients, which `rolltree eval` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any
+
+from rolltree.environments.responses import to_generation
+from rolltree.parsers import text_of
+from rolltree.types import ChatMessage, Messages, MessageType
+
+NullAsyncContext = nullcontext
+_PLACEHOLDERS = {"image_url": "[image]", "input_audio": "[audio]"}
+
+
+async def maybe_await(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function and await what it returns if that can be awaited."""
+    result = func(*args, **kwargs)
+    return await result if inspect.isawaitable(result) else result
+
+
+async def maybe_semaphore(limit: int | None = None) -> AbstractAsyncContextManager[Any]:
+    """Return a semaphore for a positive limit, else something that lets everybody in."""
+    return asyncio.Semaphore(limit) if limit and limit > 0 else nullcontext()
+
+
+def concat_messages(messages_list: Sequence[Messages | ChatMessage]) -> Messages:
+    """Join histories and single messages in order; strings, if all are."""
+    if all(isinstance(part, str) for part in messages_list):
+        return "".join(str(part) for part in messages_list)
+    joined: list[Any] = []
+    for part in messages_list:
+        joined.extend(part if isinstance(part, list) else [part])
+    return joined
+
+
+def strip_nones_from_content(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return messages without the None values that data sets put into content parts."""
+    return [
+        {**message, "content": [_without_none(part) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
+def _without_none(part: Any) -> Any:
+    if not isinstance(part, dict):
+        return part
+    return {key: value for key, value in part.items() if value is not None}
+
+
+def message_to_printable(message: ChatMessage) -> ChatMessage:
+    """Return the message with its content as one string; pictures and sound are named only."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [content or ""]
+    shown: ChatMessage = {
+        "role": message["role"],
+        "content": "\n\n".join(_printable(part) for part in parts),
+    }
+    if "tool_calls" in message:
+        shown["tool_calls"] = message["tool_calls"]
+    return shown
+
+
+def _printable(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    return _PLACEHOLDERS.get(str(part.get("type")), str(part.get("text") or ""))
+
+
+def messages_to_printable(messages: Messages) -> Messages:
+    """Return a history with contents as strings; a string stays."""
+    if isinstance(messages, str):
+        return messages
+    return [message_to_printable(message) for message in messages or []]
+
+
+def sanitize_tool_calls(messages: Messages) -> Messages:
+    """Return a history whose tool calls are JSON text, for columns of one type."""
+    if isinstance(messages, str):
+        return messages
+    return [
+        {
+            "role": message["role"],
+            "content": message.get("content", ""),
+            "tool_calls": [_as_json(call) for call in message["tool_calls"] or []],
+        }
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+
+
+def _as_json(call: Any) -> str:
+    return json.dumps(call if isinstance(call, dict) else call.model_dump())
+
+
+async def parse_response_messages(response: Any, message_type: MessageType) -> Messages:
+    """Return what a response says: a list of one message, or a string for completions.
+
+    Raises:
+        BadResponse: the response holds no answer.
+    """
+    generation = to_generation(response, message_type)
+    return [generation.message] if message_type == "chat" else generation.text
+
+
+async def parse_response_tokens(
+    response: Any, message_type: MessageType, max_seq_len: int | None = None
+) -> dict[str, Any] | None:
+    """Return the tokens of a response as lists, or None where it has none.
+
+    With `max_seq_len` they are cut there: `is_truncated` says so, and `overlong_prompt` that
+    already the prompt was too long.
+    """
+    found = to_generation(response, message_type)
+    if found.prompt_ids is None or found.completion_ids is None or found.logprobs is None:
+        return None
+    limit = len(found.prompt_ids) + len(found.completion_ids)
+    limit = limit if max_seq_len is None else min(limit, max_seq_len)
+    prompt = found.prompt_ids[:limit].tolist()
+    room = max(0, limit - len(found.prompt_ids))
+    return {
+        "prompt_ids": prompt,
+        "prompt_mask": [0] * len(prompt),
+        "completion_ids": found.completion_ids[:room].tolist(),
+        "completion_mask": [1] * min(room, len(found.completion_ids)),
+        "completion_logprobs": found.logprobs[:room].tolist(),
+        "overlong_prompt": len(found.prompt_ids) > limit,
+        "is_truncated": len(found.prompt_ids) + len(found.completion_ids) > limit,
+    }
+
+
+def setup_logging(
+    level: str = "INFO", log_format: str | None = None, date_format: str | None = None
+) -> None:
+    """Let rolltree's loggers write to stderr, from `level` on."""
+    logger = logging.getLogger("rolltree")
+    handler = logging.StreamHandler()
+    form = log_format or "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    handler.setFormatter(logging.Formatter(form, date_format or "%Y-%m-%d %H:%M:%S"))
+    logger.handlers = [handler]
+    logger.setLevel(level.upper())
+    logger.propagate = False
+
+
+def print_prompt_completions_sample(
+    prompts: Sequence[Messages],
+    completions: Sequence[Messages],
+    rewards: Sequence[float],
+    step: int,
+    num_samples: int = 1,
+) -> None:
+    """Print the first prompts with their completions and rewards."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("Prompt", "Completion", "Reward", title=f"Step {step}", show_lines=True)
+    for index in range(min(num_samples, len(prompts))):
+        reward = rewards[index] if index < len(rewards) else 0.0
+        shown = [Text(_text(prompts[index])), Text(_text(completions[index]))]
+        table.add_row(*shown, f"{reward:.2f}")
+    Console().print(table)
+
+
+def _text(messages: Messages) -> str:
+    if isinstance(messages, str):
+        return messages
+    return "\n\n".join(f"{message['role']}: {text_of(message)}" for message in messages)

@@ -1,0 +1,94 @@
+"""Where each public name of verifiers 0.1.8 lives, there and here.
+
+Pure data: module paths relative to the package, and for each name the module it comes from. It
+imports nothing of what it names. Names of the openai package are fetched from there when used.
+"""
+
+from __future__ import annotations
+
+_SHIMS = "rolltree.compat"
+
+SOURCES: dict[str, str] = {
+    "rolltree.environments": "EnvGroup Environment MultiTurnEnv PythonEnv ReasoningGymEnv "
+    "SandboxEnv SingleTurnEnv StatefulToolEnv TextArenaEnv ToolEnv ModelResponse cleanup "
+    "convert_func_to_oai_tool load_environment stop teardown GenerateMetadata",
+    "rolltree.rubrics": "MathRubric Rubric RubricGroup ToolRubric RewardFunc",
+    "rolltree.parsers": "MaybeThinkParser Parser ThinkParser XMLParser extract_boxed_answer",
+    "rolltree.types": "ChatMessage Info Messages MessageType RolloutInput BaseRolloutInput "
+    "RolloutTiming SamplingArgs State TrajectoryStep TrajectoryStepTokens",
+    f"{_SHIMS}.judge": "JudgeRubric",
+    f"{_SHIMS}.datasets": "BOXED_SYSTEM_PROMPT THINK_BOXED_SYSTEM_PROMPT extract_hash_answer "
+    "load_example_dataset strip_non_numeric",
+    f"{_SHIMS}.helpers": "NullAsyncContext concat_messages maybe_await maybe_semaphore "
+    "message_to_printable messages_to_printable parse_response_messages parse_response_tokens "
+    "print_prompt_completions_sample sanitize_tool_calls setup_logging strip_nones_from_content",
+    f"{_SHIMS}.types": "ChatMessages ClientConfig Endpoint Endpoints GenerateOutputs "
+    "GroupRewardFunc IndividualRewardFunc JsonPrimitive Message ProcessedOutputs RolloutScore "
+    "RolloutScores",
+    "openai": "AsyncOpenAI",
+    "openai.types.chat": "ChatCompletion ChatCompletionMessageToolCall ChatCompletionRole "
+    "ChatCompletionToolParam",
+    "openai.types.completion": "Completion",
+    "openai.types.shared_params": "FunctionDefinition FunctionParameters",
+}
+
+SOURCE_OF = {name: module for module, names in SOURCES.items() for name in names.split()}
+
+_TYPES = (
+    SOURCES["rolltree.types"].split()
+    + SOURCES[f"{_SHIMS}.types"].split()
+    + ["RewardFunc", "ModelResponse", "GenerateMetadata", "AsyncOpenAI", "ChatCompletion"]
+    + ["ChatCompletionMessageToolCall", "ChatCompletionRole", "ChatCompletionToolParam"]
+    + ["Completion", "FunctionDefinition", "FunctionParameters"]
+)
+_MESSAGES = (
+    "strip_nones_from_content concat_messages message_to_printable messages_to_printable "
+    "sanitize_tool_calls"
+)
+
+MODULES: dict[str, tuple[str, ...]] = {
+    "types": tuple(_TYPES),
+    "decorators": ("stop", "cleanup", "teardown"),
+    "envs": (),
+    "envs.environment": ("Environment",),
+    "envs.multiturn_env": ("MultiTurnEnv",),
+    "envs.singleturn_env": ("SingleTurnEnv",),
+    "envs.tool_env": ("ToolEnv",),
+    "envs.stateful_tool_env": ("StatefulToolEnv",),
+    "envs.sandbox_env": ("SandboxEnv",),
+    "envs.python_env": ("PythonEnv",),
+    "envs.env_group": ("EnvGroup",),
+    "envs.textarena_env": ("TextArenaEnv",),
+    "envs.reasoninggym_env": ("ReasoningGymEnv",),
+    "rubrics": (),
+    "rubrics.rubric": ("Rubric",),
+    "rubrics.rubric_group": ("RubricGroup",),
+    "rubrics.judge_rubric": ("JudgeRubric",),
+    "rubrics.tool_rubric": ("ToolRubric",),
+    "rubrics.math_rubric": ("MathRubric",),
+    "parsers": (),
+    "parsers.parser": ("Parser",),
+    "parsers.think_parser": ("ThinkParser",),
+    "parsers.maybe_think_parser": ("MaybeThinkParser",),
+    "parsers.xml_parser": ("XMLParser",),
+    "utils": (),
+    "utils.async_utils": ("maybe_await", "maybe_semaphore", "NullAsyncContext"),
+    "utils.data_utils": (
+        *("BOXED_SYSTEM_PROMPT", "THINK_BOXED_SYSTEM_PROMPT", "extract_boxed_answer"),
+        *("extract_hash_answer", "load_example_dataset", "strip_non_numeric"),
+    ),
+    "utils.decorators": ("stop", "cleanup", "teardown"),
+    "utils.env_utils": ("load_environment",),
+    "utils.logging_utils": ("print_prompt_completions_sample", "setup_logging"),
+    "utils.message_utils": tuple(_MESSAGES.split()),
+    "utils.response_utils": ("parse_response_messages", "parse_response_tokens"),
+    "utils.tool_utils": ("convert_func_to_oai_tool",),
+}
+
+REMOVED = frozenset(
+    (
+        *("RLTrainer", "RLConfig", "GRPOTrainer", "GRPOConfig"),
+        *("grpo_defaults", "lora_defaults", "get_model", "get_model_and_tokenizer"),
+    )
+)
+"""Names of verifiers' trainer, which has no counterpart with the same settings."""

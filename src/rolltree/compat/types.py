@@ -1,0 +1,71 @@
+"""Type names of verifiers 0.1.8 that rolltree has no use for itself.
+
+Only aliases and dict shapes for annotations; no behaviour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, TypedDict
+
+from rolltree.environments import GenerateResults
+from rolltree.types import ChatMessage
+
+ChatMessages: TypeAlias = list[ChatMessage]
+Message: TypeAlias = str | ChatMessage
+IndividualRewardFunc: TypeAlias = Callable[..., float | Awaitable[float]]
+GroupRewardFunc: TypeAlias = Callable[..., list[float] | Awaitable[list[float]]]
+JsonPrimitive: TypeAlias = Literal["string", "number", "integer", "boolean", "array", "object"]
+GenerateOutputs: TypeAlias = GenerateResults
+"""What `generate` returns; its columns are attributes and items."""
+
+
+class RolloutScore(TypedDict):
+    """The scores of one rollout."""
+
+    reward: float
+    metrics: dict[str, float]
+
+
+class RolloutScores(TypedDict):
+    """The scores of several rollouts, by column."""
+
+    reward: list[float]
+    metrics: dict[str, list[float]]
+
+
+class ProcessedOutputs(TypedDict):
+    """Token columns of several rollouts."""
+
+    prompt_ids: list[list[int]]
+    prompt_mask: list[list[int]]
+    completion_ids: list[list[int]]
+    completion_mask: list[list[int]]
+    completion_logprobs: list[list[float]]
+    rewards: list[float]
+    is_truncated: list[bool]
+
+
+class Endpoint(TypedDict):
+    """Where a model is served."""
+
+    key: str
+    url: str
+    model: str
+
+
+Endpoints: TypeAlias = dict[str, Endpoint]
+
+
+@dataclass
+class ClientConfig:
+    """How to reach a server: `api_key_var` names the environment variable with the key."""
+
+    api_key_var: str = "OPENAI_API_KEY"
+    api_base_url: str = "https://api.openai.com/v1"
+    timeout: float = 3600.0
+    max_connections: int = 28000
+    max_keepalive_connections: int = 28000
+    max_retries: int = 10
+    extra_headers: dict[str, Any] | None = None

@@ -1,0 +1,72 @@
+"""The public API of verifiers 0.1.8: its module paths and names, with rolltree's behaviour.
+
+Submodules (`envs.tool_env`, `rubrics.rubric`, `utils.data_utils`, `types`, ...) are made from the
+table in `rolltree.compat.names` when they are imported, and a name is fetched when it is used. It
+leaves out trainers and scripts; what behaves differently on purpose is in docs/compat.md.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from rolltree.compat.names import MODULES, REMOVED, SOURCE_OF
+
+__version__ = "0.1.8"
+__all__ = sorted(SOURCE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name in REMOVED:
+        raise AttributeError(
+            f"verifiers' trainer is not part of rolltree, so there is no {name!r}. Train with "
+            "rolltree.training.train or `rolltree train`; see docs/training.md."
+        )
+    if name in MODULES:
+        return import_module(f"{__name__}.{name}")
+    source = SOURCE_OF.get(name)
+    if source is None:
+        raise AttributeError(f"verifiers 0.1.8 has no public name {name!r}")
+    value = getattr(import_module(source), name)
+    globals()[name] = value
+    return value
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds and makes the submodules of this package."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        prefix, _, name = fullname.partition(f"{__name__}.")
+        if prefix or name not in MODULES:
+            return None
+        is_package = any(known.startswith(f"{name}.") for known in MODULES)
+        return ModuleSpec(fullname, self, is_package=is_package)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Mirror(spec.name, MODULES[spec.name.removeprefix(f"{__name__}.")])
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: names are fetched when they are used."""
+
+
+class _Mirror(ModuleType):
+    """A module whose names come from elsewhere."""
+
+    def __init__(self, path: str, names: tuple[str, ...]) -> None:
+        super().__init__(path, f"Names of verifiers 0.1.8 in `{path}`.")
+        self.__all__ = list(names)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.__all__:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(SOURCE_OF[name]), name)
+        setattr(self, name, value)
+        return value
+
+
+if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    sys.meta_path.append(_Finder())
