@@ -100,26 +100,14 @@ _ROOMS: dict[str, str] = {
     "SamplingParams State TrainingExample TrajectoryStep TrajectoryStepTokens "
     "TruncationReason",
 }
-_OLD_NAMES = (
-    "ChatMessages Endpoints GenerateOutputs GroupRewardFunc IndividualRewardFunc Message "
-    "RewardFunc concat_messages load_example_dataset maybe_await print_prompt_completions_sample "
-    "setup_logging"
-).split()  # noqa: SIM905  (a table)
-    "ChatMessages",
-    "Endpoints",
-    "GenerateOutputs",
-    "GroupRewardFunc",
-    "IndividualRewardFunc",
-    "Message",
-    "RewardFunc",
-    "concat_messages",
-    "load_example_dataset",
-    "maybe_await",
-    "print_prompt_completions_sample",
-    "setup_logging",
-]
+_OLD_NAMES: dict[str, str] = {
+    "compat.verifiers": "ChatMessages Endpoints GenerateOutputs GroupRewardFunc "
+    "IndividualRewardFunc Message RewardFunc concat_messages load_example_dataset maybe_await "
+    "print_prompt_completions_sample setup_logging",
+}
 """Names of verifiers 0.1.8 for environments whose import line was changed (`compat`)."""
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names.split()}
+_OLD_ROOM_OF = {name: room for room, names in _OLD_NAMES.items() for name in names.split()}
 
 __version__ = "0.1.0"
 __all__ = sorted([*_ROOM_OF, "__version__"])
@@ -128,7 +116,7 @@ __all__ = sorted([*_ROOM_OF, "__version__"])
 def __getattr__(name: str) -> Any:
     if name in _ROOMS or name == "compat":
         return importlib.import_module(f"rolltree.{name}")
-    room = _ROOM_OF.get(name, "compat.verifiers" if name in _OLD_NAMES else None)
+    room = _ROOM_OF.get(name) or _OLD_ROOM_OF.get(name)
     if room is None:
         raise AttributeError(f"module 'rolltree' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"rolltree.{room}"), name)
