@@ -80,13 +80,13 @@ def test_table_store_and_tokens(env, tmp_path):
 def test_two_servers_share_the_rollouts(env, tmp_path):
     with ScriptedServer(adds) as one, ScriptedServer(adds) as other:
         result = invoke(
-            "eval", env, "-m", "scripted", "-b", one.base_url, "-b", other.base_url, "-n", 6,
-            "-r", 2, "-t", 16, "--run", tmp_path / "run",
+            "eval", env, "-m", "scripted", "-b", one.base_url, "-b", other.base_url, "-n", 30,
+            "-r", 2, "-t", 16, "-a", '{"num": 60}', "--run", tmp_path / "run",
         )  # fmt: skip
         assert result.exit_code == 0, result.output
         asked = [[r.body["messages"][-1]["content"] for r in s.requests] for s in (one, other)]
-    assert sum(map(len, asked)) == 12
-    assert all(asked)
+    assert sum(map(len, asked)) == 60
+    assert all(asked)  # by hash of address and group: one in 2 ** 29 gets nothing
     assert not set(asked[0]) & set(asked[1])  # a group's rollouts go to one server
 
 
