@@ -1,0 +1,110 @@
+"""A model client with OpenAI's methods: what environments call on `state["client"]`.
+
+It turns `client.chat.completions.create(...)` and `client.completions.create(...)` into calls of
+the client behind it, so that a user that is played by a model, or a judge inside an environment,
+needs no second connection. It knows nothing about HTTP. It leaves out streaming and several
+completions at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rolltree.environments.responses import ModelResponse
+from rolltree.errors import UnsupportedSetting
+from rolltree.inference.client import ModelClient, sampling_from_args
+from rolltree.types import Messages, MessageType, ToolSchema
+
+
+class OpenAIView:
+    """A `ModelClient` as an `AsyncOpenAI`, in the methods that environments use.
+
+    Example:
+        >>> async def reply(state):
+        ...     said = await state["client"].chat.completions.create(
+        ...         model=state["model"], messages=[{"role": "user", "content": "7 + 5 ="}]
+        ...     )
+        ...     return said.choices[0].message.content
+    """
+
+    __slots__ = ("__rolltree_client__",)
+
+    def __init__(self, client: ModelClient) -> None:
+        self.__rolltree_client__ = client
+
+    @property
+    def model(self) -> str:
+        """The model asked when a call names none."""
+        return self.__rolltree_client__.model
+
+    @property
+    def chat(self) -> _Chat:
+        """The chat endpoint; it can also be called as `ModelClient.chat`."""
+        return _Chat(self.__rolltree_client__)
+
+    @property
+    def completions(self) -> _Endpoint:
+        """The text endpoint."""
+        return _Endpoint(self.__rolltree_client__, "completion")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__rolltree_client__, name)
+
+
+class _Endpoint:
+    """One endpoint with its `create`."""
+
+    def __init__(self, client: ModelClient, message_type: MessageType) -> None:
+        self._client = client
+        self._type = message_type
+
+    async def create(
+        self,
+        *,
+        model: str | None = None,
+        messages: Messages | None = None,
+        prompt: Messages | None = None,
+        tools: Sequence[ToolSchema] | None = None,
+        stream: bool = False,
+        **fields: Any,
+    ) -> ModelResponse:
+        """Ask once; `fields` are OpenAI's.
+
+        Raises:
+            UnsupportedSetting: `stream` was asked for.
+            ModelError: there was no usable answer.
+        """
+        if stream:
+            raise UnsupportedSetting(
+                "an environment asked the rollout's model for a stream; the answer would come in "
+                "pieces that nobody records. Call create() without stream."
+            )
+        asked = messages if self._type == "chat" else prompt
+        generation = await self._client.chat(
+            asked if asked is not None else [],
+            tools=tools or None,
+            sampling=sampling_from_args(fields),
+            model=model,
+            message_type=self._type,
+        )
+        return ModelResponse(generation, self._type)
+
+
+class _Chat:
+    def __init__(self, client: ModelClient) -> None:
+        self._client = client
+
+    @property
+    def completions(self) -> _Endpoint:
+        return _Endpoint(self._client, "chat")
+
+    async def __call__(self, *args: Any, **settings: Any) -> Any:
+        return await self._client.chat(*args, **settings)
+
+
+def openai_view(client: Any) -> Any:
+    """Return `client` if it has OpenAI's methods, else a view that has; None for None."""
+    if client is None or hasattr(getattr(client, "chat", None), "completions"):
+        return client
+    return OpenAIView(client)
