@@ -53,7 +53,7 @@ class Decoder:
     @property
     def busy(self) -> bool:
         """Whether a request waits or decodes."""
-        return bool(self.waiting) or any(request is not None for request in self.slots.request)
+        return bool(self.waiting) or bool(self.slots.taken.any())
 
     @torch.inference_mode()
     def step(self, version: int) -> None:
@@ -82,7 +82,8 @@ class Decoder:
         """Answer every request with `error` and forget all keys, which may be half written."""
         requests = [*self.waiting, *(r for r in self.slots.request if r is not None)]
         self.waiting.clear()
-        self.slots.request = [None] * len(self.slots.request)
+        for row in self.slots.active():
+            self.slots.release(row)
         self.slots.forget()
         for request in requests:
             request.settle(error)
@@ -98,16 +99,15 @@ class Decoder:
 
     def _admit(self) -> None:
         slots = self.slots
-        num_free = min(self.max_batch, len(slots.request)) - len(slots.active())
+        num_free = min(self.max_batch, len(slots.taken)) - int(slots.taken.sum())
         for request in list(self.waiting) if num_free > 0 else ():
             if num_free == 0:
                 return
             common = np.minimum(slots.common(request.prompt), len(request.prompt) - 1)
             ready = np.minimum(common, slots.cached)
             source = int(ready.argmax())
-            computing = [row for row in slots.active() if slots.cached[row] < slots.length[row]]
-            if computing and common[computing].max() > ready[source] + _WORTH_WAITING:
-                continue
+            if (common * slots.taken).max() > ready[source] + _WORTH_WAITING:
+                continue  # some row is computing it
             self.waiting.remove(request)
             self._place(request, source, int(ready[source]))
             num_free -= 1
@@ -115,11 +115,10 @@ class Decoder:
     def _place(self, request: Pending, source: int, shared: int) -> None:
         """Give `request` a slot holding the first `shared` ids of its prompt, as `source` does."""
         slots, cache = self.slots, self.runner.cache
-        free = slots.request[source] is None
-        take_over = free and shared > 0 and slots.cached[source] <= 2 * shared
+        take_over = not slots.taken[source] and 0 < slots.cached[source] <= 2 * shared
         row = source if take_over else slots.victim()
-        lowest = slots.request.index(None)
-        if row > lowest and row > max(slots.active(), default=-1):
+        lowest = int(slots.taken.argmin())
+        if row > lowest and not slots.taken[row:].any():
             cache.swap(row, lowest, shared if row == source else 0, int(slots.cached[lowest]))
             slots.swap(row, lowest)
             source = {row: lowest, lowest: row}.get(source, source)
@@ -142,28 +141,29 @@ class Decoder:
         return counts
 
     def _sample(self, rows: list[int], logits: torch.Tensor, version: int) -> None:
-        slots = self.slots
-        requests = [slots.request[row] for row in rows]
-        uniforms = torch.tensor([next(r.uniforms) for r in requests if r is not None])
-        settings = torch.from_numpy(slots.settings[rows]).to(logits.device)
-        temperature, top_k, top_p = settings.unbind(1)
-        drawn = sample(logits, uniforms.to(logits.device), temperature, top_k.long(), top_p)
+        slots, device = self.slots, logits.device
+        uniforms = [next(r.uniforms) for row in rows if (r := slots.request[row]) is not None]
+        temperature, top_k, top_p = torch.from_numpy(slots.settings[rows]).to(device).unbind(1)
+        drawn = sample(
+            logits, torch.tensor(uniforms, device=device), temperature, top_k.long(), top_p
+        )
         ids = drawn.ids.to("cpu", torch.int32).numpy()
         logprobs = drawn.logprobs.cpu().numpy()
         slots.append(rows, ids, logprobs, drawn.raw_logprobs.cpu().numpy(), version)
         self.num_sampled_tokens += len(rows)
-        finite = np.isfinite(logprobs)
-        ended = self.is_end[ids]
-        for at, (row, request) in enumerate(zip(rows, requests, strict=True)):
+        broken, ended = ~np.isfinite(logprobs), self.is_end[ids]
+        full = slots.length[rows] >= slots.limit[rows]
+        for at in (broken | ended | full | slots.has_stops[rows]).nonzero()[0]:
+            row = rows[at]
+            request = slots.request[row]
             if request is None:
                 continue
-            if not finite[at]:
-                self._reject(row, request)
-                continue
             stop = self._matched_stop(row, request, int(ids[at]))
-            if ended[at] or stop is not None:
+            if broken[at]:
+                self._reject(row, request)
+            elif ended[at] or stop is not None:
                 self._finish(row, request, FinishReason.STOP, stop)
-            elif slots.length[row] >= request.limit:
+            elif full[at]:
                 self._finish(row, request, FinishReason.LENGTH, None)
 
     def _compact(self, active: list[int]) -> list[int]:

@@ -37,7 +37,8 @@ from rolltree.types import GenerateRequest, SamplingParams
 
 _DEFAULT_CONTEXT = 2048
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "stop", "stop_token_ids", "seed")
-_PREFILL_CHUNK = {"cpu": 1024}  # activations that stay in cache: 1.2 times as fast as 2,300
+_CHUNK_BYTES = {"cpu": 6 * 2**20}
+"""Widest activations of one pass: those that stay in cache are computed 1.2 times as fast."""
 _NO_EFFECT: dict[str, tuple[object, ...]] = {
     "logprobs": (True, False, 0, 1),
     "top_logprobs": (0,),
@@ -92,7 +93,7 @@ class LocalEngine:
         own_limit = getattr(model.config, "max_position_embeddings", None) or _DEFAULT_CONTEXT
         self.max_context = max_context or min(own_limit, _DEFAULT_CONTEXT)
         if prefill_chunk is None:
-            prefill_chunk = _PREFILL_CHUNK.get(model.device.type, 8192)
+            prefill_chunk = _default_chunk(model)
         for name, value in (
             ("max_batch", max_batch),
             ("max_context", self.max_context - 1),
@@ -339,6 +340,12 @@ _CLOSED = (
     "the embedded engine is closed, so the request was not answered. Keep the engine open until "
     "the last rollout is done."
 )
+
+
+def _default_chunk(model: Any) -> int:
+    width = getattr(model.config, "intermediate_size", None) or 4 * model.config.hidden_size
+    most: int = _CHUNK_BYTES.get(model.device.type, 2**28) // (width * model.dtype.itemsize)
+    return min(max(most, 256), 8192)
 
 
 def _step_failed(cause: BaseException) -> ModelError:

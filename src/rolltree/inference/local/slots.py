@@ -19,7 +19,8 @@ class SlotTable:
     """Rows of token ids. `length[row]` ids are known, the first `cached[row]` have keys.
 
     Arrays of shape `[slots, capacity]` hold ids and, for sampled tokens, logprobs and versions;
-    `settings` `[slots, 3]` holds temperature, top_k and top_p of the row's request.
+    Of the row's request, `settings` `[slots, 3]` holds temperature, top_k and top_p, `limit` the
+    greatest length, and `has_stops` whether it has stop strings or ids of its own.
     """
 
     def __init__(self, num_slots: int, capacity: int) -> None:
@@ -30,13 +31,17 @@ class SlotTable:
         self.settings: FloatArray = np.zeros((num_slots, 3), np.float32)
         self.length: NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self.cached: NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        self.limit: NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        self.has_stops: NDArray[np.bool_] = np.zeros(num_slots, bool)
         self.last_used: NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        self.taken: NDArray[np.bool_] = np.zeros(num_slots, bool)
         self.request: list[Pending | None] = [None] * num_slots
         self._clock = 0
 
     def active(self) -> list[int]:
         """Return the rows that have a request, ascending."""
-        return [row for row, request in enumerate(self.request) if request is not None]
+        rows: list[int] = self.taken.nonzero()[0].tolist()
+        return rows
 
     def common(self, prompt: IntArray) -> NDArray[np.int64]:
         """Return, per row, how many leading ids `prompt` shares with it."""
@@ -46,8 +51,8 @@ class SlotTable:
 
     def victim(self) -> int:
         """Return the free row to overwrite: an empty one, else the one unused for longest."""
-        free = [row for row, request in enumerate(self.request) if request is None]
-        return min(free, key=lambda row: (self.length[row] > 0, self.last_used[row], row))
+        age = np.where(self.length > 0, self.last_used, -1)
+        return int(np.where(self.taken, np.iinfo(np.int64).max, age).argmin())
 
     def start(self, row: int, request: Pending, cached: int) -> None:
         """Give a free row to `request`, of whose prompt `cached` ids have keys there."""
@@ -55,7 +60,9 @@ class SlotTable:
         self.length[row], self.cached[row] = len(request.prompt), cached
         asked = request.sampling
         self.settings[row] = asked.temperature, asked.top_k, asked.top_p
-        self.request[row] = request
+        self.limit[row] = request.limit
+        self.has_stops[row] = bool(asked.stop or asked.stop_token_ids)
+        self.request[row], self.taken[row] = request, True
         self._touch(row)
 
     def append(
@@ -69,7 +76,7 @@ class SlotTable:
 
     def release(self, row: int, *, keep: bool = True) -> None:
         """Take the request off a row; its ids stay for reuse unless `keep` is False."""
-        self.request[row] = None
+        self.request[row], self.taken[row] = None, False
         self._touch(row)
         if not keep:
             self.length[row] = self.cached[row] = 0
@@ -79,16 +86,16 @@ class SlotTable:
         pair, reverse = [one, two], [two, one]
         for array in (self.ids, self.logprobs, self.raw_logprobs, self.versions, self.settings):
             array[pair] = array[reverse]
-        for counts in (self.length, self.cached, self.last_used):
-            counts[pair] = counts[reverse]
+        for values in (self.length, self.cached, self.limit, self.last_used):
+            values[pair] = values[reverse]
+        for flags in (self.has_stops, self.taken):
+            flags[pair] = flags[reverse]
         self.request[one], self.request[two] = self.request[two], self.request[one]
 
     def forget(self) -> None:
         """Declare all keys and values outdated; rows without a request become empty."""
         self.cached[:] = 0
-        for row, request in enumerate(self.request):
-            if request is None:
-                self.length[row] = 0
+        self.length[~self.taken] = 0
 
     def _touch(self, row: int) -> None:
         self._clock += 1
