@@ -10,7 +10,9 @@ process. The server is an in-process httpx transport: every request goes through
 client (`OpenAIClient`, `AsyncOpenAI`) down to httpx, and every answer is fresh JSON with vLLM's
 token ids and the logprobs of 100 sampled ids. Prompts have 500 ids in the first turn and 500 more
 in every turn after it (400 of the environment, 100 sampled). What the server takes to answer is
-measured and taken out.
+measured and taken out. The environment says the same 400 tokens of text every turn, so that its
+text, which both libraries keep as it is, hardly counts as memory; `own text` shows 32 turns with
+new text in each.
 
 verifiers runs in a virtual environment of its own, made where it is missing, in
 `~/.cache/rolltree/benchmarks` (or $ROLLTREE_HOME/benchmarks). The runs of the two alternate.
@@ -115,7 +117,7 @@ def _answers(number: int, num_turns: int) -> list[bytes]:
     return answers
 
 
-def make_environment(library: Any, num_turns: int) -> Any:
+def make_environment(library: Any, num_turns: int, own_text: bool) -> Any:
     """Return the environment, written once for both libraries."""
     said = words(random.Random(99), NEW_IDS)
 
@@ -123,7 +125,7 @@ def make_environment(library: Any, num_turns: int) -> Any:
         """The environment says 400 tokens after every answer."""
 
         async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
-            return [{"role": "user", "content": f"{len(state['trajectory'])} {said}"}]
+            return [{"role": "user", "content": f"{said} ." if own_text else said}]
 
     async def length(completion: Any) -> float:
         return float(len(completion))
@@ -149,10 +151,12 @@ def make_inputs(num: int) -> list[dict[str, Any]]:
     ]
 
 
-async def run_rolltree(num: int, turns: int, transport: ScriptedTransport) -> Any:
+async def run_rolltree(
+    num: int, turns: int, transport: ScriptedTransport, own_text: bool = False
+) -> Any:
     import rolltree
 
-    env = make_environment(rolltree, turns)
+    env = make_environment(rolltree, turns, own_text)
     client = rolltree.OpenAIClient("http://scripted/v1", "scripted", transport=transport)
     sampling: dict[str, Any] = {"temperature": 1.0, "max_tokens": SAMPLED_IDS}
     return await env.generate(
@@ -160,11 +164,13 @@ async def run_rolltree(num: int, turns: int, transport: ScriptedTransport) -> An
     )
 
 
-async def run_verifiers(num: int, turns: int, transport: ScriptedTransport) -> Any:
+async def run_verifiers(
+    num: int, turns: int, transport: ScriptedTransport, own_text: bool = False
+) -> Any:
     import verifiers
     from openai import AsyncOpenAI
 
-    env = make_environment(verifiers, turns)
+    env = make_environment(verifiers, turns, own_text)
     http = httpx.AsyncClient(transport=transport)
     client = AsyncOpenAI(base_url="http://scripted/v1", api_key="none", http_client=http)
     sampling = {
@@ -195,7 +201,7 @@ def check_results(results: Any, num: int, turns: int) -> None:
         raise SystemExit(f"{len(states)} rollouts of {num} came back")
 
 
-def side(name: str, num: int, turns: int, memory: bool) -> dict[str, float]:
+def side(name: str, num: int, turns: int, memory: bool, own_text: bool = False) -> dict[str, float]:
     """Run one side in this process: CPU seconds per rollout, or bytes kept per rollout."""
     transport = ScriptedTransport(turns)
     asyncio.run(RUN[name](4, turns, ScriptedTransport(turns)))  # imports and caches
@@ -204,7 +210,7 @@ def side(name: str, num: int, turns: int, memory: bool) -> dict[str, float]:
         tracemalloc.start()
         before = tracemalloc.get_traced_memory()[0]
     started = time.process_time()
-    results = asyncio.run(RUN[name](num, turns, transport))
+    results = asyncio.run(RUN[name](num, turns, transport, own_text))
     cpu_s = time.process_time() - started - transport.busy_s
     kept = 0.0
     if memory:
@@ -229,11 +235,9 @@ def peer_python() -> str:
     return str(python)
 
 
-def run_side(python: str, name: str, num: int, turns: int, memory: bool = False) -> dict[str, Any]:
-    command = [python, __file__, "--side", name, "--num", str(num), "--turns", str(turns)]
-    done = subprocess.run(
-        [*command, "--memory"] if memory else command, capture_output=True, text=True
-    )
+def run_side(python: str, name: str, num: int, turns: int, *flags: str) -> dict[str, Any]:
+    command = [python, __file__, "--side", name, "--num", str(num), "--turns", str(turns), *flags]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"the run of {name} failed:\n{done.stderr[-3000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -261,12 +265,12 @@ def measure(num: int, rounds: int) -> dict[str, float]:
         figures[f"{name}_ms"] = 1000.0 * min(cpu[name])
         figures[f"{name}_per_cpu_s"] = 1.0 / min(cpu[name])
     figures["cpu_ratio"] = min(cpu["verifiers"]) / min(cpu["rolltree"])
-    for turns, few in ((4, 40), (32, 6)):
+    for label, turns, few, *flags in (("4", 4, 40), ("32", 32, 6), ("32_own", 32, 6, "--own-text")):
         for name in SIDES:
-            found = run_side(python[name], name, few, turns, memory=True)
-            figures[f"{name}_kept_kib_{turns}"] = found["kept_bytes"] / 1024
-        kept = [figures[f"{name}_kept_kib_{turns}"] for name in SIDES]
-        figures[f"memory_ratio_{turns}"] = kept[1] / kept[0]
+            found = run_side(python[name], name, few, turns, "--memory", *flags)
+            figures[f"{name}_kept_kib_{label}"] = found["kept_bytes"] / 1024
+        kept = [figures[f"{name}_kept_kib_{label}"] for name in SIDES]
+        figures[f"memory_ratio_{label}"] = kept[1] / kept[0]
     figures["import_s"] = import_seconds(python["rolltree"], "rolltree", 5)
     figures["verifiers_import_s"] = import_seconds(python["verifiers"], "verifiers", 2)
     return figures
@@ -289,6 +293,7 @@ def report(figures: dict[str, float]) -> None:
         ("rollouts per CPU second", "per_cpu_s", "cpu_ratio"),
         ("kept KiB per rollout, 4 turns", "kept_kib_4", "memory_ratio_4"),
         ("kept KiB per rollout, 32 turns", "kept_kib_32", "memory_ratio_32"),
+        ("the same, own text", "kept_kib_32_own", "memory_ratio_32_own"),
     ]
     for label, key, ratio in table:
         ours, theirs = figures[f"rolltree_{key}"], figures[f"verifiers_{key}"]
@@ -305,10 +310,11 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--turns", type=int, default=4, help=argparse.SUPPRESS)
+    parser.add_argument("--own-text", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
-        print(json.dumps(side(args.side, args.num, args.turns, args.memory)))
+        print(json.dumps(side(args.side, args.num, args.turns, args.memory, args.own_text)))
         return 0
     figures = measure(args.num, args.rounds)
     if args.json:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from types import CoroutineType
 from typing import Any
 
 from rolltree.environments.closing import forget, register
@@ -387,4 +388,6 @@ def _tools(info: Any, own: Sequence[ToolSchema]) -> list[ToolSchema]:
 
 async def settle(value: Any) -> Any:
     """Await `value` if it can be awaited: hooks may be plain functions."""
-    return await value if inspect.isawaitable(value) else value
+    if type(value) is CoroutineType or inspect.isawaitable(value):
+        return await value
+    return value

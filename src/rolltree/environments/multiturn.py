@@ -18,6 +18,7 @@ from rolltree.errors import ConfigError
 from rolltree.inference.client import as_client
 from rolltree.rollouts import derive_seed, merge_args
 from rolltree.rollouts.episode import current_episode
+from rolltree.tokens import Trajectory
 from rolltree.types import (
     Messages,
     RolloutInput,
@@ -125,6 +126,8 @@ class MultiTurnEnv(Environment):
             if state["completion"] is None:  # failed or cancelled, or ended by an override
                 await self._render_timing(state)
                 await self._render_completion(state)
+            if isinstance(state["trajectory"], Trajectory):
+                state["trajectory"].tree.trim()
         return state
 
     def _session(self, client: Any, model: str) -> Any:

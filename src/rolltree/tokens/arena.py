@@ -179,8 +179,16 @@ class TokenArena:
             run = new_run
         return Place(end - 1, run)
 
+    def trim(self) -> None:
+        """Give back what is reserved beyond the tokens stored."""
+        if 4 * self.num_tokens < len(self._bytes):
+            self._resize(self.num_tokens)
+
     def _reserve(self, num_tokens: int) -> None:
-        grown = bytearray(4 * (num_tokens + num_tokens // 2 + 256))
+        self._resize(num_tokens + num_tokens // 2 + 256)
+
+    def _resize(self, capacity: int) -> None:
+        grown = bytearray(4 * capacity)
         used = 4 * self.num_tokens
         grown[:used] = memoryview(self._bytes)[:used]
         self._bytes = grown

@@ -54,6 +54,11 @@ class GrowBuffer:
         self.size = end
         return start
 
+    def trim(self) -> None:
+        """Give back what is reserved beyond the items stored."""
+        if self.size < len(self._data):
+            self._data = self._data[: self.size].copy()
+
     def view(self, start: int, end: int) -> NDArray[Any]:
         """Return a view of `[start, end)`. Copy it before handing it to a user."""
         return self._data[start:end]

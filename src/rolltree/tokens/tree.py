@@ -61,6 +61,12 @@ class TokenTree:
         self.extra = ExtraStreams()
         self.agents: list[str] = []
 
+    def trim(self) -> None:
+        """Give back memory that is reserved for further calls; calls can still be inserted."""
+        self.arena.trim()
+        for stream in self.sampled.values():
+            stream.buffer.trim()
+
     # -- insertion ---------------------------------------------------------------------------
 
     def insert(
