@@ -81,7 +81,7 @@ def test_two_servers_share_the_rollouts(env, tmp_path):
     with ScriptedServer(adds) as one, ScriptedServer(adds) as other:
         result = invoke(
             "eval", env, "-m", "scripted", "-b", one.base_url, "-b", other.base_url, "-n", 30,
-            "-r", 2, "-t", 16, "-a", '{"num": 60}', "--run", tmp_path / "run",
+            "-r", 2, "-t", 16, "-c", 4, "-a", '{"num": 60}', "--run", tmp_path / "run",
         )  # fmt: skip
         assert result.exit_code == 0, result.output
         asked = [[r.body["messages"][-1]["content"] for r in s.requests] for s in (one, other)]
