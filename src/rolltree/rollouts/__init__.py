@@ -10,12 +10,12 @@ from rolltree.rollouts.requests import (
     GroupStrategy,
     RequestStrategy,
     build_requests,
-    derive_seed,
     merge_args,
     repeat,
     resolve_sampling,
 )
 from rolltree.rollouts.source import GroupScorer, RolloutSource, Split
+from rolltree.seeds import derive_seed
 
 __all__ = [
     "Clock",

@@ -1,15 +1,12 @@
 """From examples to requests: one request is one episode, more is a transform of requests.
 
 It knows seeds, ids and groups. It knows nothing about how an episode is played or scored, and it
-leaves out which examples a trainer picks.
-
-Seeds. Everything random in a run comes from one `run_seed` through `derive_seed`, a hash: no seed
-depends on how many were drawn before it, so a run that is killed and resumed draws the same ones.
+leaves out which examples a trainer picks. Everything random in a run comes from one
+`run_seed` through `rolltree.seeds`.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -17,22 +14,8 @@ from typing import Any, Protocol
 from rolltree.errors import ConfigError
 from rolltree.inference.client import sampling_from_args
 from rolltree.rollouts.source import RolloutSource, Split
+from rolltree.seeds import derive_seed
 from rolltree.types import RolloutRequest, SamplingArgs, SamplingParams
-
-_MAX_SEED = 2**31
-"""Seeds are below it: numpy's old interface and several servers take no more than 31 bits."""
-
-
-def derive_seed(run_seed: int, *parts: str | int) -> int:
-    """Return a seed in `[0, 2**31)` that depends on every part and on their order.
-
-    >>> derive_seed(0, "train", 3) == derive_seed(0, "train", 3)
-    True
-    >>> derive_seed(0, "1", 2) == derive_seed(0, 1, "2")
-    False
-    """
-    text = repr((int(run_seed), *parts)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") % _MAX_SEED
 
 
 class RequestStrategy(Protocol):

@@ -1,0 +1,269 @@
+"""`Agent`: a model with a memory and a parser. One `act()` is one turn.
+
+It knows the client interface, messages, and how an answer becomes an action. Every model call is
+recorded, with its exact tokens, in the agent's own `trajectory`. It knows nothing about worlds and
+protocols: somebody tells it what it observes and does what it decided. It leaves out tools
+(`rolltree.agents.tool_agent`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from rolltree.agents.context import ContextStrategy, FullDialog
+from rolltree.errors import ConfigError
+from rolltree.inference.client import ModelClient, as_client, sampling_from_args
+from rolltree.parsers import text_of
+from rolltree.parsers.actions import ActionParser, as_text
+from rolltree.seeds import derive_seed
+from rolltree.steps import (
+    INCOMPLETE,
+    PARSE_FEEDBACK,
+    ActionTarget,
+    AgentStep,
+    ParseResult,
+    ToolAnswer,
+    ToolRequest,
+)
+from rolltree.tokens import Trajectory
+from rolltree.types import (
+    ChatMessage,
+    FinishReason,
+    Generation,
+    Info,
+    SamplingArgs,
+    SamplingParams,
+    ToolSchema,
+    TrajectoryStep,
+)
+
+INCOMPLETE_FEEDBACK = (
+    "Your answer was cut off before it was complete, so nothing was done. Answer more briefly."
+)
+
+
+class Agent:
+    """A model that acts by text. One object plays one episode at a time.
+
+    `reset` begins an episode, `observe` tells the agent something, `act` is one turn. `steps` are
+    the model calls of the episode so far, also after `act` raised; `trajectory` holds them as
+    spec-1 steps over one token tree; `history` is what was said.
+
+    Args:
+        client: the model, a `ModelClient` or an OpenAI client; `reset` may name another.
+        name: the agent's name, in its steps.
+        system_prompt: the first message of its history.
+        parser: from the text of an answer to an action.
+        context: which of its history the model is shown.
+        sampling: how to sample; `reset` may say otherwise.
+        model: the model to ask for, where the client has several.
+        reject_incomplete_completions: an answer that was cut off (`finish_reason` "length") counts
+            as one without an action. It stays in the history; the feedback follows it.
+        incomplete_penalty: what such an answer is worth (0 or less, usually).
+        incomplete_feedback: what the agent is told then.
+        parse_feedback: what it is told when the parser finds no action and has no feedback.
+
+    Raises:
+        ConfigError: a setting cannot be used.
+    """
+
+    def __init__(
+        self,
+        client: Any = None,
+        *,
+        name: str = "agent",
+        system_prompt: str | None = None,
+        parser: ActionParser = as_text,
+        context: ContextStrategy | None = None,
+        sampling: SamplingParams | SamplingArgs | None = None,
+        model: str | None = None,
+        reject_incomplete_completions: bool = True,
+        incomplete_penalty: float = 0.0,
+        incomplete_feedback: str = INCOMPLETE_FEEDBACK,
+        parse_feedback: str = "No action was found in your answer.",
+    ) -> None:
+        self.name = name
+        self.system_prompt = system_prompt
+        self.parser = parser
+        self.context: ContextStrategy = context or FullDialog()
+        self.reject_incomplete_completions = reject_incomplete_completions
+        self.incomplete_penalty = incomplete_penalty
+        self.incomplete_feedback = incomplete_feedback
+        self.parse_feedback = parse_feedback
+        self.tool_schemas: list[ToolSchema] = []
+        self._model = model
+        self._client = client
+        self._sampling = sampling
+        self._begin(client, sampling, None, ())
+
+    # -- an episode --------------------------------------------------------------------------
+
+    def reset(
+        self,
+        *,
+        client: Any = None,
+        sampling: SamplingParams | SamplingArgs | None = None,
+        seed: int | None = None,
+        messages: Sequence[ChatMessage] = (),
+    ) -> None:
+        """Begin an episode: forget the last one, open a session with the model.
+
+        Args:
+            client, sampling: instead of the agent's own, for this episode.
+            seed: of the episode's sampling. The call of index i samples with the seed itself for
+                i = 0 and with one derived from it later. None: that of `sampling`, if any.
+            messages: what stands in the history after the system prompt (few-shot examples).
+        """
+        self._begin(client or self._client, sampling or self._sampling, seed, messages)
+
+    def _begin(
+        self,
+        client: Any,
+        sampling: SamplingParams | SamplingArgs | None,
+        seed: int | None,
+        messages: Sequence[ChatMessage],
+    ) -> None:
+        self._session: ModelClient | None = None
+        if client is not None:
+            self._session = as_client(client, self._model).session()
+        if not isinstance(sampling, SamplingParams):
+            sampling = sampling_from_args(sampling or {})
+        self.sampling = sampling
+        self._seed = self.sampling.seed if seed is None else seed
+        self.trajectory = Trajectory()
+        self.steps: list[AgentStep] = []
+        self.turn = 0
+        self._num_tokens = 0
+        head: list[ChatMessage] = []
+        if self.system_prompt is not None:
+            head.append({"role": "system", "content": self.system_prompt})
+        self.history: list[ChatMessage] = [*head, *messages]
+
+    def observe(self, obs: str | Sequence[ChatMessage]) -> None:
+        """Tell the agent what it sees: a text as a user message, or messages as they are."""
+        if isinstance(obs, str):
+            self.history.append({"role": "user", "content": obs})
+        else:
+            self.history.extend(obs)
+
+    @property
+    def waiting(self) -> tuple[ToolRequest, ...]:
+        """The external tool calls that `answer` must answer before the next `act`."""
+        return ()
+
+    def answer(self, answers: Sequence[ToolAnswer]) -> None:
+        """Give the results of the external tool calls in `waiting`; `act` then continues the turn.
+
+        Raises:
+            ValueError: a call is not answered, or something else is.
+        """
+        if answers:
+            raise ValueError(
+                f"agent {self.name!r} has asked for no external tool, so there is nothing to "
+                "answer. Answer only after a step whose action_target is 'external'."
+            )
+
+    async def act(self) -> list[AgentStep]:
+        """Take one turn; return its model calls. The last one says what happens next.
+
+        Raises:
+            ModelError: the model gave no usable answer (`PromptTooLong`: the history is too long).
+                The calls before it are in `steps`.
+        """
+        first = len(self.steps)
+        generation, record = await self._call()
+        self._finish_turn(generation, record)
+        return self.steps[first:]
+
+    # -- parts of a turn ---------------------------------------------------------------------
+
+    async def _call(self, **extras: Any) -> tuple[Generation, TrajectoryStep]:
+        """Ask the model for the next message, record the call, and append the message."""
+        self.history = list(await self.context.prepare(self.history, self._num_tokens, self._ask))
+        shown = self.context.view(self.history)
+        generation, record = await self._sample(shown, extras)
+        self.history.append(generation.message)
+        self._num_tokens = generation.num_prompt_tokens + generation.num_completion_tokens
+        return generation, record
+
+    async def _ask(self, messages: Sequence[ChatMessage], kind: str) -> str:
+        """Make a model call beside the dialog, recorded as an internal step of this turn."""
+        generation, record = await self._sample(list(messages), {"kind": kind})
+        text = text_of(generation.message)
+        self._add_step(generation, record, "internal", ParseResult(text), info={"kind": kind})
+        return text
+
+    async def _sample(
+        self, messages: list[ChatMessage], extras: dict[str, Any]
+    ) -> tuple[Generation, TrajectoryStep]:
+        if self._session is None:
+            raise ConfigError(
+                f"agent {self.name!r} has no client, so there is no model to ask. Pass client=... "
+                "to the agent or to its reset()."
+            )
+        sampling = self.sampling
+        if self._seed is not None:
+            number = len(self.trajectory)
+            seed = derive_seed(self._seed, "turn", number) if number else self._seed
+            sampling = replace(sampling, seed=seed)
+        generation = await self._session.chat(
+            messages, tools=self.tool_schemas or None, sampling=sampling, model=self._model
+        )
+        record = self.trajectory.append_call(
+            prompt=messages,
+            completion=[generation.message],
+            generation=generation,
+            agent=self.name,
+            turn=self.turn,
+            extras=extras,
+        )
+        return generation, record
+
+    def _finish_turn(
+        self,
+        generation: Generation,
+        record: TrajectoryStep,
+        tool_calls: tuple[ToolRequest, ...] = (),
+    ) -> None:
+        """Read the action out of the final answer, and end the turn."""
+        info: Info = {}
+        if self.reject_incomplete_completions and generation.finish_reason == FinishReason.LENGTH:
+            info[INCOMPLETE] = True
+            parsed = ParseResult(None, self.incomplete_penalty, self.incomplete_feedback)
+        else:
+            parsed = self.parser(text_of(generation.message))
+            if parsed.failed and parsed.obs is None:
+                parsed = replace(parsed, obs=self.parse_feedback)
+        if parsed.failed:
+            info[PARSE_FEEDBACK] = parsed.obs
+        self._add_step(generation, record, "env", parsed, tool_calls, info=info)
+        self.turn += 1
+
+    def _add_step(
+        self,
+        generation: Generation,
+        record: TrajectoryStep,
+        target: ActionTarget,
+        parsed: ParseResult | None,
+        tool_calls: tuple[ToolRequest, ...] = (),
+        tool_answers: tuple[ToolAnswer, ...] = (),
+        info: Info | None = None,
+    ) -> None:
+        """Append a step to `steps`, with what the record's readers want in its extras."""
+        info = {"finish_reason": str(generation.finish_reason), **(info or {})}
+        record["extras"].update(info, action_target=target)
+        step = AgentStep(
+            agent=self.name,
+            turn=self.turn,
+            record=record,
+            finish_reason=generation.finish_reason,
+            action_target=target,
+            parse_result=parsed,
+            reward=0.0 if parsed is None else parsed.reward,
+            tool_calls=tool_calls,
+            tool_answers=tool_answers,
+            info=info,
+        )
+        self.steps.append(step)

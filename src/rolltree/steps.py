@@ -1,0 +1,244 @@
+"""Values of interaction: what a world answered, what an agent did, what an episode was (spec 2).
+
+`StepOutcome` crosses from a world to a protocol, `ParseResult` from a parser to an agent,
+`AgentStep` from an agent to a protocol, and `Rollout` from a protocol to whoever trains or scores.
+The module knows nothing about models, worlds or tokens: an `AgentStep` holds the spec-1 step of its
+call (`record`), whose tokens are a view on a token tree. It leaves out every behaviour.
+
+Rewards land in one place each. What a parser or an agent gives (a bonus for the format, a penalty)
+is `AgentStep.reward`; what a world gives is `EnvironmentStep.reward`. Nothing is added to both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from rolltree.types import (
+    ChatMessage,
+    ErrorRecord,
+    FinishReason,
+    Info,
+    Messages,
+    TrajectoryStep,
+    TruncationReason,
+)
+
+ActionTarget: TypeAlias = Literal["internal", "external", "env"]
+"""Whom a model call was addressed to: the agent itself, the protocol, or the world."""
+
+PARSE_FEEDBACK = "parse_feedback_obs"
+"""Key of `AgentStep.info`: what the agent is told after an answer that held no action."""
+INCOMPLETE = "incomplete_completion"
+"""Key of `AgentStep.info`, True where an answer was rejected because it was cut off."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What one action did to a world. `terminated` and `truncated` are Gymnasium's.
+
+    Example: `StepOutcome("You fell into a hole.", reward=-1.0, terminated=True)`.
+    """
+
+    obs: str
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def done(self) -> bool:
+        """Whether the episode is over."""
+        return self.terminated or self.truncated
+
+
+@dataclass(frozen=True, slots=True)
+class ParseResult:
+    """What a parser made of a text. `action` is None when there is no action in it.
+
+    `reward` is the parser's own verdict on the form. `obs` is feedback: after a failure it takes
+    the place of the world's observation, so that the model is told what was wrong.
+
+    Example: `ParseResult(None, reward=-0.1, obs="Put your move between <move> and </move>.")`.
+    """
+
+    action: Any | None
+    reward: float = 0.0
+    obs: str | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the text held no action."""
+        return self.action is None
+
+
+ToolScope: TypeAlias = Literal["internal", "external", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolRequest:
+    """One tool call that a model made.
+
+    `arguments` are checked and converted for a known tool; None when they could not be read, and
+    `problem` then says why (it is the answer that the model gets). `raw` is what the model wrote.
+    """
+
+    call_id: str
+    name: str
+    arguments: Mapping[str, Any] | None
+    scope: ToolScope
+    raw: str = ""
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolAnswer:
+    """What one tool call came to: `text` is what the model reads.
+
+    `error` is set where the tool raised or took too long; the model is told, the trace is kept.
+    """
+
+    call_id: str
+    name: str
+    text: str
+    error: ErrorRecord | None = None
+    duration_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class AgentStep:
+    """One model call of an agent, and what happens next.
+
+    | `action_target` | `parse_result` | what the protocol does |
+    |---|---|---|
+    | `"internal"` | set | nothing: the agent handled it and went on |
+    | `"external"` | None | answers `tool_calls` of scope "external", calls `act()` again |
+    | `"env"` | set | steps the world with `parse_result.action`, unless that is None |
+
+    Fields:
+        agent: the agent's name.
+        turn: the agent's turn, from 0; external calls do not begin a new one.
+        record: the spec-1 step: `record["prompt"]`, `["completion"]`, `["tokens"]` (a view on the
+            token tree of the agent's `trajectory`, or None), `["extras"]["call_id"]`.
+        reward: what the parser and the agent gave (`parse_result.reward`), and nothing else.
+        tool_calls, tool_answers: the calls of the message; answers of those that the agent handled.
+        truncated: the episode was cut, and this is its last step (`info["truncation_reason"]`).
+        info: `finish_reason`, `incomplete_completion`, `parse_feedback_obs`, `kind`, ...
+    """
+
+    agent: str
+    turn: int
+    record: TrajectoryStep = field(repr=False)
+    finish_reason: FinishReason
+    action_target: ActionTarget
+    parse_result: ParseResult | None
+    reward: float = 0.0
+    tool_calls: tuple[ToolRequest, ...] = ()
+    tool_answers: tuple[ToolAnswer, ...] = ()
+    terminated: bool = False
+    truncated: bool = False
+    info: Info = field(default_factory=dict)
+
+    @property
+    def message(self) -> ChatMessage:
+        """The assistant message."""
+        completion = self.record["completion"]
+        assert not isinstance(completion, str)
+        return completion[-1]
+
+    @property
+    def prompt(self) -> Messages:
+        """The messages that the model was sent."""
+        return self.record["prompt"]
+
+    @property
+    def parse_failed(self) -> bool:
+        """Whether this was meant for the world but holds no action."""
+        return self.parse_result is not None and self.parse_result.failed
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentStep:
+    """One step of a world: the transition that an agent's turn brought about.
+
+    `agent_steps` are the indices, in `Rollout.steps`, of the model calls of that turn; the last
+    one gave the action. `reward` is the world's, and nothing else.
+    """
+
+    agent: str
+    turn: int
+    prev_obs: str
+    action: Any
+    next_obs: str
+    reward: float
+    terminated: bool = False
+    truncated: bool = False
+    info: Info = field(default_factory=dict)
+    agent_steps: tuple[int, ...] = ()
+
+
+Step: TypeAlias = AgentStep | EnvironmentStep
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """What one agent did in one episode, in order.
+
+    `meta` has `episode_truncated`, `truncation_reason` and whatever a protocol adds. A delegated
+    rollout names its parent's rollout and the index of the step there that asked for it; `depth` is
+    0 for the episode's own agents. `error` is set where it failed; its steps are kept.
+    """
+
+    rollout_id: str
+    agent: str
+    steps: tuple[Step, ...]
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    parent_rollout: str | None = None
+    parent_step: int | None = None
+    depth: int = 0
+    error: ErrorRecord | None = None
+
+    @property
+    def agent_steps(self) -> tuple[AgentStep, ...]:
+        """The model calls."""
+        return tuple(step for step in self.steps if isinstance(step, AgentStep))
+
+    @property
+    def environment_steps(self) -> tuple[EnvironmentStep, ...]:
+        """The world's steps."""
+        return tuple(step for step in self.steps if isinstance(step, EnvironmentStep))
+
+    @property
+    def reward(self) -> float:
+        """The sum of all rewards, undiscounted."""
+        return sum(step.reward for step in self.steps)
+
+    @property
+    def turn_rewards(self) -> dict[int, float]:
+        """The rewards per turn of the agent, in order of the turns: what returns are made of."""
+        rewards: dict[int, float] = {}
+        for step in self.steps:
+            rewards[step.turn] = rewards.get(step.turn, 0.0) + step.reward
+        return rewards
+
+    @property
+    def terminated(self) -> bool:
+        """Whether the world reached a true end."""
+        return bool(self.steps) and self.steps[-1].terminated
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the episode was cut."""
+        return bool(self.meta.get("episode_truncated", False))
+
+    @property
+    def truncation_reason(self) -> TruncationReason | None:
+        """Why the episode was cut, None when it was not."""
+        reason = self.meta.get("truncation_reason")
+        return None if reason is None else TruncationReason(reason)
+
+
+def records_of(steps: Sequence[Step]) -> list[TrajectoryStep]:
+    """Return the spec-1 step of each model call, in order."""
+    return [step.record for step in steps if isinstance(step, AgentStep)]

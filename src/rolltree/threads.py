@@ -1,0 +1,93 @@
+"""Blocking work in a thread of its own that ends when the caller no longer waits.
+
+`run_in_thread` runs a function in a new daemon thread. When its time is over, or the waiting task
+is cancelled, the thread is stopped by raising `Stopped` in it, which Python code meets at its next
+bytecode. Code that hangs inside one call of C (a lock, a socket without a time limit, a long
+sleep) cannot be stopped from outside: the thread is given up, with a warning, and ends when that
+call returns. What may hang like that belongs into a process (`rolltree.tools`).
+
+It knows nothing about tools or worlds. It leaves out bounds on how many threads there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+_LOGGER = logging.getLogger("rolltree.threads")
+_GRACE_S = 1.0
+"""How long a stopped thread may take to end before it is given up."""
+_POLL_S = 0.002
+
+
+class Stopped(BaseException):
+    """Raised inside a thread whose caller no longer waits. Code should let it pass."""
+
+
+class _Work(Generic[T]):
+    """One function, its thread, and a future of the loop that waits for it."""
+
+    def __init__(self, work: Callable[[], T], name: str) -> None:
+        self._work = work
+        self._loop = asyncio.get_running_loop()
+        self._context = contextvars.copy_context()
+        self.future: asyncio.Future[T] = self._loop.create_future()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def _run(self) -> None:
+        try:
+            try:
+                result = self._context.run(self._work)
+            except BaseException as error:  # noqa: BLE001  it is raised in the waiting task
+                self._tell(self.future.set_exception, error)
+            else:
+                self._tell(self.future.set_result, result)
+        except (Stopped, RuntimeError):  # stopped on its way out, or the loop is closed
+            pass
+
+    def _tell(self, settle: Callable[[Any], None], value: Any) -> None:
+        def tell() -> None:
+            if not self.future.done():
+                settle(value)
+
+        self._loop.call_soon_threadsafe(tell)
+
+    async def stop(self) -> None:
+        """Raise `Stopped` in the thread until it ends, or give it up after a second."""
+        until = time.monotonic() + _GRACE_S
+        while self.thread.is_alive() and time.monotonic() < until:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(self.thread.ident or 0), ctypes.py_object(Stopped)
+            )
+            await asyncio.sleep(_POLL_S)
+        if self.thread.is_alive():
+            _LOGGER.warning(
+                "%s hangs in a call that Python cannot interrupt; its thread ends when that call "
+                "does. Give the call a time limit of its own, or run it in a process.",
+                self.thread.name,
+            )
+
+
+async def run_in_thread(
+    work: Callable[[], T], *, limit_s: float | None = None, name: str = "rolltree-work"
+) -> T:
+    """Return what `work()` returns, from a thread with this task's context variables.
+
+    Raises:
+        TimeoutError: it took longer than `limit_s`; the thread was stopped.
+    """
+    running = _Work(work, name)
+    running.thread.start()
+    try:
+        async with asyncio.timeout(limit_s):
+            return await running.future
+    except (TimeoutError, asyncio.CancelledError):
+        await running.stop()
+        raise

@@ -1,0 +1,21 @@
+"""Tools: Python functions that a model can call, their schemas, and calling them.
+
+The room knows signatures, threads and time limits. It knows nothing about models, agents or
+environments, and leaves out how a model spells a call (`rolltree.inference`).
+"""
+
+from rolltree.tools.describe import (
+    Tool,
+    ToolArgumentError,
+    ToolUnavailable,
+    convert_func_to_oai_tool,
+    result_text,
+)
+
+__all__ = [
+    "Tool",
+    "ToolArgumentError",
+    "ToolUnavailable",
+    "convert_func_to_oai_tool",
+    "result_text",
+]

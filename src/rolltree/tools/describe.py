@@ -1,0 +1,277 @@
+"""Tools: Python functions that a model can call, described and checked by their type hints.
+
+It knows signatures, docstrings and JSON schemas (by msgspec; pydantic models when a hint is one).
+It knows nothing about agents or environments. It leaves out calling them (`rolltree.tools.run`) and
+tools on other machines.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from rolltree.errors import ConfigError, RolltreeError
+from rolltree.types import ToolSchema
+
+
+class ToolArgumentError(ValueError):
+    """The model's arguments do not fit the tool; the message is what the model is told."""
+
+
+class ToolUnavailable(RolltreeError):
+    """A tool cannot be asked at all: its server or sandbox is gone. It fails the rollout.
+
+    What a tool itself raises is an answer to the model; this is not the model's doing.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function, its OpenAI schema and the struct that checks its arguments."""
+
+    func: Callable[..., Any]
+    name: str
+    schema: ToolSchema
+    arguments_type: type[msgspec.Struct]
+    takes_all: bool
+    is_async: bool
+
+    def __call__(self, *args: Any, **arguments: Any) -> Any:
+        """Call the function."""
+        return self.func(*args, **arguments)
+
+    @classmethod
+    def of(cls, func: Callable[..., Any], *, hidden: Sequence[str] = ()) -> Tool:
+        """Describe `func`: name, docstring, and per argument its type, description and default.
+
+        Arguments in `hidden` are not shown to the model. Hints may be what JSON can hold:
+        `str`, `int`, `float`, `bool`, `None`, `Literal`, `Optional` and other unions, `list`,
+        `dict`, enums, dataclasses, typed dicts, pydantic models, and `Annotated[type, "text"]`.
+
+        Raises:
+            ConfigError: the function has no name, takes positional arguments only, or a hint has
+                no JSON form.
+        """
+        name = getattr(func, "__name__", "")
+        if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_-]{0,63}", name):
+            raise ConfigError(
+                f"a tool is named {name!r}; models call tools by name, in at most 64 letters, "
+                "digits and underscores. Define it with `def`, under such a name."
+            )
+        parameters = _parameters(func, name, hidden)
+        hints = _hints(func, name)
+        summary, texts = _read_docstring(inspect.getdoc(func) or "")
+        types = [hints.get(p.name, Any) for p in parameters]
+        properties, definitions = _property_schemas(name, parameters, types)
+        for parameter, kind in zip(parameters, types, strict=True):
+            text = _annotation_text(kind) or texts.get(parameter.name)
+            if text:
+                properties[parameter.name]["description"] = text
+            if parameter.default is not parameter.empty and _is_json(parameter.default):
+                properties[parameter.name]["default"] = parameter.default
+        takes_all = any(
+            p.kind is p.VAR_KEYWORD for p in inspect.signature(func).parameters.values()
+        )
+        body: dict[str, Any] = {
+            "type": "object",
+            "properties": properties,
+            "required": [p.name for p in parameters if p.default is p.empty],
+            "additionalProperties": takes_all,
+        }
+        if definitions:
+            body["$defs"] = definitions
+        return cls(
+            func=func,
+            name=name,
+            schema={
+                "type": "function",
+                "function": {"name": name, "description": summary, "parameters": body},
+            },
+            arguments_type=_arguments_type(name, parameters, types, strict=not takes_all),
+            takes_all=takes_all,
+            is_async=inspect.iscoroutinefunction(func)
+            or inspect.iscoroutinefunction(getattr(func, "__call__", None)),  # noqa: B004
+        )
+
+    def read_arguments(self, arguments: str | Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return checked and converted arguments from what the model wrote.
+
+        Raises:
+            ToolArgumentError: it is no JSON object, or does not fit the signature.
+        """
+        given: Any = {} if arguments is None else arguments
+        try:
+            if isinstance(given, str):
+                given = json.loads(given) if given.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise ToolArgumentError(
+                f"the arguments of {self.name} are not valid JSON: {error}"
+            ) from error
+        if not isinstance(given, Mapping):
+            raise ToolArgumentError(f"the arguments of {self.name} must be a JSON object")
+        try:
+            checked = msgspec.convert(
+                given, self.arguments_type, strict=False, dec_hook=_decode_pydantic
+            )
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise ToolArgumentError(f"wrong arguments for {self.name}: {error}") from error
+        fields = self.arguments_type.__struct_fields__
+        known = {
+            name: value for name in fields if (value := getattr(checked, name)) is not msgspec.UNSET
+        }
+        if self.takes_all:
+            known.update({name: value for name, value in given.items() if name not in fields})
+        return known
+
+
+def convert_func_to_oai_tool(func: Callable[..., Any]) -> ToolSchema:
+    """Return the OpenAI schema of a function."""
+    return Tool.of(func).schema
+
+
+def result_text(value: Any) -> str:
+    """Return what a tool returned as the text of a tool message: a string as it is, else JSON."""
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(msgspec.to_builtins(value), ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def _parameters(
+    func: Callable[..., Any], name: str, hidden: Sequence[str]
+) -> list[inspect.Parameter]:
+    parameters = []
+    for parameter in inspect.signature(func).parameters.values():
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+            raise ConfigError(
+                f"tool {name!r} takes {parameter.name!r} by position; a model passes arguments by "
+                "name. Remove the `/` or the `*` from its signature."
+            )
+        if parameter.kind is not parameter.VAR_KEYWORD and parameter.name not in hidden:
+            parameters.append(parameter)
+    return parameters
+
+
+def _hints(func: Callable[..., Any], name: str) -> dict[str, Any]:
+    target = func if inspect.isroutine(func) else getattr(func, "func", type(func).__call__)
+    try:
+        return get_type_hints(target, include_extras=True)
+    except NameError as error:
+        raise ConfigError(
+            f"a type hint of tool {name!r} cannot be resolved ({error}); its schema would be "
+            "empty. Import the type at module level, outside `if TYPE_CHECKING`."
+        ) from error
+
+
+def _property_schemas(
+    name: str, parameters: Sequence[inspect.Parameter], types: Sequence[Any]
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    properties: dict[str, dict[str, Any]] = {}
+    definitions: dict[str, Any] = {}
+    for parameter, kind in zip(parameters, types, strict=True):
+        try:
+            (schema,), components = msgspec.json.schema_components(
+                [kind], schema_hook=_pydantic_schema, ref_template="#/$defs/{name}"
+            )
+        except (TypeError, NotImplementedError) as error:
+            raise ConfigError(
+                f"argument {parameter.name!r} of tool {name!r} has the type hint {kind!r}, which "
+                f"has no JSON schema: {error}. Use types that JSON can hold."
+            ) from error
+        properties[parameter.name] = dict(schema)
+        definitions.update(components)
+    return properties, definitions
+
+
+def _arguments_type(
+    name: str, parameters: Sequence[inspect.Parameter], types: Sequence[Any], *, strict: bool
+) -> type[msgspec.Struct]:
+    fields: list[Any] = []
+    for parameter, kind in zip(parameters, types, strict=True):
+        if parameter.default is parameter.empty:
+            fields.append((parameter.name, kind))
+        else:
+            fields.append((parameter.name, kind | msgspec.UnsetType, msgspec.UNSET))
+    return msgspec.defstruct(
+        f"{name}_arguments", fields, kw_only=True, forbid_unknown_fields=strict
+    )
+
+
+def _pydantic_schema(kind: type) -> dict[str, Any]:
+    if hasattr(kind, "model_json_schema"):
+        schema: dict[str, Any] = kind.model_json_schema()
+        return schema
+    raise NotImplementedError(f"{kind!r} is unknown to JSON")
+
+
+def _decode_pydantic(kind: type, value: Any) -> Any:
+    if hasattr(kind, "model_validate"):
+        return kind.model_validate(value)
+    raise NotImplementedError(f"{kind!r} is unknown to JSON")
+
+
+def _annotation_text(kind: Any) -> str | None:
+    if get_origin(kind) is Annotated:
+        return next((item for item in get_args(kind)[1:] if isinstance(item, str)), None)
+    return None
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+_SECTION = re.compile(r"^(\w[\w ]*):\s*$")
+_GOOGLE = re.compile(r"^\s+\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
+_REST = re.compile(r"^:param\s+(?:[\w\[\], |.]+\s+)?(\w+):\s*(.*)$")
+
+
+def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
+    """Return the text before the first section, and the description of each argument.
+
+    Knows Google's `Args:` section and reStructuredText's `:param name:`.
+    """
+    summary: list[str] = []
+    texts: dict[str, str] = {}
+    section, current, indent = "", "", 0
+    for line in doc.splitlines():
+        heading = _SECTION.match(line)
+        rest = _REST.match(line.strip())
+        if rest:
+            section, current, indent = "rest", rest[1], 0
+            texts[current] = rest[2].strip()
+        elif heading and heading[1] in _HEADINGS:
+            section, current = heading[1], ""
+        elif section in ("Args", "Arguments", "Parameters"):
+            depth = len(line) - len(line.lstrip())
+            entry = _GOOGLE.match(line)
+            if entry and (not current or depth <= indent):
+                current, indent = entry[1], depth
+                texts[current] = entry[2].strip()
+            elif current and line.strip():
+                texts[current] = f"{texts[current]} {line.strip()}".strip()
+        elif section == "rest":
+            if line.startswith(":"):
+                current = ""
+            elif current and line.strip():
+                texts[current] = f"{texts[current]} {line.strip()}".strip()
+        elif not section:
+            summary.append(line)
+    return "\n".join(summary).strip(), texts
+
+
+_HEADINGS = frozenset(
+    {"Args", "Arguments", "Parameters", "Returns", "Return", "Raises", "Yields"}
+    | {"Example", "Examples", "Note", "Notes"}
+)

@@ -1,0 +1,11 @@
+"""Worlds: what agents act in, as text, one adapter per library of worlds.
+
+The room knows Gymnasium, PettingZoo and TextArena by their interfaces and imports none of them
+before it is asked for a world by its id. It knows nothing about models, agents or rewards beyond
+the world's own. It leaves out the loop between world and agent, which belongs to protocols.
+"""
+
+from rolltree.steps import StepOutcome
+from rolltree.worlds.interface import CanSnapshot, ParallelWorld, TurnWorld, World, drive
+
+__all__ = ["CanSnapshot", "ParallelWorld", "StepOutcome", "TurnWorld", "World", "drive"]
