@@ -109,3 +109,35 @@ def test_what_may_change_exists():
         section, _, field = key.partition(".")
         assert section in SECTIONS
         assert not field or field in SECTIONS[section].__struct_fields__
+
+
+class TestCreditSettings:
+    def load(self, **algorithm):
+        return load_train_config({"algorithm": algorithm}).algorithm.policy(None)
+
+    def test_they_reach_the_policy(self):
+        policy = self.load(
+            name="reinforce",
+            flow="discounted",
+            edge_discount=0.25,
+            baseline="ema",
+            baseline_decay=0.5,
+            on_error="drop_group",
+        )
+        assert (policy.flow.down, policy.flow.up) == (0.25, 0.0)
+        assert (policy.baseline, policy.baseline_decay) == ("ema", 0.5)
+        assert policy.on_error == "drop_group"
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"edge_discount": 0.5}, "does not read it"),
+            ({"baseline": "ema"}, "leave the baseline out"),
+            ({"baseline_decay": 0.5}, "no moving average"),
+            ({"name": "reinforce", "baseline": "ema", "baseline_decay": 1.0}, "baseline_decay"),
+            ({"flow": "teem"}, "flow"),
+        ],
+    )
+    def test_what_would_be_ignored_or_is_out_of_range(self, settings, message):
+        with pytest.raises(ConfigError, match=message):
+            self.load(**settings)

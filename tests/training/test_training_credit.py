@@ -1,22 +1,31 @@
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltree.errors import TrainingError, UnknownName
+from rolltree.errors import ConfigError, TrainingError, UnknownName
 from rolltree.samples import TruncationPolicy
+from rolltree.training.assign import CreditPolicy, assign_credit
 from rolltree.training.credit import (
+    COMPARING,
     CREDITS,
-    CreditPolicy,
     Episode,
-    assign_credit,
     dr_grpo,
     grpo,
     leave_one_out,
     monte_carlo,
     reinforce,
+)
+from rolltree.training.credit_graph import (
+    FLOWS,
+    Flow,
+    Node,
+    flow_credit,
+    parents_first,
+    resolve_flow,
 )
 from rolltree.types import ErrorRecord, RolloutRequest, RolloutResult, State
 
@@ -164,3 +173,214 @@ class TestAssign:
     def test_unknown_credit(self):
         with pytest.raises(UnknownName, match="Did you mean 'grpo'"):
             assign_credit([], "grop")
+
+
+class TestOtherCredits:
+    def test_per_step_is_the_turns_own_reward_for_all_its_calls(self):
+        got = CREDITS["per_step"]([episode(9.0, (0, 0, 1), (None, 2.0, 4.0))], 1.0)
+        assert got == [[2.0, 2.0, 4.0]]
+        assert CREDITS["per_step"]([episode(9.0, (0, 1))], 1.0) == [[0.0, 9.0]]
+
+    def test_constant_and_episodic(self):
+        assert CREDITS["constant"]([episode(-3.0, (0, 1))], 1.0) == [[1.0, 1.0]]
+        assert CREDITS["episodic"]([episode(-3.0, (0, 1))], 1.0) == [[-3.0, -3.0]]
+
+    def test_rollouts_of_one_episode_count_as_one(self):
+        # episode x has the rollouts 1 and 0, episode y has 0.2; the mean is (0.5 + 0.2) / 2
+        group = [replace(episode(r), owner=o) for r, o in ((1.0, "x"), (0.0, "x"), (0.2, "y"))]
+        assert [v[0] for v in dr_grpo(group)] == pytest.approx([0.65, -0.35, -0.15])
+        assert [v[0] for v in leave_one_out(group)] == pytest.approx([0.8, -0.2, -0.3])
+        # variance: (0.65^2 + 0.35^2) / 4 + 0.15^2 / 2, times 2 for Bessel
+        std = (((0.65**2 + 0.35**2) / 4 + 0.15**2 / 2) * 2) ** 0.5
+        assert [v[0] for v in grpo(group)] == pytest.approx(
+            [0.65 / std, -0.35 / std, -0.15 / std], rel=1e-4
+        )
+
+    def test_one_episode_has_nobody_to_be_compared_with(self):
+        alone = [replace(episode(r), owner="x") for r in (1.0, 0.0)]
+        for name in COMPARING:
+            assert CREDITS[name](alone, 1.0) == [[0.0], [0.0]]
+
+
+def delegated(index, root, children, **more):
+    """A result of one root with two calls and children as (reward, parent step, subtask)."""
+    made = result(root, index=index, calls=2)
+    state = made.states[0]
+    state.update(rollout_id=f"g/{index}", agent="root")
+    states = [state]
+    for number, (reward, step, subtask) in enumerate(children):
+        child = result(reward, index=index).states[0]
+        child.update(rollout_id=f"g/{index}#{number}", parent_rollout=f"g/{index}")
+        child.update(parent_step=step, subtask=subtask, agent="child", **more)
+        states.append(child)
+    return RolloutResult(made.request, tuple(states), None)
+
+
+def all_advantages(results):
+    return [[s["advantage"] for s in r.states] for r in results]
+
+
+class TestFlow:
+    def node(self, reward, rewards=None, parent=None, call=0):
+        calls = rewards or (None,)
+        return Node(Episode(reward, tuple(calls), tuple(range(len(calls)))), parent, call)
+
+    def chain(self):
+        """Root 1 = 0 + 1; its child in the first call 0.5; a grandchild 0.25; a later child 2."""
+        return [
+            self.node(1.0, (0.0, 1.0)),
+            self.node(0.5, parent=0, call=0),
+            self.node(0.25, parent=1, call=0),
+            self.node(2.0, parent=0, call=1),
+        ]
+
+    def test_own(self):
+        nodes = self.chain()
+        assert flow_credit(nodes, FLOWS["own"]) == [node.episode for node in nodes]
+
+    def test_shared_adds_the_parents(self):
+        got = flow_credit(self.chain(), FLOWS["shared"])
+        assert [e.reward for e in got] == [1.0, 1.5, 1.75, 3.0]
+        assert [e.rewards for e in got] == [[0.0, 1.0], [1.5], [1.75], [3.0]]
+
+    def test_discounted_along_each_edge(self):
+        got = flow_credit(self.chain(), resolve_flow("discounted", 0.1))
+        assert [e.reward for e in got] == pytest.approx([1.0, 0.6, 0.31, 2.1])
+
+    def test_team_is_the_same_for_everybody(self):
+        got = flow_credit(self.chain(), FLOWS["team"])
+        assert [e.reward for e in got] == [3.75] * 4
+        # what follows the second call: 1 and the later child's 2; the first child sees all
+        assert [e.rewards for e in got] == [[0.75, 3.0], [3.75], [3.75], [3.0]]
+
+    def test_order_does_not_matter(self):
+        nodes = self.chain()
+        turned = [
+            replace(n, parent=None if n.parent is None else 3 - n.parent) for n in reversed(nodes)
+        ]
+        for flow in FLOWS.values():
+            assert flow_credit(turned, flow) == flow_credit(nodes, flow)[::-1]
+
+    def test_a_circle_is_an_error(self):
+        with pytest.raises(TrainingError, match="each other's parents"):
+            parents_first([1, 0])
+
+    def test_settings(self):
+        assert resolve_flow("discounted") == Flow(down=0.5)
+        with pytest.raises(UnknownName, match="Did you mean 'shared'"):
+            resolve_flow("shard")
+        with pytest.raises(ConfigError, match="does not read it"):
+            resolve_flow("own", 0.5)
+        with pytest.raises(ConfigError, match="from 0 to 1"):
+            resolve_flow("discounted", 1.5)
+
+    @given(st.lists(st.floats(-5, 5, width=16), min_size=1, max_size=6), st.data())
+    def test_team_gives_everybody_the_sum(self, rewards, data):
+        nodes = [
+            self.node(r, parent=None if not i else data.draw(st.integers(0, i - 1)))
+            for i, r in enumerate(rewards)
+        ]
+        got = flow_credit(nodes, FLOWS["team"])
+        assert [e.reward for e in got] == pytest.approx([sum(rewards)] * len(rewards), abs=1e-6)
+
+
+class TestHierarchicalGroups:
+    own = CreditPolicy(flow=FLOWS["own"])
+
+    def test_children_are_compared_on_their_subtask_and_parents_on_the_task(self):
+        results = [
+            delegated(0, 1.0, [(0.8, 0, "a"), (0.3, 1, "b")]),
+            delegated(1, 0.0, [(0.2, 0, "a")]),
+        ]
+        report = assign_credit(results, "dr_grpo", self.own)
+        assert all_advantages(results) == [
+            [0.5, pytest.approx(0.3), 0.0],
+            [-0.5, pytest.approx(-0.3)],
+        ]
+        assert report.metrics["credit/alone_group_share"] == pytest.approx(1 / 3)  # subtask b
+
+    def test_a_child_inherits_by_default(self):
+        results = [delegated(0, 1.0, [(0.0, 0, "a")]), delegated(1, 0.0, [(0.0, 0, "a")])]
+        assign_credit(results, "dr_grpo")
+        assert all_advantages(results) == [[0.5, 0.5], [-0.5, -0.5]]
+
+    def test_monte_carlo_inherits_what_follows_the_delegating_call(self):
+        results = [delegated(0, 1.0, [(0.25, 0, "a"), (0.5, 1, "b")])]
+        steps = results[0].states[0]["trajectory"]
+        steps[0]["reward"], steps[1]["reward"] = 4.0, -3.0
+        assign_credit(results, "monte_carlo")
+        assert [s["advantage"] for s in steps] == [1.0, -3.0]
+        assert all_advantages(results) == [[1.0, 1.25, -2.5]]
+
+    def test_a_failed_child_is_not_trained_and_its_episode_is(self):
+        results = [delegated(0, 1.0, [(None, 0, "a")]), delegated(1, 0.0, [(0.0, 0, "a")])]
+        results[0].states[1]["error"] = ERROR
+        report = assign_credit(results, "dr_grpo", self.own)
+        assert all_advantages(results) == [[0.5, None], [-0.5, 0.0]]
+        assert len(report.trained) == 3
+
+    def test_children_of_a_dropped_parent_inherit_nothing_and_are_dropped(self):
+        results = [delegated(0, 1.0, [(0.5, 0, "a")]), delegated(1, 0.0, [(0.0, 0, "a")])]
+        results[0].states[0].update(truncated=True, truncation_reason="max_steps")
+        drop = TruncationPolicy("drop")
+        assign_credit(results, "reinforce", CreditPolicy(truncation=drop))
+        assert all_advantages(results) == [[None, None], [0.0, 0.0]]
+        assign_credit(results, "reinforce", CreditPolicy(truncation=drop, flow=FLOWS["own"]))
+        assert all_advantages(results) == [[None, 0.5], [0.0, 0.0]]
+
+    def test_an_unknown_parent_is_an_error(self):
+        results = [delegated(0, 1.0, [(0.5, 0, "a")])]
+        results[0].states[1]["parent_rollout"] = "elsewhere"
+        with pytest.raises(TrainingError, match="'elsewhere', which is not among"):
+            assign_credit(results, "reinforce")
+
+    def test_a_group_is_whole_or_dropped(self):
+        results = [result(1.0, "a"), result(None, "a", 1, error=ERROR), result(1.0, "b")]
+        report = assign_credit(results, "reinforce", CreditPolicy(on_error="drop_group"))
+        assert advantages(results) == [None, None, 1.0]
+        assert report.metrics["credit/num_dropped_groups"] == 1
+
+    def test_a_penalty_reaches_the_returns(self):
+        results = [result(3.0, calls=2, truncated=True, truncation_reason="max_steps")]
+        for step, reward in zip(results[0].states[0]["trajectory"], (1.0, 2.0), strict=True):
+            step["reward"] = reward
+        policy = CreditPolicy(truncation=TruncationPolicy("penalise", penalty=0.5))
+        assign_credit(results, "monte_carlo", policy)
+        got = [step["advantage"] for step in results[0].states[0]["trajectory"]]
+        assert got == [2.5, 1.5]
+
+    def test_steps_that_repeat_the_rollouts_reward_earn_it_once(self):
+        results = [result(1.0, calls=3, has_step_rewards=False)]
+        for step in results[0].states[0]["trajectory"]:
+            step["reward"] = 1.0  # as a rubric without step functions writes it
+        assign_credit(results, "monte_carlo")
+        assert [s["advantage"] for s in results[0].states[0]["trajectory"]] == [1.0, 1.0, 1.0]
+
+
+class TestMovingAverages:
+    def test_by_hand(self):
+        policy = CreditPolicy(flow=FLOWS["own"], baseline="ema", baseline_decay=0.75)
+        results = [delegated(0, 1.0, [(0.4, 0, "a"), (0.0, 0, "b")]), delegated(1, 0.0, [])]
+        report = assign_credit(results, "reinforce", policy, {"root": 0.2})
+        # nobody knows children yet and no other episode has one: nothing is subtracted
+        assert all_advantages(results) == [[0.8, 0.4, 0.0], [-0.2]]
+        # root: 0.75 * 0.2 + 0.25 * 0.5; child: the mean of its one episode
+        assert report.averages == {"root": pytest.approx(0.275), "child": pytest.approx(0.2)}
+        assert report.metrics["credit/average/child"] == pytest.approx(0.2)
+        report = assign_credit(results, "reinforce", policy, report.averages)
+        assert all_advantages(results)[0] == pytest.approx([0.725, 0.2, -0.2])
+        assert report.averages["child"] == pytest.approx(0.2)
+
+    def test_the_first_step_compares_episodes(self):
+        results = [result(r, index=i) for i, r in enumerate((1.0, 0.0, 0.5))]
+        assign_credit(results, "reinforce", CreditPolicy(baseline="ema"))
+        assert advantages(results) == pytest.approx([0.75, -0.75, 0.0])
+
+    def test_they_are_passed_on_unchanged_without_the_baseline(self):
+        report = assign_credit([result(1.0)], "reinforce", averages={"x": 3.0})
+        assert report.averages == {"x": 3.0}
+
+    @pytest.mark.parametrize("credit", ["grpo", "zero"])
+    def test_no_two_baselines(self, credit):
+        with pytest.raises(ConfigError, match="leave the baseline out"):
+            assign_credit([result(1.0)], credit, CreditPolicy(baseline="ema"))

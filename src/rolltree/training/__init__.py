@@ -7,10 +7,12 @@ never imports an environment or the evaluation. It leaves out critics and severa
 
 from rolltree.training.aggregation import AGGREGATIONS, coefficients
 from rolltree.training.algorithms import ALGORITHMS, Algorithm, resolve_algorithm
+from rolltree.training.assign import CreditPolicy, CreditReport, assign_credit
 from rolltree.training.build import LocalParts, build_local, open_run
 from rolltree.training.checkpoint import Checkpoints, TrainState, export_model
 from rolltree.training.config import MAY_CHANGE, TrainConfig, load_train_config
-from rolltree.training.credit import CREDITS, CreditPolicy, assign_credit
+from rolltree.training.credit import CREDITS
+from rolltree.training.credit_graph import FLOWS, Flow
 from rolltree.training.forward import LogprobModel
 from rolltree.training.layout import Forest, collate
 from rolltree.training.losses import KLS, LOSSES, LossInputs, LossTerms, get_loss
@@ -28,7 +30,10 @@ __all__ = [
     "CREDITS",
     "Checkpoints",
     "CreditPolicy",
+    "CreditReport",
     "Evaluate",
+    "FLOWS",
+    "Flow",
     "Forest",
     "KLS",
     "LOSSES",

@@ -15,7 +15,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,13 @@ class TrainState:
     """Where a run stands: `step` steps are done and the weights are policy `version`.
 
     Example: `TrainState(step=20, version=20)`. Task order, seeds and learning rate follow from the
-    step, so nothing else has a position.
+    step, so nothing else has a position. `averages`: what each role has usually earned, where the
+    credit has moving averages.
     """
 
     step: int
     version: int
+    averages: Mapping[str, float] = field(default_factory=dict)
 
 
 class Checkpoints:
@@ -83,7 +85,13 @@ class Checkpoints:
         save_file(_contiguous(dict(_model_tensors(model))), working / _MODEL)
         save_file(_contiguous(dict(optimizer.tensors())), working / _OPTIMIZER)
         sizes = {name: (working / name).stat().st_size for name in (_MODEL, _OPTIMIZER)}
-        data = {"format": FORMAT, "step": state.step, "version": state.version, "files": sizes}
+        data = {
+            "format": FORMAT,
+            "step": state.step,
+            "version": state.version,
+            "averages": dict(state.averages),
+            "files": sizes,
+        }
         (working / _STATE).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         for name in (_MODEL, _OPTIMIZER, _STATE):
             _sync(working / name)
@@ -107,7 +115,8 @@ class Checkpoints:
             optimizer.load_tensors(load_file(path / _OPTIMIZER))
         except SafetensorError as error:
             raise _torn(path, f"{_OPTIMIZER} cannot be read ({error})") from error
-        return TrainState(int(data["step"]), int(data["version"]))
+        averages = {role: float(value) for role, value in data.get("averages", {}).items()}
+        return TrainState(int(data["step"]), int(data["version"]), averages)
 
     def _point_to(self, final: Path) -> None:
         temporary = self.root / f".{_LATEST}.tmp"

@@ -16,7 +16,9 @@ import msgspec
 from rolltree.errors import ConfigError, did_you_mean
 from rolltree.samples import TruncationPolicy
 from rolltree.training.algorithms import Algorithm, resolve_algorithm
-from rolltree.training.credit import CreditPolicy, OnError
+from rolltree.training.assign import BaselineName, CreditPolicy, OnError, check_baseline
+from rolltree.training.credit import COMPARING
+from rolltree.training.credit_graph import resolve_flow
 from rolltree.training.sections import (
     CheckpointSection,
     EngineSection,
@@ -51,8 +53,10 @@ class AlgorithmSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     it. `clip_low`, `clip_high`, `ratio_cap`: parameters of the loss, None for its defaults.
     `group_size`: rollouts per task; `groups_per_step`: tasks per step. `fixed_length`: the constant
     of the aggregation of that name. `kl_coef`: weight of the KL to the initial model, estimated by
-    `kl`. `on_error` and `discount`: see `credit.CreditPolicy`. `truncation` and
-    `truncation_penalty`: see `rolltree.samples.TruncationPolicy`.
+    `kl`. `on_error`, `discount`, `baseline` and `baseline_decay` (None: 0.9): see
+    `assign.CreditPolicy`. `flow` and `edge_discount`: how credit moves between parents and
+    children, see `credit_graph`. `truncation` and `truncation_penalty`: see
+    `rolltree.samples.TruncationPolicy`.
     """
 
     name: str = "grpo"
@@ -71,6 +75,10 @@ class AlgorithmSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     truncation: Literal["keep", "drop", "mask", "penalise"] = "keep"
     truncation_penalty: float = 0.0
     discount: float = 1.0
+    flow: Literal["own", "shared", "discounted", "team"] = "shared"
+    edge_discount: float | None = None
+    baseline: BaselineName = "none"
+    baseline_decay: float | None = None
 
     def __post_init__(self) -> None:
         need(self.group_size >= 1, "algorithm.group_size", self.group_size, "at least 1")
@@ -86,7 +94,16 @@ class AlgorithmSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
                 "every call of an episode the same advantage, so it would do nothing. Use "
                 "algorithm.credit = 'monte_carlo', or leave the discount out."
             )
-        if self.group_size == 1 and algorithm.credit in ("grpo", "dr_grpo", "leave_one_out"):
+        resolve_flow(self.flow, self.edge_discount)
+        check_baseline(algorithm.credit, self.baseline)
+        decay = self.baseline_decay
+        need(decay is None or 0 <= decay < 1, "algorithm.baseline_decay", decay, "in [0, 1)")
+        if decay is not None and self.baseline == "none":
+            raise ConfigError(
+                f"algorithm.baseline_decay is {decay}, but there is no moving average. Use "
+                "algorithm.baseline = 'ema', or leave the decay out."
+            )
+        if self.group_size == 1 and algorithm.credit in COMPARING:
             raise ConfigError(
                 f"algorithm.group_size is 1, and the credit {algorithm.credit!r} compares the "
                 "members of a group, so every advantage would be 0. Use at least 2, or "
@@ -123,7 +140,15 @@ class AlgorithmSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     def policy(self, max_seq_len: int | None) -> CreditPolicy:
         """Return what credit does with failed and truncated episodes."""
-        return CreditPolicy(self.on_error, self.truncation_policy(), max_seq_len, self.discount)
+        return CreditPolicy(
+            self.on_error,
+            self.truncation_policy(),
+            max_seq_len,
+            self.discount,
+            resolve_flow(self.flow, self.edge_discount),
+            self.baseline,
+            0.9 if self.baseline_decay is None else self.baseline_decay,
+        )
 
 
 class OptimSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -1,71 +1,64 @@
-"""Credit: from the rewards of a group of episodes to the advantage of each model call.
+"""Credit: from the rewards of episodes that are compared to the advantage of each model call.
 
-Pure functions in a table, each from the episodes of one group to one advantage per call, and
-`assign_credit`, which groups rollouts by `request.group_id`, applies the declared policies for
-failed and truncated episodes, and writes `state["advantage"]` and `step["advantage"]`. It knows
-nothing about tokens. It leaves out value functions, so nothing is bootstrapped.
+Pure functions in one table, each from the episodes of one comparison group to one advantage per
+call. They know nothing about tokens, states or groups: `assign` builds the groups, `credit_graph`
+lets credit flow between parents and children. They leave out value functions, so nothing is
+bootstrapped.
 
-An episode is counted once, however many model calls it has. When a request gives several states
-(several agents), the first are compared with the first of the other episodes, and so on.
+An episode counts once, however many model calls it has and however many of its rollouts are in the
+group: a baseline is the mean over episodes of the mean over an episode's rollouts.
+
+| credit          | expected gradient, against that of the mean reward            |
+|-----------------|---------------------------------------------------------------|
+| `reinforce`, `episodic`, `leave_one_out` | equal                                |
+| `monte_carlo`   | equal at discount 1 (rewards per call); biased below 1        |
+| `dr_grpo`       | equal times (n - 1) / n for n episodes                        |
+| `grpo`          | biased: the spread depends on the actions                     |
+| `per_step`      | biased: an action is not credited with what it causes later   |
+| `constant`      | 0: nothing is learned from reward                             |
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-
-from rolltree.errors import TrainingError, UnknownName, did_you_mean
-from rolltree.samples import TruncationPolicy, truncation_effect
-from rolltree.types import RolloutResult, State
-
-OnError = Literal["exclude", "zero"]
 
 STD_EPSILON = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """What credit sees of one episode: its reward and, per model call, reward and agent turn."""
+    """What credit sees of one rollout: its reward and, per model call, reward and agent turn.
+
+    `owner` is the episode that the rollout is part of; None: it is an episode of its own.
+
+    Example: two calls of one turn, then one of the next, rewarded at the turns' ends:
+    `Episode(1.5, (None, 0.5, 1.0), (0, 0, 1))`.
+    """
 
     reward: float
     call_rewards: tuple[float | None, ...]
     turns: tuple[int, ...]
+    owner: Hashable = None
 
     @property
     def num_calls(self) -> int:
         """How many model calls share this episode's credit."""
         return len(self.turns)
 
+    @property
+    def rewards(self) -> list[float]:
+        """The reward of each call; the last earns the rollout's where no call has one."""
+        rewards = [reward or 0.0 for reward in self.call_rewards]
+        if rewards and all(reward is None for reward in self.call_rewards):
+            rewards[-1] = self.reward
+        return rewards
+
 
 CreditFn = Callable[[Sequence[Episode], float], list[list[float]]]
 """(episodes of one group, discount) -> advantage per episode and call."""
-
-
-@dataclass(frozen=True, slots=True)
-class CreditPolicy:
-    """What becomes of an episode that failed or was cut.
-
-    `on_error`: `exclude` leaves a failed episode out of the group's baseline, `zero` counts it
-    there with reward 0; its own tokens are not trained either way. `truncation` and `max_seq_len`
-    are those that `build_samples` gets. `discount` is per agent turn; only `monte_carlo` reads it.
-    """
-
-    on_error: OnError = "exclude"
-    truncation: TruncationPolicy = field(default_factory=TruncationPolicy)
-    max_seq_len: int | None = None
-    discount: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class CreditReport:
-    """The states that have an advantage, in request order, and counts of what became of all."""
-
-    trained: tuple[State, ...]
-    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def _per_episode(advantages: Sequence[float], episodes: Sequence[Episode]) -> list[list[float]]:
@@ -76,11 +69,27 @@ def _rewards(episodes: Sequence[Episode]) -> np.ndarray:
     return np.array([episode.reward for episode in episodes], np.float64)
 
 
-def _centred(rewards: np.ndarray) -> np.ndarray:
-    """Subtract the mean; exactly zero when all rewards are equal, whatever the rounding."""
-    if rewards.max() == rewards.min():
+def owners_of(episodes: Sequence[Episode]) -> np.ndarray:
+    """Return the number of each rollout's episode, int `[num rollouts]`, counted from 0."""
+    numbers: dict[Hashable, int] = {}
+    keys = [
+        ("alone", index) if episode.owner is None else ("owner", episode.owner)
+        for index, episode in enumerate(episodes)
+    ]
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
+
+
+def _weights(owners: np.ndarray) -> np.ndarray:
+    """Return weights that add up to 1: every episode the same, shared by its rollouts."""
+    counts = np.bincount(owners)
+    return np.asarray(1.0 / (len(counts) * counts[owners]))
+
+
+def _centred(rewards: np.ndarray, owners: np.ndarray) -> np.ndarray:
+    """Subtract the mean over episodes; exactly zero when nothing can be compared."""
+    if owners.max() == 0 or rewards.max() == rewards.min():
         return np.zeros_like(rewards)
-    return np.asarray(rewards - rewards.mean())
+    return np.asarray(rewards - (_weights(owners) * rewards).sum())
 
 
 def grpo(episodes: Sequence[Episode], discount: float = 1.0) -> list[list[float]]:
@@ -88,29 +97,34 @@ def grpo(episodes: Sequence[Episode], discount: float = 1.0) -> list[list[float]
 
     GRPO: Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section 4.1.2 (outcome supervision).
     """
-    rewards = _rewards(episodes)
-    spread = rewards.std(ddof=1) if len(rewards) > 1 else 0.0
-    return _per_episode((_centred(rewards) / (spread + STD_EPSILON)).tolist(), episodes)
+    rewards, owners = _rewards(episodes), owners_of(episodes)
+    centred, count = _centred(rewards, owners), owners.max() + 1
+    variance = (_weights(owners) * centred**2).sum() * count / max(count - 1, 1)
+    return _per_episode((centred / (variance**0.5 + STD_EPSILON)).tolist(), episodes)
 
 
 def dr_grpo(episodes: Sequence[Episode], discount: float = 1.0) -> list[list[float]]:
     """Return `r - mean`. Dr. GRPO: Liu et al. 2025, arXiv:2503.20783, section 3.2."""
-    return _per_episode(_centred(_rewards(episodes)).tolist(), episodes)
+    return _per_episode(_centred(_rewards(episodes), owners_of(episodes)).tolist(), episodes)
 
 
 def leave_one_out(episodes: Sequence[Episode], discount: float = 1.0) -> list[list[float]]:
-    """Return `r` minus the mean of the others; 0 for a group of one, which has no others.
+    """Return `r` minus the mean of the other episodes; 0 where there are no others.
+
+    A rollout is not compared with those of its own episode: they may depend on what it did.
 
     RLOO: Ahmadian et al. 2024, arXiv:2402.14740, section 3.2 (Kool et al. 2019).
     """
-    rewards = _rewards(episodes)
-    count = len(rewards)
-    scale = count / (count - 1) if count > 1 else 0.0
-    return _per_episode((_centred(rewards) * scale).tolist(), episodes)
+    rewards, owners = _rewards(episodes), owners_of(episodes)
+    means = np.bincount(owners, rewards) / np.bincount(owners)
+    if len(means) == 1 or rewards.max() == rewards.min():
+        return _per_episode([0.0] * len(rewards), episodes)
+    others = (means.sum() - means[owners]) / (len(means) - 1)
+    return _per_episode((rewards - others).tolist(), episodes)
 
 
 def reinforce(episodes: Sequence[Episode], discount: float = 1.0) -> list[list[float]]:
-    """Return the episode's reward for every call, without a baseline.
+    """Return the episode's reward for every call, without a baseline: the episodic return.
 
     REINFORCE: Williams 1992, equation 11, with zero baseline.
     """
@@ -125,17 +139,32 @@ def monte_carlo(episodes: Sequence[Episode], discount: float = 1.0) -> list[list
     """
     result = []
     for episode in episodes:
-        rewards = [reward or 0.0 for reward in episode.call_rewards]
-        if all(reward is None for reward in episode.call_rewards) and rewards:
-            rewards[-1] = episode.reward
         returns: list[float] = []
         following, turn = 0.0, episode.turns[-1] if episode.turns else 0
-        for reward, this_turn in zip(reversed(rewards), reversed(episode.turns), strict=True):
+        for reward, this_turn in zip(
+            reversed(episode.rewards), reversed(episode.turns), strict=True
+        ):
             following = reward + discount ** (turn - this_turn) * following
             turn = this_turn
             returns.append(following)
         result.append(returns[::-1])
     return result
+
+
+def per_step(episodes: Sequence[Episode], discount: float = 1.0) -> list[list[float]]:
+    """Return each turn's own reward for all calls of the turn: nothing of what comes later."""
+    result = []
+    for episode in episodes:
+        earned: dict[int, float] = {}
+        for turn, reward in zip(episode.turns, episode.rewards, strict=True):
+            earned[turn] = earned.get(turn, 0.0) + reward
+        result.append([earned[turn] for turn in episode.turns])
+    return result
+
+
+def constant(episodes: Sequence[Episode], discount: float = 1.0) -> list[list[float]]:
+    """Return 1 for everybody: imitation of whatever is trained, good or bad."""
+    return _per_episode([1.0] * len(episodes), episodes)
 
 
 def zero(episodes: Sequence[Episode], discount: float = 1.0) -> list[list[float]]:
@@ -148,94 +177,12 @@ CREDITS: dict[str, CreditFn] = {
     "dr_grpo": dr_grpo,
     "leave_one_out": leave_one_out,
     "reinforce": reinforce,
+    "episodic": reinforce,
     "monte_carlo": monte_carlo,
+    "per_step": per_step,
+    "constant": constant,
     "zero": zero,
 }
 
-
-@dataclass(slots=True)
-class _Member:
-    state: State
-    episode: Episode
-    trains: bool
-
-
-def assign_credit(
-    results: Sequence[RolloutResult], credit: str = "grpo", policy: CreditPolicy | None = None
-) -> CreditReport:
-    """Write advantages into the states and steps of `results` and say which states train.
-
-    Raises:
-        UnknownName: there is no such credit.
-        TrainingError: an episode that did not fail has no finite reward.
-    """
-    if credit not in CREDITS:
-        raise UnknownName(f"there is no credit {credit!r}.{did_you_mean(credit, CREDITS)}")
-    policy = policy or CreditPolicy()
-    groups: dict[tuple[str, int], list[_Member]] = {}
-    num_failed = num_truncated = 0
-    for result in results:
-        for slot, state in enumerate(result.states):
-            _write(state, [])
-            failed = result.error is not None or state.get("error") is not None
-            num_failed += failed
-            effect = truncation_effect(state, policy.truncation, max_seq_len=policy.max_seq_len)
-            num_truncated += effect.truncated
-            if (failed and policy.on_error == "exclude") or not effect.in_baseline:
-                continue
-            reward = 0.0 if failed else _finite(effect.reward, result)
-            member = _Member(state, _episode(state, reward), trains=not failed)
-            groups.setdefault((result.request.group_id, slot), []).append(member)
-    trained: set[int] = set()
-    num_flat = 0
-    for members in groups.values():
-        episodes = [member.episode for member in members]
-        num_flat += len({episode.reward for episode in episodes}) == 1
-        values = CREDITS[credit](episodes, policy.discount)
-        for member, advantages in zip(members, values, strict=True):
-            if member.trains:
-                _write(member.state, advantages)
-                trained.add(id(member.state))
-    states = [state for result in results for state in result.states]
-    count = max(1, len(states))
-    return CreditReport(
-        tuple(state for state in states if id(state) in trained),
-        {
-            "credit/failed_share": num_failed / count,
-            "credit/truncated_share": num_truncated / count,
-            "credit/untrained_share": 1 - len(trained) / count,
-            "credit/flat_group_share": num_flat / max(1, len(groups)),
-        },
-    )
-
-
-def _finite(reward: float | None, result: RolloutResult) -> float:
-    if reward is None or not math.isfinite(reward):
-        raise TrainingError(
-            f"rollout {result.request.request_id} did not fail and has the reward {reward!r}, so "
-            "no advantage can be computed from it. A reward function must return a finite number; "
-            "one that cannot should raise, which records the rollout as failed."
-        )
-    return reward
-
-
-def _episode(state: State, reward: float) -> Episode:
-    steps = state.get("trajectory") or []
-    return Episode(
-        reward,
-        tuple(step.get("reward") for step in steps),
-        tuple(_turn(step.get("extras") or {}, index) for index, step in enumerate(steps)),
-    )
-
-
-def _turn(extras: dict[str, object], index: int) -> int:
-    turn = extras.get("turn")
-    return turn if isinstance(turn, int) else index
-
-
-def _write(state: State, advantages: Sequence[float]) -> None:
-    """Write one advantage per call; none at all means that the state is not trained."""
-    state["advantage"] = advantages[0] if advantages else None
-    steps = state.get("trajectory") or []
-    for index, step in enumerate(steps):
-        step["advantage"] = advantages[index] if advantages else None
+COMPARING: tuple[str, ...] = ("grpo", "dr_grpo", "leave_one_out")
+"""Credits that compare the members of a group, and so need at least two episodes."""

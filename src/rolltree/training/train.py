@@ -25,10 +25,10 @@ from rolltree.errors import TrainingError
 from rolltree.rollouts import RolloutEngine, RolloutSource
 from rolltree.samples import SampleBatch, build_samples
 from rolltree.store import Run
+from rolltree.training.assign import assign_credit
 from rolltree.training.checkpoint import Checkpoints, TrainState, export_model
 from rolltree.training.collect import collect
 from rolltree.training.config import TrainConfig
-from rolltree.training.credit import assign_credit
 from rolltree.training.plan import step_requests
 from rolltree.training.reporter import Reporter, Silent, TrainReport, TrainStart
 from rolltree.training.rollout_metrics import rollout_metrics
@@ -152,6 +152,7 @@ class _Loop:
     checkpoints: Checkpoints
     rollouts: RolloutEngine
     evaluations: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    averages: Mapping[str, float] = field(default_factory=dict)
 
     async def run_all(self) -> TrainReport:
         first = self._restore()
@@ -179,6 +180,7 @@ class _Loop:
         state = TrainState(0, 0)
         if path is not None:
             state = self.checkpoints.load(path, self.model, self.trainer.optimizer)
+            self.averages = state.averages
         num_steps = self.config.train.num_steps
         if state.step > num_steps:
             raise TrainingError(
@@ -232,8 +234,12 @@ class _Loop:
         """Assign credit and build the samples of one step."""
         section, algorithm = self.config.train, self.config.algorithm
         report = assign_credit(
-            results, algorithm.resolve().credit, algorithm.policy(section.max_seq_len)
+            results,
+            algorithm.resolve().credit,
+            algorithm.policy(section.max_seq_len),
+            self.averages,
         )
+        self.averages = report.averages
         group_of: dict[int, str] = {}
         for result in results:
             for state in result.states:
@@ -255,7 +261,8 @@ class _Loop:
 
     def _save(self, step: int) -> None:
         start = time.perf_counter()
-        path = self.checkpoints.save(self.model, self.trainer.optimizer, TrainState(step, step))
+        state = TrainState(step, step, self.averages)
+        path = self.checkpoints.save(self.model, self.trainer.optimizer, state)
         spent = time.perf_counter() - start
         self.run.add_event("checkpoint", {"name": path.name, "time_s": spent}, step=step)
 
