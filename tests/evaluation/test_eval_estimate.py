@@ -90,6 +90,15 @@ def test_differences_are_no_shares():
     assert (same.method, same.low, same.high) == ("t", 0.0, 0.0)
 
 
+def test_fractions_that_are_shares_stay_inside_their_bounds():
+    values = {i: [0.5 if i == 0 else 0.0] for i in range(8)}  # pass@1 of 1 in 2, once in 8 examples
+    loose, bounded = estimate(values), estimate(values, are_shares=True)
+    assert (loose.method, bounded.method) == ("t", "wilson")
+    assert loose.low < 0.0 < bounded.low < bounded.mean == loose.mean == 0.0625
+    # p(1-p)/SE^2 with s = .5 sqrt(1/8), SE^2 = s^2/8 = 1/256: 15 trials, capped at the 8 values
+    assert (bounded.low, bounded.high) == pytest.approx(wilson(0.0625, 8.0))
+
+
 @given(
     st.dictionaries(
         st.integers(), st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=4), min_size=1

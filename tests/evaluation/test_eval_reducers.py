@@ -114,6 +114,7 @@ def test_more_tries_never_lower_pass_at_k(rows):
     means = [found[k].mean for k in sorted(found)]
     assert means == sorted(means)
     assert all(0.0 <= mean <= 1.0 for mean in means)
+    assert all(0.0 <= found[k].low <= found[k].high <= 1.0 for k in found)
     if most:
         assert max(found) == most
 

@@ -7,11 +7,11 @@ estimate is the mean of the examples' values, and the interval comes from their 
 Interval, stated in `Estimate.method`:
 
 - `"t"`: mean +- t(n - 1) * s / sqrt(n), over the n example means with standard deviation s.
-- `"wilson"`: when every value is 0 or 1, Wilson's score interval (Wilson 1927) at the effective
-  sample size p(1 - p) / SE^2 with SE = s / sqrt(n), at most the number of values (Korn and
-  Graubard 1998), or n when the examples do not differ at all. It stays inside [0, 1], and 20 of
-  20 is not "exactly 1".
-- `"none"`: fewer than two examples, and values other than 0 and 1; `low` and `high` are None.
+- `"wilson"`: for shares (every value 0 or 1, or so declared), Wilson's score interval (Wilson
+  1927) at the effective sample size p(1 - p) / SE^2 with SE = s / sqrt(n), at most the number of
+  values (Korn and Graubard 1998), or n when the examples do not differ at all. It stays inside
+  [0, 1], and 20 of 20 is not "exactly 1".
+- `"none"`: fewer than two examples, and no shares; `low` and `high` are None.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ def estimate(
     clusters: Mapping[Hashable, Sequence[float]],
     *,
     confidence: float = CONFIDENCE,
-    are_shares: bool = True,
+    are_shares: bool | None = None,
 ) -> Estimate | None:
     """Estimate a mean from values per example; None when there is no value.
 
     `clusters` maps an example to the values of its rollouts. Examples without values are left
-    out. With `are_shares=False` (differences, for example) values of 0 and 1 are nothing special.
+    out. `are_shares` says whether values are shares of a whole, in [0, 1] (True: pass@k), or not
+    (False: differences); None means that they are when every value is 0 or 1.
 
     >>> str(estimate({0: [1.0], 1: [2.0], 2: [3.0]}))
     '2.000 [-0.484, 4.484]'
@@ -66,7 +67,9 @@ def estimate(
     mean, num = fmean(means), len(means)
     spread = stdev(means) if num > 1 else 0.0
     num_values = sum(map(len, filled))
-    if are_shares and all(value in (0.0, 1.0) for values in filled for value in values):
+    if are_shares is None:
+        are_shares = all(value in (0.0, 1.0) for values in filled for value in values)
+    if are_shares:
         error = spread / math.sqrt(num)
         size = mean * (1.0 - mean) / error**2 if error > 0.0 else float(num)
         size = min(size, float(num_values))

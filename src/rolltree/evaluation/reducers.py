@@ -62,7 +62,7 @@ def passes(outcomes: Sequence[Outcome], settings: Settings) -> dict[int, Estimat
             for example, rewards in clusters.items()
             if len(rewards) >= k
         }
-        result = estimate(values, confidence=settings.confidence)
+        result = estimate(values, confidence=settings.confidence, are_shares=True)
         if result is not None:
             found[k] = result
     return found
