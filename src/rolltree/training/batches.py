@@ -23,34 +23,54 @@ from rolltree.types import Records, Sample
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """One forward pass: a forest, and its records' place among all records of the step."""
+    """One forward pass: a forest, and its records' place among all records of the step.
+
+    A filler has an empty `span` and no samples: it computes one token so that ranks stay in step.
+    """
 
     forest: Forest
     samples: tuple[Sample, ...]
     span: slice
 
+    @property
+    def is_filler(self) -> bool:
+        """Whether it trains nothing."""
+        return not self.samples
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The packs of a step and their records in pack order; `weight` is the loss coefficient.
+    """One rank's packs of a step, and the records and samples of all ranks in pack order.
 
-    `num_skipped` counts records whose gradient is zero whatever the model says.
+    `records.weight` is the loss coefficient. `num_skipped` counts records whose gradient is zero
+    whatever the model says, `num_tokens` what one pass over the batch computes on all ranks.
     """
 
     packs: tuple[Pack, ...]
     records: Records
+    samples: tuple[Sample, ...]
     num_skipped: int
+    num_tokens: int
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens that one pass over the batch computes."""
-        return sum(item.forest.num_tokens for item in self.packs)
+    def is_whole(self) -> bool:
+        """Whether one pack has all records, so that nothing spans packs or ranks."""
+        return len(self.packs) == 1 and self.packs[0].span == slice(0, len(self.records))
 
 
 def make_batch(
-    samples: Sequence[Sample], algorithm: Algorithm, max_tokens: int, *, skip_flat: bool = False
+    samples: Sequence[Sample],
+    algorithm: Algorithm,
+    max_tokens: int,
+    *,
+    skip_flat: bool = False,
+    rank: int = 0,
+    num_ranks: int = 1,
 ) -> Batch:
-    """Turn samples into packs of at most `max_tokens` tokens.
+    """Turn samples into packs of at most `max_tokens` tokens, equally many for every rank.
+
+    Every rank passes the same samples and gets its own packs; coefficients are those of a single
+    rank.
 
     With `skip_flat`, rollouts whose advantages are all zero are left out after they have counted in
     the normalizers: the gradient is the same. One stays if there are no others, to be measured.
@@ -80,13 +100,30 @@ def make_batch(
         weighted = replace(sample, records=replace(sample.records, weight=weight[first:stop]))
         parts.append(prune_sample(_select(weighted, keep[first:stop])))
     packs: list[Pack] = []
-    first = 0
-    for chosen in pack(parts, max_tokens):
-        forest = collate(chosen)
-        packs.append(Pack(forest, tuple(chosen), slice(first, first + len(forest.records))))
-        first += len(forest.records)
-    joined = concat_records([item.forest.records for item in packs])
-    return Batch(tuple(packs), joined, len(records) - len(joined))
+    joined: list[Records] = []
+    first = num_tokens = 0
+    packed = pack(parts, max_tokens, num_ranks)
+    for owner, batches in enumerate(packed.ranks):
+        for chosen in batches:
+            forest = collate([_filler(chosen[0])] if chosen[0].info.get("filler") else chosen)
+            size = sum(len(sample.records) for sample in chosen)
+            if owner == rank:
+                real = tuple(sample for sample in chosen if len(sample.records))
+                packs.append(Pack(forest, real, slice(first, first + size)))
+            if size:
+                joined.append(forest.records)
+            first += size
+            num_tokens += forest.num_tokens
+    together = concat_records(joined)
+    every = tuple(sample for batch in packed for sample in batch if len(sample.records))
+    return Batch(tuple(packs), together, every, len(records) - len(together), num_tokens)
+
+
+def _filler(sample: Sample) -> Sample:
+    """Return a one-token sample with a record, for the forward pass to have something to read."""
+    ints, floats = np.zeros(1, np.int32), np.zeros(1, np.float32)
+    record = Records(ints, ints, floats, floats + 1, floats, floats, ints, ints, ints, ints)
+    return replace(sample, records=record)
 
 
 def _select(sample: Sample, keep: BoolArray) -> Sample:

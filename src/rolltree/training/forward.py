@@ -148,6 +148,7 @@ class LogprobModel:
         self.compute_dtype = compute_dtype
         self.chunk_rows = chunk_rows
         self.device: torch.device = model.get_input_embeddings().weight.device
+        self.run: Callable[[Forest], tuple[Tensor, Tensor]] = self.compute
 
     def context(self) -> AbstractContextManager[None]:
         """Return what must be open around a forward pass and its backward pass."""
@@ -155,11 +156,15 @@ class LogprobModel:
 
     def __call__(self, forest: Forest) -> RecordLogprobs:
         """Return the logprobs of all records of `forest`, in their order."""
+        return RecordLogprobs(*self.run(forest))
+
+    def compute(self, forest: Forest) -> tuple[Tensor, Tensor]:
+        """Return logprob and entropy; `run` is this, or this inside what gathers its weights."""
         autocast = self.compute_dtype != torch.float32
         with torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=autocast):
             hidden = FORWARDS[self.forward](self.model, forest, self.device)
             wanted = hidden.index_select(0, torch.from_numpy(forest.rows).to(self.device))
-            return gather_logprobs(
+            found = gather_logprobs(
                 wanted,
                 self.model.get_output_embeddings(),
                 torch.from_numpy(forest.row_temperature).to(self.device),
@@ -167,3 +172,4 @@ class LogprobModel:
                 _ids(forest.records.target, self.device),
                 chunk_rows=self.chunk_rows,
             )
+        return found.logprob, found.entropy

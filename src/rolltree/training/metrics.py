@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from rolltree.training.logprobs import RecordLogprobs
+from rolltree.training.ranks import Ranks
 from rolltree.types import Records
 
 
@@ -40,6 +41,15 @@ class RecordStats:
             if self.kl is None:
                 self.kl = np.zeros_like(self.logprob)
             self.kl[span] = kl.detach().cpu().numpy()
+
+    def sum_over(self, ranks: Ranks) -> None:
+        """Add what the other ranks saw of the same records; each record is one rank's."""
+        columns = ["logprob", "entropy", "clipped", *(["kl"] if self.kl is not None else [])]
+        own = [getattr(self, name) for name in columns]
+        *summed, loss = ranks.total(*own, np.array([self.loss]))
+        for name, column in zip(columns, summed, strict=True):
+            setattr(self, name, column)
+        self.loss = float(loss[0])
 
     def metrics(self, records: Records) -> dict[str, float]:
         """Return the summary; `records` are those of the step, in the same order.

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rolltree.errors import TrainingError
 from rolltree.training.config import OptimSection
+from rolltree.training.shard import total_norm
 
 SCHEDULES: dict[str, Callable[[float, float], float]] = {
     "constant": lambda done, final: 1.0,
@@ -76,7 +77,7 @@ class Optimizer:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         if not gradients:
             return 0.0
-        norm = float(torch.nn.utils.get_total_norm(gradients))
+        norm = total_norm(gradients)
         if math.isfinite(norm) and norm > self.config.max_grad_norm:
             torch._foreach_mul_(gradients, self.config.max_grad_norm / norm)
         return norm

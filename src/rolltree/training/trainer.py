@@ -2,8 +2,9 @@
 
     samples -> packs (`batches.py`) -> forward, loss, backward per pack -> clip -> AdamW
 
-It knows samples, losses and models. It leaves out where samples come from, publishing the weights,
-and distributed ranks.
+With several ranks every rank is given all samples, computes its own packs, and steps its own shard
+of the weights; sums over ranks make it the step that one rank would take. It knows samples, losses
+and models. It leaves out where samples come from and publishing the weights.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from rolltree.training.losses import KLS, LossInputs, get_loss
 from rolltree.training.metrics import RecordStats
 from rolltree.training.optim import Optimizer, learning_rate
 from rolltree.training.precision import backward_precision
+from rolltree.training.ranks import Ranks
+from rolltree.training.shard import shard
 from rolltree.types import Records, Sample
 
 
@@ -38,16 +41,16 @@ class Trainer:
     Args:
         model: a Hugging Face causal LM with float32 parameters.
         config: the `model`, `algorithm`, `optim` and `train` sections are read.
+        ranks: those that train with this one; the module is then sharded in place.
 
     Raises:
         TrainingError: the model cannot be trained as configured.
     """
 
-    def __init__(self, model: Any, config: TrainConfig) -> None:
-        self.model, self.config = model, config
+    def __init__(self, model: Any, config: TrainConfig, ranks: Ranks | None = None) -> None:
+        self.model, self.config, self.ranks = model, config, ranks
         self.algorithm: Algorithm = config.algorithm.resolve()
         self.loss = get_loss(self.algorithm.loss)
-        self.optimizer = Optimizer(model, config.optim)
         dtype = getattr(torch, config.model.compute_dtype)
         options: dict[str, Any] = {"compute_dtype": dtype, "chunk_rows": config.train.chunk_rows}
         forward = choose_forward(model, config.train.forward, config.train.scope)
@@ -58,6 +61,11 @@ class Trainer:
             self.reference = LogprobModel(frozen, forward, **options)
         if config.train.gradient_checkpointing:
             enable_checkpointing(model)
+        if ranks is not None:
+            for part in (self.logprobs, self.reference):
+                if part is not None:
+                    shard(part, ranks)
+        self.optimizer = Optimizer(model, config.optim)
 
     def step(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
         """Make `train.updates_per_step` optimizer steps on the samples of step `step` (from 1).
@@ -73,7 +81,15 @@ class Trainer:
         start = time.perf_counter()
         section = self.config.train
         skip = section.skip_flat and self.reference is None
-        batch = make_batch(samples, self.algorithm, section.max_tokens, skip_flat=skip)
+        place = (self.ranks.rank, self.ranks.size) if self.ranks else (0, 1)
+        batch = make_batch(
+            samples,
+            self.algorithm,
+            section.max_tokens,
+            skip_flat=skip,
+            rank=place[0],
+            num_ranks=place[1],
+        )
         metrics: dict[str, float] = {}
         num_updates = section.updates_per_step
         for update in range(num_updates):
@@ -103,15 +119,16 @@ class Trainer:
     def _gradients(self, batch: Batch) -> RecordStats:
         """Add up the gradients of all packs and return what was seen per record."""
         log_ratio: FloatColumn | None = None
-        if self.algorithm.over_rollout and len(batch.packs) > 1:
+        if self.algorithm.over_rollout and not batch.is_whole:
             log_ratio = self._rollout_ratios(batch)
         stats = RecordStats(len(batch.records))
         for item in batch.packs:
             with self.logprobs.context():
-                total = self._loss(item, batch.records, log_ratio, stats)
-                if not torch.isfinite(total):
-                    self._name_non_finite(batch)
-                self._backward(total)
+                self._backward(self._loss(item, batch.records, log_ratio, stats))
+        if self.ranks is not None:
+            stats.sum_over(self.ranks)
+        if not math.isfinite(stats.loss):
+            self._name_non_finite(batch)
         return stats
 
     def _loss(
@@ -124,6 +141,8 @@ class Trainer:
             return torch.from_numpy(part).to(self.logprobs.device)
 
         got = self.logprobs(item.forest)
+        if item.is_filler:
+            return self._nothing(item, got.logprob)
         behaviour = tensor(records.logprob)
         if self.algorithm.over_rollout and log_ratio is None:  # the pack holds all records
             log_ratio = rollout_means(records, (got.logprob.detach() - behaviour).cpu().numpy())
@@ -144,6 +163,13 @@ class Trainer:
         stats.add(item.span, got, terms.clipped, float(total.detach()), kl)
         return total
 
+    def _nothing(self, item: Pack, logprob: Tensor) -> Tensor:
+        """Return a loss of 0, computed as other ranks compute theirs."""
+        if self.reference is not None:
+            with torch.no_grad(), self.reference.context():
+                self.reference(item.forest)
+        return 0 * logprob.sum()
+
     def _backward(self, total: Tensor) -> None:
         with backward_precision(self.config.model.backward_dtype):
             total.backward()  # type: ignore[no-untyped-call]
@@ -151,11 +177,14 @@ class Trainer:
     @torch.no_grad()
     def _rollout_ratios(self, batch: Batch) -> FloatColumn:
         """Return the mean log ratio of each record's rollout, which may span several packs."""
-        difference = np.empty(len(batch.records), np.float32)
+        difference = np.zeros(len(batch.records), np.float32)
         for item in batch.packs:
             with self.logprobs.context():
                 got = self.logprobs(item.forest).logprob.cpu().numpy()
-            difference[item.span] = got - batch.records.logprob[item.span]
+            if not item.is_filler:
+                difference[item.span] = got - batch.records.logprob[item.span]
+        if self.ranks is not None:
+            (difference,) = self.ranks.total(difference)
         return rollout_means(batch.records, difference)
 
     def _check_mismatch(self, metrics: dict[str, float]) -> None:
@@ -175,8 +204,7 @@ class Trainer:
         culprit = next(
             (
                 f"the sample of rollouts {rollout_names(sample)}"
-                for item in batch.packs
-                for sample in item.samples
+                for sample in batch.samples
                 if not self._is_finite_alone(sample)
             ),
             "none of the samples alone, their sum overflows",

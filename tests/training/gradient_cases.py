@@ -1,0 +1,167 @@
+"""What ranks compute, against one rank: run by `ranks_kit`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import torch
+from training_kit import Call, flat, group, tiny_model, tree
+
+from rolltree.errors import TrainingError
+from rolltree.training import Trainer, load_train_config
+from rolltree.training.batches import make_batch
+from rolltree.training.layout import collate
+from rolltree.training.shard import whole
+
+QUIET = {"max_mismatch": 1e37, "max_tokens": 64, "skip_flat": False}
+CASES = {
+    "grpo": {},
+    "gspo, ratios of rollouts that span ranks": {"algorithm": {"name": "gspo"}},
+    "dapo": {"algorithm": {"name": "dapo"}},
+    "kl": {"algorithm": {"kl_coef": 0.3}},
+    "untied": {"kind": "llama"},
+    "checkpointing": {"train": {"gradient_checkpointing": True, "chunk_rows": 3}},
+    "one group, so that ranks have nothing": {"num_groups": 1},
+}
+AT_THREE = ("grpo", "gspo, ratios of rollouts that span ranks", "kl")
+
+
+def samples(num_groups=5):
+    """Groups of different size: ranks have different numbers of tokens, records and packs."""
+    made = []
+    for number in range(num_groups):
+        calls = group(num=3, prefix=8 + 6 * number, turns=1, seed=number, length=2 + number)
+        made.append(tree([replace(call, rollout=call.rollout + 10 * number) for call in calls]))
+    return made
+
+
+def made(case, ranks):
+    sections = {k: v for k, v in case.items() if k not in ("kind", "num_groups")}
+    sections["train"] = {**QUIET, **sections.get("train", {})}
+    config = load_train_config({"optim": {"lr": 1e-2, "weight_decay": 0.1}, **sections})
+    return Trainer(tiny_model(case.get("kind", "qwen3")), config, ranks)
+
+
+def flatten(tensors):
+    return torch.cat([whole(tensor).flatten() for tensor in tensors])
+
+
+def gradient(trainer, data):
+    rank, size = (trainer.ranks.rank, trainer.ranks.size) if trainer.ranks else (0, 1)
+    batch = make_batch(
+        data, trainer.algorithm, trainer.config.train.max_tokens, rank=rank, num_ranks=size
+    )
+    stats = trainer._gradients(batch)
+    found = flatten(parameter.grad for parameter in trainer.optimizer.parameters)
+    norm = trainer.optimizer.clip()
+    trainer.optimizer.zero_grad()
+    return found, norm, stats.metrics(batch.records), len(batch.packs)
+
+
+def away(left, right):
+    return float((left - right).norm() / right.norm())
+
+
+def gradients(ranks, folder):
+    """Per case: relative errors of the gradient, its norm, and the weights after two steps."""
+    results = {}
+    for name, case in CASES.items():
+        if ranks.size == 3 and name not in AT_THREE:
+            continue
+        data = samples(case.get("num_groups", 5))
+        alone, together = made(case, None), made(case, ranks)
+        expected, found = gradient(alone, data), gradient(together, data)
+        for step in (1, 2):
+            wanted, metrics = alone.step(data, step), together.step(data, step)
+        weights = [flatten(p for p in t.model.parameters()) for t in (together, alone)]
+        results[name] = {
+            "gradient": away(found[0], expected[0]),
+            "norm": abs(found[1] / expected[1] - 1),
+            "packs": [found[3], expected[3]],
+            "metrics": max(abs(found[2][k] - expected[2][k]) for k in expected[2]),
+            "weights": away(*weights),
+            "step_metrics": max(
+                abs(metrics[k] - wanted[k])
+                for k in wanted
+                if k.split("/")[0] in ("mismatch", "ratio")
+                or k in ("train/loss", "train/entropy", "train/grad_norm", "train/num_records")
+            ),
+            "local": sum(p.to_local().numel() for p in together.model.parameters()),
+            "all": sum(p.numel() for p in together.model.parameters()),
+        }
+    return results
+
+
+def bfloat16(ranks, folder):
+    """Errors against one rank in float32: of one rank in bfloat16, and of several."""
+    exact = made({}, None)
+    data = []
+    for sample in samples():  # on policy: ratios of 1 do not blow rounding up
+        with torch.no_grad(), exact.logprobs.context():
+            own = exact.logprobs(collate([sample])).logprob.numpy()
+        data.append(replace(sample, records=replace(sample.records, logprob=own)))
+    half = {"model": {"compute_dtype": "bfloat16"}}
+    wanted = gradient(exact, data)[0]
+    together = made(half, ranks)
+    return {
+        "alone": away(gradient(made(half, None), data)[0], wanted),
+        "together": away(gradient(together, data)[0], wanted),
+        "master": sorted({str(p.dtype) for p in together.model.parameters()}),
+    }
+
+
+def failures(ranks, folder):
+    """Errors reach every rank alike and leave the weights alone."""
+    trainer = made({}, ranks)
+    before = flatten(trainer.model.parameters())
+    bad = Call([1, 2, 3], [4, 5], rollout=77, advantage=1e38, logprob=[-1e30, -1e30])
+    messages = []
+    try:
+        trainer.step([*samples(), flat(bad)], 1)
+    except TrainingError as error:
+        messages.append(str(error))
+    unchanged = torch.equal(before, flatten(trainer.model.parameters()))
+    counted = ranks.total(np.array([len(messages)]), np.array([int(unchanged)]))
+    (good,) = ranks.total(np.array([made({}, ranks).step(samples(), 1)["train/loss"]]))
+    return {
+        "messages": messages,
+        "raised": int(counted[0][0]),
+        "unchanged": int(counted[1][0]),
+        "loss": float(good[0]) / ranks.size,
+    }
+
+
+def commands(ranks, folder):
+    """Rank 0 tells, the others hear the same: numbers, text and arrays, also much of it."""
+    data = {"step": 3, "text": "ä", "array": np.arange(6, dtype=np.int32).reshape(2, 3)}
+    big = {"array": np.arange(10**6, dtype=np.float32)}
+    heard = []
+    for number, wanted in enumerate((data, big, {})):
+        if ranks.leads:
+            time.sleep(0.05 * number)
+            ranks.tell("command", wanted)
+            heard.append(True)
+        else:
+            got = ranks.hear()
+            same = [np.array_equal(got.data[key], wanted[key]) for key in wanted]
+            heard.append(got.name == "command" and got.data.keys() == wanted.keys() and all(same))
+    (total,) = ranks.total(np.array(heard, np.int64))
+    ranks.barrier()
+    return total.tolist()
+
+
+def nothing(ranks, folder):
+    """A world of one never sets torch.distributed up."""
+    return [ranks is None, torch.distributed.is_initialized()]
+
+
+WORLDS = [
+    (1, nothing),
+    (2, commands),
+    (2, gradients),
+    (3, gradients),
+    (2, bfloat16),
+    (2, failures),
+]
