@@ -5,6 +5,26 @@ protocols: somebody tells an agent what it observes and does what it decided.
 """
 
 from rolltree.agents.agent import Agent
-from rolltree.agents.context import ContextStrategy, FullDialog
+from rolltree.agents.context import (
+    ContextStrategy,
+    FullDialog,
+    SlidingWindow,
+    SummaryCompaction,
+    TruncatedThinking,
+)
+from rolltree.agents.spelling import NativeCalls, ReActCalls, Spelling
+from rolltree.agents.tool_agent import ReActAgent, ToolAgent
 
-__all__ = ["Agent", "ContextStrategy", "FullDialog"]
+__all__ = [
+    "Agent",
+    "ContextStrategy",
+    "FullDialog",
+    "NativeCalls",
+    "ReActAgent",
+    "ReActCalls",
+    "SlidingWindow",
+    "Spelling",
+    "SummaryCompaction",
+    "ToolAgent",
+    "TruncatedThinking",
+]

@@ -153,17 +153,18 @@ class Agent:
         """The external tool calls that `answer` must answer before the next `act`."""
         return ()
 
-    def answer(self, answers: Sequence[ToolAnswer]) -> None:
+    def answer(self, answers: Sequence[ToolAnswer]) -> AgentStep:
         """Give the results of the external tool calls in `waiting`; `act` then continues the turn.
+
+        Returns the step that made the calls, now with their answers.
 
         Raises:
             ValueError: a call is not answered, or something else is.
         """
-        if answers:
-            raise ValueError(
-                f"agent {self.name!r} has asked for no external tool, so there is nothing to "
-                "answer. Answer only after a step whose action_target is 'external'."
-            )
+        raise ValueError(
+            f"agent {self.name!r} has no tools, so there is nothing to answer. Answer only after a "
+            "step whose action_target is 'external'."
+        )
 
     async def act(self) -> list[AgentStep]:
         """Take one turn; return its model calls. The last one says what happens next.
@@ -179,24 +180,26 @@ class Agent:
 
     # -- parts of a turn ---------------------------------------------------------------------
 
-    async def _call(self, **extras: Any) -> tuple[Generation, TrajectoryStep]:
+    async def _call(self) -> tuple[Generation, TrajectoryStep]:
         """Ask the model for the next message, record the call, and append the message."""
         self.history = list(await self.context.prepare(self.history, self._num_tokens, self._ask))
         shown = self.context.view(self.history)
-        generation, record = await self._sample(shown, extras)
+        generation, record = await self._sample(shown)
         self.history.append(generation.message)
         self._num_tokens = generation.num_prompt_tokens + generation.num_completion_tokens
         return generation, record
 
-    async def _ask(self, messages: Sequence[ChatMessage], kind: str) -> str:
+    async def _ask(
+        self, messages: Sequence[ChatMessage], kind: str, *, max_tokens: int | None = None
+    ) -> str:
         """Make a model call beside the dialog, recorded as an internal step of this turn."""
-        generation, record = await self._sample(list(messages), {"kind": kind})
-        text = text_of(generation.message)
+        generation, record = await self._sample(list(messages), max_tokens)
+        text = text_of(generation.message) or generation.text
         self._add_step(generation, record, "internal", ParseResult(text), info={"kind": kind})
         return text
 
     async def _sample(
-        self, messages: list[ChatMessage], extras: dict[str, Any]
+        self, messages: list[ChatMessage], max_tokens: int | None = None
     ) -> tuple[Generation, TrajectoryStep]:
         if self._session is None:
             raise ConfigError(
@@ -204,6 +207,8 @@ class Agent:
                 "to the agent or to its reset()."
             )
         sampling = self.sampling
+        if max_tokens is not None:
+            sampling = replace(sampling, max_tokens=max_tokens)
         if self._seed is not None:
             number = len(self.trajectory)
             seed = derive_seed(self._seed, "turn", number) if number else self._seed
@@ -217,7 +222,6 @@ class Agent:
             generation=generation,
             agent=self.name,
             turn=self.turn,
-            extras=extras,
         )
         return generation, record
 
@@ -226,20 +230,25 @@ class Agent:
         generation: Generation,
         record: TrajectoryStep,
         tool_calls: tuple[ToolRequest, ...] = (),
+        parsed: ParseResult | None = None,
     ) -> None:
-        """Read the action out of the final answer, and end the turn."""
+        """Read the action out of the final answer, unless `parsed` says it, and end the turn."""
         info: Info = {}
         if self.reject_incomplete_completions and generation.finish_reason == FinishReason.LENGTH:
             info[INCOMPLETE] = True
             parsed = ParseResult(None, self.incomplete_penalty, self.incomplete_feedback)
-        else:
-            parsed = self.parser(text_of(generation.message))
-            if parsed.failed and parsed.obs is None:
-                parsed = replace(parsed, obs=self.parse_feedback)
+        elif parsed is None:
+            parsed = self.parser(self._final_text(generation.message))
+        if parsed.failed and parsed.obs is None:
+            parsed = replace(parsed, obs=self.parse_feedback)
         if parsed.failed:
             info[PARSE_FEEDBACK] = parsed.obs
         self._add_step(generation, record, "env", parsed, tool_calls, info=info)
         self.turn += 1
+
+    def _final_text(self, message: ChatMessage) -> str:
+        """Return the part of an answer that the parser reads."""
+        return text_of(message)
 
     def _add_step(
         self,
@@ -250,6 +259,7 @@ class Agent:
         tool_calls: tuple[ToolRequest, ...] = (),
         tool_answers: tuple[ToolAnswer, ...] = (),
         info: Info | None = None,
+        reward: float = 0.0,
     ) -> None:
         """Append a step to `steps`, with what the record's readers want in its extras."""
         info = {"finish_reason": str(generation.finish_reason), **(info or {})}
@@ -261,7 +271,7 @@ class Agent:
             finish_reason=generation.finish_reason,
             action_target=target,
             parse_result=parsed,
-            reward=0.0 if parsed is None else parsed.reward,
+            reward=reward if parsed is None else parsed.reward,
             tool_calls=tool_calls,
             tool_answers=tool_answers,
             info=info,

@@ -1,20 +1,40 @@
 """Context strategies: which messages of its history an agent shows the model.
 
 A strategy is configuration without state; the agent owns the history. It knows messages. It knows
-nothing about tokens, so whether the exact prefix holds is a matter of what it shows: `FullDialog`
-only ever appends, so each prompt continues the one before. The others say when they break it; a
-break costs a new sample, never a sampled token.
+nothing about tokens, so whether the exact prefix holds follows from what it shows:
+
+| strategy | breaks of the prefix |
+|---|---|
+| `FullDialog` | none: it only ever appends |
+| `TruncatedThinking` | one per turn in which the turn before had reasoning |
+| `SlidingWindow` | one per turn once the window is full |
+| `SummaryCompaction` | one per compaction |
+
+A break costs a new sample, never a sampled token: each call stays in the token tree as it was made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol, TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
+from rolltree.errors import ConfigError
+from rolltree.parsers import text_of
 from rolltree.types import ChatMessage
 
-Ask: TypeAlias = Callable[[Sequence[ChatMessage], str], Awaitable[str]]
-"""`await ask(messages, kind)`: one more model call of the agent, recorded as an internal step."""
+COMPACTION = "compaction"
+"""`AgentStep.info["kind"]` of the call that wrote a summary."""
+
+
+class Ask(Protocol):
+    """One more model call of the agent, recorded as an internal step of its turn."""
+
+    async def __call__(
+        self, messages: Sequence[ChatMessage], kind: str, *, max_tokens: int | None = None
+    ) -> str:
+        """Return the text of the model's answer."""
+        ...
 
 
 class ContextStrategy(Protocol):
@@ -34,8 +54,9 @@ class ContextStrategy(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class FullDialog:
-    """Everything that was said, always: append-only, so the exact prefix holds."""
+    """Everything that was said, always. Append-only, so the exact prefix holds."""
 
     def view(self, history: Sequence[ChatMessage]) -> list[ChatMessage]:
         """Return the whole history."""
@@ -46,3 +67,122 @@ class FullDialog:
     ) -> Sequence[ChatMessage]:
         """Return the history as it is."""
         return history
+
+
+@dataclass(frozen=True, slots=True)
+class TruncatedThinking(FullDialog):
+    """The dialog without the reasoning of earlier turns; that since the last user message stays.
+
+    Reasoning is `reasoning_content`, and what stands before `close` in the text.
+    """
+
+    close: str = "</think>"
+
+    def view(self, history: Sequence[ChatMessage]) -> list[ChatMessage]:
+        """Return the history with earlier assistant messages stripped."""
+        current = _last_user(history)
+        return [
+            self._stripped(message) if index < current else message
+            for index, message in enumerate(history)
+        ]
+
+    def _stripped(self, message: ChatMessage) -> ChatMessage:
+        if message.get("role") != "assistant":
+            return message
+        text = text_of(message)
+        _, found, answer = text.rpartition(self.close)
+        if not found and "reasoning_content" not in message:
+            return message
+        kept = {key: value for key, value in message.items() if key != "reasoning_content"}
+        return {**kept, "content": answer.lstrip("\n") if found else text}
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingWindow(FullDialog):
+    """The system prompt, the first user message unless told otherwise, and the last turns.
+
+    A turn is a user message and what follows it, so that no tool's answer loses its call.
+
+    Args:
+        num_turns: how many turns are shown, the current one included.
+        keep_first: show the first user message always: it often says what to do.
+
+    Raises:
+        ConfigError: `num_turns` is below 1.
+    """
+
+    num_turns: int
+    keep_first: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_turns < 1:
+            raise ConfigError(
+                f"num_turns is {self.num_turns}; the model would not see what it has to answer. "
+                "Show at least 1 turn."
+            )
+
+    def view(self, history: Sequence[ChatMessage]) -> list[ChatMessage]:
+        """Return the head of the history and its last turns."""
+        starts = [n for n, message in enumerate(history) if message.get("role") == "user"]
+        if len(starts) <= self.num_turns:
+            return list(history)
+        head = list(history[: starts[0]])
+        first, begin = history[starts[0]], starts[-self.num_turns]
+        if not self.keep_first:
+            return [*head, *history[begin:]]
+        text = f"{text_of(first)}\n\n[...]\n\n{text_of(history[begin])}"
+        return [*head, {"role": "user", "content": text}, *history[begin + 1 :]]
+
+
+SUMMARIZE = (
+    "The conversation is getting long. Write down everything that is needed to go on: the task, "
+    "what was done, what came of it, and what remains to do. Only this text will be kept."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SummaryCompaction(FullDialog):
+    """The dialog, until it is too long; then the model sums it up and goes on from there.
+
+    The summary is a model call like any other: it continues the exact prefix, it is recorded as an
+    internal step of kind "compaction", and it is trained.
+
+    Args:
+        max_tokens: sum up before a call when the last one took this many tokens or more.
+        request: what asks for the summary.
+        summary_tokens: how long it may be; None: as the agent samples.
+
+    Raises:
+        ConfigError: `max_tokens` is below 1.
+    """
+
+    max_tokens: int
+    request: str = SUMMARIZE
+    summary_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ConfigError(f"max_tokens is {self.max_tokens}; every call would be summed up.")
+
+    async def prepare(
+        self, history: Sequence[ChatMessage], num_tokens: int, ask: Ask
+    ) -> Sequence[ChatMessage]:
+        """Return the system prompt and the summary in place of a long history.
+
+        A user message that waits for its answer follows the summary in the same message.
+        """
+        if num_tokens < self.max_tokens:
+            return history
+        start = next((n for n, m in enumerate(history) if m.get("role") != "system"), 0)
+        is_waiting = history[-1].get("role") == "user"
+        said = list(history[:-1] if is_waiting else history)
+        said.append({"role": "user", "content": self.request})
+        summary = await ask(said, COMPACTION, max_tokens=self.summary_tokens)
+        text = f"What happened so far:\n{summary}"
+        if is_waiting:
+            text = f"{text}\n\n{text_of(history[-1])}"
+        return [*history[:start], {"role": "user", "content": text}]
+
+
+def _last_user(history: Sequence[ChatMessage]) -> int:
+    return max((n for n, message in enumerate(history) if message.get("role") == "user"), default=0)

@@ -25,8 +25,8 @@ from rolltree.environments.sandbox_env import SandboxEnv
 from rolltree.environments.stateful_tool_env import StatefulToolEnv
 from rolltree.environments.textarena_env import TextArenaEnv
 from rolltree.environments.tool_env import ToolEnv
-from rolltree.environments.tools import Tool, ToolUnavailable, convert_func_to_oai_tool
-from rolltree.environments.worlds import WorldEnv, WorldStep
+from rolltree.environments.worlds import WorldEnv
+from rolltree.tools import Tool, ToolUnavailable, convert_func_to_oai_tool
 
 __all__ = [
     "EnvGroup",
@@ -49,7 +49,6 @@ __all__ = [
     "ToolEnv",
     "ToolUnavailable",
     "WorldEnv",
-    "WorldStep",
     "cleanup",
     "convert_func_to_oai_tool",
     "find_environment",

@@ -15,9 +15,9 @@ import msgspec
 from rolltree.environments.decorators import cleanup, teardown
 from rolltree.environments.mcp_servers import MCPConnection, MCPServer, MCPTool
 from rolltree.environments.tool_env import ToolEnv
-from rolltree.environments.tools import Tool
 from rolltree.errors import ConfigError
 from rolltree.rubrics.functions import in_thread
+from rolltree.tools import Tool
 from rolltree.types import State
 
 _SESSION = "mcp_session"

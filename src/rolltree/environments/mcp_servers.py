@@ -17,8 +17,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from rolltree.environments.tools import ToolUnavailable
 from rolltree.errors import ConfigError
+from rolltree.tools import ToolUnavailable
 
 
 @dataclass(frozen=True, slots=True)

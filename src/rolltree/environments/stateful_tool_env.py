@@ -13,8 +13,8 @@ from typing import Any
 
 from rolltree.environments.environment import settle
 from rolltree.environments.tool_env import ToolEnv
-from rolltree.environments.tools import Tool
 from rolltree.errors import ConfigError, did_you_mean
+from rolltree.tools import Tool
 from rolltree.types import Messages, State, concat_messages
 
 

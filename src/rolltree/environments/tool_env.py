@@ -7,7 +7,6 @@ failed rollout. It leaves out tools with hidden state and sandboxes.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -15,9 +14,16 @@ from typing import Any
 from rolltree.environments.decorators import stop
 from rolltree.environments.environment import settle
 from rolltree.environments.multiturn import MultiTurnEnv
-from rolltree.environments.tools import Tool, ToolArgumentError, ToolUnavailable, result_text
 from rolltree.errors import ConfigError, did_you_mean, record_error
-from rolltree.rubrics.functions import in_thread
+from rolltree.tools import (
+    Tool,
+    ToolArgumentError,
+    ToolUnavailable,
+    call_function,
+    is_plain,
+    result_text,
+    run_all,
+)
 from rolltree.types import ChatMessage, Messages, State
 
 
@@ -95,19 +101,12 @@ class ToolEnv(MultiTurnEnv):
     async def env_response(self, messages: Messages, state: State) -> Messages:
         """Return one tool message per call of the last message, in the calls' order."""
         calls = calls_of(messages)
-        answers: list[ChatMessage] = [{}] * len(calls)
-        waiting: list[int] = []
-        blocking: list[int] = []
-        for index, call in enumerate(calls):
-            tool = self.tool_map.get(name_of(call))
-            is_plain = tool is not None and not tool.is_async
-            (blocking if is_plain else waiting).append(index)
-        done = await asyncio.gather(*(self.answer_call(calls[i], state) for i in waiting))
-        for index, answer in zip(waiting, done, strict=True):
-            answers[index] = answer
-        for index in blocking:
-            answers[index] = await self.answer_call(calls[index], state)
-        return answers
+        tools = [self.tool_map.get(name_of(call)) for call in calls]
+        return await run_all(
+            list(zip(calls, tools, strict=True)),
+            lambda item: item[1] is not None and is_plain(item[1]),
+            lambda item: self.answer_call(item[0], state),
+        )
 
     async def answer_call(self, call: Mapping[str, Any], state: State) -> ChatMessage:
         """Return the tool message of one call: arguments are read and completed, then it is made.
@@ -165,9 +164,7 @@ class ToolEnv(MultiTurnEnv):
 
     async def run_tool(self, tool: Tool, arguments: dict[str, Any], state: State) -> Any:
         """Call the tool's function and return what it returns."""
-        if tool.is_async or getattr(tool.func, "__rolltree_cheap__", False):
-            return await settle(tool.func(**arguments))
-        return await settle(await in_thread(lambda: tool.func(**arguments)))
+        return await call_function(tool, arguments)
 
 
 _STATE: ContextVar[State] = ContextVar("rolltree_tool_state", default=State())  # noqa: B039

@@ -7,9 +7,8 @@ turn counts and the end of a game costs no further call. It knows nothing about 
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from rolltree.environments.decorators import cleanup, stop
@@ -18,21 +17,11 @@ from rolltree.environments.failures import in_phase
 from rolltree.environments.multiturn import MultiTurnEnv
 from rolltree.errors import ConfigError
 from rolltree.parsers import text_of
-from rolltree.rubrics.functions import in_thread
+from rolltree.steps import StepOutcome
+from rolltree.threads import run_in_thread
 from rolltree.types import Messages, State
 
 WORLD = "world"
-
-
-@dataclass(frozen=True, slots=True)
-class WorldStep:
-    """What one action did. `terminated` and `truncated` mean what Gymnasium says they mean."""
-
-    observation: str
-    reward: float = 0.0
-    terminated: bool = False
-    truncated: bool = False
-    info: Mapping[str, Any] = field(default_factory=dict)
 
 
 class WorldEnv(MultiTurnEnv):
@@ -66,7 +55,7 @@ class WorldEnv(MultiTurnEnv):
         """Return a new world, reset with `state["seed"]`, and its first observation."""
 
     @abstractmethod
-    def step_world(self, world: Any, text: str, state: State) -> WorldStep:
+    def step_world(self, world: Any, text: str, state: State) -> StepOutcome:
         """Play what the model said."""
 
     def close_world(self, world: Any) -> None:
@@ -97,11 +86,11 @@ class WorldEnv(MultiTurnEnv):
         state["world_step"], state["world_info"] = done, dict(done.info)
         if done.terminated or done.truncated:
             state["truncated"] = done.truncated and not done.terminated
-            state["final_env_response"] = [{"role": "user", "content": done.observation}]
+            state["final_env_response"] = [{"role": "user", "content": done.obs}]
 
     async def env_response(self, messages: Messages, state: State) -> Messages:
         """Return the observation after the model's last action."""
-        return [{"role": "user", "content": state["world_step"].observation}]
+        return [{"role": "user", "content": state["world_step"].obs}]
 
     @stop(priority=60)
     async def world_ended(self, state: State) -> bool:
@@ -118,5 +107,6 @@ class WorldEnv(MultiTurnEnv):
 
     async def _call(self, func: Any, *args: Any) -> Any:
         if self._in_thread:
-            return await settle(await in_thread(lambda: func(*args)))
+            work = functools.partial(func, *args)
+            return await settle(await run_in_thread(work, name="rolltree-world"))
         return await settle(func(*args))

@@ -11,11 +11,17 @@ from rolltree.tools.describe import (
     convert_func_to_oai_tool,
     result_text,
 )
+from rolltree.tools.run import ToolTimeLimit, answer_request, call_function, is_plain, run_all
 
 __all__ = [
     "Tool",
     "ToolArgumentError",
     "ToolUnavailable",
+    "ToolTimeLimit",
+    "answer_request",
+    "call_function",
     "convert_func_to_oai_tool",
+    "is_plain",
     "result_text",
+    "run_all",
 ]

@@ -99,6 +99,33 @@ class Tool:
             or inspect.iscoroutinefunction(getattr(func, "__call__", None)),  # noqa: B004
         )
 
+    @classmethod
+    def of_schema(cls, schema: ToolSchema, func: Callable[..., Any]) -> Tool:
+        """Take a tool's OpenAI schema as it is; `func`, asynchronous, gets what the model gave.
+
+        Of the arguments, only the required names are checked.
+
+        Raises:
+            ConfigError: the schema has no function with a name.
+        """
+        function = schema.get("function") or {}
+        name = function.get("name")
+        if not isinstance(name, str) or not name:
+            raise ConfigError(
+                f"a tool schema has no function name: {schema!r}. Pass OpenAI's form, "
+                '{"type": "function", "function": {"name": ..., "parameters": {...}}}.'
+            )
+        required = (function.get("parameters") or {}).get("required") or ()
+        fields: list[Any] = [(key, Any) for key in required if key.isidentifier()]
+        return cls(
+            func=func,
+            name=name,
+            schema=schema,
+            arguments_type=msgspec.defstruct("arguments", fields, kw_only=True),
+            takes_all=True,
+            is_async=True,
+        )
+
     def read_arguments(self, arguments: str | Mapping[str, Any] | None) -> dict[str, Any]:
         """Return checked and converted arguments from what the model wrote.
 

@@ -6,6 +6,25 @@ the world's own. It leaves out the loop between world and agent, which belongs t
 """
 
 from rolltree.steps import StepOutcome
+from rolltree.worlds.adapter import BAD_ACTION
+from rolltree.worlds.gym import GymWorld
 from rolltree.worlds.interface import CanSnapshot, ParallelWorld, TurnWorld, World, drive
+from rolltree.worlds.petting import ParallelGame, TurnGame, board_text
+from rolltree.worlds.spaces import action_reader
+from rolltree.worlds.textarena_game import TextArenaWorld
 
-__all__ = ["CanSnapshot", "ParallelWorld", "StepOutcome", "TurnWorld", "World", "drive"]
+__all__ = [
+    "BAD_ACTION",
+    "CanSnapshot",
+    "GymWorld",
+    "ParallelGame",
+    "ParallelWorld",
+    "StepOutcome",
+    "TextArenaWorld",
+    "TurnGame",
+    "TurnWorld",
+    "World",
+    "action_reader",
+    "board_text",
+    "drive",
+]

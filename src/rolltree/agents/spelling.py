@@ -1,0 +1,180 @@
+"""How a model spells tool calls: natively, by its chat template, or as text (ReAct).
+
+A spelling says what the model is told about its tools, reads calls out of a message, and writes
+answers as messages. Native calls are read by `rolltree.inference`; the text form is that of ReAct
+(Yao et al., 2022, arXiv:2210.03629): Thought, Action, Action Input, Observation, Final Answer. The
+module knows nothabout running tools.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rolltree.parsers import text_of
+from rolltree.steps import ToolAnswer
+from rolltree.types import ChatMessage, ToolSchema
+
+
+@dataclass(frozen=True, slots=True)
+class SpokenCall:
+    """One call as the model wrote it: `arguments` is text."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Spoken:
+    """What a message says: its calls, and what looks like a call and cannot be read."""
+
+    calls: tuple[SpokenCall, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+class Spelling(Protocol):
+    """One way to spell tool calls."""
+
+    stop: tuple[str, ...]
+    """Stop strings that this spelling needs."""
+
+    def schemas(self, tools: Sequence[ToolSchema]) -> list[ToolSchema]:
+        """Return the schemas that are sent with each model call."""
+        ...
+
+    def instructions(self, tools: Sequence[ToolSchema]) -> str:
+        """Return what the system prompt says about the tools, "" for nothing."""
+        ...
+
+    def read(self, message: ChatMessage) -> Spoken:
+        """Return the calls in an assistant message."""
+        ...
+
+    def write(self, answers: Sequence[ToolAnswer]) -> list[ChatMessage]:
+        """Return the messages that carry the answers, in order."""
+        ...
+
+    def complain(self, problem: str) -> list[ChatMessage]:
+        """Return the messages that say that no call could be read."""
+        ...
+
+    def final(self, message: ChatMessage) -> str:
+        """Return the text of a final answer, for the agent's parser."""
+        ...
+
+
+class NativeCalls:
+    """Calls as the chat template spells them: schemas in, `tool_calls` out, tool messages back."""
+
+    stop: tuple[str, ...] = ()
+
+    def schemas(self, tools: Sequence[ToolSchema]) -> list[ToolSchema]:
+        """Return all schemas."""
+        return list(tools)
+
+    def instructions(self, tools: Sequence[ToolSchema]) -> str:
+        """Return nothing: the template tells the model."""
+        return ""
+
+    def read(self, message: ChatMessage) -> Spoken:
+        """Read `tool_calls` and `parse_problems`."""
+        calls = []
+        for call in message.get("tool_calls") or ():
+            function = call.get("function") or {}
+            arguments = function.get("arguments")
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments or {})
+            calls.append(
+                SpokenCall(str(call.get("id") or ""), str(function.get("name") or ""), arguments)
+            )
+        return Spoken(tuple(calls), tuple(message.get("parse_problems") or ()))
+
+    def write(self, answers: Sequence[ToolAnswer]) -> list[ChatMessage]:
+        """Return one tool message per answer."""
+        return [
+            {"role": "tool", "tool_call_id": answer.call_id, "content": answer.text}
+            for answer in answers
+        ]
+
+    def complain(self, problem: str) -> list[ChatMessage]:
+        """Return a user message: there is no call that a tool message could answer."""
+        return [{"role": "user", "content": problem}]
+
+    def final(self, message: ChatMessage) -> str:
+        """Return the text of the message."""
+        return text_of(message)
+
+
+_FINAL = "Final Answer:"
+_ACTION = re.compile(r"^[ \t]*Action:[ \t]*(.*?)[ \t]*$", re.MULTILINE)
+_INPUT = re.compile(r"^[ \t]*Action Input:[ \t]*", re.MULTILINE)
+_REACT = """\
+You can use these tools:
+{tools}
+
+Work in steps. To use a tool, write:
+Thought: what you think
+Action: the name of one tool
+Action Input: its arguments, as one JSON object
+
+You are then told the observation. When you know what to answer, write:
+Thought: what you think
+Final Answer: your answer"""
+
+
+class ReActCalls:
+    """Calls as lines of text, for models whose chat template knows no tools."""
+
+    stop: tuple[str, ...] = ("\nObservation:",)
+
+    def schemas(self, tools: Sequence[ToolSchema]) -> list[ToolSchema]:
+        """Return nothing: the tools are told in the system prompt."""
+        return []
+
+    def instructions(self, tools: Sequence[ToolSchema]) -> str:
+        """Return the form to answer in, and a line per tool."""
+        if not tools:
+            return ""
+        lines = []
+        for tool in tools:
+            function = tool["function"]
+            properties = (function.get("parameters") or {}).get("properties") or {}
+            about = " ".join(str(function.get("description") or "").split())
+            lines.append(f"- {function['name']}({json.dumps(properties)}): {about}")
+        return _REACT.format(tools="\n".join(lines))
+
+    def read(self, message: ChatMessage) -> Spoken:
+        """Read the first action, unless a final answer comes before it."""
+        text = text_of(message)
+        found = _ACTION.search(text)
+        final = text.find(_FINAL)
+        if found is None or 0 <= final < found.start():
+            return Spoken()
+        given = _INPUT.search(text, found.end())
+        if given is None:
+            return Spoken(problems=("an Action needs a line 'Action Input:' with a JSON object",))
+        body = text[given.end() :].strip()
+        try:
+            _, end = json.JSONDecoder().raw_decode(body)
+        except ValueError:
+            end = len(body)  # whoever reads the arguments says what is wrong with them
+        return Spoken((SpokenCall("", found[1], body[:end]),))
+
+    def write(self, answers: Sequence[ToolAnswer]) -> list[ChatMessage]:
+        """Return one user message with the observations."""
+        text = "\n".join(f"Observation: {answer.text}" for answer in answers)
+        return [{"role": "user", "content": text}]
+
+    def complain(self, problem: str) -> list[ChatMessage]:
+        """Return the problem as an observation."""
+        return [{"role": "user", "content": f"Observation: {problem}"}]
+
+    def final(self, message: ChatMessage) -> str:
+        """Return what follows "Final Answer:", or the whole text."""
+        text = text_of(message)
+        _, found, answer = text.partition(_FINAL)
+        return answer.strip() if found else text

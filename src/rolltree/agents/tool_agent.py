@@ -1,0 +1,309 @@
+"""`ToolAgent` and `ReActAgent`: agents that use tools before they act.
+
+Tools have one of two scopes (spec 2). The agent itself runs its internal `tools` and goes on with
+their results. `external_tools` are somebody else's: the turn pauses, `waiting` says what was asked,
+`answer` gives the results, and the next `act` continues the turn. What a model gets wrong (a call
+that cannot be read, an unknown tool, wrong arguments) and what a tool raises is an answer to it.
+
+The module knows nothing about who answers external calls, and leaves out sandboxes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from rolltree.agents.agent import Agent
+from rolltree.agents.spelling import NativeCalls, ReActCalls, Spelling, SpokenCall
+from rolltree.errors import ConfigError, did_you_mean
+from rolltree.steps import (
+    AgentStep,
+    ParseResult,
+    ToolAnswer,
+    ToolRequest,
+    ToolScope,
+)
+from rolltree.tools import Tool, ToolArgumentError, answer_request, is_plain, run_all
+from rolltree.types import ChatMessage, FinishReason, Generation, ToolSchema, TrajectoryStep
+
+ToolLike: TypeAlias = "Callable[..., Any] | Tool"
+
+LAST_CALL = "You cannot use any more tools now. Give your final answer."
+"""What a model is told when its next answer must be the final one."""
+_NOT_MADE = "Your answer was cut off; this call was not made."
+
+
+class ToolAgent(Agent):
+    """An agent that calls tools as often as it likes, up to a limit, and then acts.
+
+    Args:
+        client: the model.
+        tools: internal tools: functions with type hints and docstrings, plain or asynchronous.
+        external_tools: tools that the protocol answers: functions, of which only signature and
+            docstring are used, or OpenAI schemas.
+        max_tool_rounds: how many of a turn's answers may call tools. Whoever has used them up is
+            told to give the final answer; a call made instead is no action.
+        last_call: what it is told then.
+        tool_limit_s: how long one call of an internal tool may take; None: for ever.
+        bad_call_penalty: the reward of a call that could not be read or made, or came too late.
+        error_formatter: what the model is told about an exception that a tool raised.
+        spelling: how the model writes calls.
+        settings: `Agent`'s.
+
+    Raises:
+        ConfigError: two tools have one name, or a tool cannot be described.
+    """
+
+    def __init__(
+        self,
+        client: Any = None,
+        *,
+        tools: Sequence[ToolLike] = (),
+        external_tools: Sequence[ToolLike | ToolSchema] = (),
+        max_tool_rounds: int = 8,
+        last_call: str = LAST_CALL,
+        tool_limit_s: float | None = 60.0,
+        bad_call_penalty: float = 0.0,
+        error_formatter: Callable[[Exception], str] = str,
+        spelling: Spelling | None = None,
+        **settings: Any,
+    ) -> None:
+        if max_tool_rounds < 0:
+            raise ConfigError(f"max_tool_rounds is {max_tool_rounds}; use 0 to allow no tool.")
+        self.tools = _described(tools)
+        self.external_tools = _described(external_tools)
+        both = [name for name in self.tools if name in self.external_tools]
+        if both:
+            raise ConfigError(
+                f"tool {both[0]!r} is internal and external; it would be unclear who answers it. "
+                "Name it once."
+            )
+        self.max_tool_rounds = max_tool_rounds
+        self.last_call = last_call
+        self.tool_limit_s = tool_limit_s
+        self.bad_call_penalty = bad_call_penalty
+        self.error_formatter = error_formatter
+        self.spelling: Spelling = spelling or NativeCalls()
+        super().__init__(client, **settings)
+
+    def _begin(self, *args: Any) -> None:
+        super()._begin(*args)
+        self._waiting: tuple[ToolRequest, ...] = ()
+        self._num_rounds = 0
+        schemas = [tool.schema for tool in (*self.tools.values(), *self.external_tools.values())]
+        self.tool_schemas = self.spelling.schemas(schemas)
+        missing = [stop for stop in self.spelling.stop if stop not in self.sampling.stop]
+        if missing:
+            self.sampling = replace(self.sampling, stop=(*self.sampling.stop, *missing))
+        self._tell(self.spelling.instructions(schemas))
+
+    def _tell(self, instructions: str) -> None:
+        """Put instructions at the end of the system prompt."""
+        if not instructions:
+            return
+        if self.history and self.history[0]["role"] == "system":
+            text = f"{self.history[0]['content']}\n\n{instructions}"
+            self.history[0] = {**self.history[0], "content": text}
+        else:
+            self.history.insert(0, {"role": "system", "content": instructions})
+
+    @property
+    def waiting(self) -> tuple[ToolRequest, ...]:
+        """The external tool calls that `answer` must answer before the next `act`."""
+        return self._waiting
+
+    def answer(self, answers: Sequence[ToolAnswer]) -> AgentStep:
+        """Give the results of the calls in `waiting`; `act` then continues the turn.
+
+        Returns the step that made the calls, now with all its answers; it replaces the one in
+        `steps`.
+
+        Raises:
+            ValueError: a call is not answered, or something else is.
+        """
+        given = {answer.call_id: answer for answer in answers}
+        asked = [request.call_id for request in self._waiting]
+        if not asked or sorted(given) != sorted(asked) or len(given) != len(answers):
+            raise ValueError(
+                f"agent {self.name!r} waits for answers to the calls {asked} and got "
+                f"{[answer.call_id for answer in answers]}; its history would not fit together. "
+                "Answer each call in `waiting` once."
+            )
+        step = self.steps[-1]
+        given.update({answer.call_id: answer for answer in step.tool_answers})
+        step = replace(
+            step, tool_answers=tuple(given[request.call_id] for request in step.tool_calls)
+        )
+        self.steps[-1] = step
+        self._waiting = ()
+        self._say_answers(step.tool_answers)
+        return step
+
+    async def act(self) -> list[AgentStep]:
+        """Take one turn, or the part of it up to an external call; return its model calls.
+
+        Raises:
+            ValueError: external calls are not answered yet.
+            ModelError, ToolUnavailable: as `Agent.act`.
+        """
+        if self._waiting:
+            raise ValueError(
+                f"agent {self.name!r} still waits for {[call.name for call in self._waiting]}; it "
+                "cannot go on without. Call answer() first."
+            )
+        first = len(self.steps)
+        while await self._round():
+            pass
+        return self.steps[first:]
+
+    async def _round(self) -> bool:
+        """Make one model call and do what it asks; return whether the turn goes on here."""
+        generation, record = await self._call()
+        spoken = self.spelling.read(generation.message)
+        requests = tuple(self._request(call, n) for n, call in enumerate(spoken.calls))
+        is_cut = generation.finish_reason == FinishReason.LENGTH
+        if is_cut and self.reject_incomplete_completions:
+            self._refuse(requests, _NOT_MADE)
+            self._end_turn(generation, record, requests)
+            return False
+        if not requests and not spoken.problems:
+            self._end_turn(generation, record, requests)
+            return False
+        if self._num_rounds >= self.max_tool_rounds:
+            self._refuse(requests, self.last_call)
+            parsed = ParseResult(None, self.bad_call_penalty, self.last_call)
+            self._end_turn(generation, record, requests, parsed)
+            return False
+        self._num_rounds += 1
+        if not requests:
+            return self._complain(generation, record, spoken.problems)
+        return await self._run(generation, record, requests)
+
+    def _complain(
+        self, generation: Generation, record: TrajectoryStep, problems: Sequence[str]
+    ) -> bool:
+        text = f"Your tool call could not be read: {'; '.join(problems)}"
+        parsed = ParseResult(generation.text, self.bad_call_penalty, text)
+        self._add_step(
+            generation, record, "internal", parsed, info={"tool_problems": list(problems)}
+        )
+        self.history.extend(self.spelling.complain(self._with_last_call(text)))
+        return True
+
+    async def _run(
+        self, generation: Generation, record: TrajectoryStep, requests: tuple[ToolRequest, ...]
+    ) -> bool:
+        external = tuple(request for request in requests if request.scope == "external")
+        external = tuple(request for request in external if request.problem is None)
+        own = [request for request in requests if request not in external]
+        answers: tuple[ToolAnswer, ...] = ()
+        try:
+            answers = tuple(await run_all(own, self._is_plain, self._answer_own))
+        finally:  # the call was made, whatever became of the tools
+            reward = self.bad_call_penalty * sum(r.problem is not None for r in requests)
+            self._add_step(
+                generation,
+                record,
+                "external" if external else "internal",
+                None if external else ParseResult(generation.text, reward),
+                requests,
+                answers,
+                info=_errors(answers),
+                reward=reward,
+            )
+        self._waiting = external
+        if not external:
+            self._say_answers(answers)
+        return not external
+
+    def _request(self, call: SpokenCall, number: int) -> ToolRequest:
+        call_id = call.call_id or f"call_{len(self.steps)}_{number}"
+        scopes: dict[ToolScope, Mapping[str, Tool]] = {
+            "internal": self.tools,
+            "external": self.external_tools,
+        }
+        for scope, tools in scopes.items():
+            if call.name in tools:
+                try:
+                    arguments = tools[call.name].read_arguments(call.arguments)
+                except ToolArgumentError as error:
+                    return ToolRequest(call_id, call.name, None, scope, call.arguments, str(error))
+                return ToolRequest(call_id, call.name, arguments, scope, call.arguments)
+        hint = did_you_mean(call.name, {*self.tools, *self.external_tools})
+        problem = f"There is no tool named {call.name!r}.{hint}"
+        return ToolRequest(call_id, call.name, None, "unknown", call.arguments, problem)
+
+    def _is_plain(self, request: ToolRequest) -> bool:
+        return request.problem is None and is_plain(self.tools[request.name])
+
+    async def _answer_own(self, request: ToolRequest) -> ToolAnswer:
+        if request.problem is not None:
+            return ToolAnswer(request.call_id, request.name, request.problem)
+        return await answer_request(
+            self.tools[request.name],
+            request,
+            limit_s=self.tool_limit_s,
+            error_formatter=self.error_formatter,
+        )
+
+    def _say_answers(self, answers: Sequence[ToolAnswer]) -> None:
+        answers = list(answers)
+        answers[-1] = replace(answers[-1], text=self._with_last_call(answers[-1].text))
+        self.history.extend(self.spelling.write(answers))
+
+    def _with_last_call(self, text: str) -> str:
+        is_last = self._num_rounds == self.max_tool_rounds
+        return f"{text}\n\n{self.last_call}" if is_last else text
+
+    def _refuse(self, requests: Sequence[ToolRequest], text: str) -> None:
+        """Answer calls that are not made: servers want an answer to each."""
+        if requests:
+            answers = [ToolAnswer(request.call_id, request.name, text) for request in requests]
+            self.history.extend(self.spelling.write(answers))
+
+    def _end_turn(self, *args: Any) -> None:
+        self._finish_turn(*args)
+        self._num_rounds = 0
+
+    def _final_text(self, message: ChatMessage) -> str:
+        return self.spelling.final(message)
+
+
+class ReActAgent(ToolAgent):
+    """A `ToolAgent` that writes its calls as text, Thought by Action by Observation.
+
+    It suits models whose chat template knows no tools. One call per answer; the answer ends where
+    the model would invent the observation.
+    """
+
+    def __init__(self, client: Any = None, **settings: Any) -> None:
+        settings.setdefault("spelling", ReActCalls())
+        super().__init__(client, **settings)
+
+
+def _described(tools: Sequence[Any]) -> dict[str, Tool]:
+    described: dict[str, Tool] = {}
+    for given in tools:
+        if isinstance(given, Tool):
+            tool = given
+        elif isinstance(given, Mapping):
+            tool = Tool.of_schema(dict(given), _answered_elsewhere)
+        else:
+            tool = Tool.of(given)
+        if tool.name in described:
+            raise ConfigError(
+                f"there are two tools named {tool.name!r}; a call could not say which one it "
+                "means. Rename one."
+            )
+        described[tool.name] = tool
+    return described
+
+
+async def _answered_elsewhere(**arguments: Any) -> None:
+    raise AssertionError("an external tool is answered by the protocol")
+
+
+def _errors(answers: Sequence[ToolAnswer]) -> dict[str, Any]:
+    failed = [{**answer.error.as_dict(), "tool": answer.name} for answer in answers if answer.error]
+    return {"tool_errors": failed} if failed else {}

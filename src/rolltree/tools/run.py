@@ -1,0 +1,160 @@
+"""Calling tools: in the event loop, in a thread or in a process, each with a time limit.
+
+Asynchronous tools run in the event loop, side by side. Synchronous ones run in a thread, in the
+order of the calls; `rolltree.rubrics.cheap` keeps a quick one in the loop. When the time of a call
+is over, or the task that waits for it is cancelled, the task or the thread ends
+(`rolltree.threads` says which threads cannot).
+
+It knows nothing about models or messages. It leaves out which tools there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from rolltree.errors import record_error
+from rolltree.steps import ToolAnswer, ToolRequest
+from rolltree.threads import run_in_thread
+from rolltree.tools.describe import Tool, ToolUnavailable, result_text
+
+T = TypeVar("T")
+R = TypeVar("R")
+_GRACE_S = 1.0
+
+
+class ToolTimeLimit(Exception):
+    """A tool took longer than it may; the message is what the model is told."""
+
+
+def is_blocking(tool: Tool) -> bool:
+    """Whether calls of the tool run one after another, outside the event loop."""
+    return not tool.is_async and not getattr(tool.func, "__rolltree_cheap__", False)
+
+
+async def call_function(
+    tool: Tool, arguments: Mapping[str, Any], *, limit_s: float | None = None
+) -> Any:
+    """Return what the tool's function returns.
+
+    Raises:
+        ToolTimeLimit: it took longer than `limit_s` and was stopped.
+        Exception: whatever the function raises.
+    """
+
+    def work() -> Any:
+        return tool.func(**arguments)
+
+    began = time.monotonic()
+    if not is_plain(tool):
+        result = work()
+    else:
+        try:
+            result = await run_in_thread(work, limit_s=limit_s, name=f"rolltree-tool-{tool.name}")
+        except TimeoutError as error:
+            if limit_s is None or time.monotonic() - began < limit_s:
+                raise  # the tool's own
+            raise _late(tool, limit_s) from error
+    if not inspect.isawaitable(result):
+        return result
+    left_s = None if limit_s is None else max(limit_s - (time.monotonic() - began), 0.0)
+    return await _limited(tool, result, limit_s, left_s)
+
+
+async def answer_request(
+    tool: Tool,
+    request: ToolRequest,
+    *,
+    limit_s: float | None = None,
+    error_formatter: Callable[[Exception], str] = str,
+) -> ToolAnswer:
+    """Call the tool that `request` asks for; what it raises is an answer too.
+
+    Raises:
+        ToolUnavailable: the tool cannot be asked at all.
+    """
+    began = time.monotonic()
+    error: Exception | None = None
+    try:
+        value = await call_function(tool, request.arguments or {}, limit_s=limit_s)
+        text = result_text(value)
+    except ToolUnavailable:
+        raise
+    except Exception as raised:  # noqa: BLE001  the model is told, and the trace is kept
+        error, text = raised, error_formatter(raised)
+    return ToolAnswer(
+        call_id=request.call_id,
+        name=request.name,
+        text=text,
+        error=None if error is None else record_error(error, "environment"),
+        duration_s=time.monotonic() - began,
+    )
+
+
+async def run_all(
+    items: Sequence[T],
+    is_blocking: Callable[[T], bool],
+    run: Callable[[T], Awaitable[R]],
+) -> list[R]:
+    """Return `run(item)` for each item: those that do not block side by side, then the others.
+
+    What one raises cancels the others and is raised.
+    """
+    done: dict[int, R] = {}
+    async with _one_error(), asyncio.TaskGroup() as group:
+        tasks = {
+            index: group.create_task(_coroutine(run(item)))
+            for index, item in enumerate(items)
+            if not is_blocking(item)
+        }
+    done.update({index: task.result() for index, task in tasks.items()})
+    for index, item in enumerate(items):
+        if index not in done:
+            done[index] = await run(item)
+    return [done[index] for index in range(len(items))]
+
+
+class _one_error:  # noqa: N801  (a context manager that reads as a phrase)
+    """Raise the first error of a task group instead of the group."""
+
+    async def __aenter__(self) -> None:
+        return None
+
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, BaseExceptionGroup):
+            raise error.exceptions[0]
+
+
+async def _coroutine(awaitable: Awaitable[R]) -> R:
+    return await awaitable
+
+
+async def _limited(
+    tool: Tool, result: Awaitable[Any], limit_s: float | None, left_s: float | None
+) -> Any:
+    """Await `result` in a task of its own, which is cancelled when nobody waits any more."""
+    task = asyncio.ensure_future(result)
+    try:
+        await asyncio.wait({task}, timeout=left_s)
+    except asyncio.CancelledError:
+        await _cancel(task)
+        raise
+    if task.done():
+        return task.result()
+    await _cancel(task)
+    assert limit_s is not None
+    raise _late(tool, limit_s)
+
+
+async def _cancel(task: asyncio.Future[Any]) -> None:
+    task.cancel()
+    await asyncio.wait({task}, timeout=_GRACE_S)
+    if task.done() and not task.cancelled():
+        task.exception()  # it was late anyhow; do not report it as never retrieved
+
+
+def _late(tool: Tool, limit_s: float) -> ToolTimeLimit:
+    return ToolTimeLimit(f"{tool.name} took longer than {limit_s:g} s and was stopped.")

@@ -1,0 +1,83 @@
+"""What all adapters do alike: make a world, copy it, and answer what is no action.
+
+It knows no library. It leaves out everything about observations.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+from rolltree.errors import ConfigError
+from rolltree.steps import StepOutcome
+
+BAD_ACTION = "bad_action"
+"""Key of `StepOutcome.info`: why a text was no action. Nothing was done then."""
+
+Snapshots: TypeAlias = Literal["own", "deepcopy"]
+"""How a world is saved: by its own `snapshot` and `restore`, or by `copy.deepcopy`, which is right
+only for worlds that keep nothing outside themselves."""
+
+
+def bad_action(error: ValueError) -> StepOutcome:
+    """Return what a model is told about a text that is no action."""
+    return StepOutcome(f"That is no action: {error}", info={BAD_ACTION: str(error)})
+
+
+class Adapter:
+    """An adapter over `env`, somebody else's world.
+
+    Args:
+        make: a world, or a function that returns one.
+        snapshots: how it can be saved.
+        in_thread: whether its methods block and are called in a thread (`drive`).
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Any] | Any,
+        *,
+        snapshots: Snapshots = "own",
+        in_thread: bool = True,
+    ) -> None:
+        if snapshots not in ("own", "deepcopy"):
+            raise ConfigError(f"snapshots is {snapshots!r}; it is 'own' or 'deepcopy'.")
+        is_world = callable(getattr(make, "step", None)) and not isinstance(make, type)
+        self.env: Any = make if is_world else make()
+        self.in_thread = in_thread
+        self._snapshots = snapshots
+
+    def snapshot(self) -> Any:
+        """Return the state, independent of what happens to the world later.
+
+        Raises:
+            ConfigError: this world cannot be saved.
+        """
+        if self._snapshots == "deepcopy":
+            return copy.deepcopy(self.env)
+        return self._own("snapshot")()
+
+    def restore(self, saved: Any) -> None:
+        """Put a state back; it can be put back again later.
+
+        Raises:
+            ConfigError: this world cannot be saved.
+        """
+        if self._snapshots == "deepcopy":
+            self.env = copy.deepcopy(saved)
+        else:
+            self._own("restore")(saved)
+
+    def close(self) -> None:
+        """Release what the world holds."""
+        self.env.close()
+
+    def _own(self, name: str) -> Any:
+        method = getattr(getattr(self.env, "unwrapped", self.env), name, None)
+        if method is None:
+            raise ConfigError(
+                f"a {type(self.env).__name__} has no {name}(), so this world cannot be saved. If "
+                "it keeps nothing outside itself, pass snapshots='deepcopy'."
+            )
+        return method

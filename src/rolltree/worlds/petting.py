@@ -1,0 +1,216 @@
+"""PettingZoo's worlds for several agents, read and acted on by text.
+
+`ParallelGame` adapts a `ParallelEnv`, in which all live agents act at once, `TurnGame` an `AECEnv`,
+in which they act one after another. It knows PettingZoo's interfaces and needs the package for
+nothing. It leaves out who the agents are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from rolltree.errors import ConfigError
+from rolltree.seeds import MAX_SEED
+from rolltree.steps import StepOutcome
+from rolltree.types import Info
+from rolltree.worlds.adapter import BAD_ACTION, Adapter, bad_action
+from rolltree.worlds.gym import plain_text
+from rolltree.worlds.spaces import action_reader
+
+SeenBy: TypeAlias = Callable[[Any, str], str]
+"""From an observation and the name of the agent that sees it to text."""
+
+
+class _Game(Adapter):
+    """What the two kinds of games share.
+
+    Args:
+        world: a world, or a function that returns one, such as `rps_v2.parallel_env`.
+        to_text: from an observation and its agent to text; without it, observations are text.
+        to_action: from text to an action; without it, by the agent's action space.
+        action_names: names of a `Discrete` space's actions, in order.
+        settings: `Adapter`'s.
+
+    Raises:
+        ConfigError: an action space needs `to_action`.
+    """
+
+    def __init__(
+        self,
+        world: Any,
+        *,
+        to_text: SeenBy | None = None,
+        to_action: Callable[[str], Any] | None = None,
+        action_names: Sequence[str] = (),
+        **settings: Any,
+    ) -> None:
+        super().__init__(world, **settings)
+        self.possible_agents: list[str] = list(self.env.possible_agents)
+        self._to_text = to_text
+        self._readers = {
+            agent: to_action or action_reader(self.env.action_space(agent), tuple(action_names))
+            for agent in self.possible_agents
+        }
+
+    def _seen(self, observation: Any, agent: str) -> str:
+        return self._to_text(observation, agent) if self._to_text else plain_text(observation)
+
+    def _action(self, action: Any, agent: str) -> Any:
+        return self._readers[agent](action) if isinstance(action, str) else action
+
+
+class ParallelGame(_Game):
+    """A `ParallelEnv`: a `ParallelWorld` over text.
+
+    An agent without an action (its answer held none, or its text is no action of its space) does
+    `idle_action`.
+
+    Args:
+        world, to_text, to_action, action_names, settings: as above.
+        idle_action: what an agent does that decided nothing.
+
+    Raises:
+        ConfigError: an action space needs `to_action`.
+    """
+
+    def __init__(self, world: Any, *, idle_action: Any = None, **settings: Any) -> None:
+        super().__init__(world, **settings)
+        self._idle_action = idle_action
+
+    @property
+    def agents(self) -> list[str]:
+        """The agents that still play."""
+        return list(self.env.agents)
+
+    def reset(self, *, seed: int | None = None) -> dict[str, tuple[str, Info]]:
+        """Begin an episode; return each agent's first observation."""
+        seen, infos = self.env.reset(seed=None if seed is None else seed % MAX_SEED)
+        return {
+            agent: (self._seen(observation, agent), dict(infos.get(agent) or {}))
+            for agent, observation in seen.items()
+        }
+
+    def step(self, actions: Mapping[str, Any]) -> dict[str, StepOutcome]:
+        """Do what the agents decided.
+
+        Raises:
+            ConfigError: somebody decided nothing, and there is no `idle_action`.
+        """
+        problems: dict[str, str] = {}
+        done: dict[str, Any] = {}
+        for agent in self.agents:
+            try:
+                done[agent] = self._action(actions.get(agent), agent)
+            except ValueError as error:
+                problems[agent] = str(error)
+                done[agent] = None
+            if done[agent] is None:
+                done[agent] = self._idle(agent)
+        seen, rewards, terminated, truncated, infos = self.env.step(done)
+        return {
+            agent: StepOutcome(
+                self._seen(observation, agent),
+                float(rewards[agent]),
+                bool(terminated[agent]),
+                bool(truncated[agent]),
+                {
+                    **(infos.get(agent) or {}),
+                    **({BAD_ACTION: problems[agent]} if agent in problems else {}),
+                },
+            )
+            for agent, observation in seen.items()
+        }
+
+    def _idle(self, agent: str) -> Any:
+        if self._idle_action is None:
+            raise ConfigError(
+                f"{agent!r} gave no action, and this world needs one of everybody. Pass "
+                "idle_action=..., what an agent does that decided nothing."
+            )
+        return self._idle_action
+
+
+class TurnGame(_Game):
+    """An `AECEnv`: a `TurnWorld` over text. Agents that are out of the game are stepped over.
+
+    A text that is no action of the space changes nothing and the turn stays; an illegal move is the
+    game's to judge.
+    """
+
+    @property
+    def current(self) -> str | None:
+        """Whose turn it is, None when the episode is over."""
+        return self.env.agent_selection if self.env.agents else None
+
+    def reset(self, *, seed: int | None = None) -> None:
+        """Begin an episode."""
+        self.env.reset(seed=None if seed is None else seed % MAX_SEED)
+        self._skip_the_dead()
+
+    def observe(self, agent: str) -> str:
+        """Return what an agent sees now."""
+        return self._seen(self.env.observe(agent), agent)
+
+    def step(self, action: Any) -> dict[str, StepOutcome]:
+        """Do what the current agent decided; return what that was to every agent in play."""
+        agent = self.env.agent_selection
+        try:
+            action = self._action(action, agent)
+        except ValueError as error:
+            return {agent: bad_action(error)}
+        playing = list(self.env.agents)
+        self.env.step(action)
+        outcomes = {
+            name: StepOutcome(
+                self.observe(name),
+                float(self.env.rewards.get(name, 0.0)),
+                bool(self.env.terminations.get(name, False)),
+                bool(self.env.truncations.get(name, False)),
+                dict(self.env.infos.get(name) or {}),
+            )
+            for name in playing
+        }
+        self._skip_the_dead()
+        return outcomes
+
+    def _skip_the_dead(self) -> None:
+        env = self.env
+        while env.agents and (
+            env.terminations[env.agent_selection] or env.truncations[env.agent_selection]
+        ):
+            env.step(None)
+
+
+def board_text(number: Callable[[int, int], int] | None = None) -> SeenBy:
+    """Return a `to_text` for boards given as two planes, mine and theirs, `[rows, columns, 2]`.
+
+    `number(row, column)` is the action that takes a cell, shown where the cell is free; without it
+    free cells are dots. What `action_mask` allows is listed.
+
+    Example: tic-tac-toe is `board_text(lambda row, column: 3 * column + row)`, connect four is
+    `board_text()`.
+    """
+
+    def to_text(observation: Any, agent: str) -> str:
+        mine, theirs = np.moveaxis(np.asarray(observation["observation"]), -1, 0)[:2]
+        rows = [
+            " ".join(
+                "X"
+                if mine[row, column]
+                else "O"
+                if theirs[row, column]
+                else "."
+                if number is None
+                else str(number(row, column))
+                for column in range(mine.shape[1])
+            )
+            for row in range(mine.shape[0])
+        ]
+        legal = ", ".join(map(str, np.flatnonzero(observation["action_mask"])))
+        board = "\n".join(rows)
+        return f"You are X.\n{board}\nLegal moves: {legal or 'none'}"
+
+    return to_text

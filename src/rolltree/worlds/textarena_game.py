@@ -1,0 +1,152 @@
+"""`TextArenaWorld`: a game of the `textarena` package, played against fixed opponents.
+
+It knows TextArena's interface: players, observations as lists of messages, rewards at the end. It
+leaves out self-play.
+
+TextArena's games draw from Python's global `random`. Here every game has its own stream, put in
+place while one of its steps runs, so that games side by side are reproducible.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rolltree.errors import ConfigError, did_you_mean
+from rolltree.seeds import MAX_SEED
+from rolltree.steps import StepOutcome
+from rolltree.types import Info
+from rolltree.worlds.adapter import Adapter, Snapshots
+
+Opponent = Callable[[str], str]
+_RANDOM = threading.Lock()
+
+
+class TextArenaWorld(Adapter):
+    """A TextArena game as player 0 sees it.
+
+    Many games restate all that was said; the agent has read it, so it is told what is new. An
+    illegal move is the game's to judge. The reward comes at the end.
+
+    Args:
+        game: a TextArena id, such as "GuessTheNumber-v0", or a function that returns a new game.
+        opponents: one function from an observation to an action per further player.
+        game_args: arguments of `textarena.make`, or of the function.
+        snapshots: "deepcopy" for games that keep nothing outside themselves.
+        in_thread: whether its methods block and are called in a thread.
+
+    Raises:
+        ConfigError: the package is missing, or has no such game.
+    """
+
+    def __init__(
+        self,
+        game: str | Callable[..., Any],
+        *,
+        opponents: Sequence[Opponent] = (),
+        game_args: dict[str, Any] | None = None,
+        snapshots: Snapshots = "own",
+        in_thread: bool = True,
+    ) -> None:
+        super().__init__(
+            game_maker(game, game_args or {}), snapshots=snapshots, in_thread=in_thread
+        )
+        self._opponents = list(opponents)
+        self._stream: tuple[Any, ...] = random.Random(0).getstate()
+        self._read = ""
+
+    def reset(self, *, seed: int | None = None) -> tuple[str, Info]:
+        """Start a game, up to player 0's first turn.
+
+        Raises:
+            ConfigError: the game was over before that turn.
+        """
+        seed = random.randrange(MAX_SEED) if seed is None else seed % MAX_SEED
+        self._stream, self._read = random.Random(seed).getstate(), ""
+        with self._own_random():
+            self.env.reset(num_players=1 + len(self._opponents), seed=seed)
+            outcome = self._until_our_turn()
+        return outcome.obs, dict(outcome.info)
+
+    def step(self, action: str) -> StepOutcome:
+        """Play a move, and the opponents' moves after it."""
+        with self._own_random():
+            done, info = self.env.step(action=action)
+            return self._ended(info) if done else self._until_our_turn()
+
+    def snapshot(self) -> Any:
+        """Return the game's state, its random numbers included."""
+        return super().snapshot(), self._stream, self._read
+
+    def restore(self, saved: Any) -> None:
+        """Put a state back."""
+        env, self._stream, self._read = saved
+        super().restore(env)
+
+    def close(self) -> None:
+        """Do nothing: a game closes itself when it ends, and holds nothing."""
+
+    def _until_our_turn(self) -> StepOutcome:
+        while True:
+            player, observation = self.env.get_observation()
+            text = _text(observation)
+            if player == 0:
+                said = text.removeprefix(self._read).strip()
+                self._read = text
+                return StepOutcome(said)
+            done, info = self.env.step(action=self._opponents[player - 1](text))
+            if done:
+                return self._ended(info)
+
+    def _ended(self, info: Any) -> StepOutcome:
+        rewards, notes = self.env.close()
+        last = dict((notes or {}).get(0) or {})
+        said = str((info or {}).get("reason") or last.get("reason") or "The game is over.")
+        return StepOutcome(
+            said,
+            reward=float((rewards or {}).get(0, 0.0)),
+            terminated=True,
+            info={key: value for key, value in last.items() if key != "role"},
+        )
+
+    @contextmanager
+    def _own_random(self) -> Iterator[None]:
+        """Let the global `random` be the game's own stream."""
+        with _RANDOM:
+            before = random.getstate()
+            random.setstate(self._stream)
+            try:
+                yield
+            finally:
+                self._stream = random.getstate()
+                random.setstate(before)
+
+
+def game_maker(game: str | Callable[..., Any], args: dict[str, Any]) -> Callable[[], Any]:
+    """Return a function that makes a game.
+
+    Raises:
+        ConfigError: the package is missing, or has no such game.
+    """
+    if not isinstance(game, str):
+        return lambda: game(**args)
+    try:
+        import textarena
+        from textarena.envs.registration import ENV_REGISTRY
+    except ImportError as error:
+        raise ConfigError(
+            f"playing {game!r} needs the `textarena` package. Install it with "
+            "`pip install rolltree[worlds]`."
+        ) from error
+    if game not in ENV_REGISTRY:
+        raise ConfigError(f"TextArena has no game {game!r}.{did_you_mean(game, ENV_REGISTRY)}")
+    return lambda: textarena.make(game, **args)
+
+
+def _text(observation: Any) -> str:
+    if isinstance(observation, str):
+        return observation
+    return "\n".join(str(message) for _, message, *_ in observation)
