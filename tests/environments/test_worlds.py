@@ -139,15 +139,15 @@ def test_text_becomes_an_action():
         env_of()._to_action("five")
 
 
-def test_spaces_and_observations_without_text():
-    class Box(Guess):
+def test_spaces_without_text():
+    class Bits(Guess):
         def __init__(self):
             super().__init__()
-            self.action_space = gymnasium.spaces.Box(0, 1)
+            self.action_space = gymnasium.spaces.MultiBinary(2)
 
     with pytest.raises(ConfigError, match="Pass to_action"):
-        env_of(Box)
-    assert env_of(Box, to_action=float)._to_action("0.5") == 0.5
+        env_of(Bits)
+    assert env_of(Bits, to_action=float)._to_action("0.5") == 0.5
 
 
 async def test_a_world_of_numbers_by_its_id():

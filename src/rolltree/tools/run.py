@@ -30,9 +30,9 @@ class ToolTimeLimit(Exception):
     """A tool took longer than it may; the message is what the model is told."""
 
 
-def is_blocking(tool: Tool) -> bool:
-    """Whether calls of the tool run one after another, outside the event loop."""
-    return not tool.is_async and not getattr(tool.func, "__rolltree_cheap__", False)
+def is_plain(tool: Tool) -> bool:
+    """Whether the tool is synchronous: such calls of one message are made one after another."""
+    return not tool.is_async
 
 
 async def call_function(
@@ -49,7 +49,7 @@ async def call_function(
         return tool.func(**arguments)
 
     began = time.monotonic()
-    if not is_plain(tool):
+    if tool.is_async or getattr(tool.func, "__rolltree_cheap__", False):
         result = work()
     else:
         try:
@@ -96,10 +96,10 @@ async def answer_request(
 
 async def run_all(
     items: Sequence[T],
-    is_blocking: Callable[[T], bool],
+    in_order: Callable[[T], bool],
     run: Callable[[T], Awaitable[R]],
 ) -> list[R]:
-    """Return `run(item)` for each item: those that do not block side by side, then the others.
+    """Return `run(item)` for each item: side by side, then those that must keep their order.
 
     What one raises cancels the others and is raised.
     """
@@ -108,7 +108,7 @@ async def run_all(
         tasks = {
             index: group.create_task(_coroutine(run(item)))
             for index, item in enumerate(items)
-            if not is_blocking(item)
+            if not in_order(item)
         }
     done.update({index: task.result() for index, task in tasks.items()})
     for index, item in enumerate(items):
