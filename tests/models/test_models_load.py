@@ -51,13 +51,6 @@ def test_an_unknown_dtype_is_refused(folder: Path) -> None:
         load_model(str(folder), "float23")
 
 
-def test_pickled_weights_are_refused(folder: Path, tmp_path: Path) -> None:
-    target = copy_of(folder, tmp_path / "pickled")
-    (target / "model.safetensors").rename(target / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match="can run code"):
-        load_model(str(target))
-
-
 def test_code_in_the_folder_is_not_run(folder: Path, tmp_path: Path) -> None:
     target = copy_of(folder, tmp_path / "hostile")
     config = json.loads((target / "config.json").read_text())

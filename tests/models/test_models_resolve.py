@@ -134,15 +134,15 @@ class TestLoading:
         assert not model.training
         assert tokenizer.decode(tokenizer.encode("héllo")) == "héllo"
 
-    @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
-    def test_pickled_weights_are_refused_and_not_read(self, model, name):
+    @pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.pt"])
+    def test_pickles_of_more_than_tensors_are_refused_and_not_run(self, model, name):
         class Trap:
             def __reduce__(self):
                 return Path(model / "sprung").touch, ()
 
         (model / "model.safetensors").unlink()
         (model / name).write_bytes(pickle.dumps(Trap()))
-        with pytest.raises(ConfigError, match="can run code when they are read"):
+        with pytest.raises(ConfigError, match=f"{name} holds more than tensors.*could run code"):
             load_model(str(model))
         assert not (model / "sprung").exists()
 
@@ -172,7 +172,7 @@ class TestLoading:
     )
     def test_damaged_files_are_said(self, model, file, content):
         (model / file).write_bytes(content)
-        with pytest.raises(ConfigError, match=f"the model in {model} cannot be loaded"):
+        with pytest.raises(ConfigError, match=rf"{model}.* cannot be (loaded|read)"):
             load_model(str(model))
 
     def test_missing_weights_are_no_random_numbers(self, model):

@@ -1,8 +1,8 @@
 """From a name to a folder, from a folder to a model and its tokenizer.
 
-Loading reads safetensors and JSON only: no code from the folder is run, nothing is unpickled, no
-hub is asked. The module knows nothing about how models are made or used. It leaves out adapters,
-quantised weights and sharding over devices.
+Loading runs no code from the folder and asks no hub; pickled weights go through torch's restricted
+unpickler (`layouts.py`). The module knows nothing about how models are made or used. It leaves out
+adapters, quantised weights and sharding over devices.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rolltree.models.cache import made_once
 from rolltree.models.smollm2 import build_smollm2, gguf_path
 from rolltree.models.tiny import TinyConfig, make_tiny
 
+_SAFE: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -68,34 +69,22 @@ def load_model(name: str, dtype: str = "float32", *, device: str = "cpu") -> tup
 
     Raises:
         UnknownName: see `resolve_model`; or `dtype` is unknown.
-        ConfigError: the folder has no safetensors, misses weights, needs its own code, or has no
-            tokenizer.
+        ConfigError: the folder has no weights, or other weights than the model, a file of it is
+            missing or torn, it needs its own code, or has no tokenizer.
     """
     if dtype not in _DTYPES:
         raise UnknownName(f"unknown dtype {dtype!r}.{did_you_mean(dtype, _DTYPES)}")
     path = resolve_model(name)
-    if not any(path.glob("*.safetensors")):
-        raise ConfigError(
-            f"the folder {path} has no *.safetensors file. Pickled weights (*.bin, *.pt) can run "
-            "code when they are read and are refused; save the model again with safetensors."
-        )
-    import torch
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    safe: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+    from rolltree.models.layouts import open_weights
+
+    weights = open_weights(path)
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # progress bars
-            tokenizer = AutoTokenizer.from_pretrained(path, **safe)
-            model, found = AutoModelForCausalLM.from_pretrained(
-                path,
-                dtype=getattr(torch, dtype),
-                use_safetensors=True,
-                output_loading_info=True,
-                **safe,
-            )
-        if found["missing_keys"]:  # transformers would go on with random numbers
-            raise ValueError(f"the weight {min(found['missing_keys'])} is not in its files.")
+            tokenizer = AutoTokenizer.from_pretrained(path, **_SAFE)
+            model = _with_weights(path, dtype, weights)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"the model in {path} cannot be loaded: {error} rolltree loads causal language models "
@@ -103,6 +92,38 @@ def load_model(name: str, dtype: str = "float32", *, device: str = "cpu") -> tup
             "folder. Check the folder, or update transformers."
         ) from error
     return model.to(device).eval(), tokenizer
+
+
+def _with_weights(path: Path, dtype: str, weights: Any) -> Any:
+    """Return the model of a folder; transformers would go on with random numbers where one misses.
+
+    Raises:
+        ValueError: the model has other weights than the folder.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    options = {"dtype": getattr(torch, dtype), "output_loading_info": True, "use_safetensors": True}
+    if any(path.glob("*.safetensors")):
+        model, found = AutoModelForCausalLM.from_pretrained(path, **options, **_SAFE)
+    else:
+        config = AutoConfig.from_pretrained(path, **_SAFE)
+        tensors = {name: weights.read(name) for name in sorted(weights.names)}
+        options |= {"config": config, "state_dict": tensors}
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config)
+        model, found = type(skeleton).from_pretrained(None, **options)
+        model.config.name_or_path = str(path)
+        if (path / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    for kind, what in (
+        ("missing_keys", "is not in its files"),
+        ("unexpected_keys", "is not this model's"),
+    ):
+        names = sorted(found[kind])
+        if names:
+            raise ValueError(f"the weight {names[0]} {what} ({len(names)} in all).")
+    return model
 
 
 def eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
