@@ -1,20 +1,39 @@
 """Parsers: from what a model wrote to a value that a rubric can judge.
 
-The room knows text and chat messages. It knows nothing about environments or rewards. It leaves
-out tool calls, which the inference room parses because their format belongs to the model.
+The room knows text and chat messages. `Parser` and its kin serve rubrics, action parsers serve
+agents. It knows nothing about environments. It leaves out tool calls, which the inference room
+parses because their format belongs to the model.
 """
 
+from rolltree.parsers.actions import (
+    ActionParser,
+    as_text,
+    by_function,
+    compose_parsers,
+    from_parser,
+    one_of,
+    tagged,
+    without_thinking,
+)
 from rolltree.parsers.extract import extract_boxed_answer, extract_hash_answer
 from rolltree.parsers.parser import Parser, text_of
 from rolltree.parsers.think import MaybeThinkParser, ThinkParser
 from rolltree.parsers.xml import XMLParser
 
 __all__ = [
+    "ActionParser",
     "MaybeThinkParser",
     "Parser",
     "ThinkParser",
     "XMLParser",
+    "as_text",
+    "by_function",
+    "compose_parsers",
     "extract_boxed_answer",
     "extract_hash_answer",
+    "from_parser",
+    "one_of",
+    "tagged",
     "text_of",
+    "without_thinking",
 ]

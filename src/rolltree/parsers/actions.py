@@ -1,15 +1,27 @@
-"""Action parsers: from what an agent wrote to an action, with a reward and feedback.
+r"""Action parsers: from what an agent wrote to an action, with a reward and feedback.
 
 An action parser is a function from text to `ParseResult`. Parsers compose: each reads the action of
-the one before. It knows text and the spec-1 parsers. It knows nothing about worlds, and leaves out
-tool calls.
+the one before. It knows text and the other parsers of this room. It knows nothing about worlds, and
+leaves out tool calls.
+
+Example:
+    >>> parse = compose_parsers(without_thinking(), tagged("move"), one_of(["left", "right"]))
+    >>> parse("<think>left?</think><move>Right!</move>").action
+    'right'
+    >>> parse("right").obs
+    'Put your answer between <move> and </move>.'
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+from rolltree.errors import ConfigError
+from rolltree.parsers.parser import Parser
+from rolltree.parsers.think import CLOSE
+from rolltree.parsers.xml import XMLParser
 from rolltree.steps import ParseResult
 
 ActionParser: TypeAlias = Callable[[str], ParseResult]
@@ -21,16 +33,97 @@ def as_text(text: str) -> ParseResult:
     return ParseResult(action) if action else ParseResult(None, obs="You said nothing.")
 
 
+def by_function(
+    func: Callable[[str], Any],
+    *,
+    reward: float = 0.0,
+    penalty: float = 0.0,
+    feedback: str | None = None,
+) -> ActionParser:
+    """Return a parser whose action is `func(text)`; None and `ValueError` mean that there is none.
+
+    Args:
+        func: from text to an action. What a `ValueError` says is feedback, unless there is some.
+        reward, penalty: the reward of a text with and without an action (a penalty is below 0).
+        feedback: what the agent is told when there is none.
+    """
+
+    def parse(text: str) -> ParseResult:
+        said = feedback
+        try:
+            action = func(text)
+        except ValueError as error:
+            action, said = None, feedback or str(error)
+        return ParseResult(None, penalty, said) if action is None else ParseResult(action, reward)
+
+    return parse
+
+
+def from_parser(parser: Parser, **verdict: Any) -> ActionParser:
+    """Return a parser whose action is `parser.parse_answer(text)`; `verdict` as in `by_function`.
+
+    An empty answer is none.
+    """
+
+    def answer(text: str) -> Any:
+        found = parser.parse_answer(text)
+        return None if found == "" else found
+
+    return by_function(answer, **verdict)
+
+
+def tagged(tag: str, **verdict: Any) -> ActionParser:
+    """Return a parser for the text between the last `<tag>` and `</tag>`."""
+    verdict.setdefault("feedback", f"Put your answer between <{tag}> and </{tag}>.")
+    return from_parser(XMLParser([tag], answer_field=tag), **verdict)
+
+
+def without_thinking(*, required: bool = False, **verdict: Any) -> ActionParser:
+    """Return a parser for what follows the last `</think>`.
+
+    Args:
+        required: a text without reasoning is no action; otherwise it is passed on whole.
+        verdict: as in `by_function`.
+    """
+    verdict.setdefault("feedback", "Think between <think> and </think>, then answer.")
+
+    def answer(text: str) -> str | None:
+        _, found, rest = text.rpartition(CLOSE)
+        return rest.strip() or None if found else None if required else text
+
+    return by_function(answer, **verdict)
+
+
+def one_of(names: Sequence[str], **verdict: Any) -> ActionParser:
+    """Return a parser for the last of `names` in the text, whatever its case.
+
+    Raises:
+        ConfigError: there is no name.
+    """
+    if not names:
+        raise ConfigError("one_of needs at least one name; without one every text fails.")
+    known = {name.lower(): name for name in names}
+    words = sorted(known, key=len, reverse=True)
+    pattern = re.compile("|".join(rf"(?<!\w){re.escape(word)}(?!\w)" for word in words))
+    verdict.setdefault("feedback", f"Say one of: {', '.join(names)}.")
+
+    def answer(text: str) -> str | None:
+        found = pattern.findall(text.lower())
+        return known[found[-1]] if found else None
+
+    return by_function(answer, **verdict)
+
+
 def compose_parsers(*parsers: ActionParser) -> ActionParser:
     """Return a parser that runs `parsers` in order, each on the action of the one before.
 
     Rewards add up. The first failure ends it: its feedback is the result's.
 
     Raises:
-        ValueError: there is no parser.
+        ConfigError: there is no parser.
     """
     if not parsers:
-        raise ValueError("compose_parsers needs at least one parser; without one nothing is read.")
+        raise ConfigError("compose_parsers needs at least one parser; without one nothing is read.")
 
     def parse(text: str) -> ParseResult:
         action: Any = text
