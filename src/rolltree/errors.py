@@ -14,6 +14,7 @@
     ├── TrainingError          a training step that must not go on: non-finite loss, starvation
     ├── SandboxError           a sandbox could not do what was asked of it
     │   └── SandboxUnavailable this machine cannot isolate untrusted code as asked
+    ├── BudgetSpent            an agent has used up its model calls or its tokens
     └── RolloutTimeout         an episode outlived its time limit                  (TimeoutError)
 
 Each message says what happened, why it matters and what to do next. The module knows nothing
@@ -89,6 +90,10 @@ class SandboxError(RolltreeError):
 
 class SandboxUnavailable(SandboxError):
     """This machine cannot isolate untrusted code as asked."""
+
+
+class BudgetSpent(RolltreeError):
+    """An agent has used up its budget of model calls or tokens."""
 
 
 class RolloutTimeout(RolltreeError, TimeoutError):

@@ -1,0 +1,41 @@
+"""Protocols: the loops between agents and worlds (spec 2).
+
+A protocol plays one episode and returns its rollouts. The room knows agents, worlds and values; it
+knows nothing about datasets, rewards beyond the worlds' own, or training.
+"""
+
+from rolltree.protocols.budget import Budget, Meter
+from rolltree.protocols.delegation import DelegatingProtocol, SubAgent, delegate_tool
+from rolltree.protocols.parallel import MultiAgentSyncProtocol
+from rolltree.protocols.player import ExternalToolHandler
+from rolltree.protocols.recording import Recording, RolloutBuilder
+from rolltree.protocols.setting import AgentSource, InteractionProtocol, Setting
+from rolltree.protocols.single import SingleAgentProtocol
+from rolltree.protocols.turns import Opponent, TurnProtocol
+from rolltree.protocols.worlds import opened
+
+SingleAgentSyncProtocol = SingleAgentProtocol
+"""Another name of `SingleAgentProtocol`."""
+MultiAgentProtocol = MultiAgentSyncProtocol
+"""Another name of `MultiAgentSyncProtocol`."""
+
+__all__ = [
+    "AgentSource",
+    "Budget",
+    "DelegatingProtocol",
+    "ExternalToolHandler",
+    "InteractionProtocol",
+    "Meter",
+    "MultiAgentProtocol",
+    "MultiAgentSyncProtocol",
+    "Opponent",
+    "Recording",
+    "RolloutBuilder",
+    "Setting",
+    "SingleAgentProtocol",
+    "SingleAgentSyncProtocol",
+    "SubAgent",
+    "TurnProtocol",
+    "delegate_tool",
+    "opened",
+]

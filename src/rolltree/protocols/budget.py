@@ -1,0 +1,140 @@
+"""What a delegated agent may spend: model calls, sampled tokens, seconds.
+
+The meter sits between an agent and its model, so that it sees every call, also those that an agent
+makes beside its dialog. It knows the client interface. It leaves out what happens when a budget is
+spent: `BudgetSpent` says that it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rolltree.errors import BudgetSpent, ConfigError
+from rolltree.inference.client import ModelClient
+from rolltree.types import (
+    GenerateRequest,
+    Generation,
+    Messages,
+    MessageType,
+    SamplingParams,
+    ToolSchema,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What one delegated agent may spend; None: as much as it likes.
+
+    `max_calls` model calls, `max_tokens` sampled tokens, `time_limit_s` seconds of its own, waiting
+    for the server excluded. What it delegates itself has budgets of its own.
+
+    Raises:
+        ConfigError: a limit under which nothing could be done.
+    """
+
+    max_calls: int | None = 16
+    max_tokens: int | None = None
+    time_limit_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_calls", "max_tokens", "time_limit_s"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(
+                    f"a budget has {name} = {value}; the agent could do nothing with it. Give a "
+                    "positive number, or None for no limit."
+                )
+
+
+class Meter:
+    """A `ModelClient` that counts what goes through it and refuses what is beyond a budget.
+
+    Its sessions count together. The last call may be shorter than asked for, so that no token is
+    sampled beyond `max_tokens`.
+    """
+
+    def __init__(self, inner: ModelClient, budget: Budget) -> None:
+        self._inner = inner
+        self._budget = budget
+        self._spent = _Spent()
+
+    @property
+    def model(self) -> str:
+        """The model that is asked when a call names none."""
+        return self._inner.model
+
+    @property
+    def num_calls(self) -> int:
+        """How many calls were made."""
+        return self._spent.calls
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens were sampled."""
+        return self._spent.tokens
+
+    def session(self) -> ModelClient:
+        """Return the inner client's session, on the same meter."""
+        session = Meter(self._inner.session(), self._budget)
+        session._spent = self._spent
+        return session
+
+    async def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[ToolSchema] | None = None,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
+        model: str | None = None,
+        message_type: MessageType = "chat",
+    ) -> Generation:
+        """Pass the call on, counted.
+
+        Raises:
+            BudgetSpent: there is nothing left for it.
+        """
+        sampling = self._begin(sampling)
+        generation = await self._inner.chat(
+            messages, tools=tools, sampling=sampling, model=model, message_type=message_type
+        )
+        self._spent.tokens += generation.num_completion_tokens
+        return generation
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Pass the call on, counted.
+
+        Raises:
+            BudgetSpent: there is nothing left for it.
+        """
+        generation = await self._inner.generate(
+            replace(request, sampling=self._begin(request.sampling))
+        )
+        self._spent.tokens += generation.num_completion_tokens
+        return generation
+
+    async def aclose(self) -> None:
+        """Do nothing: the connections belong to whoever made the inner client."""
+
+    def _begin(self, sampling: SamplingParams) -> SamplingParams:
+        budget, spent = self._budget, self._spent
+        for name, limit, used in (
+            ("model calls", budget.max_calls, spent.calls),
+            ("sampled tokens", budget.max_tokens, spent.tokens),
+        ):
+            if limit is not None and used >= limit:
+                raise BudgetSpent(
+                    f"all {limit} {name} of this agent's budget are spent. Raise its Budget, or "
+                    "give it smaller tasks."
+                )
+        spent.calls += 1
+        if budget.max_tokens is None:
+            return sampling
+        left = budget.max_tokens - spent.tokens
+        return replace(sampling, max_tokens=min(left, sampling.max_tokens or left))
+
+
+@dataclass(slots=True)
+class _Spent:
+    calls: int = 0
+    tokens: int = 0

@@ -1,0 +1,287 @@
+"""`DelegatingProtocol`: an agent hands subtasks to other agents through external tools.
+
+A call of a registered tool begins an agent of its own, with its own history, its own budget and,
+where it has one, its own world. Calls of one message are worked on at the same time. What the child
+comes to is the tool's answer; a child that fails, or has spent its budget, is an answer, too. All
+rollouts are returned: each names its parent's rollout and the step there that asked for it.
+
+It knows agents and budgets. It leaves out credit: who is rewarded for what is training's part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rolltree.agents import Agent
+from rolltree.errors import ConfigError, record_error
+from rolltree.inference.client import as_client
+from rolltree.inference.timed import Clock, TimedClient
+from rolltree.protocols.budget import Budget, Meter
+from rolltree.protocols.player import ExternalToolHandler, Player, seat_seed
+from rolltree.protocols.recording import Recording, RolloutBuilder
+from rolltree.protocols.setting import (
+    AgentSource,
+    Deadline,
+    InteractionProtocol,
+    Setting,
+    make_agent,
+)
+from rolltree.protocols.single import check_max_steps, play_alone
+from rolltree.protocols.worlds import opened
+from rolltree.steps import AgentStep, ToolAnswer, ToolRequest
+from rolltree.types import ToolSchema
+from rolltree.worlds import World
+
+GRACE_S = 5.0
+"""Seconds between a child's time limit and its being stopped in the middle of a turn."""
+
+
+def delegate_tool(
+    name: str = "delegate",
+    description: str = "Hand a subtask to another agent and get its answer.",
+) -> ToolSchema:
+    """Return the schema of a tool with one argument, `task`: for an agent's `external_tools`."""
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description,
+            "parameters": {
+                "type": "object",
+                "properties": {"task": {"type": "string", "description": "What is to be done."}},
+                "required": ["task"],
+            },
+        },
+    }
+
+
+def task_text(arguments: Mapping[str, Any]) -> str:
+    """Return the argument `task`; the arguments as JSON when there is none."""
+    task = arguments.get("task")
+    return task if isinstance(task, str) else json.dumps(dict(arguments), sort_keys=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SubAgent:
+    """One kind of agent that can be asked.
+
+    Fields:
+        make: a new agent for each subtask, because several may run at once.
+        world: from the call's arguments to the child's own world; it is opened and closed here.
+            None: the child's first answer that holds an action is its result.
+        max_steps: most turns of a child.
+        budget: what one child may spend.
+        task_of: from the call's arguments to what the child is told.
+        max_external_calls: how many external tool calls of a child are answered.
+    """
+
+    make: Callable[[], Agent]
+    world: Callable[[Mapping[str, Any]], World] | None = None
+    max_steps: int = 4
+    budget: Budget = field(default_factory=Budget)
+    task_of: Callable[[Mapping[str, Any]], str] = task_text
+    max_external_calls: int = 8
+
+    def __post_init__(self) -> None:
+        check_max_steps(self.max_steps)
+
+
+class DelegatingProtocol(InteractionProtocol):
+    """One agent acts in a world (or answers a question) and may delegate.
+
+    Args:
+        agent: the episode's own agent, or a function that makes one.
+        children: external tool name to the kind of agent that answers it.
+        max_steps, stop_on_parse_error, max_external_calls: as in `SingleAgentProtocol`.
+        external_tool_handler: answers the external tools that are not in `children`.
+        max_depth: how deep children may delegate further; 1: only the episode's own agent does.
+        max_children: most children of one episode, at all depths.
+        max_concurrent: most children of the episode's own agent that run at once.
+
+    Raises:
+        ConfigError: there is no child, or a limit under which none could run.
+    """
+
+    def __init__(
+        self,
+        agent: AgentSource,
+        children: Mapping[str, SubAgent],
+        *,
+        max_steps: int = 50,
+        stop_on_parse_error: bool = False,
+        external_tool_handler: ExternalToolHandler | None = None,
+        max_external_calls: int = 32,
+        max_depth: int = 1,
+        max_children: int = 16,
+        max_concurrent: int = 8,
+    ) -> None:
+        check_max_steps(max_steps)
+        for name, value in (
+            ("len(children)", len(children)),
+            ("max_depth", max_depth),
+            ("max_children", max_children),
+            ("max_concurrent", max_concurrent),
+        ):
+            if value < 1:
+                raise ConfigError(
+                    f"{name} is {value}; nothing could be delegated. Give at least 1, or use "
+                    "SingleAgentProtocol."
+                )
+        self.agent = agent
+        self.children = dict(children)
+        self.max_steps = max_steps
+        self.stop_on_parse_error = stop_on_parse_error
+        self.external_tool_handler = external_tool_handler
+        self.max_external_calls = max_external_calls
+        self.max_depth = max_depth
+        self.max_children = max_children
+        self.max_concurrent = max_concurrent
+
+    async def play(self, world: World | None, setting: Setting, recording: Recording) -> None:
+        """Play one episode."""
+        agent = make_agent(self.agent)
+        builder = recording.begin(RolloutBuilder(agent, setting.episode_id))
+        player = _Delegator(
+            agent,
+            builder,
+            setting,
+            handler=self.external_tool_handler,
+            max_external_calls=self.max_external_calls,
+        )
+        player.family = _Family(self, recording, asyncio.Semaphore(self.max_concurrent))
+        await play_alone(
+            player, world, max_steps=self.max_steps, stop_on_parse_error=self.stop_on_parse_error
+        )
+
+
+@dataclass(slots=True)
+class _Family:
+    """What all agents of one episode share."""
+
+    protocol: DelegatingProtocol
+    recording: Recording
+    running: asyncio.Semaphore
+    num_children: int = 0
+
+
+class _Delegator(Player):
+    """A player whose registered external calls begin other players."""
+
+    family: _Family
+
+    async def answer_one(self, request: ToolRequest, position: int) -> ToolAnswer:
+        """Return what a child came to, or what the handler says."""
+        kind = self.family.protocol.children.get(request.name)
+        if kind is None or request.problem is not None:
+            return await super().answer_one(request, position)
+        refusal = self._refusal()
+        if refusal:
+            return ToolAnswer(request.call_id, request.name, refusal)
+        self.family.num_children += 1
+        if self.builder.depth:  # a child that waits for its own must not hold the place they need
+            return await self._run(kind, request, position)
+        async with self.family.running:
+            return await self._run(kind, request, position)
+
+    def _refusal(self) -> str:
+        protocol = self.family.protocol
+        if self.builder.depth >= protocol.max_depth:
+            return "You cannot delegate further. Do it yourself."
+        if self.family.num_children >= protocol.max_children:
+            return "No more subtasks can be handed out. Go on with what you have."
+        return ""
+
+    def _child(self, kind: SubAgent, request: ToolRequest, position: int, clock: Clock) -> Player:
+        arguments = dict(request.arguments or {})
+        step = len(self.builder.steps) - 1
+        name = f"{request.name}.{step}.{position}"
+        agent = kind.make()
+        builder = RolloutBuilder(
+            agent,
+            f"{self.builder.rollout_id}/{name}",
+            parent=self.builder,
+            parent_step=step,
+            position=position,
+            meta={
+                "subtask": kind.task_of(arguments),
+                "tool": request.name,
+                "arguments": arguments,
+            },
+        )
+        self.family.recording.begin(builder)
+        setting = replace(
+            self.setting,
+            seed=seat_seed(self.setting, "world", name),
+            sampling_seed=seat_seed(self.setting, "child", name),
+            messages=(),
+            clock=_Either(self.setting.clock, clock),
+            client=_metered(self.setting.client, kind.budget, clock),
+        )
+        child = _Delegator(
+            agent,
+            builder,
+            setting,
+            handler=self.handler,
+            max_external_calls=kind.max_external_calls,
+        )
+        child.family = self.family
+        return child
+
+    async def _run(self, kind: SubAgent, request: ToolRequest, position: int) -> ToolAnswer:
+        clock = Clock(kind.budget.time_limit_s, GRACE_S)
+        child = self._child(kind, request, position, clock)
+        builder = child.builder
+        make = kind.world
+        world = None if make is None else (lambda: make(builder.meta["arguments"]))
+        try:
+            async with clock.guard(), opened(world) as place:
+                await play_alone(
+                    child, place, max_steps=kind.max_steps, task=builder.meta["subtask"]
+                )
+        except Exception as error:  # noqa: BLE001  the parent is told, the child's rollout keeps it
+            late = isinstance(error, TimeoutError)
+            builder.fail(record_error(error, "timeout" if late else "environment"))
+        finally:
+            clock.stop()
+        builder.meta["result"] = _result(builder)
+        return ToolAnswer(request.call_id, request.name, builder.meta["result"], builder.error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Either:
+    """The episode's clock and a child's own."""
+
+    outer: Deadline | None
+    inner: Deadline
+
+    @property
+    def expired(self) -> bool:
+        """Whether one of the two is over."""
+        return self.inner.expired or (self.outer is not None and self.outer.expired)
+
+
+def _metered(client: Any, budget: Budget, clock: Clock) -> Any:
+    if client is None:
+        return None
+    return Meter(TimedClient(as_client(client), clock), budget)
+
+
+def _result(builder: RolloutBuilder) -> str:
+    """Return what the parent is told: the child's action, its last words, or why there are none."""
+    if builder.error is not None:
+        return f"The agent failed: {builder.error.type}: {builder.error.message}"
+    reason = builder.meta.get("truncation_reason")
+    steps = [step for step in builder.steps if isinstance(step, AgentStep)]
+    final = [s for s in steps if s.parse_result is not None and s.action_target == "env"]
+    said = ""
+    if final and final[-1].parse_result is not None and not final[-1].parse_failed:
+        said = str(final[-1].parse_result.action)
+    elif steps:
+        said = str(steps[-1].message.get("content") or "")
+    if reason is None:
+        return said
+    return f"The agent did not finish ({reason})." + (f" It said last: {said}" if said else "")

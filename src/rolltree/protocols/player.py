@@ -1,0 +1,238 @@
+"""One agent in one episode: its turns with external tool calls in between, and its rollout.
+
+Every protocol plays its agents through a `Player`. It knows the agent's interface and the table of
+`action_target`: "internal" needs nothing, "external" is answered here and the agent acts again,
+"env" ends the turn. It knows nothing about worlds. It leaves out what a handler does, such as
+delegating.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias, TypeVar
+
+from rolltree.agents import Agent
+from rolltree.errors import BudgetSpent, ModelError, PromptTooLong, did_you_mean, record_error
+from rolltree.protocols.recording import RolloutBuilder
+from rolltree.protocols.setting import Setting
+from rolltree.seeds import derive_seed
+from rolltree.steps import (
+    PARSE_FEEDBACK,
+    AgentStep,
+    EnvironmentStep,
+    StepOutcome,
+    ToolAnswer,
+    ToolRequest,
+)
+from rolltree.threads import run_in_thread
+from rolltree.types import ChatMessage, TruncationReason
+
+T = TypeVar("T")
+
+ExternalToolHandler: TypeAlias = Callable[
+    [ToolRequest], str | ToolAnswer | Awaitable[str | ToolAnswer]
+]
+"""What a protocol does with an external tool call. A plain function runs in a thread; what it
+raises becomes the answer."""
+
+NO_MORE_CALLS = "No more tool calls are answered. Give your final answer now."
+
+
+class Cut(Exception):
+    """The episode of one agent is over for `reason`; caught by the protocol."""
+
+    def __init__(self, reason: TruncationReason) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+class Player:
+    """An agent, its rollout, and how its external tool calls are answered.
+
+    Args:
+        agent: was reset by nobody; `begin` does.
+        builder: where its steps go.
+        setting: of the episode, or of the part of it that this agent plays.
+        handler: answers external tool calls. None: they are answered that nobody does.
+        max_external_calls: how many are answered in the episode. Later ones are refused; an agent
+            that asks again after a refusal has its episode cut for "budget".
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        builder: RolloutBuilder,
+        setting: Setting,
+        *,
+        handler: ExternalToolHandler | None = None,
+        max_external_calls: int = 32,
+    ) -> None:
+        self.agent = agent
+        self.builder = builder
+        self.setting = setting
+        self.handler = handler
+        self.max_external_calls = max_external_calls
+        self._num_external = 0
+        self._was_refused = False
+        self._turn_steps: tuple[int, ...] = ()
+
+    @property
+    def over(self) -> bool:
+        """Whether this agent's rollout has ended."""
+        return self.builder.over
+
+    def begin(self, messages: Sequence[ChatMessage] = ()) -> None:
+        """Begin the agent's episode; its sampling seed is its own."""
+        seed = self.setting.sampling_seed
+        self.agent.reset(
+            client=self.setting.client,
+            sampling=self.setting.sampling,
+            seed=seed,
+            messages=messages,
+        )
+
+    async def take_turn(self) -> AgentStep:
+        """Let the agent act until its turn ends; return the step meant for the world.
+
+        Raises:
+            Cut: time, tokens or calls are spent, or the prompt no longer fits.
+            ModelError: the model gave no usable answer; the rollout's error says so.
+        """
+        first = len(self.builder.steps)
+        while True:
+            self._check_limits()
+            try:
+                await self.agent.act()
+            except PromptTooLong as error:
+                raise Cut(TruncationReason.MAX_SEQ_LEN) from error
+            except BudgetSpent as error:
+                raise Cut(TruncationReason.BUDGET) from error
+            except Exception as error:
+                is_model = isinstance(error, ModelError)
+                self.builder.fail(record_error(error, "model" if is_model else "environment"))
+                raise
+            finally:
+                self.builder.take()
+                self._turn_steps = tuple(range(first, len(self.builder.steps)))
+            last = self.builder.steps[-1]
+            assert isinstance(last, AgentStep)
+            if last.action_target != "external":
+                return last
+            await self._answer(self.agent.waiting)
+
+    def _check_limits(self) -> None:
+        clock = self.setting.clock
+        if clock is not None and clock.expired:
+            raise Cut(TruncationReason.TIME_LIMIT)
+        limit, steps = self.setting.max_seq_len, self.agent.trajectory
+        if limit is not None and steps:
+            extras = steps[-1]["extras"]
+            if extras["num_prompt_tokens"] + extras["num_completion_tokens"] >= limit:
+                raise Cut(TruncationReason.MAX_SEQ_LEN)
+
+    async def _answer(self, requests: Sequence[ToolRequest]) -> None:
+        left = self.max_external_calls - self._num_external
+        self._num_external += len(requests)
+        refused = requests[max(left, 0) :]
+        if refused and self._was_refused:
+            raise Cut(TruncationReason.BUDGET)
+        self._was_refused = bool(refused)
+        answers = await self.answer_all(requests[: max(left, 0)])
+        answers += [ToolAnswer(r.call_id, r.name, NO_MORE_CALLS) for r in refused]
+        self.agent.answer(answers)
+        self.builder.steps[-1] = self.agent.steps[-1]  # the same step, now with its answers
+
+    async def answer_all(self, requests: Sequence[ToolRequest]) -> list[ToolAnswer]:
+        """Return the answers to one message's calls, which are worked on at the same time."""
+        return await at_once(
+            [self.answer_one(request, position) for position, request in enumerate(requests)]
+        )
+
+    async def answer_one(self, request: ToolRequest, position: int) -> ToolAnswer:
+        """Return the answer to one call. A handler that raises is an answer, too."""
+        if request.problem is not None:
+            return ToolAnswer(request.call_id, request.name, request.problem)
+        if self.handler is None:
+            return ToolAnswer(
+                request.call_id,
+                request.name,
+                f"Nobody answers {request.name!r} here. Go on without it.",
+            )
+        return await answer_with(self.handler, request)
+
+    # -- the world's part of a turn -------------------------------------------------------------
+
+    def no_action(self, step: AgentStep) -> str:
+        """Return what the agent is told about an answer that held no action."""
+        return str(step.info.get(PARSE_FEEDBACK) or "")
+
+    def record_outcome(self, action: Any, prev_obs: str, outcome: StepOutcome) -> None:
+        """Append what the world made of the turn that was just taken, and end if it ended."""
+        reason = TruncationReason.ENV if outcome.truncated and not outcome.terminated else None
+        self.builder.add_environment_step(
+            EnvironmentStep(
+                agent=self.agent.name,
+                turn=self.agent.turn - 1,
+                prev_obs=prev_obs,
+                action=action,
+                next_obs=outcome.obs,
+                reward=outcome.reward,
+                terminated=outcome.terminated,
+                truncated=outcome.truncated,
+                info=dict(outcome.info),
+                agent_steps=self._turn_steps,
+            )
+        )
+        if outcome.done:
+            self.builder.end(terminated=outcome.terminated, reason=reason)
+
+
+async def at_once(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return each job's result, in order; the first failure cancels the others and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(job) for job in jobs]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def answer_with(handler: Callable[..., Any], request: ToolRequest, *args: Any) -> ToolAnswer:
+    """Return what `handler(request, ...)` says as an answer; what it raises is one, too."""
+    started = time.monotonic()
+    try:
+        if inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(
+            getattr(handler, "__call__", None)  # noqa: B004  an object with an async __call__
+        ):
+            result = await handler(request, *args)
+        else:
+            result = await run_in_thread(lambda: handler(request, *args), name="rolltree-handler")
+            if inspect.isawaitable(result):
+                result = await result
+    except Exception as error:  # noqa: BLE001  the agent is told, the trace is kept
+        text = f"{request.name} failed: {type(error).__name__}: {error}"
+        result = ToolAnswer(request.call_id, request.name, text, record_error(error, "environment"))
+    if not isinstance(result, ToolAnswer):
+        result = ToolAnswer(request.call_id, request.name, str(result))
+    return replace(result, duration_s=time.monotonic() - started)
+
+
+def seat_seed(setting: Setting, *parts: str | int) -> int | None:
+    """Return the sampling seed of one seat at the table, None where nothing is seeded."""
+    if setting.sampling_seed is None:
+        return None
+    return derive_seed(setting.sampling_seed, *parts)
+
+
+def check_names(given: Sequence[str], wanted: Sequence[str], what: str) -> None:
+    """Raise `ValueError` when somebody of the world has no agent, or an agent has no place."""
+    missing = [name for name in wanted if name not in given]
+    extra = [name for name in given if name not in wanted]
+    if missing or extra:
+        said = f"nobody plays {missing[0]!r}" if missing else f"there is no {extra[0]!r} in it"
+        hint = did_you_mean((missing or extra)[0], given if missing else wanted)
+        raise ValueError(f"the world's agents are {list(wanted)} and {said}: {what}.{hint}")

@@ -1,0 +1,157 @@
+"""What happened so far, while it happens: rollouts that grow, and which of them belong together.
+
+A `Recording` holds every rollout of an episode from the moment it begins, so an episode that is
+cancelled or fails loses nothing. It knows the values of `rolltree.steps`. It knows nothing about
+models and worlds, and it leaves out when an episode ends, which is the protocols' part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rolltree.agents import Agent
+from rolltree.steps import AgentStep, EnvironmentStep, Rollout, Step
+from rolltree.types import ErrorRecord, TruncationReason
+
+
+class RolloutBuilder:
+    """One agent's rollout in the making.
+
+    Args:
+        agent: whose model calls it takes.
+        rollout_id: unique in the run.
+        parent, parent_step, position: who asked for it, in which of its steps, as which call of
+            that step.
+        meta: what a protocol wants to add to `Rollout.meta`.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        rollout_id: str,
+        *,
+        parent: RolloutBuilder | None = None,
+        parent_step: int | None = None,
+        position: int = 0,
+        meta: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.agent = agent
+        self.rollout_id = rollout_id
+        self.parent = parent
+        self.parent_step = parent_step
+        self.position = position
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.steps: list[Step] = []
+        self.meta: dict[str, Any] = dict(meta or {})
+        self.error: ErrorRecord | None = None
+        self.over = False
+        self._num_taken = 0
+
+    def take(self) -> list[int]:
+        """Append the agent's model calls that are not here yet; return their indices."""
+        new = self.agent.steps[self._num_taken :]
+        first = len(self.steps)
+        self._num_taken += len(new)
+        self.steps.extend(new)
+        return list(range(first, len(self.steps)))
+
+    def add_environment_step(self, step: EnvironmentStep) -> None:
+        """Append a step of the world."""
+        self.steps.append(step)
+
+    def add_reward(self, reward: float) -> None:
+        """Give a reward that came after this agent's last turn to its last step of the world.
+
+        An agent that has not acted yet keeps it in `meta["early_reward"]`.
+        """
+        if not reward:
+            return
+        for index in range(len(self.steps) - 1, -1, -1):
+            step = self.steps[index]
+            if isinstance(step, EnvironmentStep):
+                self.steps[index] = replace(step, reward=step.reward + reward)
+                return
+        self.meta["early_reward"] = self.meta.get("early_reward", 0.0) + reward
+
+    def end(
+        self, *, terminated: bool = False, reason: TruncationReason | str | None = None
+    ) -> None:
+        """Mark the last step, whatever it is, as the end; the first end stays.
+
+        A truncated rollout has `meta["episode_truncated"]` and `meta["truncation_reason"]`, and its
+        last step `truncated` and `info["truncation_reason"]`. The flags are also in the extras of
+        the last model call, where training reads them.
+        """
+        if self.over:
+            return
+        self.over = True
+        flags: dict[str, Any] = {"terminated": terminated, "truncated": reason is not None}
+        self.meta["episode_truncated"] = reason is not None
+        noted = {}
+        if reason is not None:
+            noted = {"truncation_reason": str(reason)}
+            self.meta.update(noted)
+        if self.steps:
+            last = self.steps[-1]
+            self.steps[-1] = replace(last, **flags, info={**last.info, **noted})
+        for step in reversed(self.steps):
+            if isinstance(step, AgentStep):
+                step.record["extras"].update(flags | noted)
+                break
+
+    def fail(self, error: ErrorRecord) -> None:
+        """Note why the rollout failed; the first failure stays."""
+        self.over = True
+        self.error = self.error or error
+
+    def build(self) -> Rollout:
+        """Return what there is, as a value."""
+        self.take()
+        return Rollout(
+            rollout_id=self.rollout_id,
+            agent=self.agent.name,
+            steps=tuple(self.steps),
+            meta={"episode_truncated": False, **self.meta},
+            parent_rollout=None if self.parent is None else self.parent.rollout_id,
+            parent_step=self.parent_step,
+            depth=self.depth,
+            error=self.error,
+        )
+
+
+class Recording:
+    """All rollouts of one episode, from the moment each begins."""
+
+    def __init__(self) -> None:
+        self.builders: list[RolloutBuilder] = []
+
+    def begin(self, builder: RolloutBuilder) -> RolloutBuilder:
+        """Keep a rollout and return it."""
+        self.builders.append(builder)
+        return builder
+
+    def ordered(self) -> list[RolloutBuilder]:
+        """Return parents before their children, children in the order in which they were asked.
+
+        The order does not depend on which of several children was faster.
+        """
+        below: dict[int | None, list[RolloutBuilder]] = {}
+        for builder in self.builders:
+            key = None if builder.parent is None else id(builder.parent)
+            below.setdefault(key, []).append(builder)
+
+        def walk(builders: Sequence[RolloutBuilder]) -> list[RolloutBuilder]:
+            found: list[RolloutBuilder] = []
+            for builder in builders:
+                found.append(builder)
+                children = below.get(id(builder), [])
+                found += walk(sorted(children, key=lambda c: (c.parent_step or 0, c.position)))
+            return found
+
+        return walk(below.get(None, []))
+
+    def rollouts(self) -> list[Rollout]:
+        """Return the rollouts as values, in that order."""
+        return [builder.build() for builder in self.ordered()]
