@@ -14,7 +14,7 @@ from typing import Any
 
 from rolltree.agents.context import ContextStrategy, FullDialog
 from rolltree.errors import ConfigError
-from rolltree.inference.client import ModelClient, as_client, sampling_from_args
+from rolltree.inference.client import ModelClient, as_client, merge_sampling, sampling_from_args
 from rolltree.parsers import text_of
 from rolltree.parsers.actions import ActionParser, as_text
 from rolltree.seeds import derive_seed
@@ -111,12 +111,14 @@ class Agent:
         """Begin an episode: forget the last one, open a session with the model.
 
         Args:
-            client, sampling: instead of the agent's own, for this episode.
+            client: instead of the agent's own, for this episode.
+            sampling: the fields it names go over the agent's own.
             seed: of the episode's sampling. The call of index i samples with the seed itself for
                 i = 0 and with one derived from it later. None: that of `sampling`, if any.
             messages: what stands in the history after the system prompt (few-shot examples).
         """
-        self._begin(client or self._client, sampling or self._sampling, seed, messages)
+        sampling = merge_sampling(self._sampling, sampling)
+        self._begin(client or self._client, sampling, seed, messages)
 
     def _begin(
         self,

@@ -12,6 +12,7 @@ from rolltree.environments.gym_env import GymEnv
 from rolltree.environments.mcp_env import MCPEnv
 from rolltree.environments.mcp_servers import MCPServer
 from rolltree.environments.multiturn import MultiTurnEnv, SingleTurnEnv
+from rolltree.environments.protocol_env import ProtocolEnvironment
 from rolltree.environments.python_env import PythonEnv
 from rolltree.environments.reasoning_gym_env import ReasoningGymEnv
 from rolltree.environments.registry import (
@@ -39,6 +40,7 @@ __all__ = [
     "ModelResponse",
     "MultiTurnEnv",
     "ReasoningGymEnv",
+    "ProtocolEnvironment",
     "PythonEnv",
     "Rows",
     "SandboxEnv",

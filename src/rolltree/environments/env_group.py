@@ -79,6 +79,16 @@ class EnvGroup(Environment):
         model: str = "",
         sampling_args: SamplingArgs | None = None,
     ) -> State:
+        """Let the row's environment play it, and return the first of its states."""
+        return (await self.rollouts(input, client, model, sampling_args))[0]
+
+    async def rollouts(
+        self,
+        input: RolloutInput,
+        client: Any,
+        model: str = "",
+        sampling_args: SamplingArgs | None = None,
+    ) -> list[State]:
         """Let the row's environment play it."""
         task = input["task"]
         env = self.get_env_for_task(task)
@@ -87,12 +97,13 @@ class EnvGroup(Environment):
         made = episode.states if episode is not None else []
         before = len(made)
         try:
-            state = await env.rollout(own, client, model, sampling_args)
-            state["task"] = task
+            states = await env.rollouts(own, client, model, sampling_args)
+            for state in states:
+                state["task"] = task
         finally:  # also the state of a rollout that was cancelled
             for begun in made[before:]:
                 begun["task"] = task
-        return state
+        return states
 
     async def _cleanup(self, state: State) -> None:
         with self.as_own(state) as env:

@@ -21,7 +21,7 @@ from rolltree.environments.failures import failure_of
 from rolltree.environments.openai_view import OpenAIView
 from rolltree.environments.results import GenerateResults, summarize
 from rolltree.errors import ConfigError, record_error
-from rolltree.inference.client import ModelClient, as_client
+from rolltree.inference.client import ModelClient, as_client, sampling_to_args
 from rolltree.rollouts import (
     Progress,
     RolloutEngine,
@@ -39,7 +39,6 @@ from rolltree.types import (
     RolloutRequest,
     RolloutResult,
     SamplingArgs,
-    SamplingParams,
     State,
     as_input,
 )
@@ -129,29 +128,39 @@ class Runnable(ABC):
         """Play one episode without scoring it."""
         episode = current_episode()
         if episode is not None and episode.request is request:
-            return [await self._play(episode, client)]
+            return await self._play(episode, client)
         with playing(Episode(request)) as own:
-            return [await self._play(own, client)]
+            return await self._play(own, client)
 
-    async def _play(self, episode: Episode, client: ModelClient) -> State:
+    async def rollouts(
+        self,
+        input: RolloutInput,
+        client: Any,
+        model: str,
+        sampling_args: SamplingArgs | None = None,
+    ) -> list[State]:
+        """Play one episode and return the state of each of its rollouts: here, of the one."""
+        return [await self.rollout(input, client, model, sampling_args)]
+
+    async def _play(self, episode: Episode, client: ModelClient) -> list[State]:
         request = episode.request
         args = sampling_to_args(request.sampling)
         wanted = request.sampling.seed
         args["seed"] = (
             request.sampling_seed if wanted is None else derive_seed(wanted, request.sampling_seed)
         )
-        state: State | None = None
+        states: list[State] | None = None
         try:
-            state = await self.rollout(request.input, OpenAIView(client), client.model, args)
+            states = await self.rollouts(request.input, OpenAIView(client), client.model, args)
         except Exception as error:  # noqa: BLE001  an overridden rollout() may raise: it is data
-            state = episode.states[-1] if episode.states else _empty_state(request)
-            if state.get("error") is None:
-                state["error"] = failure_of(error)
-            state["reward"] = None
+            states = [episode.states[-1] if episode.states else _empty_state(request)]
+            if states[0].get("error") is None:
+                states[0]["error"] = failure_of(error)
+            states[0]["reward"] = None
         finally:
-            for made in [state] if state is not None else episode.states:
+            for made in states if states is not None else episode.states:
                 await self._cleanup(made)
-        return state
+        return states
 
     async def _score(self, state: State) -> None:
         try:
@@ -185,6 +194,8 @@ class Runnable(ABC):
         on_progress: Callable[[Progress], None] | None = None,
     ) -> GenerateResults:
         """Run rollouts for rows and return them in the rows' order.
+
+        What agents delegated is in `results.results[i].states`, after the episode's own rollouts.
 
         Rows with one `example_id` are one group, and so are the `rollouts_per_example` of a row:
         they share the world's seed, and `advantage` is the reward minus the group's mean. `seed`
@@ -306,8 +317,9 @@ class _Unscored:
 
 
 def _states_of(result: RolloutResult) -> tuple[State, ...]:
+    """Return the states that nobody delegated; the others are in the result."""
     if result.states:
-        return result.states
+        return tuple(s for s in result.states if s.get("parent_rollout") is None)
     state = _empty_state(result.request)
     state["error"] = result.error
     return (state,)
@@ -335,29 +347,13 @@ def _empty_state(request: RolloutRequest) -> State:
 
 
 def _fill_advantages(results: Sequence[RolloutResult]) -> None:
-    groups: defaultdict[str, list[State]] = defaultdict(list)
+    groups: defaultdict[tuple[str, str], list[State]] = defaultdict(list)
     for result in results:
-        groups[result.request.group_id].extend(result.states)
+        for state in result.states:
+            if state.get("parent_rollout") is None:
+                groups[result.request.group_id, str(state.get("agent") or "")].append(state)
     for states in groups.values():
         write_advantages(states)
-
-
-def sampling_to_args(sampling: SamplingParams) -> SamplingArgs:
-    """Return OpenAI request fields that `sampling_from_args` turns into the same params."""
-    args: SamplingArgs = {**sampling.extra}
-    args["temperature"] = sampling.temperature
-    args["top_p"] = sampling.top_p
-    if sampling.max_tokens is not None:
-        args["max_tokens"] = sampling.max_tokens
-    if sampling.stop:
-        args["stop"] = list(sampling.stop)
-    if sampling.top_k:
-        args["top_k"] = sampling.top_k
-    if sampling.stop_token_ids:
-        args["stop_token_ids"] = list(sampling.stop_token_ids)
-    if sampling.seed is not None:
-        args["seed"] = sampling.seed
-    return args
 
 
 def run_sync(work: Coroutine[Any, Any, T]) -> T:

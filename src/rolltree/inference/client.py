@@ -131,6 +131,39 @@ stop_token_ids=(), seed=None, extra={'min_p': 0.1})
     return SamplingParams(**known, extra=rest)
 
 
+def sampling_to_args(sampling: SamplingParams) -> SamplingArgs:
+    """Return OpenAI request fields that `sampling_from_args` turns into the same params."""
+    args: SamplingArgs = {**sampling.extra}
+    args["temperature"] = sampling.temperature
+    args["top_p"] = sampling.top_p
+    if sampling.max_tokens is not None:
+        args["max_tokens"] = sampling.max_tokens
+    if sampling.stop:
+        args["stop"] = list(sampling.stop)
+    if sampling.top_k:
+        args["top_k"] = sampling.top_k
+    if sampling.stop_token_ids:
+        args["stop_token_ids"] = list(sampling.stop_token_ids)
+    if sampling.seed is not None:
+        args["seed"] = sampling.seed
+    return args
+
+
+def merge_sampling(
+    own: SamplingArgs | SamplingParams | None, given: SamplingArgs | SamplingParams | None
+) -> SamplingParams:
+    """Return `own` with the fields that `given` names on top; `SamplingParams` name every field.
+
+    >>> merge_sampling({"max_tokens": 8, "temperature": 0.5}, {"temperature": 1.0}).max_tokens
+    8
+    """
+    if isinstance(given, SamplingParams):
+        return given
+    if isinstance(own, SamplingParams):
+        own = sampling_to_args(own)
+    return sampling_from_args({**(own or {}), **(given or {})})
+
+
 def _mapping(value: object) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(

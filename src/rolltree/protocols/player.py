@@ -143,8 +143,7 @@ class Player:
         self._was_refused = bool(refused)
         answers = await self.answer_all(requests[: max(left, 0)])
         answers += [ToolAnswer(r.call_id, r.name, NO_MORE_CALLS) for r in refused]
-        self.agent.answer(answers)
-        self.builder.steps[-1] = self.agent.steps[-1]  # the same step, now with its answers
+        self.builder.steps[-1] = self.agent.answer(answers)
 
     async def answer_all(self, requests: Sequence[ToolRequest]) -> list[ToolAnswer]:
         """Return the answers to one message's calls, which are worked on at the same time."""

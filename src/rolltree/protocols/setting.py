@@ -38,7 +38,7 @@ class Setting:
         seed: of the world.
         sampling_seed: of all sampling; every agent derives its own. None: nothing is seeded.
         client: the model for agents that bring none.
-        sampling: for agents that bring none.
+        sampling: the fields it names go over the agents' own.
         messages: what a row of a dataset asks, put into the history of the episode's own agents.
         clock: who says that the time is over. None: nobody.
         max_seq_len: no call begins once one had this many tokens, prompt and completion.

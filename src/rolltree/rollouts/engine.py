@@ -185,7 +185,7 @@ class RolloutEngine:
         finally:
             clock.stop()
         if error is None:
-            error = next((s["error"] for s in states if s.get("error") is not None), None)
+            error = _error_in(states)
         return RolloutResult(request, states, error, attempt)
 
     def _timed_out(self, states: tuple[State, ...]) -> ErrorRecord:
@@ -274,5 +274,11 @@ def _with_state_error(result: RolloutResult) -> RolloutResult:
     """Return the result with the error that group scoring may have left in its states."""
     if result.error is not None:
         return result
-    error = next((s["error"] for s in result.states if s.get("error") is not None), None)
+    error = _error_in(result.states)
     return RolloutResult(result.request, result.states, error, result.num_attempts)
+
+
+def _error_in(states: tuple[State, ...]) -> ErrorRecord | None:
+    """Return what an episode failed with. A delegated rollout that failed is not the episode's."""
+    own = (state for state in states if state.get("parent_rollout") is None)
+    return next((state["error"] for state in own if state.get("error") is not None), None)

@@ -8,6 +8,7 @@ from rolltree.rubrics.functions import RewardFunc, RewardFunction, cheap
 from rolltree.rubrics.group import RubricGroup
 from rolltree.rubrics.judge import JUDGE_PROMPT, JudgeRubric
 from rolltree.rubrics.math_rubric import MathRubric
+from rolltree.rubrics.per_agent import PerAgentRubric
 from rolltree.rubrics.rubric import Rubric, Scores, write_advantages
 from rolltree.rubrics.tool_rubric import ToolRubric
 
@@ -15,6 +16,7 @@ __all__ = [
     "JUDGE_PROMPT",
     "JudgeRubric",
     "MathRubric",
+    "PerAgentRubric",
     "RewardFunc",
     "RewardFunction",
     "Rubric",

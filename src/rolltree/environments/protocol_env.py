@@ -1,0 +1,172 @@
+"""`ProtocolEnvironment`: agents, a protocol and worlds behind the face of an `Environment`.
+
+So evaluation, training, the store and the command line know one shape: each rollout of an episode
+is a state, each model call of an agent a step of its trajectory. It knows protocols and their
+rollouts. It leaves out who the agents are, which the protocol knows, and credit between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any
+
+from rolltree.environments.decorators import discover
+from rolltree.environments.environment import Environment, settle
+from rolltree.environments.failures import in_phase
+from rolltree.environments.protocol_states import fill_state
+from rolltree.errors import ConfigError
+from rolltree.inference.client import as_client
+from rolltree.protocols import InteractionProtocol, Recording, Setting, opened
+from rolltree.rollouts import merge_args
+from rolltree.rollouts.episode import current_episode
+from rolltree.rubrics import PerAgentRubric, Rubric
+from rolltree.types import RolloutInput, SamplingArgs, State
+
+MakeWorld = Callable[[RolloutInput], Any]
+"""From a row to a new world. It runs in the event loop; what blocks belongs into `reset`."""
+
+
+class ProtocolEnvironment(Environment):
+    """Plays a protocol's episodes as rollouts.
+
+    An episode has one state per rollout: the episode's own agents first, then what they delegated.
+    `state["agent"]`, `["rollout_id"]`, `["parent_rollout"]`, `["parent_step"]` (the parent's model
+    call that asked), `["depth"]`, and for delegated ones `["subtask"]` and `["result"]` say which
+    is which. The reward of a step is what parser, agent and world gave for it, the reward of a
+    rollout their sum, unless a rubric with functions says otherwise.
+
+    Args:
+        protocol: what is played. Give it functions that make agents, not agents, because many
+            episodes run at once.
+        world: from a row to a new world; closed after the episode. None: the row's prompt is the
+            question, and the first answer with an action is the end.
+        rubrics: agent name to rubric, for agents that `rubric` does not score. A delegated rollout
+            of an agent without one keeps what it earned itself.
+        num_train, num_eval: with a world and without a dataset: how many worlds there are. Each
+            has its seed, derived from the run's seed and the example.
+        settings: `Environment`'s. A row's prompt stands in the agents' histories before the first
+            observation.
+
+    Raises:
+        ConfigError: a setting that a protocol would ignore.
+    """
+
+    def __init__(
+        self,
+        protocol: InteractionProtocol,
+        world: MakeWorld | None = None,
+        *,
+        rubrics: Mapping[str, Rubric] | None = None,
+        num_train: int = 1000,
+        num_eval: int = 100,
+        **settings: Any,
+    ) -> None:
+        ignored = [name for name in ("oai_tools",) if settings.get(name)]
+        ignored += [name for name, _ in discover(type(self))["stop"]]
+        if settings.get("message_type", "chat") != "chat":
+            ignored.append("message_type")
+        if ignored:
+            raise ConfigError(
+                f"{ignored[0]!r} has no effect in a {type(self).__name__}: agents have their own "
+                "tools and speak by chat, and the protocol and the world decide when an episode "
+                "ends. Give tools to the agents; end the episode in the world."
+            )
+        if world is not None and not settings.get("dataset") and not settings.get("eval_dataset"):
+            settings["dataset"] = [{"prompt": []}] * num_train or None
+            settings["eval_dataset"] = [{"prompt": []}] * num_eval or None
+        default = settings.pop("rubric", None) or Rubric()
+        super().__init__(rubric=PerAgentRubric(default, rubrics or {}), **settings)
+        self.protocol = protocol
+        self.make_world = world
+
+    async def rollout(
+        self,
+        input: RolloutInput,
+        client: Any,
+        model: str = "",
+        sampling_args: SamplingArgs | None = None,
+    ) -> State:
+        """Play one episode and return the state of its first rollout."""
+        return (await self.rollouts(input, client, model, sampling_args))[0]
+
+    async def rollouts(
+        self,
+        input: RolloutInput,
+        client: Any,
+        model: str = "",
+        sampling_args: SamplingArgs | None = None,
+    ) -> list[State]:
+        """Play one episode and return the state of each rollout.
+
+        A failure is in `state["error"]`. The states of an episode that is cancelled hold what was
+        played, and are those of the engine's `Episode`.
+        """
+        first = await self.init_state(
+            input, client=client, model=model, sampling_args=sampling_args
+        )
+        recording = Recording()
+        states = [first]
+        try:
+            with in_phase("setup"):
+                state = await settle(self.setup_state(first))
+                setting = self._setting(state, client, model, sampling_args)
+            make = self.make_world
+            world = None if make is None else (lambda: make(input))
+            async with opened(world) as place:
+                await self.protocol.run(place, setting, recording)
+        except Exception as error:  # noqa: BLE001  a failed rollout is data
+            self.record_failure(first, error)
+        finally:
+            states = await self._states(first, recording)
+            for state in states:
+                await self._cleanup(state)
+        return states
+
+    def _setting(
+        self, state: State, client: Any, model: str, sampling_args: SamplingArgs | None
+    ) -> Setting:
+        args = dict(merge_args(self.sampling_args, sampling_args))
+        seed = args.pop("seed", None)
+        episode = current_episode()
+        return Setting(
+            seed=state["seed"],
+            sampling_seed=seed,
+            client=as_client(client, model or None),
+            sampling=args,
+            messages=state["prompt"],
+            clock=None if episode is None else episode.clock,
+            max_seq_len=self.max_seq_len,
+            episode_id="episode" if episode is None else episode.request.request_id,
+        )
+
+    async def _states(self, first: State, recording: Recording) -> list[State]:
+        """Turn what was recorded into states, `first` for the first rollout."""
+        builders = recording.ordered()
+        failed = first.get("error")
+        before = first.copy()
+        states: list[State] = []
+        for builder in builders:
+            state = first if not states else _another(before)
+            fill_state(state, builder)
+            if failed is not None and builder.parent is None:
+                state["error"], state["reward"] = failed, None
+            states.append(state)
+        states = states or [first]
+        for state in states:
+            await self._render_timing(state)
+            await self._render_completion(state)
+            state["trajectory"].tree.trim()
+        episode = current_episode()
+        if episode is not None:
+            episode.states[:] = [s for s in episode.states if s is not first] + states
+        return states
+
+
+def _another(first: State) -> State:
+    """Return a state of the same episode, with its own row."""
+    state = first.copy()
+    dict.__setitem__(state, "input", deepcopy(dict(dict.__getitem__(first, "input"))))
+    state["timing"] = dict(first["timing"])
+    state.pop("cleaned_up", None)
+    return state
