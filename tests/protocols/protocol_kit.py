@@ -23,7 +23,10 @@ class CountWorld:
         self.actions.append(action)
         count = len(self.actions)
         return StepOutcome(
-            f"after {action}", self.reward, terminated=count == self.end, truncated=count == self.cut
+            f"after {action}",
+            self.reward,
+            terminated=count == self.end,
+            truncated=count == self.cut,
         )
 
     def close(self):

@@ -143,6 +143,11 @@ class Agent:
             head.append({"role": "system", "content": self.system_prompt})
         self.history: list[ChatMessage] = [*head, *messages]
 
+    @property
+    def client(self) -> Any:
+        """The agent's own model, None for one that is given its model by `reset`."""
+        return self._client
+
     def observe(self, obs: str | Sequence[ChatMessage]) -> None:
         """Tell the agent what it sees: a text as a user message, or messages as they are."""
         if isinstance(obs, str):

@@ -135,7 +135,7 @@ class ProtocolEnvironment(Environment):
             client=as_client(client, model or None),
             sampling=args,
             messages=state["prompt"],
-            clock=None if episode is None else episode.clock,
+            clocks=() if episode is None else (episode.clock,),
             max_seq_len=self.max_seq_len,
             episode_id="episode" if episode is None else episode.request.request_id,
         )

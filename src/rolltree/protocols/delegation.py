@@ -20,12 +20,11 @@ from rolltree.agents import Agent
 from rolltree.errors import ConfigError, record_error
 from rolltree.inference.client import as_client
 from rolltree.inference.timed import Clock, TimedClient
-from rolltree.protocols.budget import Budget, Meter
+from rolltree.protocols.budget import Budget
 from rolltree.protocols.player import ExternalToolHandler, Player, seat_seed
 from rolltree.protocols.recording import Recording, RolloutBuilder
 from rolltree.protocols.setting import (
     AgentSource,
-    Deadline,
     InteractionProtocol,
     Setting,
     make_agent,
@@ -213,13 +212,14 @@ class _Delegator(Player):
             },
         )
         self.family.recording.begin(builder)
+        client = self.setting.client
         setting = replace(
             self.setting,
             seed=seat_seed(self.setting, "world", name),
             sampling_seed=seat_seed(self.setting, "child", name),
             messages=(),
-            clock=_Either(self.setting.clock, clock),
-            client=_metered(self.setting.client, kind.budget, clock),
+            clocks=(*self.setting.clocks, clock),
+            client=None if client is None else TimedClient(as_client(client), clock),
         )
         child = _Delegator(
             agent,
@@ -227,6 +227,7 @@ class _Delegator(Player):
             setting,
             handler=self.handler,
             max_external_calls=kind.max_external_calls,
+            budget=kind.budget,
         )
         child.family = self.family
         return child
@@ -249,25 +250,6 @@ class _Delegator(Player):
             clock.stop()
         builder.meta["result"] = _result(builder)
         return ToolAnswer(request.call_id, request.name, builder.meta["result"], builder.error)
-
-
-@dataclass(frozen=True, slots=True)
-class _Either:
-    """The episode's clock and a child's own."""
-
-    outer: Deadline | None
-    inner: Deadline
-
-    @property
-    def expired(self) -> bool:
-        """Whether one of the two is over."""
-        return self.inner.expired or (self.outer is not None and self.outer.expired)
-
-
-def _metered(client: Any, budget: Budget, clock: Clock) -> Any:
-    if client is None:
-        return None
-    return Meter(TimedClient(as_client(client), clock), budget)
 
 
 def _result(builder: RolloutBuilder) -> str:

@@ -24,7 +24,7 @@ from rolltree.protocols.setting import AgentSource, InteractionProtocol, Setting
 from rolltree.protocols.single import check_max_steps
 from rolltree.steps import AgentStep, StepOutcome
 from rolltree.types import TruncationReason
-from rolltree.worlds import ParallelWorld, drive
+from rolltree.worlds import BAD_ACTION, ParallelWorld, drive
 
 
 class MultiAgentSyncProtocol(InteractionProtocol):
@@ -111,6 +111,8 @@ class MultiAgentSyncProtocol(InteractionProtocol):
     ) -> str:
         """Record what the round was to one agent, tell it, and return what it sees now."""
         feedback = player.no_action(step) if step.parse_failed else ""
+        if not feedback and BAD_ACTION in outcome.info:
+            feedback = f"That is no action: {outcome.info[BAD_ACTION]}"
         obs = "\n".join(part for part in (feedback, outcome.obs) if part)
         player.record_outcome(action, before, replace(outcome, obs=obs))
         if not player.over:

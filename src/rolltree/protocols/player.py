@@ -17,6 +17,9 @@ from typing import Any, TypeAlias, TypeVar
 
 from rolltree.agents import Agent
 from rolltree.errors import BudgetSpent, ModelError, PromptTooLong, did_you_mean, record_error
+from rolltree.inference.client import as_client
+from rolltree.inference.timed import TimedClient
+from rolltree.protocols.budget import Budget, Meter
 from rolltree.protocols.recording import RolloutBuilder
 from rolltree.protocols.setting import Setting
 from rolltree.seeds import derive_seed
@@ -60,6 +63,7 @@ class Player:
         handler: answers external tool calls. None: they are answered that nobody does.
         max_external_calls: how many are answered in the episode. Later ones are refused; an agent
             that asks again after a refusal has its episode cut for "budget".
+        budget: what its model calls may cost.
     """
 
     def __init__(
@@ -70,12 +74,15 @@ class Player:
         *,
         handler: ExternalToolHandler | None = None,
         max_external_calls: int = 32,
+        budget: Budget | None = None,
     ) -> None:
         self.agent = agent
         self.builder = builder
         self.setting = setting
         self.handler = handler
         self.max_external_calls = max_external_calls
+        self.budget = budget
+        self.notice = ""  # what the agent is told with its next observation
         self._num_external = 0
         self._was_refused = False
         self._turn_steps: tuple[int, ...] = ()
@@ -86,12 +93,19 @@ class Player:
         return self.builder.over
 
     def begin(self, messages: Sequence[ChatMessage] = ()) -> None:
-        """Begin the agent's episode; its sampling seed is its own."""
-        seed = self.setting.sampling_seed
+        """Begin the agent's episode with its own model, or with the setting's."""
+        setting, client = self.setting, self.agent.client
+        if client is None:
+            client = setting.client
+        else:
+            for clock in setting.clocks:
+                client = TimedClient(as_client(client), clock)
+        if client is not None and self.budget is not None:
+            client = Meter(as_client(client), self.budget)
         self.agent.reset(
-            client=self.setting.client,
-            sampling=self.setting.sampling,
-            seed=seed,
+            client=client,
+            sampling=setting.sampling,
+            seed=setting.sampling_seed,
             messages=messages,
         )
 
@@ -125,8 +139,7 @@ class Player:
             await self._answer(self.agent.waiting)
 
     def _check_limits(self) -> None:
-        clock = self.setting.clock
-        if clock is not None and clock.expired:
+        if any(clock.expired for clock in self.setting.clocks):
             raise Cut(TruncationReason.TIME_LIMIT)
         limit, steps = self.setting.max_seq_len, self.agent.trajectory
         if limit is not None and steps:

@@ -1,7 +1,7 @@
 """What one episode is played with, and the one method that every protocol has.
 
-It knows the values that cross into a protocol: client, sampling, seeds, a clock. It knows nothing
-about the rollout engine, whose clock it takes by its shape. It leaves out the loops.
+It knows the values that cross into a protocol: client, sampling, seeds, clocks. It knows nothing
+about the rollout engine. It leaves out the loops.
 """
 
 from __future__ import annotations
@@ -9,25 +9,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from rolltree.agents import Agent
 from rolltree.errors import record_error
+from rolltree.inference.timed import Clock
 from rolltree.protocols.recording import Recording
 from rolltree.steps import Rollout
 from rolltree.types import ChatMessage, SamplingArgs, SamplingParams
 
 AgentSource: TypeAlias = Agent | Callable[[], Agent]
 """An agent, for one episode at a time, or a function that makes one, for many at once."""
-
-
-class Deadline(Protocol):
-    """A clock that says when an episode's time is over; waiting for a server does not count."""
-
-    @property
-    def expired(self) -> bool:
-        """Whether the episode should end at its next turn boundary."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +29,10 @@ class Setting:
     Fields:
         seed: of the world.
         sampling_seed: of all sampling; every agent derives its own. None: nothing is seeded.
-        client: the model for agents that bring none.
+        client: the model for agents that bring none; its calls are timed by `clocks` already.
         sampling: the fields it names go over the agents' own.
         messages: what a row of a dataset asks, put into the history of the episode's own agents.
-        clock: who says that the time is over. None: nobody.
+        clocks: when one of them is over, the episode ends at its next turn boundary.
         max_seq_len: no call begins once one had this many tokens, prompt and completion.
         episode_id: the first part of the rollouts' ids.
     """
@@ -50,7 +42,7 @@ class Setting:
     client: Any = None
     sampling: SamplingParams | SamplingArgs | None = None
     messages: Sequence[ChatMessage] = ()
-    clock: Deadline | None = None
+    clocks: tuple[Clock, ...] = ()
     max_seq_len: int | None = None
     episode_id: str = "episode"
 

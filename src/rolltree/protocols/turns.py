@@ -19,7 +19,7 @@ from rolltree.protocols.single import check_max_steps
 from rolltree.seeds import derive_seed
 from rolltree.steps import StepOutcome
 from rolltree.types import TruncationReason
-from rolltree.worlds import TurnWorld, drive
+from rolltree.worlds import BAD_ACTION, TurnWorld, drive
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +104,22 @@ class TurnProtocol(InteractionProtocol):
         self, player: Player, world: TurnWorld, obs: str
     ) -> dict[str, StepOutcome] | None:
         """Let an agent act and step the world; None when its answer held no action."""
-        if player.agent.steps and player.agent.steps[-1].parse_failed:
-            obs = "\n".join((player.no_action(player.agent.steps[-1]), obs))
+        obs = "\n".join(part for part in (player.notice, obs) if part)
+        player.notice = ""
         player.agent.observe(obs)
         step = await player.take_turn()
         parsed = step.parse_result
         assert parsed is not None
         if parsed.failed:
+            player.notice = player.no_action(step)
             if self.stop_on_parse_error:
                 player.builder.end(terminated=True)
             return None
         outcomes: dict[str, StepOutcome] = await drive(world.step, parsed.action)
-        name = player.builder.meta["seat"]
-        player.record_outcome(parsed.action, obs, outcomes.get(name, StepOutcome("")))
+        outcome = outcomes.get(player.builder.meta["seat"], StepOutcome(""))
+        player.record_outcome(parsed.action, obs, outcome)
+        if BAD_ACTION in outcome.info:
+            player.notice = outcome.obs  # the turn stays, and the board says nothing about it
         return outcomes
 
     @staticmethod
