@@ -55,7 +55,7 @@ class Adapter:
             ConfigError: this world cannot be saved.
         """
         if self._snapshots == "deepcopy":
-            return copy.deepcopy(self.env)
+            return copy_world(self.env)
         return self._own("snapshot")()
 
     def restore(self, saved: Any) -> None:
@@ -65,7 +65,7 @@ class Adapter:
             ConfigError: this world cannot be saved.
         """
         if self._snapshots == "deepcopy":
-            self.env = copy.deepcopy(saved)
+            self.env = copy_world(saved)
         else:
             self._own("restore")(saved)
 
@@ -81,3 +81,26 @@ class Adapter:
                 "it keeps nothing outside itself, pass snapshots='deepcopy'."
             )
         return method
+
+
+def copy_world(world: Any) -> Any:
+    """Return a deep copy of a world and of the worlds that it wraps.
+
+    Many worlds of Gymnasium and PettingZoo say (`EzPickle`) that copying them means making new ones
+    from the arguments that they were made with, which forgets the episode. That is passed over.
+    """
+    inner = _wrapped(world, {})
+    memo: dict[int, Any] = {key: object.__new__(type(each)) for key, each in inner.items()}
+    for key, each in inner.items():
+        vars(memo[key]).update(copy.deepcopy(vars(each), memo))
+    return memo[id(world)]
+
+
+def _wrapped(world: Any, known: dict[int, Any]) -> dict[int, Any]:
+    """Return `world` and all worlds that it holds, by their id."""
+    known[id(world)] = world
+    for value in vars(world).values():
+        is_world = callable(getattr(type(value), "step", None)) and hasattr(value, "__dict__")
+        if is_world and id(value) not in known:
+            _wrapped(value, known)
+    return known

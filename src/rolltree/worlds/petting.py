@@ -1,8 +1,8 @@
 """PettingZoo's worlds for several agents, read and acted on by text.
 
 `ParallelGame` adapts a `ParallelEnv`, in which all live agents act at once, `TurnGame` an `AECEnv`,
-in which they act one after another. It knows PettingZoo's interfaces and needs the package for
-nothing. It leaves out who the agents are.
+in which they act one after another. It knows PettingZoo's interfaces and needs the package (1.27 or
+later) only to make a world by its id. It leaves out who the agents are.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from rolltree.errors import ConfigError
+from rolltree.errors import ConfigError, did_you_mean
 from rolltree.seeds import MAX_SEED
 from rolltree.steps import StepOutcome
 from rolltree.types import Info
@@ -28,15 +28,18 @@ class _Game(Adapter):
     """What the two kinds of games share.
 
     Args:
-        world: a world, or a function that returns one, such as `rps_v2.parallel_env`.
+        world: a PettingZoo id such as "classic/rps-v2", a world, or a function that returns one.
         to_text: from an observation and its agent to text; without it, observations are text.
         to_action: from text to an action; without it, by the agent's action space.
         action_names: names of a `Discrete` space's actions, in order.
+        world_args: arguments of `pettingzoo.make`, or of the function.
         settings: `Adapter`'s.
 
     Raises:
-        ConfigError: an action space needs `to_action`.
+        ConfigError: there is no such id, or an action space needs `to_action`.
     """
+
+    _kind = ""
 
     def __init__(
         self,
@@ -45,9 +48,10 @@ class _Game(Adapter):
         to_text: SeenBy | None = None,
         to_action: Callable[[str], Any] | None = None,
         action_names: Sequence[str] = (),
+        world_args: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        super().__init__(world, **settings)
+        super().__init__(_maker(self._kind, world, world_args or {}), **settings)
         self.possible_agents: list[str] = list(self.env.possible_agents)
         self._to_text = to_text
         self._readers = {
@@ -69,12 +73,16 @@ class ParallelGame(_Game):
     `idle_action`.
 
     Args:
-        world, to_text, to_action, action_names, settings: as above.
+        world: a PettingZoo id such as "classic/rps-v2", a world, or a function that returns one.
         idle_action: what an agent does that decided nothing.
+        settings: `to_text(observation, agent)`, `to_action(text)`, `action_names`, `world_args`,
+            `snapshots` and `in_thread`, as in `GymWorld`.
 
     Raises:
-        ConfigError: an action space needs `to_action`.
+        ConfigError: there is no such id, or an action space needs `to_action`.
     """
+
+    _kind = "parallel"
 
     def __init__(self, world: Any, *, idle_action: Any = None, **settings: Any) -> None:
         super().__init__(world, **settings)
@@ -138,7 +146,16 @@ class TurnGame(_Game):
 
     A text that is no action of the space changes nothing and the turn stays; an illegal move is the
     game's to judge.
+
+    Args:
+        world: a PettingZoo id such as "classic/tictactoe-v3", a world, or a function.
+        settings: as in `ParallelGame`.
+
+    Raises:
+        ConfigError: there is no such id, or an action space needs `to_action`.
     """
+
+    _kind = "aec"
 
     @property
     def current(self) -> str | None:
@@ -184,13 +201,32 @@ class TurnGame(_Game):
             env.step(None)
 
 
+def _maker(kind: str, world: Any, args: dict[str, Any]) -> Any:
+    if not isinstance(world, str):
+        return (lambda: world(**args)) if args else world
+    try:
+        import pettingzoo
+    except ImportError as error:
+        raise ConfigError(
+            f"playing {world!r} needs the `pettingzoo` package. Install it with "
+            "`pip install rolltree[worlds]`."
+        ) from error
+    known = {"aec": pettingzoo.aec_registry, "parallel": pettingzoo.parallel_registry}[kind]
+    if world not in known:
+        raise ConfigError(
+            f"PettingZoo has no {kind} world {world!r}.{did_you_mean(world, known)} Import the "
+            "package that registers it first."
+        )
+    return lambda: pettingzoo.make(kind, world, **args)
+
+
 def board_text(number: Callable[[int, int], int] | None = None) -> SeenBy:
     """Return a `to_text` for boards given as two planes, mine and theirs, `[rows, columns, 2]`.
 
     `number(row, column)` is the action that takes a cell, shown where the cell is free; without it
     free cells are dots. What `action_mask` allows is listed.
 
-    Example: tic-tac-toe is `board_text(lambda row, column: 3 * column + row)`, connect four is
+    Example: tic-tac-toe is `board_text(lambda row, column: 3 * row + column)`, connect four is
     `board_text()`.
     """
 

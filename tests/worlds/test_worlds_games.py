@@ -1,0 +1,203 @@
+"""PettingZoo's and TextArena's games by text."""
+
+import random
+
+import numpy as np
+import pettingzoo
+import pytest
+
+from rolltree.errors import ConfigError
+from rolltree.worlds import (
+    BAD_ACTION,
+    ParallelGame,
+    StepOutcome,
+    TextArenaWorld,
+    TurnGame,
+    board_text,
+)
+
+HANDS = ["rock", "paper", "scissors"]
+TIC_TAC_TOE = board_text(lambda row, column: 3 * row + column)
+
+
+def hands(**settings):
+    return ParallelGame(
+        "classic/rps-v2",
+        world_args={"max_cycles": 2},
+        to_text=lambda seen, agent: f"{agent} saw {[*HANDS, 'nothing'][int(seen)]}",
+        action_names=HANDS,
+        **settings,
+    )
+
+
+# Everybody at once
+
+
+def test_everybody_acts_at_once():
+    game = hands()
+    assert game.possible_agents == ["player_0", "player_1"]
+    first = game.reset(seed=1)
+    assert first == {
+        "player_0": ("player_0 saw nothing", {}),
+        "player_1": ("player_1 saw nothing", {}),
+    }
+    outcomes = game.step({"player_0": "Rock!", "player_1": 1})
+    assert outcomes["player_0"] == StepOutcome("player_0 saw paper", -1.0)
+    assert outcomes["player_1"] == StepOutcome("player_1 saw rock", 1.0)
+    assert game.agents == ["player_0", "player_1"]
+    last = game.step({"player_0": "paper", "player_1": "paper"})
+    assert {outcome.truncated for outcome in last.values()} == {True}  # the game's own limit
+    assert {outcome.terminated for outcome in last.values()} == {False}
+    assert game.agents == []
+
+
+def test_whoever_decided_nothing_does_the_idle_action():
+    game = hands(idle_action=0)
+    game.reset(seed=1)
+    outcomes = game.step({"player_1": "lizard"})
+    assert outcomes["player_0"] == StepOutcome("player_0 saw rock")
+    assert outcomes["player_1"].info == {BAD_ACTION: "say one of: rock, paper, scissors"}
+    strict = hands()
+    strict.reset(seed=1)
+    with pytest.raises(ConfigError, match="Pass idle_action"):
+        strict.step({"player_0": "rock"})
+
+
+# One after another
+
+
+def play(game, moves, seed=1):
+    game.reset(seed=seed)
+    return [game.step(move) for move in moves]
+
+
+def test_a_game_of_tic_tac_toe():
+    game = TurnGame("classic/tictactoe-v3", to_text=TIC_TAC_TOE)
+    game.reset(seed=1)
+    assert game.current == "player_1"
+    assert game.observe("player_1") == (
+        "You are X.\n0 1 2\n3 4 5\n6 7 8\nLegal moves: 0, 1, 2, 3, 4, 5, 6, 7, 8"
+    )
+    outcomes = game.step("I take 4.")
+    assert set(outcomes) == {"player_1", "player_2"}
+    assert outcomes["player_2"].obs.startswith("You are X.\n0 1 2\n3 O 5\n6 7 8\nLegal moves: 0, 1")
+    assert game.current == "player_2"
+    end = play(game, ["0", "3", "1", "4", "2"])[-1]  # the first row
+    assert end["player_1"].reward == 1.0
+    assert end["player_2"].reward == -1.0
+    assert end["player_1"].terminated
+    assert end["player_2"].terminated
+    assert end["player_2"].obs.startswith("You are X.\nO O O\nX X 5\n6 7 8")
+    assert game.current is None
+
+
+def test_a_text_that_is_no_action_keeps_the_turn_and_an_illegal_move_is_the_games_to_judge():
+    game = TurnGame("classic/tictactoe-v3", to_text=TIC_TAC_TOE)
+    game.reset(seed=1)
+    bad = game.step("the middle")
+    assert bad == {
+        "player_1": StepOutcome(
+            "That is no action: say an integer", info={BAD_ACTION: "say an integer"}
+        )
+    }
+    assert game.current == "player_1"
+    game.step(4)
+    outcomes = game.step(4)  # taken
+    assert (outcomes["player_2"].reward, outcomes["player_1"].reward) == (-1.0, 0.0)
+    assert outcomes["player_2"].terminated
+    assert game.current is None
+
+
+def test_rewards_of_a_game_add_up_to_what_the_game_says():
+    """Random legal play: per-step outcomes against the game's own cumulative rewards."""
+    for seed in range(5):
+        game = TurnGame("classic/connect_four-v3", to_text=board_text(), snapshots="deepcopy")
+        other = pettingzoo.make("aec", "classic/connect_four-v3")
+        other.reset(seed=seed)
+        game.reset(seed=seed)
+        told = dict.fromkeys(game.possible_agents, 0.0)
+        theirs = dict.fromkeys(game.possible_agents, 0.0)
+        rng = np.random.default_rng(seed)
+        while game.current is not None:
+            agent = game.current
+            assert agent == other.agent_selection
+            legal = np.flatnonzero(other.observe(agent)["action_mask"])
+            move = int(rng.choice(legal))
+            assert f"Legal moves: {', '.join(map(str, legal))}" in game.observe(agent)
+            for name, outcome in game.step(str(move)).items():
+                told[name] += outcome.reward
+            other.step(move)
+        for agent in list(other.agents):
+            theirs[agent] = float(other._cumulative_rewards[agent])
+        assert told == theirs
+        assert sorted(told.values()) in ([-1.0, 1.0], [0.0, 0.0])
+
+
+def test_a_game_is_saved_and_restored():
+    game = TurnGame("classic/tictactoe-v3", to_text=TIC_TAC_TOE, snapshots="deepcopy")
+    play(game, ["4", "0"])
+    saved = game.snapshot()
+    first = game.step("8")["player_2"].obs
+    for _ in range(2):
+        game.restore(saved)
+        assert game.current == "player_1"
+        assert game.step("8")["player_2"].obs == first
+
+
+def test_games_are_made_by_id_or_by_hand():
+    with pytest.raises(ConfigError, match="Did you mean 'classic/tictactoe-v3'"):
+        TurnGame("classic/tictacto-v3")
+    with pytest.raises(ConfigError, match="no parallel world"):
+        ParallelGame("classic/tictactoe-v3")
+    made = pettingzoo.make("parallel", "classic/rps-v2")
+    assert ParallelGame(made, action_names=HANDS).env is made
+
+
+# TextArena
+
+
+def guess(game, moves):
+    return [(o.obs, o.reward, o.terminated) for o in map(game.step, moves)]
+
+
+def test_a_text_arena_game_and_its_own_random_numbers():
+    game = TextArenaWorld("GuessTheNumber-v0")
+    before = random.getstate()
+    obs, _ = game.reset(seed=5)
+    assert "Guess" in obs
+    assert game.step("[10]").obs
+    assert random.getstate() == before
+    again = TextArenaWorld("GuessTheNumber-v0")
+    assert again.reset(seed=5)[0] == obs
+    said = []
+    for number in range(1, 21):
+        outcome = again.step(f"[{number}]")
+        said.append(outcome)
+        if outcome.done:
+            break
+    assert said[-1].terminated
+    assert 0.0 <= said[-1].reward <= 1.0
+    assert "You are playing" not in "".join(outcome.obs for outcome in said)
+
+
+def test_a_text_arena_game_is_saved_with_its_random_numbers():
+    game = TextArenaWorld("GuessTheNumber-v0", snapshots="deepcopy")
+    game.reset(seed=5)
+    game.step("[1]")
+    saved = game.snapshot()
+    first = guess(game, ["[2]", "[3]"])
+    game.restore(saved)
+    assert guess(game, ["[2]", "[3]"]) == first
+
+
+def test_a_random_number_generator_is_given_back_after_a_failure():
+    def broken(observation):
+        raise RuntimeError("the opponent fell ill")
+
+    game = TextArenaWorld("TicTacToe-v0", opponents=[broken])
+    game.reset(seed=5)
+    before = random.getstate()
+    with pytest.raises(RuntimeError, match="fell ill"):
+        game.step("[4]")
+    assert random.getstate() == before
+    assert TextArenaWorld("GuessTheNumber-v0").reset(seed=1)  # and the lock is free
