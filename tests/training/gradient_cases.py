@@ -21,9 +21,29 @@ CASES = {
     "gspo, ratios of rollouts that span ranks": {"algorithm": {"name": "gspo"}},
     "dapo": {"algorithm": {"name": "dapo"}},
     "kl": {"algorithm": {"kl_coef": 0.3}},
+    "gmpo, corrected per rollout, kl in the reward": {
+        "algorithm": {
+            "name": "gmpo",
+            "correction": "sequence_tis",
+            "kl_coef": 0.3,
+            "kl": "reward",
+        },
+        "train": {"updates_per_step": 4, "minibatches": 2},
+    },
+    "tokens masked, whole kl, entropy": {
+        "algorithm": {
+            "correction": "icepop",
+            "kl_coef": 0.3,
+            "kl": "full",
+            "entropy_coef": 0.1,
+        },
+    },
     "untied": {"kind": "llama"},
     "checkpointing": {"train": {"gradient_checkpointing": True, "chunk_rows": 3}},
-    "one group, so that ranks have nothing": {"num_groups": 1},
+    "one group, so that ranks have nothing": {
+        "num_groups": 1,
+        "algorithm": {"kl_coef": 0.3, "kl": "reward", "correction": "token_tis"},
+    },
 }
 AT_THREE = ("grpo", "gspo, ratios of rollouts that span ranks", "kl")
 
@@ -41,7 +61,8 @@ def made(case, ranks):
     sections = {k: v for k, v in case.items() if k not in ("kind", "num_groups")}
     sections["train"] = {**QUIET, **sections.get("train", {})}
     config = load_train_config({"optim": {"lr": 1e-2, "weight_decay": 0.1}, **sections})
-    return Trainer(tiny_model(case.get("kind", "qwen3")), config, ranks)
+    teacher = tiny_model(case.get("kind", "qwen3"), 1) if config.algorithm.kl_coef else None
+    return Trainer(tiny_model(case.get("kind", "qwen3")), config, ranks, teacher)
 
 
 def flatten(tensors):

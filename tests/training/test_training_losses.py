@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from training_kit import Call, records_of
 
 from rolltree.errors import ConfigError, UnknownName
-from rolltree.training.aggregation import AGGREGATIONS, coefficients, rollout_means
+from rolltree.training.aggregation import AGGREGATIONS, coefficients, rollout_means, rollout_sums
 from rolltree.training.algorithms import ALGORITHMS, resolve_algorithm
-from rolltree.training.losses import KLS, LOSSES, LossInputs, get_loss
+from rolltree.training.losses import LOSSES, LossInputs, get_loss
 
 LN2 = math.log(2)
 
@@ -56,6 +56,25 @@ class TestPpoClip:
         loss, clipped, _ = run("ppo_clip", [math.log(1.25)], [1.0], clip_high=0.28)
         assert loss == pytest.approx([-1.25])
         assert clipped == [False]
+
+
+class TestDualClip:
+    def test_it_bounds_what_a_bad_token_with_a_huge_ratio_costs(self):
+        loss, clipped, gradient = run("ppo_clip", [math.log(8)] * 2, [-2.0, 2.0], dual_clip=3.0)
+        assert loss == pytest.approx([6.0, -2.4])  # 3 * 2 instead of 8 * 2; -1.2 * 2
+        assert gradient == [0.0, 0.0]
+        assert clipped == [True, True]
+
+    def test_below_the_bound_nothing_changes(self):
+        loss, clipped, gradient = run("ppo_clip", [LN2], [-3.0], dual_clip=3.0)
+        assert (loss, gradient) == (pytest.approx([6.0]), pytest.approx([6.0]))
+        assert clipped == [False]
+
+    def test_a_bound_that_clips_on_policy_tokens_is_refused(self):
+        with pytest.raises(
+            ConfigError, match=r"dual_clip of the loss 'ppo_clip' is 0.5.*1 or more"
+        ):
+            run("ppo_clip", [0.0], [1.0], dual_clip=0.5)
 
 
 def test_reinforce_weighs_with_the_truncated_ratio():
@@ -106,9 +125,53 @@ class TestGspo:
             run("gspo", [0.1], [1.0])
 
 
-@pytest.mark.parametrize("name", sorted(LOSSES))
+class TestGmpo:
+    def test_the_rollouts_value_is_the_geometric_mean(self):
+        # ratios 2 and 0.5 with clips far away: geometric mean 1
+        loss, clipped, gradient = run(
+            "gmpo", [LN2, -LN2], [3.0, 3.0], [0.0, 0.0], clip_low=1.0, clip_high=1.0
+        )
+        assert loss == pytest.approx([-3.0, -3.0])
+        assert gradient == pytest.approx([-3.0, -3.0])
+        assert clipped == [False, False]
+
+    def test_the_mean_over_tokens_has_the_papers_gradient(self):
+        """Autograd on the paper: -A (prod of clipped ratios)^(1/n), clipped in log space."""
+        for advantage, limit in ((1.5, lambda x: x.clamp(max=0.4)), (-2.0, lambda x: x)):
+            log_ratio = torch.tensor([0.2, 0.9, -0.3], dtype=torch.float64, requires_grad=True)
+            value = -advantage * torch.exp(limit(log_ratio).mean())
+            (wanted,) = torch.autograd.grad(value, log_ratio)
+            loss = get_loss("gmpo")
+            term = loss.rollout_term(
+                log_ratio.detach(), torch.tensor([advantage] * 3), loss.defaults
+            )
+            mean = float(term.mean())
+            got, clipped, gradient = run("gmpo", log_ratio.tolist(), [advantage] * 3, [mean] * 3)
+            assert got == pytest.approx([value.item()] * 3)
+            assert [g / 3 for g in gradient] == pytest.approx(wanted.tolist())
+            assert clipped == [False, advantage > 0, False]
+
+    def test_a_bad_token_is_clipped_from_below(self):
+        _, clipped, gradient = run("gmpo", [-0.9, 0.9], [-1.0, -1.0], [0.25, 0.25])
+        assert clipped == [True, False]
+        assert gradient == pytest.approx([0.0, math.exp(0.25)])
+
+    def test_it_needs_the_rollouts_ratio(self):
+        with pytest.raises(ValueError, match="rollout_log_ratio"):
+            run("gmpo", [0.1], [1.0])
+
+
+def test_cross_entropy_reads_the_token_only():
+    loss, clipped, gradient = run("cross_entropy", [0.5, 0.0], [7.0, -7.0])
+    assert loss == pytest.approx([2.5, 3.0])  # logprobs -2.5 and -3
+    assert gradient == [-1.0, -1.0]
+    assert clipped == [False, False]
+
+
+@pytest.mark.parametrize("name", sorted(name for name in LOSSES if not LOSSES[name].supervised))
 def test_on_policy_every_loss_is_the_policy_gradient(name):
-    _, _, gradient = run(name, [0.0, 0.0], [1.5, -0.5], [0.0, 0.0] if name == "gspo" else None)
+    over = [0.0, 0.0] if LOSSES[name].rollout_term else None
+    _, _, gradient = run(name, [0.0, 0.0], [1.5, -0.5], over)
     assert gradient == pytest.approx([-1.5, 0.5])
 
 
@@ -117,46 +180,6 @@ def test_parameters_a_loss_does_not_read_are_refused():
         get_loss("reinforce").parameters({"clip_low": 0.1, "ratio_cap": None}, "reinforce")
     with pytest.raises(UnknownName, match="Did you mean 'gspo'"):
         get_loss("gsop")
-
-
-class TestKl:
-    def test_by_hand(self):
-        logprob = torch.tensor([-1.0], requires_grad=True)
-        reference = torch.tensor([-1.0 + LN2])
-        assert KLS["k2"](logprob, reference).item() == pytest.approx(LN2**2 / 2)
-        assert KLS["k3"](logprob, reference).item() == pytest.approx(2 - 1 - LN2)
-        (gradient,) = torch.autograd.grad(KLS["k2"](logprob, reference).sum(), logprob)
-        assert gradient.item() == pytest.approx(-LN2)  # log policy - log reference
-        (gradient,) = torch.autograd.grad(KLS["k3"](logprob, reference).sum(), logprob)
-        assert gradient.item() == pytest.approx(1 - 2)  # 1 - reference / policy
-
-    def test_both_are_estimates_of_the_kl(self):
-        policy = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
-        reference = torch.tensor([0.48, 0.3, 0.22], dtype=torch.float64)
-        exact = (policy * (policy / reference).log()).sum().item()
-        k3 = (policy * KLS["k3"](policy.log(), reference.log())).sum().item()
-        k2 = (policy * KLS["k2"](policy.log(), reference.log())).sum().item()
-        assert k3 == pytest.approx(exact, rel=1e-9)
-        assert k2 == pytest.approx(exact, rel=0.05)
-
-    def test_k2_has_the_gradient_of_the_kl_on_policy(self):
-        logits = torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64, requires_grad=True)
-        reference = torch.tensor([0.1, 0.2, -0.4], dtype=torch.float64).log_softmax(0)
-        logprob = logits.log_softmax(0)
-        probability = logprob.exp()
-        (wanted,) = torch.autograd.grad((probability * (logprob - reference)).sum(), logits)
-        logprob = logits.log_softmax(0)
-        expected = (probability.detach() * KLS["k2"](logprob, reference)).sum()
-        (got,) = torch.autograd.grad(expected, logits)
-        assert torch.allclose(got, wanted)
-
-    @given(st.floats(-5, 5), st.floats(-5, 5))
-    def test_never_negative(self, left, right):
-        for estimate in KLS.values():
-            assert estimate(torch.tensor(left), torch.tensor(right)) >= -1e-6
-
-    def test_k1_is_not_offered(self):
-        assert set(KLS) == {"k2", "k3"}
 
 
 def records(*calls):
@@ -205,6 +228,10 @@ class TestAggregation:
         with pytest.raises(UnknownName, match="Did you mean 'token'"):
             coefficients(TWO_ROLLOUTS, "tokens", 1)
 
+    def test_rollout_sums(self):
+        values = np.array([1, 2, 3, 4, 5, 6, 7, 1, 1, 1], np.float32)
+        assert rollout_sums(TWO_ROLLOUTS, values).tolist() == [21.0] * 6 + [10.0] * 4
+
     def test_rollout_means(self):
         values = np.array([1, 2, 3, 4, 5, 6, 7, 1, 1, 1], np.float32)
         assert rollout_means(TWO_ROLLOUTS, values).tolist() == [3.5] * 6 + [2.5] * 4
@@ -219,7 +246,7 @@ class TestAlgorithms:
     def test_parts_and_parameters_can_be_replaced(self):
         got = resolve_algorithm("dapo", aggregation="sequence", parameters={"clip_low": 0.1})
         assert (got.credit, got.loss, got.aggregation) == ("grpo", "ppo_clip", "sequence")
-        assert got.parameters == {"clip_low": 0.1, "clip_high": 0.28}
+        assert got.parameters == {"clip_low": 0.1, "clip_high": 0.28, "dual_clip": math.inf}
 
     def test_another_loss_drops_the_rows_parameters(self):
         got = resolve_algorithm("dapo", loss="reinforce")
@@ -236,6 +263,30 @@ class TestAlgorithms:
             ({"name": "dr_grpo"}, "go together"),
             ({"name": "dr_grpo", "fixed_length": 0}, "at least 1"),
             ({"name": "grpo", "parameters": {"clip_low": -1.0}}, "0 or more"),
+            ({"name": "grpo", "correction": "tis"}, "no correction 'tis'"),
+            ({"name": "grpo", "kl": "k9", "kl_coef": 1.0}, "no KL estimate 'k9'"),
+            ({"name": "grpo", "kl": "k3"}, "no KL is computed"),
+            ({"name": "grpo", "parameters": {"correction_high": 2.0}}, "correction is not"),
+            (
+                {
+                    "name": "grpo",
+                    "correction": "token_tis",
+                    "parameters": {"correction_low": 0.5},
+                },
+                "'token_tis' does not read correction_low",
+            ),
+            (
+                {
+                    "name": "grpo",
+                    "correction": "icepop",
+                    "parameters": {"correction_low": 9.0},
+                },
+                "band of the correction 'icepop' is empty",
+            ),
+            ({"name": "sft", "correction": "icepop"}, "reads neither ratios nor advantages"),
+            ({"name": "sft", "kl": "reward", "kl_coef": 1.0}, "reads neither"),
+            ({"name": "sft", "parameters": {"clip_low": 0.1}}, "does not read clip_low"),
+            ({"name": "distill", "kl_coef": 0.0}, "nothing would be learned"),
         ],
     )
     def test_mistakes_are_named(self, options, message):

@@ -7,6 +7,7 @@ from training_kit import Call, records_of
 
 from rolltree.training.logprobs import RecordLogprobs
 from rolltree.training.metrics import RecordStats
+from rolltree.training.objective import ObjectiveTerms
 from rolltree.training.rollout_metrics import rollout_metrics
 from rolltree.types import ErrorRecord, RolloutRequest, RolloutResult, State
 
@@ -23,11 +24,15 @@ def seen(logprob, entropy=None, clipped=None):
     return got, torch.tensor(clipped or [False] * count)
 
 
+def terms(clipped, loss=0.0, kl=None):
+    return ObjectiveTerms(torch.tensor(loss), clipped, kl)
+
+
 class TestRecordStats:
     def test_by_hand(self):
         stats = RecordStats(4)
         got, clipped = seen([-1.0, -2.0, -3.0, -4.0], [1.0, 2.0, 3.0, 6.0], [True] + [False] * 3)
-        stats.add(slice(0, 4), got, clipped, 0.75)
+        stats.add(slice(0, 4), got, terms(clipped, 0.75))
         metrics = stats.metrics(records(-1.0, -2.5, -3.0, -3.5))
         # trainer minus engine: 0, 0.5, 0, -0.5
         assert metrics["mismatch/mean"] == pytest.approx(0.0)
@@ -49,23 +54,39 @@ class TestRecordStats:
     def test_packs_fill_their_spans_and_losses_add_up(self):
         whole, parts = RecordStats(3), RecordStats(3)
         got, clipped = seen([-1.0, -2.0, -3.0], [1.0, 2.0, 3.0], [False, True, True])
-        whole.add(slice(0, 3), got, clipped, 0.5)
+        whole.add(slice(0, 3), got, terms(clipped, 0.5))
         for span in (slice(2, 3), slice(0, 2)):
             part = RecordLogprobs(got.logprob[span], got.entropy[span])
-            parts.add(span, part, clipped[span], 0.25)
+            parts.add(span, part, terms(clipped[span], 0.25))
         behaviour = records(-1.5, -2.0, -2.0)
         assert parts.metrics(behaviour) == pytest.approx(whole.metrics(behaviour))
 
     def test_kl_is_reported_where_there_is_one(self):
-        stats = RecordStats(2)
+        stats = RecordStats(2, kl=True)
         got, clipped = seen([-1.0, -1.0])
-        stats.add(slice(0, 2), got, clipped, 0.0, torch.tensor([0.1, 0.3]))
+        stats.add(slice(0, 2), got, terms(clipped, kl=torch.tensor([0.1, 0.3])))
         assert stats.metrics(records(-1.0, -1.0))["train/kl"] == pytest.approx(0.2)
+
+    def test_a_correction_is_reported_where_there_is_one(self):
+        stats = RecordStats(4, factor=True)
+        got, clipped = seen([-1.0] * 4)
+        stats.add(slice(0, 4), got, terms(clipped), np.array([0.0, 1.5, 0.5, 0.0], np.float32))
+        metrics = stats.metrics(records(-1.0, -1.0, -1.0, -1.0))
+        assert metrics["correction/mean"] == pytest.approx(0.5)
+        assert metrics["correction/masked_share"] == 0.5
+
+    def test_tokens_without_a_behaviour_logprob_have_no_mismatch(self):
+        stats = RecordStats(2)
+        got, clipped = seen([-1.0, -2.0])
+        stats.add(slice(0, 2), got, terms(clipped, 1.5))
+        metrics = stats.metrics(records(math.nan, math.nan))
+        assert metrics["train/loss"] == 1.5
+        assert not [name for name in metrics if name.startswith(("mismatch", "ratio"))]
 
     def test_on_policy_everything_is_neutral(self):
         stats = RecordStats(3)
         got, clipped = seen([-1.0, -2.0, -0.5])
-        stats.add(slice(0, 3), got, clipped, 0.0)
+        stats.add(slice(0, 3), got, terms(clipped))
         metrics = stats.metrics(records(-1.0, -2.0, -0.5))
         assert metrics["ratio/mean"] == metrics["ratio/ess"] == 1.0
         assert metrics["mismatch/abs_max"] == metrics["mismatch/k3"] == 0.0
@@ -73,14 +94,15 @@ class TestRecordStats:
     def test_an_enormous_ratio_does_not_overflow(self):
         stats = RecordStats(1)
         got, clipped = seen([-1.0])
-        stats.add(slice(0, 1), got, clipped, 0.0)
+        stats.add(slice(0, 1), got, terms(clipped))
         metrics = stats.metrics(records(-1e4))
         assert all(np.isfinite(value) for value in metrics.values())
 
     def test_gradients_are_let_go(self):
         stats = RecordStats(1)
         logprob = torch.tensor([-1.0], requires_grad=True)
-        stats.add(slice(0, 1), RecordLogprobs(logprob * 2, torch.ones(1)), torch.ones(1) > 0, 0.0)
+        got = RecordLogprobs(logprob * 2, torch.ones(1))
+        stats.add(slice(0, 1), got, terms(torch.ones(1) > 0))
         assert stats.logprob.tolist() == [-2.0]
 
 

@@ -6,37 +6,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_kit import Call, flat, group, tiny_model, tree
+from training_kit import (
+    Call,
+    config,
+    difference,
+    flat,
+    gradient_of,
+    group,
+    tiny_model,
+    trainer,
+    tree,
+)
 
 from rolltree.errors import TokenError, TrainingError
-from rolltree.samples import build_samples
-from rolltree.tokens import Trajectory
-from rolltree.training import Trainer, load_train_config
-from rolltree.training.algorithms import ALGORITHMS, resolve_algorithm
+from rolltree.training.algorithms import resolve_algorithm
 from rolltree.training.batches import make_batch
 from rolltree.training.optim import Optimizer, learning_rate
 from rolltree.training.sections import ModelSection
-from rolltree.types import FinishReason, Generation, State
-
-QUIET = {"train": {"max_mismatch": 1e9}}
-
-
-def config(**sections):
-    return load_train_config({**QUIET, **sections})
-
-
-def trainer(module=None, **sections):
-    sections["train"] = {**QUIET["train"], **sections.get("train", {})}
-    return Trainer(module or tiny_model(), load_train_config(sections))
-
-
-def gradient_of(worker, samples):
-    """The gradient of one step, before clipping."""
-    batch = make_batch(samples, worker.algorithm, worker.config.train.max_tokens)
-    worker._gradients(batch)
-    gradient = torch.cat([p.grad.flatten() for p in worker.optimizer.parameters])
-    worker.optimizer.zero_grad()
-    return gradient
 
 
 def advantage_weighted_logprob(worker, samples):
@@ -44,106 +30,6 @@ def advantage_weighted_logprob(worker, samples):
     with torch.no_grad(), worker.logprobs.context():
         got = worker.logprobs(item.forest).logprob.numpy()
     return float((got * item.forest.records.advantage).sum())
-
-
-def difference(left, right):
-    return float((left - right).norm() / right.norm())
-
-
-def states(num_rollouts=4, seed=0, rewrite=True):
-    """Rollouts of three turns whose history is rewritten before the third: every scope differs."""
-    rng = np.random.default_rng(seed)
-    prompt = rng.integers(1, 60, 12).astype(np.int32)
-    made = []
-    for rollout in range(num_rollouts):
-        trajectory = Trajectory()
-        context = prompt
-        for turn in range(3):
-            count = int(rng.integers(1, 5))
-            answer = rng.integers(1, 60, count).astype(np.int32)
-            trajectory.append_call(
-                prompt=[],
-                completion=[],
-                turn=turn // 2,
-                generation=Generation(
-                    message={},
-                    text="",
-                    finish_reason=FinishReason.STOP,
-                    prompt_ids=context,
-                    completion_ids=answer,
-                    logprobs=(-rng.random(count) * 3).astype(np.float32),
-                    versions=np.zeros(count, np.int32),
-                    temperature=0.8,
-                    call_id=1000 * rollout + turn,
-                ),
-            )
-            extra = rng.integers(1, 60, 3).astype(np.int32)
-            kept = context[:6] if turn == 1 and rewrite else context
-            context = np.concatenate([kept, answer, extra])
-        state = State(trajectory=trajectory, reward=1.0, request_id=f"r{rollout}")
-        advantage = float(rng.normal())
-        state["advantage"] = advantage
-        for step in trajectory:
-            step["advantage"] = advantage
-        made.append(state)
-    return made
-
-
-LAW_CASES = [
-    *({"name": name} for name in sorted(ALGORITHMS) if name not in ("dr_grpo", "zero")),
-    {"name": "dr_grpo", "fixed_length": 7},
-    {"name": "grpo", "aggregation": "token"},
-    {"name": "gspo", "aggregation": "sequence", "clip_low": 0.9, "clip_high": 3.0},
-    {"name": "gspo", "clip_low": 0.9, "clip_high": 3.0},
-    {"name": "cispo", "aggregation": "rollout"},
-    {"name": "grpo", "kl_coef": 0.3, "kl": "k2"},
-]
-
-
-class TestLawOfScopes:
-    @pytest.mark.parametrize(
-        "algorithm", LAW_CASES, ids=lambda case: "-".join(map(str, case.values()))
-    )
-    def test_the_same_rollouts_give_the_same_gradient_in_every_scope(self, algorithm):
-        model = tiny_model("llama")
-        worker = trainer(model, algorithm=algorithm)
-        if worker.reference is not None:  # else the KL has no gradient
-            with torch.no_grad():
-                for parameter in worker.reference.model.parameters():
-                    parameter.mul_(1.05)
-        rollouts = states()
-        gradients, sizes = {}, {}
-        for scope in ("step", "turn", "interleave", "tree"):
-            key = {"group_key": lambda state: 0} if scope == "tree" else {}
-            built = build_samples(rollouts, scope, **key).samples
-            sizes[scope] = sum(len(sample.ids) for sample in built)
-            gradients[scope] = gradient_of(worker, built)
-        assert sizes["tree"] < sizes["interleave"] < sizes["step"]
-        assert float(gradients["step"].norm()) > 1e-4
-        for scope in ("turn", "interleave", "tree"):
-            assert difference(gradients[scope], gradients["step"]) < 1e-5, scope
-
-    @pytest.mark.parametrize("name", ["grpo", "gspo"])
-    def test_packing_changes_nothing(self, name):
-        options = {"clip_low": 0.9, "clip_high": 3.0} if name == "gspo" else {}
-        model = tiny_model()
-        built = build_samples(states(6), "interleave").samples
-        whole = gradient_of(trainer(model, algorithm={"name": name, **options}), built)
-        longest = max(sample.num_tokens for sample in built)
-        small = trainer(model, algorithm={"name": name, **options}, train={"max_tokens": longest})
-        batch = make_batch(built, small.algorithm, longest)
-        assert len(batch.packs) > 3
-        assert all(item.forest.num_tokens <= longest for item in batch.packs)
-        assert difference(gradient_of(small, built), whole) < 1e-5
-
-    def test_a_tree_over_the_budget_is_split_without_changing_the_gradient(self):
-        built = build_samples(states(6), "tree", group_key=lambda state: 0).samples
-        model = tiny_model()
-        whole = gradient_of(trainer(model), built)
-        small = trainer(model, train={"max_tokens": 40})
-        batch = make_batch(built, small.algorithm, 40)
-        assert len(batch.packs) > 1
-        assert difference(gradient_of(small, built), whole) < 1e-5
 
 
 class TestBatch:

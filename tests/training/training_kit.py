@@ -10,7 +10,17 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from rolltree.tokens import Trajectory
-from rolltree.types import ErrorRecord, Records, Sample, SampleOrigin, State
+from rolltree.training import Trainer, load_train_config
+from rolltree.training.batches import make_batch
+from rolltree.types import (
+    ErrorRecord,
+    FinishReason,
+    Generation,
+    Records,
+    Sample,
+    SampleOrigin,
+    State,
+)
 
 VOCAB = 61
 SIZES = {
@@ -139,6 +149,85 @@ def group(
             calls.append(Call(list(context), answer, rollout, turn, advantage, 1.0, logprob))
             context += answer + feedback
     return calls
+
+
+QUIET = {"train": {"max_mismatch": 1e9}}
+
+
+def config(**sections):
+    return load_train_config({**QUIET, **sections})
+
+
+def trainer(module=None, reference=None, **sections):
+    sections["train"] = {**QUIET["train"], **sections.get("train", {})}
+    return Trainer(module or tiny_model(), load_train_config(sections), reference=reference)
+
+
+def gradient_of(worker, samples):
+    """The gradient of one step, before clipping."""
+    batch = make_batch(samples, worker.algorithm, worker.config.train.max_tokens)
+    worker._gradients(batch)
+    gradient = torch.cat([p.grad.flatten() for p in worker.optimizer.parameters])
+    worker.optimizer.zero_grad()
+    return gradient
+
+
+def difference(left, right):
+    return float((left - right).norm() / right.norm())
+
+
+def engine_logprobs(model, context, answer, noise):
+    """The model's own logprobs at temperature 0.8, a little off, as another engine's are."""
+    ids = torch.from_numpy(np.concatenate([context, answer]).astype(np.int64))[None]
+    with torch.no_grad():
+        logprobs = (model(ids).logits[0, len(context) - 1 : -1] / 0.8).log_softmax(-1)
+    own = logprobs[torch.arange(len(answer)), torch.from_numpy(answer).long()].numpy()
+    return (own + noise).astype(np.float32)
+
+
+def states(num_rollouts=4, seed=0, rewrite=True, model=None):
+    """Rollouts of three turns whose history is rewritten before the third: every scope differs.
+
+    Behaviour logprobs are near those of `model`, or anything without one.
+    """
+    rng = np.random.default_rng(seed)
+    prompt = rng.integers(1, 60, 12).astype(np.int32)
+    made = []
+    for rollout in range(num_rollouts):
+        trajectory = Trajectory()
+        context = prompt
+        for turn in range(3):
+            count = int(rng.integers(1, 5))
+            answer = rng.integers(1, 60, count).astype(np.int32)
+            logprobs = (-rng.random(count) * 3).astype(np.float32)
+            if model is not None:
+                logprobs = engine_logprobs(model, context, answer, 0.3 * rng.normal(size=count))
+            trajectory.append_call(
+                prompt=[],
+                completion=[],
+                turn=turn // 2,
+                generation=Generation(
+                    message={},
+                    text="",
+                    finish_reason=FinishReason.STOP,
+                    prompt_ids=context,
+                    completion_ids=answer,
+                    logprobs=logprobs,
+                    versions=np.zeros(count, np.int32),
+                    temperature=0.8,
+                    call_id=1000 * rollout + turn,
+                ),
+            )
+            extra = rng.integers(1, 60, 3).astype(np.int32)
+            kept = context[:6] if turn == 1 and rewrite else context
+            context = np.concatenate([kept, answer, extra])
+        state = State(trajectory=trajectory, reward=1.0, request_id=f"r{rollout}")
+        advantage = float(rng.normal())
+        state["advantage"] = advantage
+        for step in trajectory:
+            step["advantage"] = advantage
+        made.append(state)
+    return made
 
 
 class LetterSource:

@@ -11,14 +11,17 @@ from rolltree.training.assign import CreditPolicy, CreditReport, assign_credit
 from rolltree.training.build import LocalParts, build_local, open_run
 from rolltree.training.checkpoint import Checkpoints, TrainState, export_model
 from rolltree.training.config import MAY_CHANGE, TrainConfig, load_train_config
+from rolltree.training.corrections import CORRECTIONS
 from rolltree.training.credit import CREDITS
 from rolltree.training.credit_graph import FLOWS, Flow
 from rolltree.training.forward import LogprobModel
+from rolltree.training.kl import KLS
 from rolltree.training.layout import Forest, collate
-from rolltree.training.losses import KLS, LOSSES, LossInputs, LossTerms, get_loss
+from rolltree.training.losses import LOSSES, LossInputs, LossTerms, get_loss
 from rolltree.training.optim import Optimizer, learning_rate
 from rolltree.training.plan import step_requests, task_indices
 from rolltree.training.reporter import Reporter, Silent, TrainReport, TrainStart
+from rolltree.training.supervised import supervised_states
 from rolltree.training.train import Evaluate, WeightTarget, train, train_async
 from rolltree.training.trainer import Trainer
 from rolltree.training.tree_support import check_tree_support, why_not_tree
@@ -27,6 +30,7 @@ __all__ = [
     "AGGREGATIONS",
     "ALGORITHMS",
     "Algorithm",
+    "CORRECTIONS",
     "CREDITS",
     "Checkpoints",
     "CreditPolicy",
@@ -63,6 +67,7 @@ __all__ = [
     "open_run",
     "resolve_algorithm",
     "step_requests",
+    "supervised_states",
     "task_indices",
     "train",
     "train_async",

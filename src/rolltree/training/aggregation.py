@@ -88,8 +88,13 @@ def coefficients(records: Records, aggregation: str, length: int) -> Coefficient
     return AGGREGATIONS[aggregation](records, length)
 
 
+def rollout_sums(records: Records, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return, for every record, the sum of `values` over all records of its rollout."""
+    _, index = np.unique(records.rollout, return_inverse=True)
+    return np.asarray(np.bincount(index, weights=values)[index], np.float32)
+
+
 def rollout_means(records: Records, values: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return, for every record, the mean of `values` over all records of its rollout."""
-    _, index = np.unique(records.rollout, return_inverse=True)
-    mean = np.bincount(index, weights=values) / np.bincount(index)
-    return np.asarray(mean[index], np.float32)
+    _, index, size = np.unique(records.rollout, return_inverse=True, return_counts=True)
+    return np.asarray(np.bincount(index, weights=values)[index] / size[index], np.float32)

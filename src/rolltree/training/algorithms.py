@@ -1,26 +1,33 @@
-"""Algorithms by name: which credit, loss and aggregation belong together.
+"""Algorithms by name: which credit, loss, aggregation and penalties belong together.
 
 A row per algorithm of the literature; a new one is a new row. It knows the tables of `credit`,
-`losses` and `aggregation` and nothing of training. It leaves out what an algorithm does to
-sampling, such as DAPO's dynamic sampling.
+`losses`, `aggregation`, `corrections` and `kl`, and nothing of training. It leaves out what an
+algorithm does to sampling, such as DAPO's dynamic sampling.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from rolltree.errors import ConfigError, UnknownName, did_you_mean
 from rolltree.training.aggregation import AGGREGATIONS
+from rolltree.training.corrections import get_correction
 from rolltree.training.credit import CREDITS
+from rolltree.training.kl import KLS
 from rolltree.training.losses import LOSSES, get_loss
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """Credit, loss with its parameters, and aggregation with its length (0: not used).
+    """Credit, loss with its parameters, aggregation with its length (0: not used), and the rest.
 
-    `over_rollout` is the loss's: its ratio, and so every token's weight, is one per rollout.
+    `correction` with its parameters: a row of `corrections`, or None. `kl`: a row of `kl.KLS`, not
+    read while `kl_coef` is 0. `entropy_coef`: of the entropy that is added to the objective.
+    `teaches`: all there is to learn comes from the reference, which must be another model.
     """
 
     credit: str
@@ -28,7 +35,27 @@ class Algorithm:
     aggregation: str
     parameters: Mapping[str, float] = field(default_factory=dict)
     fixed_length: int = 0
-    over_rollout: bool = False
+    correction: str | None = None
+    correction_parameters: Mapping[str, float] = field(default_factory=dict)
+    kl: str = "k3"
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
+    teaches: bool = False
+
+    @property
+    def over_rollout(self) -> bool:
+        """Whether the loss's ratio, and so every token's weight, is one per rollout."""
+        return get_loss(self.loss).rollout_term is not None
+
+    @property
+    def supervised(self) -> bool:
+        """Whether the loss reads tokens only, neither advantages nor behaviour logprobs."""
+        return get_loss(self.loss).supervised
+
+    @property
+    def only_advantage(self) -> bool:
+        """Whether a token without an advantage has no gradient."""
+        return self.kl_coef == 0 and self.entropy_coef == 0 and not self.supervised
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -40,12 +67,18 @@ ALGORITHMS: dict[str, Algorithm] = {
     "dapo": Algorithm("grpo", "ppo_clip", "token", {"clip_low": 0.2, "clip_high": 0.28}),
     # GSPO, arXiv:2507.18071
     "gspo": Algorithm("grpo", "gspo", "rollout"),
+    # Geometric-Mean Policy Optimization, arXiv:2507.20673
+    "gmpo": Algorithm("grpo", "gmpo", "rollout"),
     # MiniMax-M1, arXiv:2506.13585
     "cispo": Algorithm("grpo", "cispo", "token"),
     # Back to Basics, arXiv:2402.14740
     "rloo": Algorithm("leave_one_out", "reinforce", "sequence"),
     # Williams 1992
     "reinforce": Algorithm("reinforce", "reinforce", "sequence"),
+    # supervised fine-tuning on samples from anywhere; see supervised.py
+    "sft": Algorithm("zero", "cross_entropy", "token"),
+    # on-policy distillation, arXiv:2306.13649: the teacher is algorithm.reference
+    "distill": Algorithm("zero", "reinforce", "token", kl="reward", kl_coef=1.0, teaches=True),
     # the control run: everything as in grpo, but nothing to learn
     "zero": Algorithm("zero", "ppo_clip", "sequence"),
 }
@@ -59,31 +92,66 @@ def resolve_algorithm(
     aggregation: str | None = None,
     parameters: Mapping[str, float | None] | None = None,
     fixed_length: int | None = None,
+    correction: str | None = None,
+    kl: str | None = None,
+    kl_coef: float | None = None,
+    entropy_coef: float = 0.0,
 ) -> Algorithm:
     """Return a row of `ALGORITHMS` with parts replaced and parameters filled in.
 
+    `parameters` are the loss's, and the correction's, whose names begin with `correction_`.
+
     Raises:
         UnknownName: the algorithm or a part does not exist.
-        ConfigError: a parameter that the loss or the aggregation does not read, or one it needs.
+        ConfigError: a parameter that no part reads, one that is needed, or parts that do not fit.
     """
-    if name not in ALGORITHMS:
-        raise UnknownName(f"there is no algorithm {name!r}.{did_you_mean(name, ALGORITHMS)}")
-    row = ALGORITHMS[name]
-    chosen = Algorithm(
-        credit or row.credit, loss or row.loss, aggregation or row.aggregation, row.parameters
+    row = _look_up("algorithm", name, ALGORITHMS)
+    chosen = replace(
+        row,
+        credit=credit or row.credit,
+        loss=loss or row.loss,
+        aggregation=aggregation or row.aggregation,
+        correction=correction or row.correction,
+        kl=kl or row.kl,
+        kl_coef=row.kl_coef if kl_coef is None else kl_coef,
+        entropy_coef=entropy_coef,
     )
-    for kind, key, table in (
-        ("credit", chosen.credit, CREDITS),
-        ("loss", chosen.loss, LOSSES),
-        ("aggregation", chosen.aggregation, AGGREGATIONS),
-    ):
-        if key not in table:
-            raise UnknownName(f"there is no {kind} {key!r}.{did_you_mean(key, table)}")
+    _look_up("credit", chosen.credit, CREDITS)
+    _look_up("loss", chosen.loss, LOSSES)
+    _look_up("aggregation", chosen.aggregation, AGGREGATIONS)
+    _look_up("KL estimate", chosen.kl, KLS)
     given = {key: value for key, value in (parameters or {}).items() if value is not None}
+    of_correction = {key: given.pop(key) for key in list(given) if key.startswith("correction_")}
     own = row.parameters if chosen.loss == row.loss else {}
-    filled = get_loss(chosen.loss).parameters({**own, **given}, chosen.loss)
-    if out := [key for key, value in filled.items() if value < 0]:
-        raise ConfigError(f"{out[0]} is {filled[out[0]]}; it must be 0 or more.")
+    _check_fit(chosen, fixed_length, of_correction, kl_given=kl is not None)
+    return replace(
+        chosen,
+        parameters=get_loss(chosen.loss).parameters({**own, **given}, chosen.loss),
+        fixed_length=fixed_length or 0,
+        correction_parameters={}
+        if chosen.correction is None
+        else get_correction(chosen.correction).parameters(of_correction, chosen.correction),
+    )
+
+
+def _look_up(kind: str, key: str, table: Mapping[str, T]) -> T:
+    if key not in table:
+        raise UnknownName(f"there is no {kind} {key!r}.{did_you_mean(key, table)}")
+    return table[key]
+
+
+def _check_fit(
+    chosen: Algorithm,
+    fixed_length: int | None,
+    of_correction: Mapping[str, float],
+    *,
+    kl_given: bool,
+) -> None:
+    """Refuse settings that would do nothing.
+
+    Raises:
+        ConfigError: with what to change.
+    """
     if (fixed_length is not None) != (chosen.aggregation == "fixed_length"):
         raise ConfigError(
             "algorithm.fixed_length and the aggregation 'fixed_length' go together: the "
@@ -92,11 +160,25 @@ def resolve_algorithm(
         )
     if fixed_length is not None and fixed_length < 1:
         raise ConfigError(f"algorithm.fixed_length is {fixed_length}; it must be at least 1.")
-    return Algorithm(
-        chosen.credit,
-        chosen.loss,
-        chosen.aggregation,
-        filled,
-        fixed_length=fixed_length or 0,
-        over_rollout=get_loss(chosen.loss).over_rollout,
-    )
+    if of_correction and chosen.correction is None:
+        raise ConfigError(
+            f"{', '.join(of_correction)} is set and algorithm.correction is not, so it would do "
+            "nothing. Choose a correction, or leave its bounds out."
+        )
+    if kl_given and chosen.kl_coef == 0:
+        raise ConfigError(
+            f"algorithm.kl is {chosen.kl!r} and algorithm.kl_coef is 0, so no KL is computed. Set "
+            "the coefficient, or leave algorithm.kl out."
+        )
+    in_reward = chosen.kl_coef > 0 and KLS[chosen.kl].in_reward
+    if chosen.supervised and (chosen.correction is not None or in_reward):
+        part = f"correction = {chosen.correction!r}" if chosen.correction else "kl = 'reward'"
+        raise ConfigError(
+            f"the loss {chosen.loss!r} reads neither ratios nor advantages, so algorithm.{part} "
+            "would do nothing. Leave it out, or choose another loss."
+        )
+    if chosen.teaches and chosen.kl_coef == 0:
+        raise ConfigError(
+            "this algorithm learns from the KL to algorithm.reference only, and algorithm.kl_coef "
+            "is 0, so nothing would be learned. Leave kl_coef out (1), or set it above 0."
+        )

@@ -22,6 +22,7 @@ from rolltree.samples import TruncationPolicy, truncation_effect
 from rolltree.training.credit import COMPARING, CREDITS, Episode, owners_of
 from rolltree.training.credit_baseline import Averages, Earned, subtract_averages
 from rolltree.training.credit_graph import Flow, Node, flow_credit, parents_first
+from rolltree.training.shaping import SoftOverlong
 from rolltree.types import RolloutResult, State
 
 OnError = Literal["exclude", "zero", "drop_group"]
@@ -36,7 +37,8 @@ class CreditPolicy:
     there with reward 0, `drop_group` trains nothing of its group; its own tokens are not trained
     in any case. `truncation` and `max_seq_len` are those that `build_samples` gets. `discount` is
     per agent turn; only `monte_carlo` reads it. `flow`: see `credit_graph`. `baseline`: `ema`
-    subtracts each role's moving average (`baseline_decay`); see `credit_baseline`.
+    subtracts each role's moving average (`baseline_decay`); see `credit_baseline`. `overlong` is
+    subtracted from the rewards of long rollouts.
     """
 
     on_error: OnError = "exclude"
@@ -46,6 +48,7 @@ class CreditPolicy:
     flow: Flow = field(default_factory=lambda: Flow(down=1.0))
     baseline: BaselineName = "none"
     baseline_decay: float = 0.9
+    overlong: SoftOverlong | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ class _Member:
     role: str
     trains: bool
     counts: bool = True
+    penalty: float = 0.0
     values: list[float] = field(default_factory=list)
 
 
@@ -126,6 +130,8 @@ def assign_credit(
         "credit/flat_group_share": num_flat / max(1, len(groups)),
         "credit/alone_group_share": num_alone / max(1, len(groups)),
     }
+    if policy.overlong is not None:
+        metrics["credit/overlong_penalty"] = sum(m.penalty for m in members) / max(1, len(members))
     if policy.on_error == "drop_group":
         metrics["credit/num_dropped_groups"] = float(tally["dropped"])
     metrics |= {f"credit/average/{role or 'agent'}": value for role, value in after.items()}
@@ -157,10 +163,12 @@ def _members(result: RolloutResult, policy: CreditPolicy, tally: Counter[str]) -
         reward = 0.0 if failed else effect.reward
         if effect.in_baseline:
             reward = _finite(reward, result)
-        episode = _episode(state, reward or 0.0, result.request.request_id)
+        penalty = 0.0 if failed or policy.overlong is None else policy.overlong.of(state)
+        episode = _episode(state, (reward or 0.0) - penalty, result.request.request_id)
         nodes.append(Node(episode, parent, _parent_call(state, result, parent)))
         role = _role(state)
         member = _Member(state, episode, _group(result, state, met[role]), role, not failed)
+        member.penalty = penalty
         member.counts = effect.in_baseline and not (failed and policy.on_error == "exclude")
         met[role] += parent is None
         members.append(member)

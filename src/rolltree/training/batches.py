@@ -88,7 +88,7 @@ def make_batch(
             "the rollouts carry token ids and that credit left some of them to train."
         )
     for sample in used:
-        _check(sample)
+        _check(sample, supervised=algorithm.supervised)
     records = concat_records([sample.records for sample in used])
     weight = coefficients(records, algorithm.aggregation, algorithm.fixed_length)
     if algorithm.over_rollout:  # each token moves the one ratio that all terms of a rollout share
@@ -126,6 +126,23 @@ def _filler(sample: Sample) -> Sample:
     return replace(sample, records=record)
 
 
+def split_rollouts(samples: Sequence[Sample], num_parts: int) -> list[list[Sample]]:
+    """Cut samples into at most `num_parts` mini-batches of whole rollouts, in their order.
+
+    The cut is the same in every scope: a tree that holds rollouts of several parts comes back in
+    each of them with those rollouts' records. Neighbours, such as the members of a group, stay
+    together.
+    """
+    if num_parts == 1 or not samples:
+        return [list(samples)]
+    rollouts = np.unique(np.concatenate([sample.records.rollout for sample in samples]))
+    parts = []
+    for chosen in np.array_split(rollouts, min(num_parts, len(rollouts))):
+        kept = [_select(s, np.isin(s.records.rollout, chosen)) for s in samples]
+        parts.append([sample for sample in kept if len(sample.records)])
+    return parts
+
+
 def _select(sample: Sample, keep: BoolArray) -> Sample:
     if keep.all():
         return sample
@@ -139,13 +156,13 @@ def _with_gradient(records: Records) -> BoolArray:
     return np.isin(records.rollout, moving if len(moving) else records.rollout[:1])
 
 
-def _check(sample: Sample) -> None:
-    """Refuse a sample that no gradient can be computed from.
+def _check(sample: Sample, *, supervised: bool) -> None:
+    """Refuse a sample that no gradient can be computed from; supervised tokens need no logprob.
 
     Raises:
         TrainingError: naming the rollouts of the sample.
     """
-    for name in ("logprob", "advantage", "weight", "temperature"):
+    for name in ("logprob", "advantage", "weight", "temperature")[supervised:]:
         values = getattr(sample.records, name)
         bad = ~np.isfinite(values)
         if name == "temperature":

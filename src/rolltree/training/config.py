@@ -29,6 +29,7 @@ from rolltree.training.sections import (
     SamplingSection,
     need,
 )
+from rolltree.training.shaping import SoftOverlong
 
 MAY_CHANGE: tuple[str, ...] = (
     "run.dir",
@@ -49,14 +50,22 @@ learned from one step, or only say how long to go on."""
 class AlgorithmSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is learned from the rewards.
 
-    `name`: a row of `algorithms.ALGORITHMS`; `credit`, `loss` and `aggregation` replace parts of
-    it. `clip_low`, `clip_high`, `ratio_cap`: parameters of the loss, None for its defaults.
-    `group_size`: rollouts per task; `groups_per_step`: tasks per step. `fixed_length`: the constant
-    of the aggregation of that name. `kl_coef`: weight of the KL to the initial model, estimated by
-    `kl`. `on_error`, `discount`, `baseline` and `baseline_decay` (None: 0.9): see
-    `assign.CreditPolicy`. `flow` and `edge_discount`: how credit moves between parents and
-    children, see `credit_graph`. `truncation` and `truncation_penalty`: see
-    `rolltree.samples.TruncationPolicy`.
+    - `name`: a row of `algorithms.ALGORITHMS`; `credit`, `loss`, `aggregation`, `kl` and `kl_coef`
+      replace parts of it.
+    - `clip_low`, `clip_high`, `dual_clip`, `ratio_cap`: parameters of the loss, None for its own.
+    - `fixed_length`: the constant of the aggregation of that name.
+    - `correction`: a row of `corrections.CORRECTIONS`; `correction_low`, `correction_high` are its
+      bounds, None for its own.
+    - `kl_coef`: weight of the KL to the reference, of the kind `kl` (a row of `kl.KLS`).
+    - `reference`: a model with the same vocabulary, as `model.name`; None is the model as it was
+      before training. It is kept beside the trained one, in float32.
+    - `entropy_coef`: weight of the entropy that is added to the objective.
+    - `overlong_tokens`, `overlong_buffer`: a penalty for length, see `shaping.SoftOverlong`.
+    - `group_size`: rollouts per task; `groups_per_step`: tasks per step.
+    - `on_error`, `discount`, `baseline` and `baseline_decay` (None: 0.9): see
+      `assign.CreditPolicy`.
+    - `flow` and `edge_discount`: how credit moves between parents and children, see `credit_graph`.
+    - `truncation` and `truncation_penalty`: see `rolltree.samples.TruncationPolicy`.
     """
 
     name: str = "grpo"
@@ -65,12 +74,20 @@ class AlgorithmSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     aggregation: str | None = None
     clip_low: float | None = None
     clip_high: float | None = None
+    dual_clip: float | None = None
     ratio_cap: float | None = None
     group_size: int = 8
     groups_per_step: int = 8
     fixed_length: int | None = None
-    kl_coef: float = 0.0
-    kl: Literal["k2", "k3"] = "k3"
+    correction: str | None = None
+    correction_low: float | None = None
+    correction_high: float | None = None
+    kl_coef: float | None = None
+    kl: str | None = None
+    reference: str | None = None
+    entropy_coef: float = 0.0
+    overlong_tokens: int | None = None
+    overlong_buffer: int | None = None
     on_error: OnError = "exclude"
     truncation: Literal["keep", "drop", "mask", "penalise"] = "keep"
     truncation_penalty: float = 0.0
@@ -84,10 +101,23 @@ class AlgorithmSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         need(self.group_size >= 1, "algorithm.group_size", self.group_size, "at least 1")
         groups = self.groups_per_step
         need(groups >= 1, "algorithm.groups_per_step", groups, "at least 1")
-        need(self.kl_coef >= 0, "algorithm.kl_coef", self.kl_coef, "0 or more")
+        for name in ("kl_coef", "entropy_coef"):
+            value = getattr(self, name)
+            need(value is None or 0 <= value < math.inf, f"algorithm.{name}", value, "0 or more")
         need(0 <= self.discount <= 1, "algorithm.discount", self.discount, "from 0 to 1")
         self.truncation_policy()
         algorithm = self.resolve()
+        if self.reference is not None and algorithm.kl_coef == 0:
+            raise ConfigError(
+                f"algorithm.reference is {self.reference!r} and algorithm.kl_coef is 0, so that "
+                "model would do nothing. Set algorithm.kl_coef, or leave the reference out."
+            )
+        if self.overlong() is not None and algorithm.credit in ("zero", "constant"):
+            raise ConfigError(
+                f"algorithm.overlong_tokens is {self.overlong_tokens}, but the credit "
+                f"{algorithm.credit!r} does not read the episode's reward, which the penalty is "
+                "taken off. Choose another credit, or leave overlong_tokens out."
+            )
         if self.discount != 1 and algorithm.credit != "monte_carlo":
             raise ConfigError(
                 f"algorithm.discount is {self.discount}, but the credit {algorithm.credit!r} gives "
@@ -115,7 +145,7 @@ class AlgorithmSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
         Raises:
             UnknownName: a part does not exist.
-            ConfigError: a parameter is set that the loss or aggregation does not read.
+            ConfigError: a setting that no chosen part reads, or parts that do not fit.
         """
         return resolve_algorithm(
             self.name,
@@ -125,9 +155,16 @@ class AlgorithmSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             parameters={
                 "clip_low": self.clip_low,
                 "clip_high": self.clip_high,
+                "dual_clip": self.dual_clip,
                 "ratio_cap": self.ratio_cap,
+                "correction_low": self.correction_low,
+                "correction_high": self.correction_high,
             },
             fixed_length=self.fixed_length,
+            correction=self.correction,
+            kl=self.kl,
+            kl_coef=self.kl_coef,
+            entropy_coef=self.entropy_coef,
         )
 
     def truncation_policy(self) -> TruncationPolicy:
@@ -137,6 +174,21 @@ class AlgorithmSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             ConfigError: a penalty without `penalise`, or the other way round.
         """
         return TruncationPolicy(self.truncation, penalty=self.truncation_penalty)
+
+    def overlong(self) -> SoftOverlong | None:
+        """Return the penalty for length, None without one.
+
+        Raises:
+            ConfigError: one of its two settings without the other, or an impossible buffer.
+        """
+        if self.overlong_tokens is None and self.overlong_buffer is None:
+            return None
+        if self.overlong_tokens is None or self.overlong_buffer is None:
+            raise ConfigError(
+                "algorithm.overlong_tokens and algorithm.overlong_buffer go together: the penalty "
+                "grows over the last overlong_buffer tokens before overlong_tokens. Set both."
+            )
+        return SoftOverlong(self.overlong_tokens, self.overlong_buffer)
 
     def policy(self, max_seq_len: int | None) -> CreditPolicy:
         """Return what credit does with failed and truncated episodes."""
@@ -148,6 +200,7 @@ class AlgorithmSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             resolve_flow(self.flow, self.edge_discount),
             self.baseline,
             0.9 if self.baseline_decay is None else self.baseline_decay,
+            self.overlong(),
         )
 
 
@@ -199,7 +252,10 @@ class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     - `forward`: `tree` computes unique tokens once, `rows` is the model's own attention, `auto`
       picks.
     - `chunk_rows`: positions whose logits exist at once.
-    - `updates_per_step`: optimizer steps on the same rollouts.
+    - `updates_per_step`: optimizer updates on the rollouts of a step; ratios, corrections and the
+      KL in the reward stay those before the first.
+    - `minibatches`: parts of whole rollouts that a step's rollouts are cut into; each update takes
+      the next part, so `updates_per_step` is a multiple of it.
     - `skip_flat`: do not compute rollouts whose advantages are all zero. They count in the
       normalizers, so the gradient is the same; entropy and ratios are measured on the others.
     - `gradient_checkpointing`: recompute activations in the backward pass.
@@ -215,15 +271,22 @@ class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     forward: Literal["auto", "tree", "rows"] = "auto"
     chunk_rows: int = 512
     updates_per_step: int = 1
+    minibatches: int = 1
     skip_flat: bool = True
     gradient_checkpointing: bool = False
     max_mismatch: float = 0.1
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_steps", "max_tokens", "chunk_rows", "updates_per_step"):
+        for name in ("num_steps", "max_tokens", "chunk_rows", "updates_per_step", "minibatches"):
             value = getattr(self, name)
             need(value >= 1, f"train.{name}", value, "at least 1")
+        if self.updates_per_step % self.minibatches:
+            raise ConfigError(
+                f"train.minibatches is {self.minibatches} and train.updates_per_step "
+                f"{self.updates_per_step}: some rollouts would train more often than others. Set "
+                f"train.updates_per_step to a multiple of {self.minibatches}."
+            )
         cap = self.max_seq_len
         need(cap is None or cap >= 2, "train.max_seq_len", cap, "at least 2")
         need(self.max_mismatch > 0, "train.max_mismatch", self.max_mismatch, "above 0")

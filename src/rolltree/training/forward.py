@@ -17,7 +17,12 @@ from torch import Tensor
 
 from rolltree.errors import ConfigError, TrainingError
 from rolltree.training.layout import Forest
-from rolltree.training.logprobs import DEFAULT_CHUNK_ROWS, RecordLogprobs, gather_logprobs
+from rolltree.training.logprobs import (
+    DEFAULT_CHUNK_ROWS,
+    RecordLogprobs,
+    Teacher,
+    gather_logprobs,
+)
 from rolltree.training.tree_attention import tree_attention, tree_layout
 from rolltree.training.tree_support import check_tree_support, why_not_tree
 
@@ -148,28 +153,59 @@ class LogprobModel:
         self.compute_dtype = compute_dtype
         self.chunk_rows = chunk_rows
         self.device: torch.device = model.get_input_embeddings().weight.device
-        self.run: Callable[[Forest], tuple[Tensor, Tensor]] = self.compute
+        self.run: Callable[..., tuple[Tensor, Tensor, Tensor | None]] = self.compute
+
+    def move(self, device: torch.device) -> None:
+        """Compute on `device` from now on."""
+        self.model.to(device)
+        self.device = device
 
     def context(self) -> AbstractContextManager[None]:
         """Return what must be open around a forward pass and its backward pass."""
         return tree_attention(self.model) if self.forward == "tree" else nullcontext()
 
-    def __call__(self, forest: Forest) -> RecordLogprobs:
-        """Return the logprobs of all records of `forest`, in their order."""
-        return RecordLogprobs(*self.run(forest))
+    def __call__(
+        self,
+        forest: Forest,
+        *,
+        entropy_gradient: bool = False,
+        teacher: LogprobModel | None = None,
+    ) -> RecordLogprobs:
+        """Return the logprobs of all records of `forest`, in their order.
 
-    def compute(self, forest: Forest) -> tuple[Tensor, Tensor]:
-        """Return logprob and entropy; `run` is this, or this inside what gathers its weights."""
-        autocast = self.compute_dtype != torch.float32
-        with torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=autocast):
-            hidden = FORWARDS[self.forward](self.model, forest, self.device)
-            wanted = hidden.index_select(0, torch.from_numpy(forest.rows).to(self.device))
+        With a `teacher`, `kl` is the reverse KL to its whole distribution; only one chunk of either
+        model's logits exists at a time.
+        """
+        frozen = None
+        if teacher is not None:
+            with torch.no_grad(), teacher.context():
+                hidden = teacher.wanted_hidden(forest).to(self.device)
+            frozen = Teacher(hidden, teacher.model.get_output_embeddings())
+        return RecordLogprobs(*self.run(forest, entropy_gradient, frozen))
+
+    def compute(
+        self, forest: Forest, entropy_gradient: bool = False, teacher: Teacher | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return logprob, entropy, KL; `run` is this, or this inside what gathers its weights."""
+        with self._autocast():
             found = gather_logprobs(
-                wanted,
+                self.wanted_hidden(forest),
                 self.model.get_output_embeddings(),
                 torch.from_numpy(forest.row_temperature).to(self.device),
                 torch.from_numpy(forest.record_row).to(self.device),
                 _ids(forest.records.target, self.device),
                 chunk_rows=self.chunk_rows,
+                entropy_gradient=entropy_gradient,
+                teacher=teacher,
             )
-        return found.logprob, found.entropy
+        return found.logprob, found.entropy, found.kl
+
+    def wanted_hidden(self, forest: Forest) -> Tensor:
+        """Return the last hidden states `[_S, _D]` where a record reads logits."""
+        with self._autocast():
+            hidden = FORWARDS[self.forward](self.model, forest, self.device)
+            return hidden.index_select(0, torch.from_numpy(forest.rows).to(self.device))
+
+    def _autocast(self) -> torch.autocast:
+        on = self.compute_dtype != torch.float32
+        return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=on)

@@ -22,10 +22,22 @@ DEFAULT_CHUNK_ROWS = 512
 
 @dataclass(frozen=True, slots=True)
 class RecordLogprobs:
-    """`logprob` float32 `[_R]` with gradient; `entropy` float32 `[_R]` without."""
+    """Float32 `[_R]` each: `logprob` with gradient; `entropy`, and `kl`, with one where asked for.
+
+    `kl` is that of the whole distribution to a teacher's, None without one.
+    """
 
     logprob: Tensor
     entropy: Tensor
+    kl: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """What a frozen model's logits are made of: its `hidden` `[_S, _D]` and its head."""
+
+    hidden: Tensor
+    head: Callable[[Tensor], Tensor]
 
 
 class _Gather(torch.autograd.Function):
@@ -53,6 +65,18 @@ class _Gather(torch.autograd.Function):
         return d_logits, None, None
 
 
+def _entropy(logits: Tensor) -> Tensor:
+    """Return the entropy `[_S]` of each row, with its gradient."""
+    logprob = logits.log_softmax(-1)
+    return -(logprob.exp() * logprob).sum(-1)
+
+
+def _reverse_kl(logits: Tensor, teacher: Tensor) -> Tensor:
+    """Return `sum p (log p - log q)` `[_S]`, p of `logits` and q of `teacher`, `[_S, _V]` each."""
+    logprob = logits.log_softmax(-1)
+    return (logprob.exp() * (logprob - teacher.log_softmax(-1))).sum(-1)
+
+
 def gather_logprobs(
     hidden: Tensor,
     head: Callable[[Tensor], Tensor],
@@ -61,6 +85,8 @@ def gather_logprobs(
     target: Tensor,
     *,
     chunk_rows: int = DEFAULT_CHUNK_ROWS,
+    entropy_gradient: bool = False,
+    teacher: Teacher | None = None,
 ) -> RecordLogprobs:
     """Return each record's logprob under softmax(head(hidden) / temperature).
 
@@ -71,31 +97,47 @@ def gather_logprobs(
         record_row: `[_R]`, the row that each record reads, ascending or not.
         target: `[_R]`, token ids.
         chunk_rows: rows whose logits exist at the same time.
+        entropy_gradient: let the entropy carry a gradient.
+        teacher: rows as in `hidden`; its distribution at the same temperature is compared.
     """
     tempered = bool((row_temperature != 1).any())
 
-    def chunk(part: Tensor, temperature: Tensor, row: Tensor, wanted: Tensor) -> Any:
+    def logits_of(head: Callable[[Tensor], Tensor], part: Tensor, temperature: Tensor) -> Tensor:
         logits = head(part)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if tempered:
-            logits = logits / temperature[:, None]
-        return _Gather.apply(logits, row, wanted)  # type: ignore[no-untyped-call]
+        return logits / temperature[:, None] if tempered else logits
+
+    def chunk(
+        part: Tensor, temperature: Tensor, row: Tensor, wanted: Tensor, other: Tensor | None
+    ) -> Any:
+        logits = logits_of(head, part, temperature)
+        logprob, entropy = _Gather.apply(logits, row, wanted)  # type: ignore[no-untyped-call]
+        if entropy_gradient:
+            entropy = _entropy(logits)
+        if teacher is None or other is None:
+            return logprob, entropy[row]
+        with torch.no_grad():
+            target = logits_of(teacher.head, other, temperature)
+        return logprob, entropy[row], _reverse_kl(logits, target)[row]
 
     num_rows = len(hidden)
     order = torch.argsort(record_row, stable=True)
     bounds = [*list(range(0, num_rows, chunk_rows)), num_rows]
     edges = torch.searchsorted(record_row[order], torch.tensor(bounds, device=record_row.device))
-    logprobs, entropies = [], []
+    columns = []
     for index, (first, stop) in enumerate(itertools.pairwise(bounds)):
         chosen = order[edges[index] : edges[index + 1]]
-        row = record_row[chosen] - first
-        args = (hidden[first:stop], row_temperature[first:stop], row, target[chosen])
+        args = (
+            hidden[first:stop],
+            row_temperature[first:stop],
+            record_row[chosen] - first,
+            target[chosen],
+            None if teacher is None else teacher.hidden[first:stop],
+        )
         if len(bounds) > 2 and torch.is_grad_enabled():
-            logprob, entropy = checkpoint(chunk, *args, use_reentrant=False)
+            columns.append(checkpoint(chunk, *args, use_reentrant=False))
         else:
-            logprob, entropy = chunk(*args)
-        logprobs.append(logprob)
-        entropies.append(entropy[row])
+            columns.append(chunk(*args))
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
-    return RecordLogprobs(torch.cat(logprobs)[back], torch.cat(entropies)[back].detach())
+    return RecordLogprobs(*(torch.cat(parts)[back] for parts in zip(*columns, strict=True)))

@@ -1,16 +1,18 @@
-"""Policy losses and KL estimates per sampled token, as tables of pure torch functions.
+"""Losses per sampled token, as a table of pure torch functions.
 
 A loss sees flat arrays of length `_R`, one entry per loss record, in any order and from any scope,
-and returns one value per record; `aggregation.py` says how they are summed. The behaviour logprob
-is the engine's own. It knows nothing about models, samples and rewards. It leaves out value losses.
+and returns one value per record; `aggregation.py` says how they are summed. It knows nothing about
+models, samples and rewards. It leaves out value losses, penalties (`kl.py`) and what is done about
+an engine that samples from another distribution (`corrections.py`).
 
 Notation: `r = exp(logprob - behaviour)` is the importance ratio, `A` the advantage.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,8 +24,10 @@ from rolltree.errors import ConfigError, UnknownName, did_you_mean
 class LossInputs:
     """Float32 `[_R]` each. `logprob` carries the gradient.
 
-    `rollout_log_ratio[r]` is the mean of `logprob - behaviour` over all trained tokens of the
-    rollout that record r belongs to, without gradient; only sequence-level losses read it.
+    `behaviour` is what the ratio is against: the engine's own logprob, or, with a correction, the
+    trainer's at the start of the batch. `rollout_log_ratio[r]` is the mean of the loss's
+    `rollout_term` over all trained tokens of the rollout that record r belongs to, without
+    gradient; only losses that have such a term read it.
     """
 
     logprob: Tensor
@@ -41,39 +45,70 @@ class LossTerms:
 
 
 LossFn = Callable[[LossInputs, Mapping[str, float]], LossTerms]
+RolloutTerm = Callable[[Tensor, Tensor, Mapping[str, float]], Tensor]
+"""(log ratio `[_R]`, advantage `[_R]`, parameters) -> what the loss averages over a rollout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A row of the table: the function, its parameters with defaults, what its ratio covers."""
+    """A row of the table: the function, its parameters with defaults, what else it needs.
+
+    `rollout_term`: set for a loss over whole rollouts. `supervised`: it reads neither advantage nor
+    behaviour logprob. `least`: the smallest value of a parameter, 0 where it says nothing.
+    """
 
     fn: LossFn
     defaults: Mapping[str, float]
-    over_rollout: bool = False
+    rollout_term: RolloutTerm | None = None
+    supervised: bool = False
+    least: Mapping[str, float] = field(default_factory=dict)
 
     def parameters(self, given: Mapping[str, float | None], name: str) -> dict[str, float]:
         """Return the defaults updated with what is given.
 
         Raises:
-            ConfigError: a parameter is given that this loss does not read.
+            ConfigError: a parameter is given that this loss does not read, or is too small.
         """
-        chosen = {key: value for key, value in given.items() if value is not None}
-        if unread := sorted(set(chosen) - set(self.defaults)):
-            raise ConfigError(
-                f"the loss {name!r} does not read {', '.join(unread)}, so the setting would do "
-                f"nothing. It reads: {', '.join(self.defaults) or 'no parameter'}."
-            )
-        return {**self.defaults, **chosen}
+        return fill(given, self.defaults, f"the loss {name!r}", self.least)
+
+
+def fill(
+    given: Mapping[str, float | None],
+    defaults: Mapping[str, float],
+    reader: str,
+    least: Mapping[str, float] | None = None,
+) -> dict[str, float]:
+    """Return `defaults` updated with what is given and not None; `reader` is named in errors.
+
+    Raises:
+        ConfigError: a key that is not among the defaults, or a value below its least.
+    """
+    chosen = {key: value for key, value in given.items() if value is not None}
+    if unread := sorted(set(chosen) - set(defaults)):
+        raise ConfigError(
+            f"{reader} does not read {', '.join(unread)}, so the setting would do "
+            f"nothing. It reads: {', '.join(defaults) or 'no parameter'}."
+        )
+    for key, value in chosen.items():
+        smallest = (least or {}).get(key, 0.0)
+        if not value >= smallest:
+            raise ConfigError(f"{key} of {reader} is {value}; it must be {smallest:g} or more.")
+    return {**defaults, **chosen}
 
 
 def ppo_clip(x: LossInputs, p: Mapping[str, float]) -> LossTerms:
-    """Return `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`.
+    """Return `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`, below 0 at most `-dual_clip A`.
 
     PPO: Schulman et al. 2017, arXiv:1707.06347, equation 7. GRPO uses it per token: Shao et al.
     2024, arXiv:2402.03300, equation 3. A larger `clip_high` is DAPO's clip-higher: Yu et al. 2025,
-    arXiv:2503.14476, equation 10.
+    arXiv:2503.14476, equation 10. `dual_clip` bounds what one token with a negative advantage and
+    a huge ratio can cost: Ye et al. 2020, arXiv:1912.09729, equation 5 (infinite: off).
     """
-    return _clipped(torch.exp(x.logprob - x.behaviour), x.advantage, p)
+    terms = _clipped(torch.exp(x.logprob - x.behaviour), x.advantage, p)
+    worst = torch.where(x.advantage < 0, -p["dual_clip"] * x.advantage, math.inf)
+    return LossTerms(
+        torch.minimum(terms.loss, worst), terms.clipped | (worst < terms.loss).detach()
+    )
 
 
 def _clipped(ratio: Tensor, advantage: Tensor, p: Mapping[str, float]) -> LossTerms:
@@ -120,11 +155,54 @@ def gspo(x: LossInputs, p: Mapping[str, float]) -> LossTerms:
     return _clipped(torch.exp(log_ratio), x.advantage, p)
 
 
+def _gspo_term(log_ratio: Tensor, advantage: Tensor, p: Mapping[str, float]) -> Tensor:
+    return log_ratio
+
+
+def gmpo(x: LossInputs, p: Mapping[str, float]) -> LossTerms:
+    """Return `-A` times the geometric mean of a rollout's clipped token ratios.
+
+    GMPO: Zhao et al. 2025, arXiv:2507.20673, section 3 (objective, and clipping per token in log
+    space: `log r` at most `clip_high` where A is positive, at least `-clip_low` where it is not),
+    in the token form `sg(mean) c / sg(c)` with `c` the token's clipped ratio, as for `gspo`. The
+    sequence is the rollout, never a row.
+
+    Raises:
+        ValueError: `rollout_log_ratio` is missing.
+    """
+    if x.rollout_log_ratio is None:
+        raise ValueError("gmpo needs rollout_log_ratio, the mean clipped log ratio of each rollout")
+    log_ratio = x.logprob - x.behaviour
+    limited = _gmpo_term(log_ratio, x.advantage, p)
+    mean = x.rollout_log_ratio + limited - limited.detach()
+    return LossTerms(-torch.exp(mean) * x.advantage, (limited != log_ratio).detach())
+
+
+def _gmpo_term(log_ratio: Tensor, advantage: Tensor, p: Mapping[str, float]) -> Tensor:
+    return torch.where(
+        advantage < 0, log_ratio.clamp(min=-p["clip_low"]), log_ratio.clamp(max=p["clip_high"])
+    )
+
+
+def cross_entropy(x: LossInputs, p: Mapping[str, float]) -> LossTerms:
+    """Return `-logprob`: the tokens are right, whatever they earned. Supervised fine-tuning.
+
+    Also behaviour cloning (Pomerleau 1991) of whoever wrote the tokens.
+    """
+    return LossTerms(-x.logprob, torch.zeros_like(x.logprob, dtype=torch.bool))
+
+
 LOSSES: dict[str, Loss] = {
-    "ppo_clip": Loss(ppo_clip, {"clip_low": 0.2, "clip_high": 0.2}),
+    "ppo_clip": Loss(
+        ppo_clip,
+        {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": math.inf},
+        least={"dual_clip": 1.0},
+    ),
     "reinforce": Loss(reinforce, {"ratio_cap": 2.0}),
     "cispo": Loss(cispo, {"clip_low": 1.0, "clip_high": 2.0}),
-    "gspo": Loss(gspo, {"clip_low": 3e-4, "clip_high": 4e-4}, over_rollout=True),
+    "gspo": Loss(gspo, {"clip_low": 3e-4, "clip_high": 4e-4}, rollout_term=_gspo_term),
+    "gmpo": Loss(gmpo, {"clip_low": 0.4, "clip_high": 0.4}, rollout_term=_gmpo_term),
+    "cross_entropy": Loss(cross_entropy, {}, supervised=True),
 }
 
 
@@ -137,24 +215,3 @@ def get_loss(name: str) -> Loss:
     if name not in LOSSES:
         raise UnknownName(f"there is no loss {name!r}.{did_you_mean(name, LOSSES)}")
     return LOSSES[name]
-
-
-def k2(logprob: Tensor, reference: Tensor) -> Tensor:
-    """Return `(log r)^2 / 2` with `r = reference / policy`; on policy its gradient is the KL's.
-
-    Schulman 2020, "Approximating KL divergence".
-    """
-    return 0.5 * (reference - logprob) ** 2
-
-
-def k3(logprob: Tensor, reference: Tensor) -> Tensor:
-    """Return `r - 1 - log r` with `r = reference / policy`: unbiased for the KL, never negative.
-
-    Schulman 2020, "Approximating KL divergence"; GRPO's penalty, arXiv:2402.03300, equation 4.
-    """
-    log_ratio = reference - logprob
-    return torch.exp(log_ratio) - 1 - log_ratio
-
-
-KLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k2": k2, "k3": k3}
-"""k1, the plain log ratio, is missing on purpose: as a loss its expected gradient is zero."""

@@ -7,46 +7,48 @@ same. It knows records and nothing of models. It leaves out rewards and timings.
 from __future__ import annotations
 
 import numpy as np
-from torch import Tensor
 
+from rolltree.training.layout import FloatColumn
 from rolltree.training.logprobs import RecordLogprobs
+from rolltree.training.objective import ObjectiveTerms
 from rolltree.training.ranks import Ranks
 from rolltree.types import Records
 
 
 class RecordStats:
-    """Logprob, entropy, KL and clipping of every record of one optimizer step."""
+    """Logprob, entropy, KL, clipping and correction of every record of one optimizer step."""
 
-    def __init__(self, num_records: int) -> None:
+    def __init__(self, num_records: int, *, kl: bool = False, factor: bool = False) -> None:
         self.logprob = np.zeros(num_records, np.float32)
         self.entropy = np.zeros(num_records, np.float32)
         self.clipped = np.zeros(num_records, np.float32)
-        self.kl: np.ndarray | None = None
+        self.kl = np.zeros(num_records, np.float32) if kl else None
+        self.factor = np.zeros(num_records, np.float32) if factor else None
         self.loss = 0.0
 
     def add(
         self,
         span: slice,
         got: RecordLogprobs,
-        clipped: Tensor,
-        loss: float,
-        kl: Tensor | None = None,
+        terms: ObjectiveTerms,
+        factor: FloatColumn | None = None,
     ) -> None:
-        """Take the records of one pack."""
+        """Take the records of one pack; `factor` is the correction's."""
         self.logprob[span] = got.logprob.detach().cpu().numpy()
-        self.entropy[span] = got.entropy.cpu().numpy()
-        self.clipped[span] = clipped.cpu().numpy()
-        self.loss += loss
-        if kl is not None:
-            if self.kl is None:
-                self.kl = np.zeros_like(self.logprob)
-            self.kl[span] = kl.detach().cpu().numpy()
+        self.entropy[span] = got.entropy.detach().cpu().numpy()
+        self.clipped[span] = terms.clipped.cpu().numpy()
+        self.loss += float(terms.total.detach())
+        if self.kl is not None and terms.kl is not None:
+            self.kl[span] = terms.kl.cpu().numpy()
+        if self.factor is not None and factor is not None:
+            self.factor[span] = factor
 
     def sum_over(self, ranks: Ranks) -> None:
         """Add what the other ranks saw of the same records; each record is one rank's."""
-        columns = ["logprob", "entropy", "clipped", *(["kl"] if self.kl is not None else [])]
-        own = [getattr(self, name) for name in columns]
-        *summed, loss = ranks.total(*own, np.array([self.loss]))
+        columns = {name: getattr(self, name) for name in ("logprob", "entropy", "clipped")}
+        columns |= {"kl": self.kl} if self.kl is not None else {}
+        columns |= {"factor": self.factor} if self.factor is not None else {}
+        *summed, loss = ranks.total(*columns.values(), np.array([self.loss]))
         for name, column in zip(columns, summed, strict=True):
             setattr(self, name, column)
         self.loss = float(loss[0])
@@ -55,14 +57,27 @@ class RecordStats:
         """Return the summary; `records` are those of the step, in the same order.
 
         `mismatch/*` is trainer minus engine logprob before any update, `ratio/*` its exponential,
-        `ratio/ess` the effective sample size as a share (Kish 1965).
+        `ratio/ess` the effective sample size as a share (Kish 1965). Tokens without a behaviour
+        logprob (supervised ones) have neither. `correction/*` is there with a correction.
         """
-        difference = (self.logprob - records.logprob).astype(np.float64)
-        ratio = np.exp(np.minimum(difference, 50.0))
         metrics = {
             "train/loss": self.loss,
             "train/entropy": float(self.entropy.mean()),
             "train/clip_share": float(self.clipped.mean()),
+        }
+        if self.kl is not None:
+            metrics["train/kl"] = float(self.kl.mean())
+        if self.factor is not None:
+            metrics["correction/mean"] = float(self.factor.mean())
+            metrics["correction/masked_share"] = float((self.factor == 0).mean())
+        if not np.isnan(records.logprob).any():
+            metrics |= self._against_engine(records)
+        return metrics
+
+    def _against_engine(self, records: Records) -> dict[str, float]:
+        difference = (self.logprob - records.logprob).astype(np.float64)
+        ratio = np.exp(np.minimum(difference, 50.0))
+        return {
             "mismatch/mean": float(difference.mean()),
             "mismatch/abs_mean": float(np.abs(difference).mean()),
             "mismatch/abs_max": float(np.abs(difference).max()),
@@ -72,6 +87,3 @@ class RecordStats:
             "ratio/max": float(ratio.max()),
             "ratio/ess": float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
         }
-        if self.kl is not None:
-            metrics["train/kl"] = float(self.kl.mean())
-        return metrics

@@ -1,10 +1,11 @@
 """One optimizer step from a list of samples, in place on the module that the engine serves.
 
-    samples -> packs (`batches.py`) -> forward, loss, backward per pack -> clip -> AdamW
+    samples -> packs (`batches.py`) -> forward, loss (`objective.py`), backward per pack
+            -> clip -> AdamW
 
 With several ranks every rank is given all samples, computes its own packs, and steps its own shard
-of the weights; sums over ranks make it the step that one rank would take. It knows samples, losses
-and models. It leaves out where samples come from and publishing the weights.
+of the weights; sums over ranks make it the step that one rank would take. It knows samples, models
+and the objective. It leaves out where samples come from and publishing the weights.
 """
 
 from __future__ import annotations
@@ -19,20 +20,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rolltree.errors import TrainingError
-from rolltree.training.aggregation import rollout_means
+from rolltree.errors import ConfigError, TrainingError
+from rolltree.models import load_model
 from rolltree.training.algorithms import Algorithm
-from rolltree.training.batches import Batch, Pack, make_batch, rollout_names
+from rolltree.training.batches import Batch, Pack, make_batch, rollout_names, split_rollouts
 from rolltree.training.config import TrainConfig
 from rolltree.training.forward import LogprobModel, choose_forward, enable_checkpointing
+from rolltree.training.kl import KLS
 from rolltree.training.layout import FloatColumn, collate
-from rolltree.training.losses import KLS, LossInputs, get_loss
+from rolltree.training.logprobs import RecordLogprobs
 from rolltree.training.metrics import RecordStats
+from rolltree.training.objective import (
+    Start,
+    needs_start,
+    objective,
+    rollout_ratios,
+    start_of,
+    starts_over_rollouts,
+)
 from rolltree.training.optim import Optimizer, learning_rate
 from rolltree.training.precision import backward_precision
 from rolltree.training.ranks import Ranks
 from rolltree.training.shard import shard
-from rolltree.types import Records, Sample
+from rolltree.types import Sample
 
 
 class Trainer:
@@ -42,30 +52,79 @@ class Trainer:
         model: a Hugging Face causal LM with float32 parameters.
         config: the `model`, `algorithm`, `optim` and `train` sections are read.
         ranks: those that train with this one; the module is then sharded in place.
+        reference: what the KL is to, instead of `algorithm.reference`; it is frozen in place. None
+            and no such setting: a copy of `model` as it is now.
+
+    The reference costs four bytes per parameter for as long as the trainer lives. Ranks share it,
+    but for a KL over the whole vocabulary, where each holds all of it.
 
     Raises:
         TrainingError: the model cannot be trained as configured.
+        ConfigError: a reference that is missing, unused, or speaks another vocabulary.
     """
 
-    def __init__(self, model: Any, config: TrainConfig, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        config: TrainConfig,
+        ranks: Ranks | None = None,
+        reference: Any = None,
+    ) -> None:
         self.model, self.config, self.ranks = model, config, ranks
         self.algorithm: Algorithm = config.algorithm.resolve()
-        self.loss = get_loss(self.algorithm.loss)
-        dtype = getattr(torch, config.model.compute_dtype)
-        options: dict[str, Any] = {"compute_dtype": dtype, "chunk_rows": config.train.chunk_rows}
-        forward = choose_forward(model, config.train.forward, config.train.scope)
-        self.logprobs = LogprobModel(model, forward, **options)
-        self.reference: LogprobModel | None = None
-        if config.algorithm.kl_coef > 0:
-            frozen = copy.deepcopy(model).requires_grad_(False)
-            self.reference = LogprobModel(frozen, forward, **options)
+        self.logprobs = self._reader(model)
+        self.reference = self._reference(reference)
+        self._whole_kl = self.algorithm.kl_coef > 0 and KLS[self.algorithm.kl].fn is None
         if config.train.gradient_checkpointing:
             enable_checkpointing(model)
         if ranks is not None:
-            for part in (self.logprobs, self.reference):
-                if part is not None:
-                    shard(part, ranks)
+            shard(self.logprobs, ranks)
+            if self.reference is not None and self._whole_kl:
+                self.reference.move(ranks.device)
+            elif self.reference is not None:
+                shard(self.reference, ranks)
         self.optimizer = Optimizer(model, config.optim)
+
+    def _reader(self, model: Any) -> LogprobModel:
+        section = self.config.train
+        return LogprobModel(
+            model,
+            choose_forward(model, section.forward, section.scope),
+            compute_dtype=getattr(torch, self.config.model.compute_dtype),
+            chunk_rows=section.chunk_rows,
+        )
+
+    def _reference(self, given: Any) -> LogprobModel | None:
+        """Return the frozen model that the KL is to."""
+        name, teaches = self.config.algorithm.reference, self.algorithm.teaches
+        if self.algorithm.kl_coef == 0:
+            if given is not None:
+                raise ConfigError(
+                    "a reference model was given and algorithm.kl_coef is 0, so it would do "
+                    "nothing. Set the coefficient, or give no reference."
+                )
+            return None
+        if given is None and name is None and teaches:
+            raise ConfigError(
+                f"algorithm.name = {self.config.algorithm.name!r} learns from another model, and "
+                "there is none. Set algorithm.reference to the teacher's name or folder."
+            )
+        if given is None:
+            device = self.config.model.device
+            given = (
+                copy.deepcopy(self.model)
+                if name is None
+                else load_model(name, "float32", device=device)[0]
+            )
+        reader = self._reader(given.requires_grad_(False).eval())
+        rows = [len(module.get_output_embeddings().weight) for module in (self.model, reader.model)]
+        if rows[0] != rows[1]:
+            raise ConfigError(
+                f"the trained model has a vocabulary of {rows[0]:,} tokens and the reference one "
+                f"of {rows[1]:,}, so their logprobs are of different tokens. Use a reference with "
+                "the same tokenizer."
+            )
+        return reader
 
     def step(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
         """Make `train.updates_per_step` optimizer steps on the samples of step `step` (from 1).
@@ -78,25 +137,31 @@ class Trainer:
                 were before the update), or trainer and engine disagree on logprobs.
             TokenError: there is nothing to train on.
         """
-        start = time.perf_counter()
+        began = time.perf_counter()
         section = self.config.train
-        skip = section.skip_flat and self.reference is None
-        place = (self.ranks.rank, self.ranks.size) if self.ranks else (0, 1)
-        batch = make_batch(
-            samples,
-            self.algorithm,
-            section.max_tokens,
-            skip_flat=skip,
-            rank=place[0],
-            num_ranks=place[1],
-        )
-        metrics: dict[str, float] = {}
+        skip = section.skip_flat and self.algorithm.only_advantage
+        rank, num_ranks = (self.ranks.rank, self.ranks.size) if self.ranks else (0, 1)
+        batches = [
+            make_batch(
+                part,
+                self.algorithm,
+                section.max_tokens,
+                skip_flat=skip,
+                rank=rank,
+                num_ranks=num_ranks,
+            )
+            for part in split_rollouts(samples, section.minibatches)
+        ]
         num_updates = section.updates_per_step
+        starts = [self._start(batch, num_updates) for batch in batches]
+        metrics: dict[str, float] = {}
         for update in range(num_updates):
-            stats = self._gradients(batch)
+            batch = batches[update % len(batches)]
+            stats = self._gradients(batch, starts[update % len(batches)])
             if update == 0:
                 metrics = stats.metrics(batch.records)
-                self._check_mismatch(metrics)
+                if not self.algorithm.supervised:
+                    self._check_mismatch(metrics)
             norm = self.optimizer.clip()
             if not math.isfinite(norm):
                 self._name_non_finite(batch)
@@ -104,88 +169,104 @@ class Trainer:
             lr = learning_rate(self.config.optim, done, num_updates * section.num_steps)
             self.optimizer.step(lr)
             metrics |= {"train/grad_norm": norm, "train/lr": lr}
-        spent = time.perf_counter() - start
+        spent = time.perf_counter() - began
+        num_tokens = sum(batch.num_tokens for batch in batches)
         return metrics | {
             "train/num_samples": float(len(samples)),
-            "train/num_packs": float(len(batch.packs)),
-            "train/num_tokens": float(batch.num_tokens),
-            "train/num_records": float(len(batch.records)),
-            "train/num_skipped_records": float(batch.num_skipped),
-            "train/lag_mean": float(np.mean(step - 1 - batch.records.version)),
+            "train/num_packs": float(sum(len(batch.packs) for batch in batches)),
+            "train/num_tokens": float(num_tokens),
+            "train/num_records": float(sum(len(batch.records) for batch in batches)),
+            "train/num_skipped_records": float(sum(batch.num_skipped for batch in batches)),
+            "train/lag_mean": float(
+                np.mean(step - 1 - np.concatenate([b.records.version for b in batches]))
+            ),
             "time/train_s": spent,
-            "train/tokens_per_s": batch.num_tokens * num_updates / spent,
+            "train/tokens_per_s": num_tokens * num_updates / len(batches) / spent,
         }
 
-    def _gradients(self, batch: Batch) -> RecordStats:
-        """Add up the gradients of all packs and return what was seen per record."""
-        log_ratio: FloatColumn | None = None
-        if self.algorithm.over_rollout and not batch.is_whole:
-            log_ratio = self._rollout_ratios(batch)
-        stats = RecordStats(len(batch.records))
+    def _start(self, batch: Batch, num_updates: int) -> Start | None:
+        """Return what stays fixed for a batch; None: the first pass over it finds out by itself."""
+        if not needs_start(self.algorithm):
+            return start_of(self.algorithm, batch.records)
+        spans = self.algorithm.over_rollout or starts_over_rollouts(self.algorithm)
+        if num_updates == 1 and (batch.is_whole or not spans):
+            return None
+        reference = None
+        if self.reference is not None and KLS[self.algorithm.kl].in_reward:
+            reference = self._measure(self.reference, batch)
+        logprob = self._measure(self.logprobs, batch)
+        return start_of(self.algorithm, batch.records, logprob, reference)
+
+    @torch.no_grad()
+    def _measure(self, model: LogprobModel, batch: Batch) -> FloatColumn:
+        """Return the logprobs of all records of a batch, of all ranks, as the model is now."""
+        found = np.zeros(len(batch.records), np.float32)
+        for item in batch.packs:
+            with model.context():
+                got = model(item.forest).logprob.cpu().numpy()
+            if not item.is_filler:
+                found[item.span] = got
+        return found if self.ranks is None else self.ranks.total(found)[0]
+
+    def _gradients(self, batch: Batch, start: Start | None = None) -> RecordStats:
+        """Add up the gradients of all packs and return what was seen per record of all ranks."""
+        start = start or self._start(batch, 1)
+        ratios: FloatColumn | None = None
+        if start is not None and self.algorithm.over_rollout and not batch.is_whole:
+            now = self._measure(self.logprobs, batch)
+            ratios = rollout_ratios(self.algorithm, batch.records, start, now)
+        stats = self._new_stats(len(batch.records))
         for item in batch.packs:
             with self.logprobs.context():
-                self._backward(self._loss(item, batch.records, log_ratio, stats))
+                part = None if start is None else start.part(item.span)
+                mean = None if ratios is None else ratios[item.span]
+                self._backward(self._loss(item, part, mean, stats))
         if self.ranks is not None:
             stats.sum_over(self.ranks)
         if not math.isfinite(stats.loss):
             self._name_non_finite(batch)
         return stats
 
+    def _new_stats(self, num_records: int) -> RecordStats:
+        corrects = self.algorithm.correction is not None
+        return RecordStats(num_records, kl=self.reference is not None, factor=corrects)
+
     def _loss(
-        self, item: Pack, records: Records, log_ratio: FloatColumn | None, stats: RecordStats
+        self, item: Pack, start: Start | None, ratios: FloatColumn | None, stats: RecordStats
     ) -> Tensor:
-        """Return the share of the step's loss that one pack carries."""
+        """Return the share of the step's loss that one pack carries.
 
-        def tensor(array: FloatColumn) -> Tensor:
-            part = np.ascontiguousarray(array[item.span], np.float32)
-            return torch.from_numpy(part).to(self.logprobs.device)
+        What is None is found from this pack alone, which then holds whole rollouts.
+        """
+        algorithm, records = self.algorithm, item.forest.records
+        got, reference = self._read(item)
+        if item.is_filler:  # a loss of 0, computed as other ranks compute theirs
+            return 0 * got.logprob.sum()
+        now = got.logprob.detach().cpu().numpy()
+        if start is None:
+            fixed = None if reference is None else reference.cpu().numpy()
+            start = start_of(algorithm, records, now, fixed)
+        if ratios is None:
+            ratios = rollout_ratios(algorithm, records, start, now)
+        terms = objective(algorithm, records.weight, start, got, ratios=ratios, reference=reference)
+        stats.add(item.span, got, terms, start.factor)
+        return terms.total
 
-        got = self.logprobs(item.forest)
-        if item.is_filler:
-            return self._nothing(item, got.logprob)
-        behaviour = tensor(records.logprob)
-        if self.algorithm.over_rollout and log_ratio is None:  # the pack holds all records
-            log_ratio = rollout_means(records, (got.logprob.detach() - behaviour).cpu().numpy())
-        inputs = LossInputs(
-            got.logprob,
-            behaviour,
-            tensor(records.advantage),
-            None if log_ratio is None else tensor(log_ratio),
+    def _read(self, item: Pack) -> tuple[RecordLogprobs, Tensor | None]:
+        """Return what the model says of a pack, and the reference's logprobs if they are read."""
+        got = self.logprobs(
+            item.forest,
+            entropy_gradient=self.algorithm.entropy_coef > 0,
+            teacher=self.reference if self._whole_kl else None,
         )
-        terms = self.loss.fn(inputs, self.algorithm.parameters)
-        loss, kl = terms.loss, None
-        if self.reference is not None:
-            with torch.no_grad(), self.reference.context():
-                reference = self.reference(item.forest).logprob
-            kl = KLS[self.config.algorithm.kl](got.logprob, reference)
-            loss = loss + self.config.algorithm.kl_coef * kl
-        total = (tensor(records.weight) * loss).sum()
-        stats.add(item.span, got, terms.clipped, float(total.detach()), kl)
-        return total
-
-    def _nothing(self, item: Pack, logprob: Tensor) -> Tensor:
-        """Return a loss of 0, computed as other ranks compute theirs."""
-        if self.reference is not None:
-            with torch.no_grad(), self.reference.context():
-                self.reference(item.forest)
-        return 0 * logprob.sum()
+        if self.reference is None or self._whole_kl:
+            return got, None
+        with torch.no_grad(), self.reference.context():
+            return got, self.reference(item.forest).logprob
 
     def _backward(self, total: Tensor) -> None:
         with backward_precision(self.config.model.backward_dtype):
             total.backward()  # type: ignore[no-untyped-call]
-
-    @torch.no_grad()
-    def _rollout_ratios(self, batch: Batch) -> FloatColumn:
-        """Return the mean log ratio of each record's rollout, which may span several packs."""
-        difference = np.zeros(len(batch.records), np.float32)
-        for item in batch.packs:
-            with self.logprobs.context():
-                got = self.logprobs(item.forest).logprob.cpu().numpy()
-            if not item.is_filler:
-                difference[item.span] = got - batch.records.logprob[item.span]
-        if self.ranks is not None:
-            (difference,) = self.ranks.total(difference)
-        return rollout_means(batch.records, difference)
 
     def _check_mismatch(self, metrics: dict[str, float]) -> None:
         mismatch, limit = metrics["mismatch/abs_mean"], self.config.train.max_mismatch
@@ -220,7 +301,7 @@ class Trainer:
         forest = collate([sample])
         alone = Pack(forest, (sample,), slice(0, len(forest.records)))
         with self.logprobs.context():
-            loss = self._loss(alone, forest.records, None, RecordStats(len(forest.records)))
+            loss = self._loss(alone, None, None, self._new_stats(len(forest.records)))
             self._backward(loss)
         finite = bool(torch.isfinite(loss)) and math.isfinite(self.optimizer.clip())
         self.optimizer.zero_grad()

@@ -1,0 +1,165 @@
+"""The loss of an optimizer step, put together from an algorithm's parts.
+
+    batch start:  old logprob, advantage (less the KL in the reward), correction factor
+    per pack:     weight * (factor * policy loss + kl_coef * KL - entropy_coef * entropy), summed
+
+Functions of arrays per loss record. It knows every table of losses and nothing of models; what it
+leaves out is when each part is computed, which is the trainer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rolltree.training.aggregation import rollout_means
+from rolltree.training.algorithms import Algorithm
+from rolltree.training.corrections import get_correction
+from rolltree.training.kl import KLS
+from rolltree.training.layout import FloatColumn
+from rolltree.training.logprobs import RecordLogprobs
+from rolltree.training.losses import LossInputs, get_loss
+from rolltree.types import Records
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What stays as it was before the first update on a batch, float32 `[_R]` each.
+
+    `old` is what ratios are against. `factor` scales the policy loss; None: nothing corrects.
+    """
+
+    old: FloatColumn
+    advantage: FloatColumn
+    factor: FloatColumn | None = None
+
+    def part(self, span: slice) -> Start:
+        """Return the records of one pack."""
+        factor = None if self.factor is None else self.factor[span]
+        return Start(self.old[span], self.advantage[span], factor)
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectiveTerms:
+    """`total` is a number with gradient; the others are per record, without.
+
+    `clipped`: the record's policy loss has no gradient of its own. `kl`: None without a reference.
+    """
+
+    total: Tensor
+    clipped: Tensor
+    kl: Tensor | None
+
+
+def needs_start(algorithm: Algorithm) -> bool:
+    """Return whether the trainer's logprobs at the start of a batch are part of the loss."""
+    return algorithm.correction is not None or _kl_in_reward(algorithm)
+
+
+def starts_over_rollouts(algorithm: Algorithm) -> bool:
+    """Return whether `start_of` must see all records of a rollout at once."""
+    return algorithm.correction is not None and get_correction(algorithm.correction).over_rollout
+
+
+def _kl_in_reward(algorithm: Algorithm) -> bool:
+    return algorithm.kl_coef > 0 and KLS[algorithm.kl].in_reward
+
+
+def start_of(
+    algorithm: Algorithm,
+    records: Records,
+    logprob: FloatColumn | None = None,
+    reference: FloatColumn | None = None,
+) -> Start:
+    """Return what is fixed for `records`, whole rollouts where `starts_over_rollouts`.
+
+    Args:
+        algorithm: says what is needed.
+        records: with the engine's logprobs and the advantages.
+        logprob: the trainer's, before the first update; read where `needs_start`.
+        reference: the frozen model's; read for a KL in the reward.
+    """
+    old, advantage, factor = records.logprob, records.advantage, None
+    if algorithm.correction is not None:
+        assert logprob is not None, "needs_start was not asked"
+        row = get_correction(algorithm.correction)
+        difference = logprob - records.logprob
+        factor = row.fn(records, difference, algorithm.correction_parameters)
+        old = logprob
+    if _kl_in_reward(algorithm):
+        assert logprob is not None, "needs_start was not asked"
+        assert reference is not None, "a KL in the reward needs the reference's logprobs"
+        advantage = advantage - np.float32(algorithm.kl_coef) * (logprob - reference)
+    return Start(old, advantage, factor)
+
+
+def rollout_ratios(
+    algorithm: Algorithm, records: Records, start: Start, logprob: FloatColumn
+) -> FloatColumn | None:
+    """Return the mean of the loss's rollout term per record, None for a loss without one.
+
+    `records`, `start` and `logprob` (now, not at the start) are of whole rollouts.
+    """
+    term = get_loss(algorithm.loss).rollout_term
+    if term is None:
+        return None
+    ratio, advantage = torch.from_numpy(logprob - start.old), torch.from_numpy(start.advantage)
+    return rollout_means(records, term(ratio, advantage, algorithm.parameters).numpy())
+
+
+def objective(
+    algorithm: Algorithm,
+    weight: FloatColumn,
+    start: Start,
+    got: RecordLogprobs,
+    *,
+    ratios: FloatColumn | None = None,
+    reference: Tensor | None = None,
+) -> ObjectiveTerms:
+    """Return the share of the step's loss that some records carry; arrays are `[_R]`.
+
+    Args:
+        algorithm: the parts and their parameters.
+        weight: the coefficient of each record, from `aggregation`.
+        start: of these records.
+        got: logprobs with gradient; entropy with one where `entropy_coef` is set; `kl` for `full`.
+        ratios: of these records, from `rollout_ratios`.
+        reference: the frozen model's logprobs, without gradient.
+    """
+
+    def tensor(array: FloatColumn) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, np.float32)).to(got.logprob.device)
+
+    inputs = LossInputs(
+        got.logprob,
+        tensor(start.old),
+        tensor(start.advantage),
+        None if ratios is None else tensor(ratios),
+    )
+    terms = get_loss(algorithm.loss).fn(inputs, algorithm.parameters)
+    loss, kl = terms.loss, None
+    if start.factor is not None:
+        loss = loss * tensor(start.factor)
+    if algorithm.kl_coef > 0:
+        row = KLS[algorithm.kl]
+        kl = _estimate(row.fn, got, reference)
+        if not row.in_reward:
+            loss = loss + algorithm.kl_coef * kl
+    if algorithm.entropy_coef > 0:
+        loss = loss - algorithm.entropy_coef * got.entropy
+    total = (tensor(weight) * loss).sum()
+    return ObjectiveTerms(total, terms.clipped, None if kl is None else kl.detach())
+
+
+def _estimate(
+    fn: Callable[[Tensor, Tensor], Tensor] | None, got: RecordLogprobs, reference: Tensor | None
+) -> Tensor:
+    if fn is None:
+        assert got.kl is not None, "the full KL was not computed"
+        return got.kl
+    assert reference is not None, "the reference was not computed"
+    return fn(got.logprob, reference)
