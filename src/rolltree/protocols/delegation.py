@@ -194,11 +194,14 @@ class _Delegator(Player):
             return "No more subtasks can be handed out. Go on with what you have."
         return ""
 
-    def _child(self, kind: SubAgent, request: ToolRequest, position: int, clock: Clock) -> Player:
+    def _child(
+        self, kind: SubAgent, request: ToolRequest, position: int
+    ) -> tuple[_Delegator, Clock]:
         arguments = dict(request.arguments or {})
         step = len(self.builder.steps) - 1
         name = f"{request.name}.{step}.{position}"
         agent = kind.make()
+        clock = Clock(kind.budget.time_limit_s, GRACE_S)
         builder = RolloutBuilder(
             agent,
             f"{self.builder.rollout_id}/{name}",
@@ -230,11 +233,15 @@ class _Delegator(Player):
             budget=kind.budget,
         )
         child.family = self.family
-        return child
+        return child, clock
 
     async def _run(self, kind: SubAgent, request: ToolRequest, position: int) -> ToolAnswer:
-        clock = Clock(kind.budget.time_limit_s, GRACE_S)
-        child = self._child(kind, request, position, clock)
+        try:
+            child, clock = self._child(kind, request, position)
+        except Exception as error:  # noqa: BLE001  the parent is told; there is no rollout yet
+            failure = record_error(error, "setup")
+            text = f"The agent failed: {failure.type}: {failure.message}"
+            return ToolAnswer(request.call_id, request.name, text, failure)
         builder = child.builder
         make = kind.world
         world = None if make is None else (lambda: make(builder.meta["arguments"]))
