@@ -212,6 +212,39 @@ class TestEvaluation:
         assert [entry[-1] for entry in seen] == [True, True]
         assert set(report.evaluations) == {"eval_before", "eval_after"}
 
+    def test_a_longer_run_has_a_last_evaluation_of_its_own(self, model, tmp_path):
+        """What was measured after step 2 says nothing about the weights after step 4."""
+        self.run(model, tmp_path / "run", [], train={"num_steps": 2})
+        calls = []
+        for _ in range(2):
+            report, seen = self.run(model, tmp_path / "run", calls)
+        assert calls == [("eval_after/000004", 4)]
+        assert seen[-1] == ("eval", "eval_after/000004", 4, 4.0, True)
+        assert report.evaluations["eval_after/000004"] == {"reward": 4.0}
+        assert "eval_after" not in report.evaluations
+
+    def test_also_when_the_shorter_run_was_stopped_in_its_last_evaluation(self, model, tmp_path):
+        """Its rollouts are stored under `eval_after`, and must not be counted for later weights."""
+
+        async def stop(phase, step):
+            raise KeyboardInterrupt
+
+        def config(steps):
+            section = {"before": False, "after": True}
+            return make_config(model, tmp_path / "run", eval=section, train={"num_steps": steps})
+
+        calls = []
+
+        async def note(phase, step):
+            calls.append((phase, step))
+            return {"reward": 0.0}
+
+        with pytest.raises(KeyboardInterrupt):
+            start(config(2), evaluate=stop)
+        start(config(3), evaluate=note)
+        start(config(3), evaluate=note)
+        assert calls == [("eval_after/000003", 3)]
+
     def test_it_is_too_late_for_the_one_before_training(self, model, tmp_path):
         config = make_config(model, tmp_path / "run", train={"num_steps": 2})
         start(config)

@@ -3,7 +3,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training_kit import LetterSource
 
+import rolltree as rt
 from rolltree.errors import ConfigError
+from rolltree.rollouts import RolloutEngine
+from rolltree.testing import ScriptedClient
 from rolltree.training import load_train_config, step_requests, task_indices
 
 CONFIG = load_train_config(
@@ -81,3 +84,25 @@ def test_the_config_wins_over_the_source():
     (request, *_) = step_requests(CONFIG, source, 1)
     assert request.sampling.max_tokens == 5
     assert request.sampling.temperature == 0.5
+
+
+async def test_an_environments_sampling_args_reach_the_model():
+    """From a real environment, through the plan, to what the client is asked."""
+    environment = rt.SingleTurnEnv(
+        dataset=[{"question": "2 + 2 =", "answer": "4"}],
+        rubric=rt.Rubric([lambda completion, answer: 1.0]),
+        sampling_args={"temperature": 0.7, "max_tokens": 9, "stop": [";"]},
+    )
+    config = load_train_config({"algorithm": {"group_size": 2, "groups_per_step": 1}})
+    requests = step_requests(config, environment, 1)
+    client = ScriptedClient(["4"])
+    async with environment:
+        await RolloutEngine(environment, client).run_all(requests)
+    assert len(client.calls) == 2
+    for call in client.calls:
+        assert call.sampling.temperature == 0.7
+        assert call.sampling.max_tokens == 9
+        assert list(call.sampling.stop) == [";"]
+    over = load_train_config({**config.as_dict(), "sampling": {"temperature": 1.0}})
+    (request, *_) = step_requests(over, environment, 1)
+    assert (request.sampling.temperature, request.sampling.max_tokens) == (1.0, 9)

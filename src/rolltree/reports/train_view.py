@@ -106,6 +106,10 @@ class TrainView:
         if self._live is None:
             say(self._console, line)
 
+    def on_notice(self, message: str) -> None:
+        """Show what a person should know."""
+        say(self._console, message)
+
     def on_end(self, report: TrainReport) -> None:
         """Stop saying what happens next."""
         self._status = ""

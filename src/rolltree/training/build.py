@@ -1,8 +1,8 @@
 """Model, engine and client of a run on one machine, from its config.
 
 The embedded engine serves the very tensors that the trainer changes; vLLM in this process serves a
-copy of them that `publish` renews. It knows the names in the config. It leaves out the environment,
-which the caller builds, and servers on other machines.
+copy of them that `publish` renews; servers reload them from disk. It knows the names in the config.
+It leaves out the environment, which the caller builds, and starting servers.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rolltree.inference.local import LocalClient, local_client
+from rolltree.inference.local import local_client
 from rolltree.inference.vllm import vllm_client
 from rolltree.models import load_model, resolve_model
 from rolltree.store import Run
 from rolltree.training.config import MAY_CHANGE, TrainConfig
+from rolltree.training.servers import server_parts
 from rolltree.training.train import WeightTarget
 
 
@@ -26,41 +27,49 @@ class LocalParts:
     model: Any
     tokenizer: Any
     engine: WeightTarget
-    client: LocalClient
+    client: Any
 
 
 def build_local(config: TrainConfig) -> LocalParts:
-    """Load the model in float32 and start the engine that `engine.kind` names.
+    """Load the model in float32 and start, or connect to, the engine that `engine.kind` names.
 
     Raises:
         UnknownName: there is no such model.
         ConfigError: the model or the engine's settings cannot be used, or vLLM is not installed.
     """
     model, tokenizer = load_model(config.model.name, "float32", device=config.model.device)
+    client, engine = _ENGINES[config.engine.kind](config, model, tokenizer)
+    return LocalParts(model, tokenizer, engine, client)
+
+
+def _options(config: TrainConfig) -> dict[str, Any]:
     section = config.engine
-    client = _CLIENTS[section.kind](
-        config,
-        model,
-        tokenizer,
-        name=config.model.name,
-        max_batch=section.max_batch,
-        max_context=section.max_context,
-        kv_budget_bytes=section.kv_budget_bytes,
-        prefill_chunk=section.prefill_chunk,
-        seed=config.run.seed,
-    )
-    return LocalParts(model, tokenizer, client.engine, client)
+    return {
+        "name": config.model.name,
+        "max_batch": section.max_batch,
+        "max_context": section.max_context,
+        "kv_budget_bytes": section.kv_budget_bytes,
+        "prefill_chunk": section.prefill_chunk,
+        "seed": config.run.seed,
+    }
 
 
-def _local(config: TrainConfig, model: Any, tokenizer: Any, **options: Any) -> LocalClient:
-    return local_client(model, tokenizer, **options)
+def _local(config: TrainConfig, model: Any, tokenizer: Any) -> tuple[Any, WeightTarget]:
+    client = local_client(model, tokenizer, **_options(config))
+    return client, client.engine
 
 
-def _vllm(config: TrainConfig, model: Any, tokenizer: Any, **options: Any) -> LocalClient:
-    return vllm_client(resolve_model(config.model.name), model, tokenizer, **options)
+def _vllm(config: TrainConfig, model: Any, tokenizer: Any) -> tuple[Any, WeightTarget]:
+    folder = resolve_model(config.model.name)
+    client = vllm_client(folder, model, tokenizer, **_options(config))
+    return client, client.engine
 
 
-_CLIENTS: dict[str, Callable[..., LocalClient]] = {"local": _local, "vllm": _vllm}
+_ENGINES: dict[str, Callable[[TrainConfig, Any, Any], tuple[Any, WeightTarget]]] = {
+    "local": _local,
+    "vllm": _vllm,
+    "servers": server_parts,
+}
 
 
 def open_run(config: TrainConfig) -> Run:

@@ -35,22 +35,36 @@ async def collect(
     run: Run,
     on_progress: Callable[[int], None] = lambda num_done: None,
 ) -> Collected:
-    """Return the results of `requests`, all of one step, running those that are not stored.
-
-    A step of which every stored rollout failed is run again: there is nothing to learn from it,
-    and what stopped it (a server that was down) may be over. `on_progress` gets the number of
-    results that are there.
+    """Do what `gather` does, for all requests of a step.
 
     Raises:
         TrainingError: every rollout failed; the most common error is quoted.
     """
-    wanted = {request.request_id for request in requests}
-    stored = {
-        result.request.request_id: result
-        for result in decode_results(run.rollouts(phase=PHASE, train_step=requests[0].train_step))
-        if result.request.request_id in wanted
-    }
-    if len(stored) == len(requests) and all(r.error is not None for r in stored.values()):
+    collected = await gather(requests, engine, run, on_progress, retry_failed=True)
+    check_some_worked(collected.results)
+    return collected
+
+
+async def gather(
+    requests: Sequence[RolloutRequest],
+    engine: RolloutEngine,
+    run: Run,
+    on_progress: Callable[[int], None] = lambda num_done: None,
+    *,
+    retry_failed: bool = False,
+) -> Collected:
+    """Return the results of `requests`, whole groups of one step, running those not stored.
+
+    With `retry_failed`, requests that are all stored and all failed are run again: there is nothing
+    to learn from them, and what stopped them (a server that was down) may be over. `on_progress`
+    gets the number of results that are there.
+    """
+    stored = stored_results(requests, run)
+    if (
+        retry_failed
+        and len(stored) == len(requests)
+        and all(r.error is not None for r in stored.values())
+    ):
         stored = {}
     found = dict(stored)
     on_progress(len(found))
@@ -61,8 +75,16 @@ async def collect(
         found |= {result.request.request_id: result for result in batch}
         on_progress(len(found))
     results = tuple(found[request.request_id] for request in requests)
-    _check_some_worked(results)
     return Collected(results, len(stored))
+
+
+def stored_results(requests: Sequence[RolloutRequest], run: Run) -> dict[str, RolloutResult]:
+    """Return the results of `requests` that the run holds, by request id."""
+    wanted = {request.request_id for request in requests}
+    groups = sorted({request.group_id for request in requests})
+    rows = run.rollouts(phase=PHASE, train_step=requests[0].train_step, group_id=groups)
+    results = decode_results(row for row in rows if row.request_id in wanted)
+    return {result.request.request_id: result for result in results}
 
 
 async def _run(
@@ -84,7 +106,12 @@ async def _run(
                 yield waiting.pop(group)
 
 
-def _check_some_worked(results: Sequence[RolloutResult]) -> None:
+def check_some_worked(results: Sequence[RolloutResult]) -> None:
+    """Raise unless a rollout of a step did not fail.
+
+    Raises:
+        TrainingError: every rollout failed; the most common error is quoted.
+    """
     errors = [result.error for result in results if result.error is not None]
     if len(errors) < len(results):
         return

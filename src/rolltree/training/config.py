@@ -27,6 +27,7 @@ from rolltree.training.sections import (
     ModelSection,
     RunSection,
     SamplingSection,
+    TrackSection,
     need,
 )
 from rolltree.training.shaping import SoftOverlong
@@ -37,6 +38,7 @@ MAY_CHANGE: tuple[str, ...] = (
     "eval.every",
     "eval.after",
     "checkpoint",
+    "track",
     "train.num_steps",
     "train.max_tokens",
     "train.num_threads",
@@ -62,6 +64,8 @@ class AlgorithmSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     - `entropy_coef`: weight of the entropy that is added to the objective.
     - `overlong_tokens`, `overlong_buffer`: a penalty for length, see `shaping.SoftOverlong`.
     - `group_size`: rollouts per task; `groups_per_step`: tasks per step.
+    - `replace_flat`: groups whose rewards teach nothing (no spread) are replaced by new ones, at
+      most this many per step (0: never).
     - `on_error`, `discount`, `baseline` and `baseline_decay` (None: 0.9): see
       `assign.CreditPolicy`.
     - `flow` and `edge_discount`: how credit moves between parents and children, see `credit_graph`.
@@ -78,6 +82,7 @@ class AlgorithmSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     ratio_cap: float | None = None
     group_size: int = 8
     groups_per_step: int = 8
+    replace_flat: int = 0
     fixed_length: int | None = None
     correction: str | None = None
     correction_low: float | None = None
@@ -101,6 +106,7 @@ class AlgorithmSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         need(self.group_size >= 1, "algorithm.group_size", self.group_size, "at least 1")
         groups = self.groups_per_step
         need(groups >= 1, "algorithm.groups_per_step", groups, "at least 1")
+        need(self.replace_flat >= 0, "algorithm.replace_flat", self.replace_flat, "0 or more")
         for name in ("kl_coef", "entropy_coef"):
             value = getattr(self, name)
             need(value is None or 0 <= value < math.inf, f"algorithm.{name}", value, "0 or more")
@@ -132,6 +138,11 @@ class AlgorithmSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             raise ConfigError(
                 f"algorithm.baseline_decay is {decay}, but there is no moving average. Use "
                 "algorithm.baseline = 'ema', or leave the decay out."
+            )
+        if self.replace_flat and algorithm.credit == "zero":
+            raise ConfigError(
+                "algorithm.replace_flat is set, and with the credit 'zero' no group ever has a "
+                "spread, so every step would be sampled in vain up to the limit. Leave it out."
             )
         if self.group_size == 1 and algorithm.credit in COMPARING:
             raise ConfigError(
@@ -259,6 +270,10 @@ class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     - `skip_flat`: do not compute rollouts whose advantages are all zero. They count in the
       normalizers, so the gradient is the same; entropy and ratios are measured on the others.
     - `gradient_checkpointing`: recompute activations in the backward pass.
+    - `async_steps`: how many policy versions generation may run ahead of training; 0 is the
+      synchronous loop, in which sampling and training take turns.
+    - `max_lag`: tokens that are more versions old than this when they are trained get no weight;
+      None is `async_steps`.
     - `max_mismatch`: stop when trainer and engine logprobs differ by more, on average.
     - `num_threads`: torch's, None leaves them.
     """
@@ -274,6 +289,8 @@ class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     minibatches: int = 1
     skip_flat: bool = True
     gradient_checkpointing: bool = False
+    async_steps: int = 0
+    max_lag: int | None = None
     max_mismatch: float = 0.1
     num_threads: int | None = None
 
@@ -289,6 +306,14 @@ class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             )
         cap = self.max_seq_len
         need(cap is None or cap >= 2, "train.max_seq_len", cap, "at least 2")
+        need(self.async_steps >= 0, "train.async_steps", self.async_steps, "0 or more")
+        lag = self.max_lag
+        need(lag is None or lag >= 0, "train.max_lag", lag, "0 or more")
+        if lag is not None and not self.async_steps:
+            raise ConfigError(
+                f"train.max_lag is {lag}, but in the synchronous loop no token is ever older than "
+                "the weights, so it would do nothing. Set train.async_steps, or leave it out."
+            )
         need(self.max_mismatch > 0, "train.max_mismatch", self.max_mismatch, "above 0")
         threads = self.num_threads
         need(threads is None or threads >= 1, "train.num_threads", threads, "at least 1")
@@ -312,6 +337,17 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     train: TrainSection = TrainSection()
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    track: TrackSection = TrackSection()
+
+    def __post_init__(self) -> None:
+        shared = self.engine.kind == "local" and self.model.device == "cpu"
+        if self.train.async_steps and shared and self.model.backward_dtype != "float32":
+            raise ConfigError(
+                f"train.async_steps is {self.train.async_steps} and model.backward_dtype is "
+                f"{self.model.backward_dtype!r}: that switch is the whole process's, so the "
+                "engine, which samples during the backward pass, would compute in it too. Use "
+                "'float32', or the synchronous loop."
+            )
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data: what the run store keeps, and `load_train_config` reads back."""

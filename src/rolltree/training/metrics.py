@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from rolltree.samples.records import take_records
 from rolltree.training.layout import FloatColumn
 from rolltree.training.logprobs import RecordLogprobs
 from rolltree.training.objective import ObjectiveTerms
+from rolltree.training.places import by_place
 from rolltree.training.ranks import Ranks
 from rolltree.types import Records
 
@@ -53,11 +55,14 @@ class RecordStats:
             setattr(self, name, column)
         self.loss = float(loss[0])
 
-    def metrics(self, records: Records) -> dict[str, float]:
+    def metrics(self, records: Records, version: int | None = None) -> dict[str, float]:
         """Return the summary; `records` are those of the step, in the same order.
 
-        `mismatch/*` is trainer minus engine logprob before any update, `ratio/*` its exponential,
-        `ratio/ess` the effective sample size as a share (Kish 1965). Tokens without a behaviour
+        `mismatch/*` is trainer minus engine logprob before any update, of the tokens that `version`
+        sampled (None: of all); without such tokens it is not there. `ratio/*` is the exponential of
+        that difference for all tokens: `ratio/p01` and `ratio/p99` are its tails,
+        `ratio/outside_share` the share below 1/2 or above 2, `ratio/ess` the effective sample size
+        as a share (Kish 1965). Tokens without a behaviour
         logprob (supervised ones) have neither. `correction/*` is there with a correction.
         """
         metrics = {
@@ -71,19 +76,30 @@ class RecordStats:
             metrics["correction/mean"] = float(self.factor.mean())
             metrics["correction/masked_share"] = float((self.factor == 0).mean())
         if not np.isnan(records.logprob).any():
-            metrics |= self._against_engine(records)
+            metrics |= self._against_engine(records, version)
         return metrics
 
-    def _against_engine(self, records: Records) -> dict[str, float]:
+    def _against_engine(self, records: Records, version: int | None) -> dict[str, float]:
         difference = (self.logprob - records.logprob).astype(np.float64)
         ratio = np.exp(np.minimum(difference, 50.0))
-        return {
-            "mismatch/mean": float(difference.mean()),
-            "mismatch/abs_mean": float(np.abs(difference).mean()),
-            "mismatch/abs_max": float(np.abs(difference).max()),
-            "mismatch/k3": float((ratio - 1 - difference).mean()),
+        tails = np.quantile(ratio, (0.01, 0.99))
+        metrics = {
             "ratio/mean": float(ratio.mean()),
             "ratio/min": float(ratio.min()),
+            "ratio/p01": float(tails[0]),
+            "ratio/p99": float(tails[1]),
             "ratio/max": float(ratio.max()),
+            "ratio/outside_share": float(((ratio < 0.5) | (ratio > 2)).mean()),
             "ratio/ess": float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
+        }
+        fresh = np.ones(len(ratio), bool) if version is None else records.version == version
+        if not fresh.any():
+            return metrics
+        own = difference[fresh]
+        return metrics | {
+            "mismatch/mean": float(own.mean()),
+            "mismatch/abs_mean": float(np.abs(own).mean()),
+            "mismatch/abs_max": float(np.abs(own).max()),
+            "mismatch/k3": float((ratio[fresh] - 1 - own).mean()),
+            **by_place(take_records(records, fresh), own),
         }

@@ -6,6 +6,8 @@ episodes again. It knows requests and their seeds. It leaves out curricula.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from rolltree.errors import ConfigError
@@ -61,20 +63,53 @@ def step_requests(config: TrainConfig, source: RolloutSource, step: int) -> list
     Raises:
         ConfigError: the source has no training data, or sampling that cannot be trained on.
     """
+    num_examples = _num_examples(source)
+    indices = task_indices(config.run.seed, step, config.algorithm.groups_per_step, num_examples)
+    groups = {f"g{group:02d}": (index, (group,)) for group, index in enumerate(indices)}
+    return _requests(config, source, step, groups)
+
+
+def replacement_requests(
+    config: TrainConfig, source: RolloutSource, step: int, *, first: int, count: int
+) -> list[RolloutRequest]:
+    """Return the requests of `count` further groups of a step, from the `first`-th one (0) on.
+
+    Their tasks are a shuffled order of those that the step did not plan (all, if it planned all).
+    Example: ids `train/000012/x00/0` to `train/000012/x00/7`.
+    """
+    num_examples, seed = _num_examples(source), config.run.seed
+    planned = task_indices(seed, step, config.algorithm.groups_per_step, num_examples)
+    others = sorted(set(range(num_examples)) - set(planned)) or list(range(num_examples))
+    order = np.random.default_rng(derive_seed(seed, "replacement", step)).permutation(others)
+    groups = {
+        f"x{n:02d}": (int(order[n % len(order)]), ("replacement", n))
+        for n in range(first, first + count)
+    }
+    return _requests(config, source, step, groups)
+
+
+def _num_examples(source: RolloutSource) -> int:
     num_examples = source.num_examples("train")
     if num_examples < 1:
         raise ConfigError(
             f"{source.env_id!r} has no training examples, so there is nothing to learn from. Give "
             "the environment a dataset, not only an eval_dataset."
         )
-    section = config.algorithm
+    return num_examples
+
+
+def _requests(
+    config: TrainConfig,
+    source: RolloutSource,
+    step: int,
+    chosen: Mapping[str, tuple[int, tuple[str | int, ...]]],
+) -> list[RolloutRequest]:
+    """Return the requests of the groups of one step: label -> (example, what its seed is of)."""
     sampling = training_sampling(config, source)
     groups = []
-    for group, index in enumerate(
-        task_indices(config.run.seed, step, section.groups_per_step, num_examples)
-    ):
-        name = f"{PHASE}/{step:06d}/g{group:02d}"
-        seed = derive_seed(config.run.seed, PHASE, step, group)
+    for label, (index, parts) in chosen.items():
+        name = f"{PHASE}/{step:06d}/{label}"
+        seed = derive_seed(config.run.seed, PHASE, step, *parts)
         groups.append(
             RolloutRequest(
                 request_id=name,
@@ -89,4 +124,4 @@ def step_requests(config: TrainConfig, source: RolloutSource, step: int) -> list
                 train_step=step,
             )
         )
-    return GroupStrategy(section.group_size).expand(groups)
+    return GroupStrategy(config.algorithm.group_size).expand(groups)

@@ -54,6 +54,9 @@ class Reporter(Protocol):
     def on_eval(self, phase: str, step: int, metrics: Mapping[str, Any], stored: bool) -> None:
         """An evaluation is done, or was found stored by an earlier start."""
 
+    def on_notice(self, message: str) -> None:
+        """Something that a person should know, such as a step that starves; it is stored."""
+
     def on_end(self, report: TrainReport) -> None:
         """Training is over."""
 
@@ -71,6 +74,9 @@ class Silent:
         """Do nothing."""
 
     def on_eval(self, phase: str, step: int, metrics: Mapping[str, Any], stored: bool) -> None:
+        """Do nothing."""
+
+    def on_notice(self, message: str) -> None:
         """Do nothing."""
 
     def on_end(self, report: TrainReport) -> None:

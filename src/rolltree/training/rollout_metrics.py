@@ -19,8 +19,8 @@ def rollout_metrics(results: Sequence[RolloutResult]) -> dict[str, float]:
     """Return the metrics of all rollouts of one step.
 
     Rewards and `metric/*` are means over rollouts that have one; failed rollouts have none and are
-    counted in `error/*`. Lengths count sampled tokens, `rollout/length_cut_share` is the share of
-    calls that ran into their token limit.
+    counted in `error/*`. Lengths count sampled tokens (`rollout/max_sampled_tokens`: of one call),
+    `rollout/length_cut_share` is the share of calls that ran into their token limit.
     """
     states = [state for result in results for state in result.states]
     rewards = [float(s["reward"]) for s in states if s.get("reward") is not None]
@@ -43,6 +43,7 @@ def rollout_metrics(results: Sequence[RolloutResult]) -> dict[str, float]:
     metrics |= {
         "rollout/num_calls": len(extras) / count,
         "rollout/sampled_tokens": sum(sampled) / count,
+        "rollout/max_sampled_tokens": float(max(sampled, default=0)),
         "rollout/prompt_tokens": sum(prompts) / count,
         "rollout/total_sampled_tokens": float(sum(sampled)),
         "rollout/length_cut_share": sum(cut) / max(1, len(extras)),

@@ -59,10 +59,16 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What samples, in this process, and how many episodes it gets at once.
+    """What samples, and how many episodes it gets at once.
 
-    `kind`: `local` is the embedded engine, which reads the trainer's own tensors; `vllm` is vLLM,
-    which gets a copy of them after every step and needs the package. `max_batch`: requests that
+    `kind`: `local` is the embedded engine, which reads the trainer's own tensors; `vllm` is vLLM in
+    this process, which gets a copy of them after every step and needs the package; `servers` are
+    those at `urls`, which reload the weights from `weights/` in the run directory, under the same
+    path for them. `served_model`: the name that servers know the model by (None: `model.name`).
+    `api_key_env`: the environment variable that holds their token. `reload_method`: the worker's
+    method (see `publish_weights`). `probe_tolerance`: after every publish a short probe is sampled;
+    its logprobs may differ from the trainer's by this much (servers in 16 bits need about 0.5).
+    `max_batch`: requests that
     decode together. `max_context`: prompt and completion of one request in tokens, None for the
     engine's default. `kv_budget_bytes`: memory for keys and values, None for `max_batch` full slots
     (`vllm`: 1 GiB). `prefill_chunk`: most prompt tokens in one forward pass. `max_concurrent`:
@@ -70,7 +76,12 @@ class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     episode whose model call failed is run again.
     """
 
-    kind: Literal["local", "vllm"] = "local"
+    kind: Literal["local", "vllm", "servers"] = "local"
+    urls: tuple[str, ...] = ()
+    served_model: str | None = None
+    api_key_env: str | None = None
+    reload_method: str = "reload_weights"
+    probe_tolerance: float = 0.01
     max_batch: int = 64
     max_context: int | None = None
     kv_budget_bytes: int | None = None
@@ -84,6 +95,22 @@ class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         need(self.max_concurrent >= 1, "engine.max_concurrent", self.max_concurrent, "at least 1")
         need(self.prefill_chunk >= 1, "engine.prefill_chunk", self.prefill_chunk, "at least 1")
         need(self.retries >= 0, "engine.retries", self.retries, "0 or more")
+        bound = self.probe_tolerance
+        need(bound > 0, "engine.probe_tolerance", bound, "above 0")
+        if (self.kind == "servers") != bool(self.urls):
+            raise ConfigError(
+                f"engine.kind is {self.kind!r} and engine.urls is {list(self.urls)}: servers have "
+                "URLs, and engines in this process have none. Set both, or neither."
+            )
+        ignored = ("max_batch", "max_context", "kv_budget_bytes", "prefill_chunk")
+        others = ("served_model", "api_key_env", "reload_method")
+        defaults = {f.name: f.default for f in msgspec.structs.fields(type(self))}
+        for name in ignored if self.kind == "servers" else others:
+            if getattr(self, name) != defaults[name]:
+                raise ConfigError(
+                    f"engine.{name} is set, and engine.kind = {self.kind!r} does not read it, so "
+                    "it would do nothing. Leave it out (servers are set up where they are started)."
+                )
 
 
 class EnvSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -158,3 +185,21 @@ class CheckpointSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     def __post_init__(self) -> None:
         need(self.every >= 1, "checkpoint.every", self.every, "at least 1")
         need(self.keep >= 1, "checkpoint.keep", self.keep, "at least 1")
+
+
+class TrackSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where metrics go besides the run store, which always has them.
+
+    `to`: rows of `trackers.TRACKERS`: `"tensorboard"`, `"wandb"`, `"trackio"`, `"mlflow"`; each
+    needs its package (`pip install 'rolltree[track]'`). `project`: the project or experiment there.
+    `name`: the run's name there, None for that of the run directory.
+    """
+
+    to: tuple[str, ...] = ()
+    project: str = "rolltree"
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        need(bool(self.project), "track.project", self.project, "a name")
+        if len(set(self.to)) < len(self.to):
+            raise ConfigError(f"track.to is {list(self.to)}; name each tracker once.")

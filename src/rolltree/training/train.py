@@ -1,11 +1,13 @@
-"""The synchronous loop: rollouts, credit, samples, optimizer step, publish, store.
+"""The loop: rollouts, credit, samples, optimizer step, publish, store.
 
     for each step:  requests -> rollouts (stored at once) -> advantages -> samples
                     -> engine paused: gradients, weights in place, version + 1 -> metrics stored
 
-Kill it anywhere: the same call continues from the last checkpoint, trains the later steps again
-from their stored rollouts, and samples only what is missing. It knows every stage by its interface
-and no environment. It leaves out evaluation, which is injected, and asynchronous training.
+With `train.async_steps` rollouts come from a stream that goes on while the gradients are computed,
+and the engine is paused only while the weights are written. Kill it anywhere: the same call
+continues from the last checkpoint, trains the later steps again from their stored rollouts, and
+samples only what is missing. It knows every stage by its interface and no environment. It leaves
+out evaluation, which is injected.
 """
 
 from __future__ import annotations
@@ -27,11 +29,15 @@ from rolltree.samples import SampleBatch, build_samples
 from rolltree.store import Run
 from rolltree.training.assign import assign_credit
 from rolltree.training.checkpoint import Checkpoints, TrainState, export_model
-from rolltree.training.collect import collect
 from rolltree.training.config import TrainConfig
-from rolltree.training.plan import step_requests
+from rolltree.training.feed import Feed, SyncFeed
+from rolltree.training.handover import Handover, in_thread
+from rolltree.training.publishing import Publisher
 from rolltree.training.reporter import Reporter, Silent, TrainReport, TrainStart
 from rolltree.training.rollout_metrics import rollout_metrics
+from rolltree.training.staleness import mask_stale, staleness_limit
+from rolltree.training.starving import StarvationWatch
+from rolltree.training.stream import StreamFeed
 from rolltree.training.trainer import Trainer
 from rolltree.types import RolloutResult, State
 
@@ -52,8 +58,8 @@ class WeightTarget(Protocol):
         """Return a context in which nothing is sampled."""
         ...
 
-    def publish(self, version: int) -> None:
-        """Take note that the weights are now those of `version`."""
+    def publish(self, version: int) -> Awaitable[None] | None:
+        """Take note that the weights are now those of `version`; awaited if it is a coroutine."""
         ...
 
 
@@ -116,6 +122,13 @@ async def train_async(
     """
     if config.train.num_threads is not None:
         torch.set_num_threads(config.train.num_threads)
+    rollouts = RolloutEngine(
+        source,
+        client,
+        max_concurrent=config.engine.max_concurrent,
+        time_limit_s=config.engine.time_limit_s,
+        retries=config.engine.retries,
+    )
     loop = _Loop(
         config=config,
         source=source,
@@ -127,12 +140,9 @@ async def train_async(
         reporter=reporter or Silent(),
         trainer=Trainer(model, config),
         checkpoints=Checkpoints(run.checkpoints, config.checkpoint.keep),
-        rollouts=RolloutEngine(
-            source,
-            client,
-            max_concurrent=config.engine.max_concurrent,
-            time_limit_s=config.engine.time_limit_s,
-            retries=config.engine.retries,
+        rollouts=rollouts,
+        publisher=Publisher(
+            model, engine, rollouts.client, tolerance=config.engine.probe_tolerance
         ),
     )
     return await loop.run_all()
@@ -151,27 +161,39 @@ class _Loop:
     trainer: Trainer
     checkpoints: Checkpoints
     rollouts: RolloutEngine
+    publisher: Publisher
     evaluations: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     averages: Mapping[str, float] = field(default_factory=dict)
+    handover: Handover | None = None  # of a step that failed while it wrote
 
     async def run_all(self) -> TrainReport:
         first = self._restore()
         async with self.engine.paused():
-            self.engine.publish(first.version)
+            await self.publisher.publish(first.version)
+        await self.publisher.verify(first.version)
         self._start(first)
         num_steps, every = self.config.train.num_steps, self.config.eval.every
         if self.config.eval.before:
             await self._evaluate("eval_before", 0, current=first.step)
-        for step in range(first.step + 1, num_steps + 1):
-            metrics = await self._step(step)
-            self.run.add_step(step, metrics)
-            if step == num_steps or step % self.config.checkpoint.every == 0:
-                self._save(step)
-            self.reporter.on_step(step, metrics)
-            if every and step % every == 0 and step < num_steps:
-                await self._evaluate(f"eval/{step:06d}", step, current=step)
+        feed = self._feed()
+        try:
+            for step in range(first.step + 1, num_steps + 1):
+                metrics = await self._step(step, feed)
+                self.run.add_step(step, metrics)
+                inside = every and step % every == 0 and step < num_steps
+                # Taken again, an asynchronous step has its weights only up to rounding.
+                exact = inside and self.config.train.async_steps > 0
+                if step == num_steps or step % self.config.checkpoint.every == 0 or exact:
+                    self._save(step)
+                self.reporter.on_step(step, metrics)
+                if inside:
+                    await self._evaluate(f"eval/{step:06d}", step, current=step)
+        finally:
+            await feed.aclose()
+            if self.handover is not None:
+                await self.handover.aclose()
         if self.config.eval.after:
-            await self._evaluate("eval_after", num_steps, current=num_steps)
+            await self._evaluate(self._last_phase(num_steps), num_steps, current=num_steps)
         return self._end()
 
     def _restore(self) -> TrainState:
@@ -202,33 +224,65 @@ class _Loop:
             )
         )
 
-    async def _step(self, step: int) -> dict[str, float]:
-        """Take one step and return its metrics; the weights are published."""
-        clock = [time.perf_counter()]
-        requests = step_requests(self.config, self.source, step)
-        collected = await collect(
-            requests,
+    def _feed(self) -> Feed:
+        watch = StarvationWatch(self._say)
+        if self.config.train.async_steps:
+            return StreamFeed(
+                self.config,
+                self.rollouts,
+                self.run,
+                watch=watch,
+                on_progress=self.reporter.on_rollouts,
+            )
+        return SyncFeed(
+            self.config,
             self.rollouts,
             self.run,
-            lambda done: self.reporter.on_rollouts(step, done, len(requests)),
+            watch=watch,
+            say=self._say,
+            on_progress=self.reporter.on_rollouts,
         )
+
+    def _say(self, message: str) -> None:
+        self.run.add_event("notice", {"message": message})
+        self.reporter.on_notice(message)
+
+    async def _step(self, step: int, feed: Feed) -> dict[str, float]:
+        """Take one step and return its metrics; the weights are published."""
+        clock = [time.perf_counter()]
+        found = await feed.next(step)
         clock.append(time.perf_counter())
-        batch, credit = self._samples(collected.results)
-        async with self.engine.paused():
-            trained = self.trainer.step(batch.samples, step)
-            self.engine.publish(step)
+        batch, credit = self._samples(found.trained)
+        trained = await self._train(batch, step)
         clock.append(time.perf_counter())
-        metrics = rollout_metrics(collected.results) | credit | trained
-        return metrics | {
-            "samples/reuse_factor": batch.report["num_raw_tokens"] / batch.report["num_tokens"],
-            "samples/break_rate": batch.report["break_rate"],
-            "samples/skipped_tokens": batch.report["num_skipped_tokens"],
-            "rollout/entropy": _sampled_entropy(batch),
-            "rollout/reused_share": collected.num_reused / len(requests),
-            "policy/version": float(step),
-            "time/rollout_s": clock[1] - clock[0],
-            "time/step_s": clock[2] - clock[0],
-        }
+        metrics = rollout_metrics(found.sampled) | credit | dict(found.metrics) | trained
+        sampled = metrics["rollout/total_sampled_tokens"]
+        return (
+            metrics
+            | _sample_metrics(batch)
+            | {
+                "policy/version": float(step),
+                "time/rollout_s": clock[1] - clock[0],
+                "time/step_s": clock[2] - clock[0],
+                "rollout/tokens_per_s": sampled / max(clock[2] - clock[0], 1e-9),
+            }
+        )
+
+    async def _train(self, batch: SampleBatch, step: int) -> dict[str, float]:
+        """Train on the samples, publish the weights as version `step`, and verify that."""
+        if not self.config.train.async_steps:
+            async with self.engine.paused():
+                trained = self.trainer.step(batch.samples, step)
+                await self.publisher.publish(step)
+            return trained | await self.publisher.verify(step)
+        samples, stale = mask_stale(batch.samples, step - 1, staleness_limit(self.config))
+        self.handover = handover = Handover(
+            self.engine.paused, lambda: self.publisher.publish(step)
+        )
+        trained = await in_thread(lambda: self.trainer.step(samples, step, exclusive=handover))
+        self.handover = None
+        verified = await self.publisher.verify(step)
+        return trained | stale | verified | {"time/paused_s": handover.paused_s}
 
     def _samples(self, results: Sequence[RolloutResult]) -> tuple[SampleBatch, dict[str, float]]:
         """Assign credit and build the samples of one step."""
@@ -264,7 +318,19 @@ class _Loop:
         state = TrainState(step, step, self.averages)
         path = self.checkpoints.save(self.model, self.trainer.optimizer, state)
         spent = time.perf_counter() - start
-        self.run.add_event("checkpoint", {"name": path.name, "time_s": spent}, step=step)
+        data = {"name": path.name, "time_s": spent, "checksum": self.publisher.checksum()}
+        self.run.add_event("checkpoint", data, step=step)
+
+    def _last_phase(self, step: int) -> str:
+        """Return the phase of the evaluation after training.
+
+        A run that is continued with more steps has used `eval_after` up for the step where it
+        ended, perhaps without finishing, so a later end has a phase of its own.
+        """
+        begun = [e.step for e in self.run.events("evaluation_begun")]
+        done = [e.step for e in self.run.events("evaluation") if e.data["phase"] == "eval_after"]
+        others = {at for at in (*begun, *done) if at != step}
+        return f"eval_after/{step:06d}" if others else "eval_after"
 
     async def _evaluate(self, phase: str, step: int, *, current: int) -> None:
         """Evaluate once per phase and run; an evaluation that is stored is only reported."""
@@ -277,6 +343,8 @@ class _Loop:
             self.run.add_event("evaluation_skipped", {"phase": phase, "done": current}, step=step)
             return
         else:
+            if phase.startswith("eval_after"):
+                self.run.add_event("evaluation_begun", {"phase": phase}, step=step)
             metrics = dict(await self.evaluate(phase, step))
             self.run.add_event("evaluation", {"phase": phase, "metrics": metrics}, step=step)
         self.evaluations[phase] = metrics
@@ -297,6 +365,23 @@ class _Loop:
         return report
 
 
-def _sampled_entropy(batch: SampleBatch) -> float:
-    """Return minus the mean engine logprob of all sampled tokens: an estimate of the entropy."""
-    return -float(np.mean(np.concatenate([s.records.logprob for s in batch.samples])))
+def _sample_metrics(batch: SampleBatch) -> dict[str, float]:
+    """Return what became of the tokens of a step.
+
+    `rollout/entropy` is minus the mean engine logprob of all sampled tokens, an estimate of the
+    entropy. Causes of breaks that did not occur are left out.
+    """
+    report = batch.report
+    causes = {
+        f"samples/{name}": value
+        for name, value in report.items()
+        if name.startswith("break_rate/") and value
+    }
+    return causes | {
+        "samples/reuse_factor": report["num_raw_tokens"] / report["num_tokens"],
+        "samples/break_rate": report["break_rate"],
+        "samples/skipped_tokens": report["num_skipped_tokens"],
+        "rollout/entropy": -float(
+            np.mean(np.concatenate([sample.records.logprob for sample in batch.samples]))
+        ),
+    }

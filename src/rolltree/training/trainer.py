@@ -13,7 +13,8 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,9 @@ from rolltree.training.precision import backward_precision
 from rolltree.training.ranks import Ranks
 from rolltree.training.shard import shard
 from rolltree.types import Sample
+
+Exclusive = Callable[[], AbstractContextManager[None]]
+"""Returns the context in which nothing but the optimizer touches the weights."""
 
 
 class Trainer:
@@ -126,8 +130,12 @@ class Trainer:
             )
         return reader
 
-    def step(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
+    def step(
+        self, samples: Sequence[Sample], step: int, *, exclusive: Exclusive = nullcontext
+    ) -> dict[str, float]:
         """Make `train.updates_per_step` optimizer steps on the samples of step `step` (from 1).
+
+        `exclusive` is opened before the first write to the weights and closed after the last.
 
         Returns the metrics of the step: losses and ratios of the first update, gradient norms of
         the last.
@@ -155,20 +163,24 @@ class Trainer:
         num_updates = section.updates_per_step
         starts = [self._start(batch, num_updates) for batch in batches]
         metrics: dict[str, float] = {}
-        for update in range(num_updates):
-            batch = batches[update % len(batches)]
-            stats = self._gradients(batch, starts[update % len(batches)])
-            if update == 0:
-                metrics = stats.metrics(batch.records)
-                if not self.algorithm.supervised:
-                    self._check_mismatch(metrics)
-            norm = self.optimizer.clip()
-            if not math.isfinite(norm):
-                self._name_non_finite(batch)
-            done = (step - 1) * num_updates + update
-            lr = learning_rate(self.config.optim, done, num_updates * section.num_steps)
-            self.optimizer.step(lr)
-            metrics |= {"train/grad_norm": norm, "train/lr": lr}
+        fresh = step - 1 if section.async_steps else None  # None: every token is
+        with ExitStack() as held:
+            for update in range(num_updates):
+                batch = batches[update % len(batches)]
+                stats = self._gradients(batch, starts[update % len(batches)])
+                if update == 0:
+                    metrics = stats.metrics(batch.records, fresh)
+                    if not self.algorithm.supervised:
+                        self._check_mismatch(metrics)
+                norm = self.optimizer.clip()
+                if not math.isfinite(norm):
+                    self._name_non_finite(batch)
+                done = (step - 1) * num_updates + update
+                lr = learning_rate(self.config.optim, done, num_updates * section.num_steps)
+                if update == 0:
+                    held.enter_context(exclusive())
+                self.optimizer.step(lr)
+                metrics |= {"train/grad_norm": norm, "train/lr": lr}
         spent = time.perf_counter() - began
         num_tokens = sum(batch.num_tokens for batch in batches)
         return metrics | {
@@ -269,7 +281,7 @@ class Trainer:
             total.backward()  # type: ignore[no-untyped-call]
 
     def _check_mismatch(self, metrics: dict[str, float]) -> None:
-        mismatch, limit = metrics["mismatch/abs_mean"], self.config.train.max_mismatch
+        mismatch, limit = metrics.get("mismatch/abs_mean", 0.0), self.config.train.max_mismatch
         if mismatch > limit:
             self.optimizer.zero_grad()
             raise TrainingError(

@@ -225,6 +225,10 @@ class LocalEngine:
             self._version, self._outdated = version, True
             self._decoder.runner.refresh()
 
+    def served_tensors(self) -> list[Any]:
+        """Return the tensors that forward passes compute with, in no particular order."""
+        return self._decoder.runner.tensors()
+
     async def aclose(self) -> None:
         """Stop the thread after its current step; requests in flight end with `ModelError`."""
         self._ask_to_stop()

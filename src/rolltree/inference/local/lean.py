@@ -74,6 +74,18 @@ class LeanForward:
         self._norm = _read_norm(inner.norm)
         self._head = _read_linear(model.lm_head)
 
+    def tensors(self) -> list[Tensor]:
+        """Return the parameters that a call reads."""
+        found: list[Tensor | None] = [self._embedding, self._norm.weight, *self._head]
+        for layer in self._layers:
+            for name in _Layer.__slots__:
+                part = getattr(layer, name)
+                if isinstance(part, _Norm):
+                    found.append(part.weight)
+                elif isinstance(part, tuple):
+                    found.extend(part)
+        return [tensor for tensor in found if tensor is not None]
+
     def __call__(self, plan: Plan, cache: SlotCache) -> Tensor:
         """Return logits `[_B, _V]` after the plan's newest tokens."""
         states = functional.embedding(plan.tokens, self._embedding)  # [_T, _D]

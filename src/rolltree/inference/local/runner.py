@@ -42,6 +42,12 @@ class ModelRunner:
         if now != self._parameters:
             self._read_model()
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the parameters that `forward` reads."""
+        if isinstance(self._model, LeanForward):
+            return self._model.tensors()
+        return list(self._model.parameters())
+
     def forward(
         self,
         rows: list[int],

@@ -1,0 +1,96 @@
+"""Servers as what serves the trained weights: written to disk, reloaded, versioned.
+
+    weights/version-000012/   in the run directory, in Hugging Face's layout; the servers see the
+    same path
+
+Servers hold copies, so they need not stand still while the optimizer writes; each is paused while
+it reloads, its requests stay and go on with the new weights. It knows clients of servers. It leaves
+out starting them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from rolltree.errors import ConfigError
+from rolltree.inference import ChatRenderer, EndpointPool, publish_weights
+from rolltree.inference.publish import HasServer
+from rolltree.training.checkpoint import export_model
+from rolltree.training.config import TrainConfig
+
+
+class ServerTarget:
+    """A `WeightTarget` over servers.
+
+    Args:
+        model: the module that is trained.
+        clients: one per server.
+        folder: where versions are written, readable for the servers under the same path.
+        method: the worker's method that reloads, see `publish_weights`.
+    """
+
+    def __init__(
+        self, model: Any, clients: Sequence[HasServer], folder: Path, *, method: str
+    ) -> None:
+        self._model, self._clients, self._method = model, clients, method
+        self._folder = folder
+        self._version = -1
+
+    @property
+    def version(self) -> int:
+        """The version that all servers have confirmed; -1 before the first."""
+        return self._version
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Do nothing: the trainer's tensors are not the servers'."""
+        yield
+
+    async def publish(self, version: int) -> None:
+        """Write the weights, have every server load them, and remove older ones.
+
+        Raises:
+            ModelError: a server failed; it is named.
+        """
+        path = self._folder / f"version-{version:06d}"
+        await asyncio.to_thread(export_model, self._model, None, path)
+        await publish_weights(self._clients, path, version, method=self._method)
+        self._version = version
+        for old in self._folder.glob("version-*"):
+            if old != path:
+                await asyncio.to_thread(shutil.rmtree, old)
+
+
+def server_parts(
+    config: TrainConfig, model: Any, tokenizer: Any
+) -> tuple[EndpointPool, ServerTarget]:
+    """Return the client and the weight target for `engine.urls`.
+
+    Raises:
+        ConfigError: `engine.api_key_env` names a variable that is not set.
+    """
+    section = config.engine
+    key = None if section.api_key_env is None else os.environ.get(section.api_key_env)
+    if section.api_key_env is not None and not key:
+        raise ConfigError(
+            f"engine.api_key_env is {section.api_key_env!r} and that variable is not set, so the "
+            "servers would refuse every request. Export it, or leave the setting out."
+        )
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    known = configured if isinstance(configured, list) else [configured]
+    pool = EndpointPool.of(
+        section.urls,
+        section.served_model or config.model.name,
+        api_key=key,
+        renderer=ChatRenderer(tokenizer, end_ids=[int(i) for i in known if i is not None]),
+        token_ids="vllm",
+        logprobs_mode="processed",
+    )
+    folder = Path(config.run.dir).absolute() / "weights"
+    return pool, ServerTarget(model, pool.clients, folder, method=section.reload_method)

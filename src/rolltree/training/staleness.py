@@ -1,0 +1,70 @@
+"""How old each token is in policy versions, and which ones are too old to train.
+
+The lag of a token is the version of the weights before the step minus the version that sampled it;
+defined per token, since an episode may go on while weights change. It knows records and states. It
+leaves out who keeps rollouts fresh, which is `stream.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from rolltree.samples.rollout import resolve
+from rolltree.training.config import TrainConfig
+from rolltree.types import RolloutResult, Sample
+
+
+def staleness_limit(config: TrainConfig) -> int:
+    """Return the largest lag at which a token is trained: `max_lag`, or `async_steps`."""
+    section = config.train
+    return section.async_steps if section.max_lag is None else section.max_lag
+
+
+def mask_stale(
+    samples: Sequence[Sample], version: int, max_lag: int
+) -> tuple[list[Sample], dict[str, float]]:
+    """Give tokens older than `max_lag` weight 0, as if they were context.
+
+    Args:
+        samples: what a step trains on.
+        version: of the weights before the step.
+        max_lag: the largest lag that is trained.
+
+    Returns:
+        The samples, and metrics over their trainable tokens: `async/lag_max`, `async/stale_share`
+        and `async/num_stale_tokens`.
+    """
+    masked = []
+    num_tokens = num_stale = largest = 0
+    for sample in samples:
+        records = sample.records
+        lag, counts = version - records.version, records.weight != 0
+        stale = counts & (lag > max_lag)
+        num_tokens += int(counts.sum())
+        num_stale += int(stale.sum())
+        largest = max(largest, int(lag[counts].max(initial=0)))
+        if stale.any():
+            weight = np.where(stale, np.float32(0), records.weight)
+            sample = replace(sample, records=replace(records, weight=weight))
+        masked.append(sample)
+    return masked, {
+        "async/lag_max": float(largest),
+        "async/stale_share": num_stale / max(1, num_tokens),
+        "async/num_stale_tokens": float(num_stale),
+    }
+
+
+def newest_version(results: Sequence[RolloutResult]) -> int | None:
+    """Return the highest version that sampled a token of `results`; None without any."""
+    newest = None
+    for result in results:
+        for state in result.states:
+            rollout = resolve(0, state)
+            for call in rollout.calls:
+                versions = rollout.tree.versions(call.handle)
+                if len(versions):
+                    newest = max(int(versions.max()), -1 if newest is None else newest)
+    return newest

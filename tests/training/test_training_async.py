@@ -1,0 +1,352 @@
+"""The asynchronous loop on the embedded engine: bounds, versions, failures, and a real kill."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections import Counter
+
+import pytest
+import torch
+from loop_kit import make_config, make_model, start
+from training_kit import LetterSource
+
+from rolltree.errors import ConfigError, TrainingError
+from rolltree.store import Run
+from rolltree.training import Silent, build_local, load_train_config, open_run, train_async
+from rolltree.training.stream import LEDGER
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def config_of(model, path, *, steps=6, ahead=1, **sections):
+    train = {"num_steps": steps, "async_steps": ahead, **sections.pop("train", {})}
+    return make_config(model, path, train=train, **sections)
+
+
+def ledger(run):
+    return {event.step: event.data for event in run.events(LEDGER)}
+
+
+class TestBounds:
+    def test_it_learns_and_stays_within_the_lag(self, model, tmp_path):
+        config = config_of(
+            model,
+            tmp_path / "run",
+            steps=18,
+            algorithm={"group_size": 6},
+            optim={"lr": 2e-2},
+        )
+        report = start(config)
+        rewards = [step["reward/mean"] for step in report.steps]
+        assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.25
+        assert all(0 <= step["train/lag_mean"] <= 1 for step in report.steps)
+        assert max(step["async/lag_max"] for step in report.steps) == 1  # it did run ahead
+        assert all(step["async/num_stale_tokens"] == 0 for step in report.steps)
+        for step in report.steps:  # of what the current weights sampled
+            assert step.get("mismatch/abs_mean", 0.0) < 1e-4
+
+    def test_every_group_trains_once_and_its_tokens_know_their_version(self, model, tmp_path):
+        start(config_of(model, tmp_path / "run"))
+        with Run.open(tmp_path / "run", "r") as run:
+            steps = ledger(run)
+            rows = {row.request_id: row for row in run.rollouts(phase="train", blobs=False)}
+        assert sorted(steps) == [1, 2, 3, 4, 5, 6]
+        groups = [group for data in steps.values() for group in data["groups"]]
+        assert len(groups) == len(set(groups)) == 12
+        for step, data in steps.items():
+            for group in data["groups"]:
+                members = [row for row in rows.values() if row.group_id == group]
+                assert len(members) == 3
+                for row in members:
+                    assert step - 2 <= row.min_version <= row.max_version <= step - 1
+
+    @pytest.mark.parametrize("ahead", [1, 2])
+    def test_no_more_is_started_than_the_bound(self, model, tmp_path, ahead):
+        """started <= (version + 1 + async_steps) * groups_per_step, at every start."""
+        seen = []
+
+        class Watched(LetterSource):
+            async def run_request(self, request, client):
+                group = request.group_id
+                if group not in self.groups:
+                    self.groups.append(group)
+                    seen.append((len(self.groups), self.engine.version))
+                return await super().run_request(request, client)
+
+        async def main():
+            config = config_of(model, tmp_path / "run", ahead=ahead)
+            parts = build_local(config)
+            source = Watched()
+            source.groups, source.engine = [], parts.engine
+            with open_run(config) as run:
+                await train_async(
+                    config,
+                    source=source,
+                    run=run,
+                    client=parts.client,
+                    engine=parts.engine,
+                    model=parts.model,
+                )
+            await parts.client.aclose()
+
+        asyncio.run(main())
+        assert all(started <= (version + 1 + ahead) * 2 for started, version in seen)
+        assert any(started > (version + 1) * 2 for started, version in seen)
+
+    def test_a_slow_episode_delays_nobody_and_its_old_tokens_are_masked(self, model, tmp_path):
+        """One group waits in its environment while four steps train without it."""
+        release = asyncio.Event()
+
+        class Slow(LetterSource):
+            async def run_request(self, request, client):
+                if request.group_id == "train/000001/g00":
+                    client = Waiting(client, release)
+                return await super().run_request(request, client)
+
+        class Waiting:
+            """A client whose second call waits for `release`: the first turn is old by then."""
+
+            def __init__(self, inner, release):
+                self.inner, self.release, self.calls = inner, release, 0
+
+            def session(self):
+                self.inner = self.inner.session()
+                return self
+
+            async def chat(self, *args, **options):
+                self.calls += 1
+                if self.calls == 2:
+                    await self.release.wait()
+                return await self.inner.chat(*args, **options)
+
+        class Release(Silent):
+            def on_step(self, step, metrics):
+                if step == 4:
+                    release.set()
+
+        config = config_of(model, tmp_path / "run", steps=8, train={"skip_flat": False})
+        report = start(config, Slow(), reporter=Release())
+        with Run.open(tmp_path / "run", "r") as run:
+            at = next(s for s, d in ledger(run).items() if "train/000001/g00" in d["groups"])
+            rows = list(run.rollouts(group_id="train/000001/g00", blobs=False))
+        assert at >= 5
+        assert all(row.min_version == 0 and row.max_version >= 4 for row in rows)  # one rollout
+        step = report.steps[at - 1]
+        assert step["async/lag_max"] == at - 1
+        assert step["async/num_stale_tokens"] == pytest.approx(
+            3 * 4, abs=11
+        )  # the first turns: up to 4 tokens each
+        assert 0 < step["async/stale_share"] < 1
+        assert all(s["async/num_stale_tokens"] == 0 for s in report.steps if s is not step)
+
+
+class TestWeights:
+    def test_no_engine_step_runs_while_the_optimizer_writes(self, model, tmp_path, monkeypatch):
+        """Both sides report entry and exit; an overlap would be a torn read."""
+        inside = {"engine": 0, "optimizer": 0, "gradient": 0}
+        seen = Counter()
+        lock = threading.Lock()
+
+        def watched(owner, name, who):
+            original = getattr(owner, name)
+
+            def call(*args, **options):
+                with lock:
+                    inside[who] += 1
+                    for other, count in inside.items():
+                        seen[frozenset((who, other))] += other != who and count > 0
+                try:
+                    return original(*args, **options)
+                finally:
+                    with lock:
+                        inside[who] -= 1
+
+            monkeypatch.setattr(owner, name, call)
+
+        from rolltree.inference.local.runner import ModelRunner
+        from rolltree.training.optim import Optimizer
+        from rolltree.training.trainer import Trainer
+
+        watched(ModelRunner, "forward", "engine")
+        watched(Optimizer, "step", "optimizer")
+        watched(Trainer, "_gradients", "gradient")
+        section = {"updates_per_step": 2}
+        start(config_of(model, tmp_path / "run", steps=8, train=section))
+        assert seen[frozenset(("engine", "optimizer"))] == 0
+        assert seen[frozenset(("engine", "gradient"))] > 0  # they do overlap
+
+    def test_a_step_that_fails_leaves_the_engine_running_and_nothing_published(
+        self, model, tmp_path, monkeypatch
+    ):
+        from rolltree.training.optim import Optimizer
+
+        original, calls = Optimizer.step, []
+
+        def fail_third(self, lr):
+            calls.append(lr)
+            if len(calls) == 3:
+                raise RuntimeError("the disk is on fire")
+            original(self, lr)
+
+        monkeypatch.setattr(Optimizer, "step", fail_third)
+
+        async def main():
+            config = config_of(model, tmp_path / "run")
+            parts = build_local(config)
+            with open_run(config) as run, pytest.raises(RuntimeError, match="on fire"):
+                await train_async(
+                    config,
+                    source=LetterSource(),
+                    run=run,
+                    client=parts.client,
+                    engine=parts.engine,
+                    model=parts.model,
+                )
+            assert parts.engine.version == 2
+            answer = await parts.client.chat([{"role": "user", "content": "x"}])
+            await parts.client.aclose()
+            return answer
+
+        assert len(asyncio.run(main()).completion_ids)
+        with Run.open(tmp_path / "run", "r") as run:
+            assert all(row.max_version <= 2 for row in run.rollouts(blobs=False))
+
+
+class TestFailing:
+    def test_a_whole_step_of_failures_stops_and_can_be_repeated(self, model, tmp_path):
+        class Down(LetterSource):
+            async def run_request(self, request, client):
+                if request.train_step >= 3:
+                    self.fail.add(request.request_id)
+                return await super().run_request(request, client)
+
+        config = config_of(model, tmp_path / "run", steps=4)
+        with pytest.raises(TrainingError, match=r"all 6 rollouts of step 3 failed"):
+            start(config, Down())
+        report = start(config)
+        assert len(report.steps) == 4
+        with Run.open(tmp_path / "run", "r") as run:
+            groups = [group for data in ledger(run).values() for group in data["groups"]]
+        assert len(groups) == len(set(groups)) == 8
+
+    @pytest.mark.parametrize(
+        ("sections", "message"),
+        [
+            ({"train": {"max_lag": 1}}, "train.max_lag is 1, but in the synchronous loop"),
+            ({"train": {"async_steps": -1}}, "train.async_steps"),
+            (
+                {"train": {"async_steps": 1}, "model": {"backward_dtype": "bfloat16"}},
+                "the whole process's",
+            ),
+        ],
+    )
+    def test_settings_that_cannot_be(self, sections, message):
+        with pytest.raises(ConfigError, match=message):
+            load_train_config(sections)
+
+
+class TestResume:
+    def test_steps_after_the_checkpoint_are_trained_again_from_the_ledger(self, model, tmp_path):
+        config = config_of(model, tmp_path / "run", checkpoint={"every": 100})
+
+        class Stop(Silent):
+            def on_step(self, step, metrics):
+                if step == 4:
+                    raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            start(config, reporter=Stop())
+        with Run.open(tmp_path / "run", "r") as run:
+            before, was = [row.metrics for row in run.steps()], ledger(run)
+            stored = {row.request_id for row in run.rollouts(blobs=False)}
+        source = LetterSource()
+        report = start(config, source)
+        assert not stored & set(source.played)
+        for old, new in zip(before, report.steps[:4], strict=True):
+            for name in ("train/loss", "reward/mean", "train/grad_norm", "train/lag_mean"):
+                assert new[name] == pytest.approx(old[name], rel=1e-3, abs=1e-5), name
+        with Run.open(tmp_path / "run", "r") as run:
+            assert {step: ledger(run)[step] for step in was} == was
+
+
+KILLED_RUN = """
+    import os, random, sys, threading, warnings
+    warnings.filterwarnings("ignore")
+    sys.path.insert(0, {kit!r})
+    import torch
+    torch.set_num_threads(1)
+    from pathlib import Path
+    from loop_kit import make_config, start
+    from rolltree.training import Silent
+    from training_kit import LetterSource
+
+    class Killer(Silent):
+        "Dies some milliseconds after the n-th thing that it hears of: anywhere."
+        def __init__(self, events, delay):
+            self.events, self.delay = events, delay
+        def tick(self, *args):
+            self.events -= 1
+            if self.events == 0:
+                threading.Timer(self.delay, os.kill, (os.getpid(), 9)).start()
+        on_start = on_rollouts = on_step = on_end = tick
+
+    rng = random.Random(5)
+    for number in range(40):
+        child = os.fork()
+        if child == 0:
+            config = make_config(
+                Path({model!r}), Path({root!r}) / "run", checkpoint={{"every": 3}},
+                train={{"num_steps": 8, "async_steps": 1}}, algorithm={{"replace_flat": 1}},
+            )
+            events = rng.randint(2, 6) if number < 9 else 0
+            start(config, LetterSource(), reporter=Killer(events, rng.uniform(0, 0.05)))
+            os._exit(0)
+        rng.random(), rng.random()
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(code, flush=True)
+        if code == 0:
+            break
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_random_nothing_is_lost_or_counted_twice(model, tmp_path):
+    script = KILLED_RUN.format(kit=os.path.dirname(__file__), model=str(model), root=str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    codes = [int(line) for line in done.stdout.split()]
+    assert codes[-1] == 0, done.stderr
+    assert codes[:-1] == [-signal.SIGKILL] * (len(codes) - 1), done.stderr
+    assert len(codes) > 4
+    with Run.open(tmp_path / "run", "r") as run:
+        rows = list(run.rollouts(blobs=False))
+        entries = run.events(LEDGER)
+        steps = [row.step for row in run.steps()]
+    assert steps == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [entry.step for entry in entries] == steps  # one entry per step, never a second one
+    groups = Counter(g for e in entries for g in (*e.data["groups"], *e.data["dropped"]))
+    assert set(groups.values()) == {1}
+    assert sum(len(entry.data["groups"]) for entry in entries) == 16
+    assert len(rows) == len({row.request_id for row in rows})
+    members = Counter(row.group_id for row in rows)
+    assert all(members[group] == 3 for group in groups)  # nothing of a trained group is lost
+    of = {group: entry.step for entry in entries for group in entry.data["groups"]}
+    assert all(row.max_version < of[row.group_id] for row in rows if row.group_id in of)

@@ -1,0 +1,281 @@
+"""Dynamic sampling: which groups are replaced, by what, how often, and what is said about it."""
+
+import asyncio
+
+import pytest
+import torch
+from loop_kit import make_config, make_model, start
+from training_kit import LetterSource
+
+from rolltree.errors import ConfigError
+from rolltree.rollouts import RolloutEngine
+from rolltree.store import Run
+from rolltree.testing import ScriptedClient
+from rolltree.training import Silent, load_train_config, step_requests
+from rolltree.training.feed import SyncFeed, has_spread
+from rolltree.training.plan import replacement_requests
+from rolltree.training.starving import StarvationWatch
+from rolltree.types import ErrorRecord, RolloutResult, State
+
+CONFIG = load_train_config(
+    {"algorithm": {"group_size": 2, "groups_per_step": 3, "replace_flat": 4}}
+)
+
+
+STEP = {
+    "prompt": [{"role": "user", "content": "?"}],
+    "completion": [{"role": "assistant", "content": "!"}],
+    "response": None,
+    "tokens": None,
+    "reward": None,
+    "advantage": None,
+    "extras": {},
+}
+
+
+class Fixed(LetterSource):
+    """Plays without a model. `useful` names the groups of which the members differ."""
+
+    def __init__(self, useful=(), **options):
+        super().__init__(**options)
+        self.useful = useful
+
+    async def run_request(self, request, client):
+        self.played.append(request.request_id)
+        group = request.group_id.rpartition("/")[2]
+        differs = group in self.useful and request.index_in_group == 1
+        state = State(input=dict(request.input), error=None, reward=1.0 - differs)
+        state["trajectory"] = [dict(STEP)]
+        if request.request_id in self.fail:
+            state["error"] = ErrorRecord("Boom", "it broke", "", "environment")
+        return [state]
+
+
+def feed_of(source, run, said=None, clock=None):
+    said = [] if said is None else said
+    watch = StarvationWatch(said.append, clock=clock or (lambda: 0.0))
+    engine = RolloutEngine(source, ScriptedClient(["x"]), max_concurrent=4)
+    progress = []
+    feed = SyncFeed(
+        CONFIG,
+        engine,
+        run,
+        watch=watch,
+        say=said.append,
+        on_progress=lambda *args: progress.append(args),
+    )
+    return feed, progress
+
+
+@pytest.fixture
+def run(tmp_path):
+    with Run.create(tmp_path / "run") as run:
+        yield run
+
+
+def names(results):
+    return list(dict.fromkeys(result.request.group_id[-3:] for result in results))
+
+
+class TestSyncFeed:
+    async def test_flat_groups_are_replaced_until_all_are_useful(self, run):
+        source = Fixed(useful=("g01", "x01", "x02"))
+        feed, progress = feed_of(source, run)
+        found = await feed.next(1)
+        assert names(found.trained) == ["g01", "x01", "x02"]
+        assert names(found.sampled) == ["g00", "g01", "g02", "x00", "x01", "x02"]
+        assert found.metrics["dynamic/num_replaced"] == 3
+        assert found.metrics["dynamic/num_flat_trained"] == 0
+        assert progress[-1] == (1, 12, 12)
+        assert run.num_rollouts(phase="train") == 12  # what was replaced stays visible
+
+    async def test_at_the_limit_flat_groups_fill_up_and_it_is_said(self, run):
+        said = []
+        feed, _ = feed_of(Fixed(useful=("x01",)), run, said)
+        found = await feed.next(1)
+        assert names(found.trained)[0] == "x01"
+        assert len(found.trained) == 6
+        assert found.metrics["dynamic/num_replaced"] == 4
+        assert found.metrics["dynamic/num_flat_trained"] == 2
+        (message,) = said
+        assert "step 1 goes on with 2 of 3 groups that teach nothing, after 4" in message
+        assert "all 4 rewards are 1" in message
+
+    async def test_a_killed_run_asks_for_the_same_again(self, run):
+        useful = ("g01", "x01", "x02")
+        feed, _ = feed_of(Fixed(useful=useful), run)
+        first = await feed.next(1)
+        source = Fixed(useful=useful)
+        feed, _ = feed_of(source, run)
+        again = await feed.next(1)
+        assert source.played == []
+        assert [r.request for r in again.trained] == [r.request for r in first.trained]
+
+    async def test_useful_groups_cost_nothing(self, run):
+        source = Fixed(useful=("g00", "g01", "g02"))
+        feed, _ = feed_of(source, run)
+        found = await feed.next(1)
+        assert found.trained == found.sampled
+        assert found.metrics["dynamic/num_replaced"] == 0
+
+
+class TestReplacements:
+    def test_they_are_tasks_that_the_step_did_not_plan(self):
+        source = LetterSource(num_train=8)
+        planned = {r.input["example_id"] for r in step_requests(CONFIG, source, 2)}
+        extra = replacement_requests(CONFIG, source, 2, first=0, count=5)
+        assert {r.input["example_id"] for r in extra} == set(range(8)) - planned
+        assert [r.request_id for r in extra[:2]] == ["train/000002/x00/0", "train/000002/x00/1"]
+        seeds = {r.sampling_seed for r in (*extra, *step_requests(CONFIG, source, 2))}
+        assert len(seeds) == 10 + 6
+
+    def test_more_of_them_continue_and_repeat_with_other_worlds(self):
+        source = LetterSource(num_train=3)
+        whole = replacement_requests(CONFIG, source, 1, first=0, count=4)
+        parts = [
+            request
+            for first in range(4)
+            for request in replacement_requests(CONFIG, source, 1, first=first, count=1)
+        ]
+        assert parts == whole
+        assert len({r.seed for r in whole}) == 4
+
+    def test_the_control_has_nothing_to_replace(self):
+        with pytest.raises(ConfigError, match=r"replace_flat is set, and with the credit 'zero'"):
+            load_train_config({"algorithm": {"name": "zero", "replace_flat": 1}})
+
+
+def results_of(rewards, error=None):
+    requests = step_requests(CONFIG, LetterSource(), 1)
+    made = []
+    for request, reward in zip(requests, rewards, strict=False):
+        failed = ErrorRecord(error, "no", "", "model") if reward is None else None
+        state = State(input={}, reward=reward, error=failed)
+        state["trajectory"] = [dict(STEP)]
+        made.append(RolloutResult(request, (state,), failed))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [((1.0, 0.0), True), ((0.5, 0.5), False), ((1.0, None), False), ((None, None), False)],
+)
+def test_spread_is_an_advantage_that_is_not_zero(rewards, expected):
+    assert has_spread(results_of(rewards, "Boom"), CONFIG) is expected
+
+
+class TestWatch:
+    def watch(self):
+        self.now, self.said = 0.0, []
+        return StarvationWatch(self.said.append, clock=lambda: self.now)
+
+    def test_it_speaks_within_a_minute_and_not_before_it_has_reason(self):
+        watch = self.watch()
+        watch.begin(3)
+        spoke = None
+        for second in range(0, 61, 5):  # how `looking` looks
+            self.now = float(second)
+            watch.look()
+            spoke = spoke if spoke is not None or not self.said else second
+        assert spoke is not None
+        assert 30 <= spoke < 60
+        assert self.said == [
+            "step 3 has waited 45 s for rollouts to learn from: no group of rollouts has ended; "
+            "look at the engine and the environment."
+        ]
+
+    def test_it_names_equal_rewards(self):
+        watch = self.watch()
+        watch.begin(1)
+        for _ in range(3):
+            watch.useless(results_of((0.0, 0.0)))
+        self.now = 50.0
+        watch.look()
+        assert "3 groups came and none has a spread of rewards; all 6 rewards are 0" in self.said[0]
+
+    def test_it_names_errors_and_several_rewards(self):
+        watch = self.watch()
+        watch.begin(1)
+        watch.useless(results_of((None, None), "ServerError"))
+        watch.useless(results_of((1.0, 1.0)))
+        watch.useless(results_of((0.0, 0.0)))
+        assert watch.reason() == (
+            "3 groups came and none has a spread of rewards; 2 of 6 rollouts failed, 2 of them "
+            "with ServerError; the most frequent rewards are 1 (2 times), 0 (2 times), each group "
+            "alike."
+        )
+
+    def test_a_useful_group_starts_the_wait_anew(self):
+        watch = self.watch()
+        watch.begin(1)
+        self.now = 40.0
+        watch.useful()
+        self.now = 80.0
+        watch.look()
+        assert self.said == []
+        self.now = 86.0
+        watch.look()
+        self.now = 100.0
+        watch.look()
+        assert len(self.said) == 1  # not every five seconds
+        self.now = 132.0
+        watch.look()
+        assert len(self.said) == 2
+
+    async def test_it_looks_by_itself_and_stops(self):
+        said = []
+        watch = StarvationWatch(said.append, patience_s=0.02)
+        watch.begin(1)
+        async with watch.looking():
+            await asyncio.sleep(0.2)
+        count = len(said)
+        assert count >= 2
+        await asyncio.sleep(0.06)
+        assert len(said) == count
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+class Alike(LetterSource):
+    """On the real engine: from `last` groups on, every reward is 1."""
+
+    async def run_request(self, request, client):
+        (state,) = await super().run_request(request, client)
+        if request.train_step >= 2:
+            state["reward"] = 1.0
+        return [state]
+
+
+class Notices(Silent):
+    def __init__(self):
+        self.said = []
+
+    def on_notice(self, message):
+        self.said.append(message)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_real_run_that_starves_says_so_and_ends(model, tmp_path, monkeypatch, ahead):
+    monkeypatch.setattr("rolltree.training.starving.PATIENCE_S", 0.05)
+    threads = torch.get_num_threads()
+    config = make_config(
+        model,
+        tmp_path / "run",
+        algorithm={"replace_flat": 3},
+        train={"num_steps": 2, "async_steps": ahead},
+    )
+    notices = Notices()
+    report = start(config, Alike(), reporter=notices)
+    torch.set_num_threads(threads)
+    assert len(report.steps) == 2
+    assert report.steps[1]["dynamic/num_replaced"] == 3
+    assert report.steps[1]["train/grad_norm"] == 0
+    text = "\n".join(notices.said)
+    assert "rewards are 1" in text
+    assert "step 2" in text
+    with Run.open(tmp_path / "run", "r") as run:
+        assert [event.data["message"] for event in run.events("notice")] == notices.said
+        assert run.num_rollouts(phase="train") >= (2 + 2 + 3) * 3
