@@ -219,14 +219,17 @@ class TestServers:
                 clients[1].version = version
 
             target.publish = only_the_first
-            await train_async(
-                config,
-                source=LetterSource(),
-                run=run,
-                client=parts.client,
-                engine=target,
-                model=parts.model,
-            )
+            try:
+                await train_async(
+                    config,
+                    source=LetterSource(),
+                    run=run,
+                    client=parts.client,
+                    engine=target,
+                    model=parts.model,
+                )
+            finally:
+                await parts.client.aclose()
 
         data = config.as_dict()
         data["run"] = {**data["run"], "dir": str(tmp_path / "behind")}
