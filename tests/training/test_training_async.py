@@ -54,8 +54,9 @@ class TestBounds:
         rewards = [step["reward/mean"] for step in report.steps]
         assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.25
         assert all(0 <= step["train/lag_mean"] <= 1 for step in report.steps)
-        assert max(step["async/lag_max"] for step in report.steps) == 1  # it did run ahead
-        assert all(step["async/num_stale_tokens"] == 0 for step in report.steps)
+        assert max(step["async/lag_max"] for step in report.steps) >= 1  # it did run ahead
+        for step in report.steps:  # a group that was overtaken is older, and masked
+            assert (step["async/lag_max"] > 1) == (step["async/num_stale_tokens"] > 0)
         for step in report.steps:  # of what the current weights sampled
             assert step.get("mismatch/abs_mean", 0.0) < 1e-4
 
@@ -67,12 +68,15 @@ class TestBounds:
         assert sorted(steps) == [1, 2, 3, 4, 5, 6]
         groups = [group for data in steps.values() for group in data["groups"]]
         assert len(groups) == len(set(groups)) == 12
+        ahead = 0
         for step, data in steps.items():
             for group in data["groups"]:
                 members = [row for row in rows.values() if row.group_id == group]
                 assert len(members) == 3
                 for row in members:
-                    assert step - 2 <= row.min_version <= row.max_version <= step - 1
+                    assert 0 <= row.min_version <= row.max_version <= step - 1
+                    ahead += row.max_version < step - 1
+        assert ahead
 
     @pytest.mark.parametrize("ahead", [1, 2])
     def test_no_more_is_started_than_the_bound(self, model, tmp_path, ahead):
@@ -151,7 +155,6 @@ class TestBounds:
             3 * 4, abs=11
         )  # the first turns: up to 4 tokens each
         assert 0 < step["async/stale_share"] < 1
-        assert all(s["async/num_stale_tokens"] == 0 for s in report.steps if s is not step)
 
 
 class TestWeights:
