@@ -42,6 +42,7 @@ MAY_CHANGE: tuple[str, ...] = (
     "train.num_steps",
     "train.max_tokens",
     "train.num_threads",
+    "train.tree_attention",
     "train.chunk_rows",
     "train.gradient_checkpointing",
 )
@@ -262,6 +263,8 @@ class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     - `max_tokens`: most tokens in one forward pass; gradients of several passes are summed.
     - `forward`: `tree` computes unique tokens once, `rows` is the model's own attention, `auto`
       picks.
+    - `tree_attention`: `segments` computes attention over trees block by block, on any device;
+      `flex` with one FlexAttention kernel, on a GPU.
     - `chunk_rows`: positions whose logits exist at once.
     - `updates_per_step`: optimizer updates on the rollouts of a step; ratios, corrections and the
       KL in the reward stay those before the first.
@@ -284,6 +287,7 @@ class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_seq_len: int | None = None
     max_tokens: int = 8192
     forward: Literal["auto", "tree", "rows"] = "auto"
+    tree_attention: Literal["segments", "flex"] = "segments"
     chunk_rows: int = 512
     updates_per_step: int = 1
     minibatches: int = 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,13 +34,13 @@ def _ids(array: Any, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=torch.long)
 
 
-def tree_hidden(model: Any, forest: Forest, device: torch.device) -> Tensor:
+def tree_hidden(model: Any, forest: Forest, device: torch.device, *, flex: bool = False) -> Tensor:
     """Return the last hidden states `[_T, _D]` of a forest in one pass over unique tokens."""
     hidden: Tensor = model.base_model(
         input_ids=_ids(forest.ids, device)[None],
         position_ids=_ids(forest.positions, device)[None],
         use_cache=False,
-        tree_layout=tree_layout(forest, device),
+        tree_layout=tree_layout(forest, device, flex=flex),
     ).last_hidden_state
     return hidden[0]
 
@@ -64,16 +65,47 @@ def rows_hidden(model: Any, forest: Forest, device: torch.device) -> Tensor:
     return torch.cat(parts)
 
 
-FORWARDS: dict[str, HiddenFn] = {"tree": tree_hidden, "rows": rows_hidden}
+FORWARDS: dict[str, HiddenFn] = {
+    "tree": tree_hidden,
+    "tree_flex": partial(tree_hidden, flex=True),
+    "rows": rows_hidden,
+}
+TREE_FORWARDS = {"segments": "tree", "flex": "tree_flex"}
+"""`train.tree_attention` -> what reads a tree."""
 
 
-def choose_forward(model: Any, name: str, scope: str) -> str:
-    """Return `"tree"` or `"rows"` for `"auto"`, or check that the named one fits the model.
+def choose_forward(model: Any, name: str, scope: str, attention: str = "segments") -> str:
+    """Return a key of `FORWARDS` for `"auto"`, or check that the named one fits the model.
+
+    Args:
+        model: what is trained.
+        name: `train.forward`.
+        scope: `train.scope`.
+        attention: `train.tree_attention`, for trees.
 
     Raises:
         TrainingError: the model cannot do it.
-        ConfigError: rows were asked for with the `tree` scope.
+        ConfigError: rows were asked for with the `tree` scope, or FlexAttention where it has
+            nothing to do or no gradient.
     """
+    chosen = _tree_or_rows(model, name, scope)
+    if attention == "segments":
+        return chosen
+    if chosen == "rows":
+        raise ConfigError(
+            f"train.tree_attention is {attention!r}, but {type(model).__name__} is trained row by "
+            "row here, with its own attention. Leave train.tree_attention out."
+        )
+    if model.get_input_embeddings().weight.device.type == "cpu":
+        raise ConfigError(
+            f"train.tree_attention is {attention!r} and the model is on a CPU, where torch has no "
+            "gradient for FlexAttention. Leave train.tree_attention out; on a CPU the default, "
+            "'segments', is the fast one."
+        )
+    return TREE_FORWARDS[attention]
+
+
+def _tree_or_rows(model: Any, name: str, scope: str) -> str:
     if name == "rows" and scope == "tree":
         raise ConfigError(
             "train.forward is 'rows' and train.scope is 'tree', but a row cannot hold branches. "
@@ -162,7 +194,7 @@ class LogprobModel:
 
     def context(self) -> AbstractContextManager[None]:
         """Return what must be open around a forward pass and its backward pass."""
-        return tree_attention(self.model) if self.forward == "tree" else nullcontext()
+        return nullcontext() if self.forward == "rows" else tree_attention(self.model)
 
     def __call__(
         self,

@@ -93,7 +93,7 @@ class Trainer:
         section = self.config.train
         return LogprobModel(
             model,
-            choose_forward(model, section.forward, section.scope),
+            choose_forward(model, section.forward, section.scope, section.tree_attention),
             compute_dtype=getattr(torch, self.config.model.compute_dtype),
             chunk_rows=section.chunk_rows,
         )

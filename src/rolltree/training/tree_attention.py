@@ -7,8 +7,8 @@ is transformers' own SDPA, also for an engine that decodes with the same module 
 Forward and backward are written out (online softmax forward, recomputation backward, as in
 FlashAttention: Dao et al. 2022, arXiv:2205.14135, algorithms 1 and 4) over dense rectangles:
 a block of keys against the contiguous range of queries below it. Nothing is gathered or padded
-and no `_T` x `_T` matrix exists. It knows nothing about losses. It leaves out FlexAttention, and
-which models it is exact for (`tree_support.py`).
+and no `_T` x `_T` matrix exists. On a GPU one kernel can do the same (`flex.py`). It knows nothing
+about losses. It leaves out which models it is exact for (`tree_support.py`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from rolltree.errors import TrainingError
+from rolltree.training.flex import flex_forest_attention, flex_mask
 from rolltree.training.layout import DEFAULT_BLOCK, Forest, key_blocks
 
 NAME = "rolltree_tree"
@@ -49,19 +51,29 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class TreeLayout:
-    """What the attention function needs to know about the forest it runs over."""
+    """What the attention function needs to know about the forest it runs over.
+
+    `flex`: the mask for FlexAttention, which then takes the place of the blocks.
+    """
 
     num_tokens: int
     is_path: bool
     blocks: tuple[Block, ...]
+    flex: BlockMask | None = None
 
 
 def tree_layout(
-    forest: Forest, device: torch.device | str = "cpu", max_block: int = DEFAULT_BLOCK
+    forest: Forest,
+    device: torch.device | str = "cpu",
+    max_block: int = DEFAULT_BLOCK,
+    *,
+    flex: bool = False,
 ) -> TreeLayout:
-    """Return the blocks of a forest on `device`."""
+    """Return the blocks of a forest on `device`, or its mask for FlexAttention."""
     if forest.is_path:
         return TreeLayout(forest.num_tokens, True, ())
+    if flex:
+        return TreeLayout(forest.num_tokens, False, (), flex_mask(forest.subtree_end, device))
     blocks = []
     for block in key_blocks(forest.subtree_end, max_block):
         seen = torch.from_numpy(block.mask).to(device)
@@ -150,6 +162,8 @@ def forest_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=key.shape[1] < query.shape[1]
         )
         return out.transpose(1, 2)
+    if layout.flex is not None:
+        return flex_forest_attention(query, key, value, layout.flex, scale)
     result: Tensor = _TreeAttention.apply(  # type: ignore[no-untyped-call]
         query, key, value, layout, scale
     )
