@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from time import monotonic
 from typing import Any
@@ -20,7 +21,7 @@ from rolltree.errors import (
     ServerError,
 )
 from rolltree.inference import RetryPolicy
-from rolltree.inference.http import HttpServer, status_error
+from rolltree.inference.http import HttpServer, _proxy, status_error
 from rolltree.inference.wire import decode_response
 from rolltree.testing import LoopbackServer, Reply, Request
 
@@ -217,9 +218,73 @@ async def test_connections_are_reused() -> None:
         server = HttpServer(loopback.url, headers={"X-Number": "1"})
         for _ in range(5):
             await server.post("/x", {}, decode_response)
-        client = server._client
-        assert client is not None
-        pool = client._transport._pool  # type: ignore[attr-defined]
+        pool = server._transport._pool  # type: ignore[union-attr]
         assert len(pool.connections) == 1
         await server.aclose()
     assert ports == {"1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "url", "proxy"),
+    [
+        ({}, "http://far.example/v1", None),
+        ({"http_proxy": "http://p:1"}, "http://far.example/v1", "http://p:1"),
+        ({"https_proxy": "p:1"}, "https://far.example/v1", "http://p:1"),
+        ({"all_proxy": "http://p:1"}, "https://far.example/v1", "http://p:1"),
+        ({"http_proxy": "http://p:1", "no_proxy": ".example"}, "http://far.example/v1", None),
+        ({"http_proxy": "http://p:1", "no_proxy": "127.0.0.1"}, "http://127.0.0.1:8/v1", None),
+        ({"https_proxy": "http://p:1"}, "http://far.example/v1", None),
+    ],
+)
+def test_the_proxy_is_the_environments(
+    variables: dict[str, str], url: str, proxy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert _proxy(httpx.URL(url)) == proxy
+
+
+async def test_a_request_carries_what_servers_expect() -> None:
+    seen: list[httpx.Request] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return httpx.Response(200, content=GOOD)
+
+    server = HttpServer(
+        "http://far.example:81/v1",
+        api_key="k",
+        headers={"X-Mine": "1", "User-Agent": "mine"},
+        transport=httpx.MockTransport(handle),
+    )
+    await server.post("/x", {"a": "ü"}, decode_response)
+    await server.check_health()
+    post, get = seen
+    assert (post.method, str(post.url)) == ("POST", "http://far.example:81/v1/x")
+    assert (get.method, str(get.url), get.content) == ("GET", "http://far.example:81/health", b"")
+    assert post.content == '{"a":"ü"}'.encode()
+    assert dict(post.headers) == {
+        "host": "far.example:81",
+        "accept": "*/*",
+        "accept-encoding": "gzip, deflate",
+        "connection": "keep-alive",
+        "authorization": "Bearer k",
+        "x-mine": "1",
+        "user-agent": "mine",
+        "content-type": "application/json",
+        "content-length": "10",
+    }
+    assert "content-type" not in get.headers
+
+
+async def test_a_compressed_answer_is_unpacked() -> None:
+    def handle(request: httpx.Request) -> httpx.Response:
+        headers = {"Content-Encoding": "gzip"}
+        return httpx.Response(200, content=gzip.compress(GOOD), headers=headers)
+
+    server = HttpServer("http://mock/v1", transport=httpx.MockTransport(handle))
+    outcome = await server.post("/x", {}, decode_response)
+    assert outcome.value == decode_response(GOOD)

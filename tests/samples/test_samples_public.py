@@ -38,6 +38,7 @@ def test_public_names_are_pinned() -> None:
         "Place",
         "PlacedStream",
         "ROOT",
+        "RecordedStep",
         "StepTokens",
         "TokenArena",
         "TokenStream",
@@ -46,6 +47,7 @@ def test_public_names_are_pinned() -> None:
         "explain_break",
         "insert_step",
         "mask_list",
+        "peek",
         "readable_floats",
     ]
     for room in (samples, tokens):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rolltree.tokens import RecordedStep, Trajectory, peek
 from rolltree.types import ChatMessage, Messages, TrajectoryStep, concat_messages
 
 
@@ -24,14 +25,28 @@ def render_completion(
     """
     empty: Messages = "" if isinstance(prompt, str) else []
     parts: list[Messages] = [empty]
-    before: Messages = prompt
+    last: TrajectoryStep | None = None
     for step in steps:
-        parts.append(_new_part(before, step["prompt"]))
-        parts.append(step["completion"])
-        before = concat_messages([step["prompt"], step["completion"]])
+        words = step.words_after(last) if isinstance(step, RecordedStep) else None
+        if words is None:
+            before = prompt if last is None else conversation([last])
+            words = _new_part(before, peek(step, "prompt"))
+        parts.append(words)
+        parts.append(peek(step, "completion"))
+        last = step
     if last_words:
         parts.append(last_words)
     return concat_messages(parts)
+
+
+def conversation(steps: Sequence[TrajectoryStep]) -> Messages:
+    """Return what was said up to the end of the last step, its prompt included.
+
+    A list is a new one; the messages in it are the steps' own.
+    """
+    if isinstance(steps, Trajectory):
+        return steps.conversation()
+    return concat_messages([peek(steps[-1], "prompt"), peek(steps[-1], "completion")])
 
 
 def new_words(before: Messages, prompt: Messages) -> Messages:

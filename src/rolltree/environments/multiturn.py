@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
-from rolltree.environments.completion import new_words
+from rolltree.environments.completion import conversation, new_words
 from rolltree.environments.decorators import stop
 from rolltree.environments.environment import Environment, settle
 from rolltree.environments.failures import in_phase
@@ -93,8 +93,7 @@ class MultiTurnEnv(Environment):
         if not state["trajectory"]:
             prompt: Messages = state["prompt"]
             return prompt
-        last = state["trajectory"][-1]
-        messages = concat_messages([last["prompt"], last["completion"]])
+        messages = conversation(state["trajectory"])
         answer = await settle(self.env_response(messages, state))
         return concat_messages([messages, answer])
 
@@ -127,7 +126,7 @@ class MultiTurnEnv(Environment):
                 await self._render_timing(state)
                 await self._render_completion(state)
             if isinstance(state["trajectory"], Trajectory):
-                state["trajectory"].tree.trim()
+                state["trajectory"].trim()
         return state
 
     def _session(self, client: Any, model: str) -> Any:
@@ -164,8 +163,7 @@ class MultiTurnEnv(Environment):
         if not await self.is_completed(state):
             return False
         if state["trajectory"] and state.get("final_env_response") is None:
-            last = state["trajectory"][-1]
-            said = concat_messages([last["prompt"], last["completion"]])
+            said = conversation(state["trajectory"])
             state["final_env_response"] = new_words(said, prompt)
             await self._render_completion(state)
         return True

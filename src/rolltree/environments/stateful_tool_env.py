@@ -11,11 +11,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rolltree.environments.completion import conversation
 from rolltree.environments.environment import settle
 from rolltree.environments.tool_env import ToolEnv
 from rolltree.errors import ConfigError, did_you_mean
 from rolltree.tools import Tool
-from rolltree.types import Messages, State, concat_messages
+from rolltree.types import Messages, State
 
 
 class StatefulToolEnv(ToolEnv):
@@ -70,8 +71,7 @@ class StatefulToolEnv(ToolEnv):
         Raises:
             ConfigError: it returned no dict, or an argument without a default is still missing.
         """
-        last = state["trajectory"][-1]
-        messages = concat_messages([last["prompt"], last["completion"]])
+        messages = conversation(state["trajectory"])
         updated = await settle(self.update_tool_args(tool.name, arguments, messages, state))
         if not isinstance(updated, dict):
             raise ConfigError(

@@ -31,6 +31,7 @@ from rolltree.types import (
 )
 
 _PREFIX = "token_id:"
+_MAX_ID = 2**31 - 1
 _FINISH_REASONS = {reason.value: reason for reason in FinishReason} | {
     "function_call": FinishReason.TOOL_CALLS,
     "eos_token": FinishReason.STOP,
@@ -88,6 +89,10 @@ def checked_logprobs(values: object, num_tokens: int) -> FloatArray:
         TokenError: the number differs, or one is missing, NaN, infinite or above 0.
     """
     array = np.array(values, np.float32)  # None becomes NaN
+    if array.shape == (num_tokens,) and num_tokens:
+        high, low = np.maximum.reduce(array), np.minimum.reduce(array)  # NaN if one is NaN
+        if high <= 0.0 and low > -np.inf:
+            return array
     if array.shape != (num_tokens,):
         extra = " An end token that was never sampled may have been appended." * (
             num_tokens == len(array) + 1
@@ -237,10 +242,12 @@ def _entries(
 
 
 def _integers(value: Any) -> IntArray | None:
+    if type(value) is np.ndarray and value.dtype == np.int32:  # `PromptReader` has checked them
+        return value
     if not isinstance(value, list | tuple | np.ndarray):
         return None
     ids = np.array(value, np.int64)
-    if len(ids) and (ids.min() < 0 or ids.max() > np.iinfo(np.int32).max):
+    if len(ids) and ids.view(np.uint64).max() > _MAX_ID:  # seen so, a negative id is a huge one
         raise TokenError(
             f"a token id lies outside 0 to 2**31 - 1 (from {ids.min()} to {ids.max()}); it cannot "
             "be an id of any vocabulary. Check the server."

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from time import monotonic
 from typing import Any, TypeVar
+from urllib.request import getproxies, proxy_bypass
 
 import httpx
 import msgspec
@@ -38,20 +39,6 @@ _TOO_LONG = (
     "too many tokens",
 )
 _RETRYABLE = frozenset((408, 409, 425, 429))
-
-
-class _NoCookies(httpx.Cookies):
-    """An API with keys has no use for cookies, and looking for them costs a tenth of a call."""
-
-    def extract_cookies(self, response: httpx.Response) -> None:
-        """Leave them."""
-
-
-_NO_COOKIES = _NoCookies()
-
-
-class _Client(httpx.AsyncClient):
-    cookies = property(lambda _: _NO_COOKIES)
 
 
 class HttpServer:
@@ -91,15 +78,20 @@ class HttpServer:
         self.base_url = str(url).rstrip("/")
         self.retry = retry or RetryPolicy()
         self._api_key = api_key
-        self._headers = dict(headers or {})
+        self._headers = httpx.Headers(
+            {"Host": url.netloc.decode("ascii"), "Accept": "*/*", "User-Agent": "rolltree"}
+        )
+        self._headers["Accept-Encoding"] = "gzip, deflate"
+        self._headers["Connection"] = "keep-alive"
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
+        self._headers.update(headers)
         self._timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, 10.0), pool=None)
         self._max_connections = max_connections
-        self._known: dict[str, tuple[httpx.URL, httpx.Headers]] = {}
-        self._transport = transport
+        self._urls: dict[str, httpx.URL] = {}
+        self._given_transport = transport
+        self._transport: httpx.AsyncBaseTransport | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._client: httpx.AsyncClient | None = None
         self._slots = asyncio.Semaphore(max_connections)
 
     def __repr__(self) -> str:
@@ -130,13 +122,13 @@ class HttpServer:
         """
         content = None if body is None else msgspec.json.encode(body)
         url = (self.root_url if at_root else self.base_url) + path
-        client, slots = self._connect()
+        transport, slots = self._connect()
         start = monotonic()
         async with slots:
             queued_s = monotonic() - start
 
             async def attempt() -> ResultT:
-                answer = await self._send(client, url, content)
+                answer = await self._send(transport, url, content)
                 try:
                     return decode(answer)
                 except BadResponse as error:
@@ -152,9 +144,9 @@ class HttpServer:
             ConnectionFailed: no answer within 5 seconds.
             ServerError: the server says that it is not well.
         """
-        client, _ = self._connect()
+        transport, _ = self._connect()
         try:
-            await self._send(client, f"{self.root_url}/health", None, timeout_s=5.0)
+            await self._send(transport, f"{self.root_url}/health", None, timeout_s=5.0)
         except Retry as failure:
             raise failure.error from failure
         except ServerError as error:
@@ -163,37 +155,40 @@ class HttpServer:
 
     async def aclose(self) -> None:
         """Close the connections."""
-        client, self._client = self._client, None
-        if client is not None and self._loop is asyncio.get_running_loop():
-            await client.aclose()
+        transport, self._transport = self._transport, None
+        if transport is not None and self._loop is asyncio.get_running_loop():
+            await transport.aclose()
 
-    def _connect(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
-        """Return the client of the running loop: connections cannot move to another one."""
+    def _connect(self) -> tuple[httpx.AsyncBaseTransport, asyncio.Semaphore]:
+        """Return the connections of the running loop: they cannot move to another one.
+
+        httpx's transport is used without its client, whose redirects, cookies and event hooks an
+        API with keys has no use for; they cost as much as the rest of a request.
+        """
         loop = asyncio.get_running_loop()
-        if self._client is None or self._loop is not loop:
+        if self._transport is None or self._loop is not loop:
             self._loop = loop
             self._slots = asyncio.Semaphore(self._max_connections)
-            self._client = _Client(
-                headers=self._headers,
-                timeout=self._timeout,
+            self._transport = self._given_transport or httpx.AsyncHTTPTransport(
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-                transport=self._transport,
+                proxy=_proxy(httpx.URL(self.base_url)),
             )
-        return self._client, self._slots
+        return self._transport, self._slots
 
     async def _send(
         self,
-        client: httpx.AsyncClient,
+        transport: httpx.AsyncBaseTransport,
         url: str,
         content: bytes | None,
         timeout_s: float | None = None,
     ) -> bytes:
         timeout = self._timeout if timeout_s is None else httpx.Timeout(timeout_s)
         try:
-            if content is None:
-                response = await client.get(url, timeout=timeout)
-            else:
-                response = await client.send(self._request(client, url, content))
+            response = await transport.handle_async_request(self._request(url, content, timeout))
+            try:
+                await response.aread()
+            finally:
+                await response.aclose()
         except httpx.TimeoutException as error:
             raise Retry(
                 ConnectionFailed(
@@ -216,16 +211,23 @@ class HttpServer:
             raise Retry(error_of_status, parse_retry_after(response.headers.get("Retry-After")))
         raise error_of_status
 
-    def _request(self, client: httpx.AsyncClient, url: str, content: bytes) -> httpx.Request:
-        """Return a POST; what all requests to a URL have in common is built once."""
-        known = self._known.get(url)
-        if known is None:
-            headers = httpx.Headers(client.headers)
-            headers["Content-Type"] = "application/json"
-            known = self._known[url] = httpx.URL(url), headers
-        where, headers = known
-        extensions = {"timeout": self._timeout.as_dict()}
-        return httpx.Request("POST", where, headers=headers, content=content, extensions=extensions)
+    def _request(self, url: str, content: bytes | None, timeout: httpx.Timeout) -> httpx.Request:
+        """Return a POST of JSON, or a GET when there is no content."""
+        where = self._urls.get(url)
+        if where is None:
+            where = self._urls[url] = httpx.URL(url)
+        request = httpx.Request(
+            "GET" if content is None else "POST",
+            where,
+            headers=self._headers,
+            stream=httpx.ByteStream(content or b""),
+            extensions={"timeout": timeout.as_dict()},
+        )
+        if content is not None:
+            request.headers["Content-Type"] = "application/json"
+            request.headers["Content-Length"] = str(len(content))
+        request.read()
+        return request
 
     def _status_error(self, response: httpx.Response, url: str) -> ModelError:
         text = self._redacted(response.text)[:500]
@@ -233,6 +235,15 @@ class HttpServer:
 
     def _redacted(self, text: str) -> str:
         return text.replace(self._api_key, "***") if self._api_key else text
+
+
+def _proxy(url: httpx.URL) -> str | None:
+    """Return the proxy that the environment (HTTP_PROXY, NO_PROXY, ...) names for a URL."""
+    if proxy_bypass(url.host):
+        return None
+    proxies = getproxies()
+    found = proxies.get(url.scheme) or proxies.get("all")
+    return found if found is None or "://" in found else f"http://{found}"
 
 
 def status_error(status: int, text: str, where: str) -> ModelError:

@@ -27,13 +27,13 @@ from rolltree.inference.dialect import (
 )
 from rolltree.inference.extract import extract_finish_reason, extract_message, extract_tokens
 from rolltree.inference.http import HttpServer
-from rolltree.inference.remote import Answer, MessageSession, ask_for_tokens, generated
+from rolltree.inference.remote import Answer, AnswerHead, MessageSession, ask_for_tokens, generated
 from rolltree.inference.retry import Outcome, RetryPolicy
 from rolltree.inference.room import DEFAULT_MAX_TOKENS, Room, cut_by_default
 from rolltree.inference.session import Prompt, Sampled, TokenSession, check_message_type
 from rolltree.inference.token_in import TokenEndpoint, TokenInEndpoint
 from rolltree.inference.versions import extract_versions
-from rolltree.inference.wire import Response, decode_response
+from rolltree.inference.wire import Decode, Response, decode_response
 from rolltree.types import (
     FinishReason,
     GenerateRequest,
@@ -163,6 +163,7 @@ class OpenAIClient:
         message_type: MessageType,
         sampling: SamplingParams,
         model: str | None,
+        decode: Decode = decode_response,
     ) -> Outcome[Response]:
         """Send one request: `content` is its messages or prompt. Asks for ids while there is hope.
 
@@ -173,17 +174,18 @@ class OpenAIClient:
             ModelError: as `HttpServer.post` says.
         """
         if message_type == "chat" or sampling.max_tokens is not None:
-            return await self._ask(content, message_type, sampling, model)
+            return await self._ask(content, message_type, sampling, model, decode)
         name, prompt, room = model or self._model, content["prompt"], None
         if self._room.is_needed:
             room = await self._room.after(prompt, name)
-        outcome = await self._ask(content, message_type, replace(sampling, max_tokens=room), model)
+        asked = replace(sampling, max_tokens=room)
+        outcome = await self._ask(content, message_type, asked, model, decode)
         if room is None and cut_by_default(outcome.value):
             self._room.is_needed = True
             room = await self._room.after(prompt, name)
             if room is not None and room > DEFAULT_MAX_TOKENS:
                 whole = replace(sampling, max_tokens=room)
-                return await self._ask(content, message_type, whole, model)
+                return await self._ask(content, message_type, whole, model, decode)
         return outcome
 
     async def _ask(
@@ -192,6 +194,7 @@ class OpenAIClient:
         message_type: MessageType,
         sampling: SamplingParams,
         model: str | None,
+        decode: Decode,
     ) -> Outcome[Response]:
         async def send(with_tokens: bool) -> Outcome[Response]:
             body = {
@@ -204,7 +207,7 @@ class OpenAIClient:
             body |= extension_fields(sampling) | extra_fields(sampling)
             if "max_tokens" in body and self._max_tokens_field != "max_tokens":
                 body[self._max_tokens_field] = body.pop("max_tokens")
-            return await self._server.post(_PATHS[message_type], body, decode_response)
+            return await self._server.post(_PATHS[message_type], body, decode)
 
         try:
             return await ask_for_tokens(self.tokens, send)
@@ -226,11 +229,9 @@ class OpenAIClient:
         `version` is the one when the request was sent: no sampled token is from an older one.
         """
         response = outcome.value
-        raw = {
-            "id": response.id,
-            "model": response.model,
-            "stop_reason": response.choices[0].stop_reason if response.choices else None,
-        }
+        stop_reason = response.choices[0].stop_reason if response.choices else None
+        model = self._model if response.model == self._model else response.model
+        raw = AnswerHead(response.id, model, stop_reason)
         return Answer(response, raw, outcome.num_retries, outcome.wait_s, version)
 
 
@@ -278,7 +279,9 @@ class OpenAISession:
             if tools:
                 content["tools"] = list(tools)
         version = self._client.version
-        outcome = await self._client.ask(content, message_type, sampling, model)
+        outcome = await self._client.ask(
+            content, message_type, sampling, model, self._by_message.reader.decode
+        )
         answer = self._client._answer(outcome, version)
         return self._by_message.complete(messages, tools, message_type, model, sampling, answer)
 

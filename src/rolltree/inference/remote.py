@@ -8,7 +8,7 @@ extend it, after comparing them. It knows nothing about how the response came he
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from rolltree.inference.extract import (
 from rolltree.inference.memory import CallMemory
 from rolltree.inference.session import next_call_id
 from rolltree.inference.versions import extract_versions
+from rolltree.inference.wire import PromptReader
 from rolltree.types import (
     ChatMessage,
     FinishReason,
@@ -59,6 +60,35 @@ class Answer:
     num_retries: int = 0
     wait_s: float = 0.0
     version: int = 0
+
+
+class AnswerHead(Mapping[str, Any]):
+    """What is kept of a server's response beside its message and tokens, read by key or attribute.
+
+    >>> AnswerHead("chatcmpl-1", "tiny", None)["id"]
+    'chatcmpl-1'
+    """
+
+    __slots__ = ("id", "model", "stop_reason")
+
+    def __init__(self, id: str | None, model: str | None, stop_reason: str | int | None) -> None:
+        self.id = id
+        self.model = model
+        self.stop_reason = stop_reason
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self.__slots__:
+            raise KeyError(key)
+        return getattr(self, key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.__slots__)
+
+    def __len__(self) -> int:
+        return len(self.__slots__)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
 
 async def ask_for_tokens(
@@ -123,6 +153,7 @@ class MessageSession:
     def __init__(self, tokens: TokenFields) -> None:
         self._tokens = tokens
         self._memory: CallMemory[_Call] = CallMemory()
+        self.reader = PromptReader()
 
     def complete(
         self,

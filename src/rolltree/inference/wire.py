@@ -1,17 +1,24 @@
 """The JSON of OpenAI-compatible completions, as structs that msgspec decodes in one pass.
 
-Only fields that somebody reads are here; all others are skipped without being built. It knows
-vLLM's token id fields. It leaves out streaming and requests, which are plain dicts.
+Only fields that somebody reads are here; all others are skipped without being built. A server
+repeats the whole prompt's ids in every turn: `PromptReader` compares those it knows as bytes and
+decodes the rest. It knows vLLM's token id fields. It leaves out streaming and requests, which are
+plain dicts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import msgspec
+import numpy as np
 
 from rolltree.errors import BadResponse
+from rolltree.types import IntArray
 
 
-class TokenLogprob(msgspec.Struct):
+class TokenLogprob(msgspec.Struct, gc=False):  # it can hold no cycle: the collector skips it
     """One sampled token of a chat completion."""
 
     logprob: float | None = None
@@ -87,6 +94,8 @@ class Response(msgspec.Struct):
     prompt_token_ids: list[int] | None = None
 
 
+Decode: TypeAlias = Callable[[bytes], Response]
+
 _DECODER = msgspec.json.Decoder(Response)
 
 
@@ -104,3 +113,65 @@ def decode_response(body: bytes) -> Response:
             f"the server's answer is not a completion in JSON ({error}); it begins {start!r}. "
             "There is no answer to use. Is the base URL that of an OpenAI-compatible API?"
         ) from error
+
+
+_KEY = b'"prompt_token_ids":['
+_MARK = -1
+_MAX_ID = 2**31 - 1
+_NO_IDS: IntArray = np.empty(0, np.int32)
+
+
+class PromptReader:
+    """Decodes the responses of one conversation, and of each prompt only what is new.
+
+    Prompt ids that begin, byte for byte, like those of the response before are taken over from it;
+    `prompt_token_ids` is then an int32 array. The rest of a response is always decoded.
+
+    >>> reader = PromptReader()
+    >>> first = reader.decode(b'{"choices":[],"prompt_token_ids":[5,6]}')
+    >>> reader.decode(b'{"choices":[],"prompt_token_ids":[5,6,7]}').prompt_token_ids.tolist()
+    [5, 6, 7]
+    """
+
+    __slots__ = ("_ids", "_text")
+
+    def __init__(self) -> None:
+        self._text = b""
+        self._ids = _NO_IDS
+
+    def decode(self, body: bytes) -> Response:
+        """Decode a completion.
+
+        Raises:
+            BadResponse: it is not JSON, or not of this shape.
+        """
+        start = body.rfind(_KEY) + len(_KEY)
+        if start < len(_KEY) or body.startswith(b"]", start):
+            return decode_response(body)
+        # The mark takes the place of the known ids. Finding it as the first decoded id proves that
+        # these bytes were the field and not, say, text that looks like it.
+        text, known = self._text, self._ids
+        if text and body.startswith((text + b",", text + b"]"), start):
+            marked = b"%b-1%b" % (body[:start], body[start + len(text) :])
+        else:
+            known = _NO_IDS
+            marked = b"%b-1,%b" % (body[:start], body[start:])
+        try:
+            response = _DECODER.decode(marked)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return decode_response(body)
+        holder = _prompt_holder(response)
+        ids = np.array(holder.prompt_token_ids or (0,), np.int64)
+        if ids[0] != _MARK or ids[1:].view(np.uint64).max(initial=0) > _MAX_ID:
+            return decode_response(body)
+        self._ids = np.concatenate((known, ids[1:].astype(np.int32)))
+        self._text = body[start : body.index(b"]", start)]
+        holder.prompt_token_ids = self._ids  # type: ignore[assignment]
+        return response
+
+
+def _prompt_holder(response: Response) -> Response | Choice:
+    """Return what has the prompt's ids: the response for chat, its choice for text."""
+    if response.prompt_token_ids is None and response.choices:
+        return response.choices[0]
+    return response

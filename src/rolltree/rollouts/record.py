@@ -19,7 +19,7 @@ from typing import Any, cast
 from rolltree.errors import StoreError, TokenError
 from rolltree.rollouts.message_table import MessageReader, MessageTable
 from rolltree.store import StoredRollout, dumps, loads, redact
-from rolltree.tokens import StepTokens, TokenTree, Trajectory
+from rolltree.tokens import StepTokens, TokenTree, Trajectory, peek
 from rolltree.types import (
     ErrorRecord,
     RolloutRequest,
@@ -151,7 +151,7 @@ def _encode(result: RolloutResult, index: int, state: State | None) -> StoredRol
 
 def _columns(state: State, trajectory: Trajectory, row: StoredRollout) -> dict[str, Any]:
     timing = state.get("timing") or {}
-    extras = [step.get("extras") or {} for step in trajectory]
+    extras = [peek(step, "extras") or {} for step in trajectory]
     tree = trajectory.tree
     handles = [trajectory.call_of(index) for index in range(len(trajectory))]
     calls = [call for call in handles if call is not None]
@@ -246,7 +246,7 @@ def _as_trajectory(value: Any) -> Trajectory:
     """
     steps: Sequence[TrajectoryStep] = value or ()
     if isinstance(value, Trajectory) and all(
-        step.get("tokens") is None or value.call_of(index) is not None
+        peek(step, "tokens") is None or value.call_of(index) is not None
         for index, step in enumerate(steps)
     ):
         return value
@@ -324,25 +324,26 @@ def _decode_state(
 
 def _step_data(trajectory: Trajectory, index: int, table: MessageTable) -> dict[str, Any]:
     step: Mapping[str, Any] = trajectory[index]
+    prompt, completion = peek(step, "prompt"), peek(step, "completion")
     data: dict[str, Any] = {
-        "prompt": table.add(step.get("prompt")),
-        "completion": table.add(step.get("completion")),
+        "prompt": table.add(prompt),
+        "completion": table.add(completion),
         "call": trajectory.call_of(index),
         "reward": step.get("reward"),
         "advantage": step.get("advantage"),
-        "extras": step.get("extras"),
+        "extras": peek(step, "extras"),
     }
-    if isinstance(step.get("prompt"), str) and isinstance(step.get("completion"), str):
-        table.add(step["prompt"] + step["completion"])  # the next prompt most likely begins so
+    if isinstance(prompt, str) and isinstance(completion, str):
+        table.add(prompt + completion)  # the next prompt most likely begins so
     response = _response_data(step.get("response"))
     if response is not None:
         data["response"] = response
-    tokens = step.get("tokens")
+    tokens = peek(step, "tokens")
     if isinstance(tokens, StepTokens):
         data["assigned"] = {key: tokens[key] for key in tokens.assigned}
     elif tokens is not None:
         data["loose_tokens"] = tokens
-    more = {key: value for key, value in step.items() if key not in _STEP_FIELDS}
+    more = {key: step[key] for key in step if key not in _STEP_FIELDS}
     if more:
         data["more"] = more
     return data

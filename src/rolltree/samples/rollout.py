@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rolltree.errors import TokenError
-from rolltree.tokens import StepTokens, TokenTree, Trajectory, insert_step
+from rolltree.tokens import StepTokens, TokenTree, Trajectory, insert_step, peek
 from rolltree.types import SampleOrigin, State, TrajectoryStep
 
 
@@ -137,7 +137,7 @@ def _shared_tree(steps: Sequence[Any]) -> tuple[TokenTree, list[int | None]] | N
     tree = steps.tree if isinstance(steps, Trajectory) else None
     handles: list[int | None] = []
     for step in steps:
-        tokens = step.get("tokens")
+        tokens = peek(step, "tokens")
         if tokens is None:
             handles.append(None)
             continue
@@ -155,7 +155,7 @@ def _fresh_tree(index: int, steps: Sequence[Any]) -> tuple[TokenTree, list[int |
     tree = TokenTree()
     handles: list[int | None] = []
     for position, step in enumerate(steps):
-        tokens = step.get("tokens")
+        tokens = peek(step, "tokens")
         if tokens is None:
             handles.append(None)
         elif isinstance(tokens, StepTokens) and tokens.as_recorded:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from rolltree.errors import ConfigError, did_you_mean
-from rolltree.tokens import StepTokens
+from rolltree.tokens import StepTokens, peek
 from rolltree.types import TruncationReason
 
 TruncationMode = Literal["keep", "drop", "mask", "penalise", "bootstrap"]
@@ -141,7 +141,7 @@ def truncation_effect(
 
 def call_len(step: Mapping[str, Any]) -> int:
     """Return how many prompt and sampled tokens a step has, without building lists."""
-    tokens = step.get("tokens")
+    tokens = peek(step, "tokens")
     if tokens is None:
         return 0
     if isinstance(tokens, StepTokens) and tokens.as_recorded:

@@ -8,6 +8,7 @@ from rolltree.tokens.arena import ROOT, Place, TokenArena
 from rolltree.tokens.breaks import Break, BreakCause, Decoder, explain_break
 from rolltree.tokens.buffers import readable_floats
 from rolltree.tokens.calls import CallTable
+from rolltree.tokens.step import RecordedStep, peek
 from rolltree.tokens.streams import PlacedStream, TokenStream
 from rolltree.tokens.trajectory import Trajectory, insert_step
 from rolltree.tokens.tree import TokenTree
@@ -21,6 +22,7 @@ __all__ = [
     "PlacedStream",
     "Place",
     "ROOT",
+    "RecordedStep",
     "StepTokens",
     "TokenArena",
     "TokenStream",
@@ -29,5 +31,6 @@ __all__ = [
     "explain_break",
     "insert_step",
     "mask_list",
+    "peek",
     "readable_floats",
 ]

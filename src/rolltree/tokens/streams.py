@@ -75,6 +75,8 @@ def representable(values: NDArray[Any], dtype: np.dtype[Any]) -> bool:
         return values.dtype.kind in "iufb"
     if dtype.kind == "i" and values.dtype.kind == "f" and (values % 1 != 0).any():
         return False
+    if values.dtype == dtype and dtype.kind == "i":
+        return True
     limits = np.iinfo(dtype) if dtype.kind == "i" else np.finfo(dtype)
     return bool(values.min() >= limits.min and values.max() <= limits.max)
 

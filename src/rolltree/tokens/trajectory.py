@@ -12,9 +12,10 @@ from copy import deepcopy
 from typing import Any, SupportsIndex, cast
 
 from rolltree.errors import TokenError
+from rolltree.tokens.step import RecordedStep, peek
 from rolltree.tokens.tree import TokenTree
 from rolltree.tokens.view import TOKEN_KEYS, StepTokens
-from rolltree.types import Generation, Messages, TrajectoryStep
+from rolltree.types import Generation, Messages, TrajectoryStep, concat_messages
 
 
 class Trajectory(list[TrajectoryStep]):
@@ -32,6 +33,7 @@ class Trajectory(list[TrajectoryStep]):
         super().__init__()
         self.tree = TokenTree() if tree is None else tree
         self._handles: dict[int, int] = {}
+        self._said: tuple[RecordedStep, Messages] | None = None  # the last step's conversation
         self.extend(steps)
 
     def append_call(
@@ -56,35 +58,65 @@ class Trajectory(list[TrajectoryStep]):
         Raises:
             TokenError: the generation's arrays contradict each other.
         """
-        derived: dict[str, Any] = {
-            "agent": agent,
-            "turn": turn,
-            "call_id": generation.call_id,
-            "finish_reason": str(generation.finish_reason),
-            "temperature": generation.temperature,
-            "num_prompt_tokens": generation.num_prompt_tokens,
-            "num_completion_tokens": generation.num_completion_tokens,
-        }
-        tokens: StepTokens | None = None
-        if generation.prompt_ids is not None and generation.completion_ids is not None:
-            tokens = StepTokens(self.tree, self._insert(generation, agent, turn, streams))
-            derived["num_prompt_tokens"] = len(generation.prompt_ids)
-            derived["num_completion_tokens"] = len(generation.completion_ids)
-            versions = generation.versions
-            if versions is not None and len(versions):
-                derived["policy_version_min"] = int(versions.min())
-                derived["policy_version_max"] = int(versions.max())
-        step = TrajectoryStep(
-            prompt=list(prompt) if isinstance(prompt, list) else prompt,
-            completion=completion,
-            response=generation.response,
-            tokens=cast(Any, tokens),
-            reward=None,
-            advantage=None,
-            extras=derived | (extras or {}),
-        )
-        super().append(step)
+        has_ids = generation.prompt_ids is not None and generation.completion_ids is not None
+        call = self._insert(generation, agent, turn, streams) if has_ids else None
+        chat = isinstance(prompt, list) and isinstance(completion, list)
+        text = isinstance(prompt, str) and isinstance(completion, str)
+        if call is not None and generation.versions is not None and (chat or text):
+            step: dict[str, Any] = self._record(call, prompt, completion, generation)
+            if extras:
+                step["extras"] |= extras
+        else:
+            step = _plain_step(prompt, completion, generation, agent, turn, extras)
+            if call is not None:
+                step["tokens"] = StepTokens(self.tree, call)
+        super().append(cast(TrajectoryStep, step))
+        return cast(TrajectoryStep, step)
+
+    def _record(
+        self, call: int, prompt: Messages, completion: Messages, generation: Generation
+    ) -> RecordedStep:
+        """Return the step of a call; it shares what its prompt has in common with the last one."""
+        head, said = self._last_said()
+        added = prompt
+        if head is not None and type(said) is type(prompt) and prompt[: len(said)] == said:
+            added = prompt[len(said) :]
+        else:
+            head = None
+        step = RecordedStep(self.tree, call, generation, head, added, completion)
+        if head is not None and isinstance(said, list):
+            said += added  # type: ignore[arg-type]
+            said += completion  # type: ignore[arg-type]
+        else:
+            said = prompt + completion  # type: ignore[operator]
+        self._said = step, said
         return step
+
+    def _last_said(self) -> tuple[RecordedStep | None, Messages]:
+        """Return the last step and its conversation, or None where it must be matched anew."""
+        last = self[-1] if self else None
+        if not isinstance(last, RecordedStep):
+            return None, ""
+        if self._said is None or self._said[0] is not last:
+            self._said = last, last.recorded_conversation()
+        return self._said
+
+    def conversation(self) -> Messages:
+        """Return what was said up to the end of the last step, its prompt included; a new list.
+
+        Raises:
+            IndexError: there is no step.
+        """
+        last = self[-1]
+        if isinstance(last, RecordedStep) and not last.is_changed():
+            said = self._last_said()[1]
+            return said if isinstance(said, str) else list(said)
+        return concat_messages([last["prompt"], last["completion"]])
+
+    def trim(self) -> None:
+        """Give back memory that is reserved for further calls; calls can still be recorded."""
+        self._said = None
+        self.tree.trim()
 
     def _insert(
         self,
@@ -112,12 +144,14 @@ class Trajectory(list[TrajectoryStep]):
 
     def call_of(self, step_index: int) -> int | None:
         """Return the handle in `tree` of a step's call, or None when the step has no tokens."""
-        tokens = self[step_index]["tokens"]
+        tokens = peek(self[step_index], "tokens")
         if isinstance(tokens, StepTokens) and tokens.tree is self.tree:
             return tokens.call
         return None
 
     def _adopt(self, step: TrajectoryStep) -> TrajectoryStep:
+        if isinstance(step, RecordedStep) and step.has_own_tokens:
+            return cast(TrajectoryStep, step)
         tokens = step.get("tokens")
         if isinstance(tokens, Mapping) and not isinstance(tokens, StepTokens):
             call = insert_step(self.tree, step)
@@ -170,14 +204,52 @@ class Trajectory(list[TrajectoryStep]):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         calls = [self.call_of(index) for index in range(len(self))]
         assigned = [
-            {} if call is None else {key: step["tokens"][key] for key in step["tokens"].assigned}  # type: ignore
+            {} if call is None else _assigned(peek(step, "tokens"))
             for call, step in zip(calls, self, strict=True)
         ]
         steps = [
-            step if call is None else {**step, "tokens": None}
+            step
+            if call is None
+            else {key: peek(step, key) if key != "tokens" else None for key in step}
             for call, step in zip(calls, self, strict=True)
         ]
         return _rebuild, (self.tree, steps, calls, assigned, self._handles)
+
+
+def _plain_step(
+    prompt: Messages,
+    completion: Messages,
+    generation: Generation,
+    agent: str,
+    turn: int | None,
+    extras: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Return the step of a call of which the tree does not know everything."""
+    derived: dict[str, Any] = {
+        "agent": agent,
+        "turn": turn,
+        "call_id": generation.call_id,
+        "finish_reason": generation.finish_reason.value,
+        "temperature": generation.temperature,
+        "num_prompt_tokens": generation.num_prompt_tokens,
+        "num_completion_tokens": generation.num_completion_tokens,
+    }
+    if generation.prompt_ids is not None and generation.completion_ids is not None:
+        derived["num_prompt_tokens"] = len(generation.prompt_ids)
+        derived["num_completion_tokens"] = len(generation.completion_ids)
+    return {
+        "prompt": list(prompt) if isinstance(prompt, list) else prompt,
+        "completion": completion,
+        "response": generation.response,
+        "tokens": None,
+        "reward": None,
+        "advantage": None,
+        "extras": derived | (extras or {}),
+    }
+
+
+def _assigned(tokens: StepTokens) -> dict[str, Any]:
+    return {key: tokens[key] for key in tokens.assigned}
 
 
 def _rebuild(

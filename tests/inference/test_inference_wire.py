@@ -1,0 +1,104 @@
+"""`PromptReader`: decoding what is new of a prompt gives what decoding all of it gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolltree.errors import BadResponse, TokenError
+from rolltree.inference.extract import extract_tokens
+from rolltree.inference.wire import PromptReader, decode_response
+
+
+def body(prompt: list[Any] | None, *, of_choice: bool = False, **more: Any) -> bytes:
+    choice: dict[str, Any] = {"message": {"content": "hi"}, "text": "hi", "token_ids": [7]}
+    choice["logprobs"] = {"content": [{"logprob": -0.5}], "token_logprobs": [-0.5]}
+    answer: dict[str, Any] = {"choices": [choice], **more}
+    (choice if of_choice else answer)["prompt_token_ids"] = prompt
+    return msgspec.json.encode(answer)
+
+
+def ids(reader: PromptReader, data: bytes, kind: Any = "chat") -> list[int]:
+    found = extract_tokens(reader.decode(data), kind)
+    assert found is not None
+    return found.prompt_ids.tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("of_choice", "kind"), [(False, "chat"), (True, "completion")])
+def test_a_growing_prompt_is_read_whole(of_choice: bool, kind: str) -> None:
+    reader = PromptReader()
+    for prompt in ([1, 23], [1, 23, 7, 4], [1, 23, 7, 4], [1, 23, 7, 4, 5, 6]):
+        assert ids(reader, body(prompt, of_choice=of_choice), kind) == prompt
+
+
+@pytest.mark.parametrize(
+    "second",
+    [[1, 234], [1, 2], [9, 23, 4], [1], [], [1, 23]],
+    ids=["longer number", "shorter number", "other start", "shorter", "empty", "same"],
+)
+def test_a_prompt_that_only_looks_like_the_one_before(second: list[int]) -> None:
+    reader = PromptReader()
+    assert ids(reader, body([1, 23])) == [1, 23]
+    assert ids(reader, body(second)) == second
+    assert ids(reader, body([1, 23, 4])) == [1, 23, 4]
+
+
+def test_only_what_is_new_is_decoded() -> None:
+    """The known ids are not looked at again: their bytes are enough."""
+    reader = PromptReader()
+    reader.decode(body([1, 23]))
+    reader._ids = reader._ids + 100
+    assert ids(reader, body([1, 23, 4])) == [101, 123, 4]
+
+
+def test_text_that_looks_like_the_field_is_not_taken_for_it() -> None:
+    fake = '"prompt_token_ids":[1,23'
+    reader = PromptReader()
+    for prompt in ([1, 23], [1, 23, 5]):
+        data = body(prompt, extra={"prompt_token_ids": [1, 23, 99]}, note=fake)
+        assert ids(reader, data) == prompt
+        assert ids(reader, data[:-1] + b',"z":{"prompt_token_ids":[1,23,77]}}') == prompt
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b'{"choices":[],"prompt_token_ids":[1,', b"\xff"])
+def test_what_is_no_completion_is_refused_as_before(data: bytes) -> None:
+    reader = PromptReader()
+    reader.decode(body([1]))
+    with pytest.raises(BadResponse) as found:
+        reader.decode(data)
+    with pytest.raises(BadResponse) as plain:
+        decode_response(data)
+    assert str(found.value) == str(plain.value)
+
+
+@pytest.mark.parametrize("bad", [[-3], [2**31], [-1, 2]])
+def test_ids_of_no_vocabulary_are_refused_also_later(bad: list[int]) -> None:
+    reader = PromptReader()
+    reader.decode(body([5]))
+    for _ in range(2):
+        with pytest.raises(TokenError, match=r"outside 0 to 2\*\*31 - 1"):
+            ids(reader, body([5, *bad]))
+
+
+def test_null_and_missing_ids_and_spaces() -> None:
+    reader = PromptReader()
+    assert reader.decode(body(None)).prompt_token_ids is None
+    assert reader.decode(b'{"choices":[]}').prompt_token_ids is None
+    assert reader.decode(b'{"choices":[], "prompt_token_ids": [1, 2]}').prompt_token_ids == [1, 2]
+    assert ids(reader, body([1, 2]).replace(b",", b" ,")) == [1, 2]
+    assert ids(reader, body([1, 2, 3]).replace(b",", b" ,")) == [1, 2, 3]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 12), max_size=4)), max_size=8))
+def test_any_history_is_read_as_without_a_reader(turns: list[tuple[int, list[int]]]) -> None:
+    reader, prompt = PromptReader(), [1]
+    for dropped, new in turns:
+        prompt = prompt[: len(prompt) - dropped] + new
+        data = body(prompt)
+        plain = extract_tokens(decode_response(data), "chat")
+        assert plain is not None
+        assert ids(reader, data) == plain.prompt_ids.tolist() == prompt
