@@ -3,7 +3,7 @@
 A spelling says what the model is told about its tools, reads calls out of a message, and writes
 answers as messages. Native calls are read by `rolltree.inference`; the text form is that of ReAct
 (Yao et al., 2022, arXiv:2210.03629): Thought, Action, Action Input, Observation, Final Answer. The
-module knows nothabout running tools.
+module knows nothing about running tools.
 """
 
 from __future__ import annotations

@@ -122,23 +122,40 @@ class ToolAgent(Agent):
         Raises:
             ValueError: a call is not answered, or something else is.
         """
-        given = {answer.call_id: answer for answer in answers}
         asked = [request.call_id for request in self._waiting]
-        if not asked or sorted(given) != sorted(asked) or len(given) != len(answers):
+        given = [answer.call_id for answer in answers]
+        if not asked or sorted(given) != sorted(asked):
             raise ValueError(
-                f"agent {self.name!r} waits for answers to the calls {asked} and got "
-                f"{[answer.call_id for answer in answers]}; its history would not fit together. "
-                "Answer each call in `waiting` once."
+                f"agent {self.name!r} waits for answers to the calls {asked} and got {given}; its "
+                "history would not fit together. Answer each call in `waiting` once."
             )
         step = self.steps[-1]
-        given.update({answer.call_id: answer for answer in step.tool_answers})
-        step = replace(
-            step, tool_answers=tuple(given[request.call_id] for request in step.tool_calls)
-        )
+        left = [*step.tool_answers, *answers]
+        ordered = []
+        for request in step.tool_calls:  # servers have been seen to give two calls one id
+            at = next(n for n, answer in enumerate(left) if answer.call_id == request.call_id)
+            ordered.append(left.pop(at))
+        step = replace(step, tool_answers=tuple(ordered))
         self.steps[-1] = step
         self._waiting = ()
         self._say_answers(step.tool_answers)
         return step
+
+    def observe(self, obs: str | Sequence[ChatMessage]) -> None:
+        """Tell the agent what it sees.
+
+        Raises:
+            ValueError: external calls are not answered yet; their answers come first.
+        """
+        self._check_answered()
+        super().observe(obs)
+
+    def _check_answered(self) -> None:
+        if self._waiting:
+            raise ValueError(
+                f"agent {self.name!r} still waits for {[call.name for call in self._waiting]}; it "
+                "cannot go on without. Call answer() first."
+            )
 
     async def act(self) -> list[AgentStep]:
         """Take one turn, or the part of it up to an external call; return its model calls.
@@ -147,11 +164,7 @@ class ToolAgent(Agent):
             ValueError: external calls are not answered yet.
             ModelError, ToolUnavailable: as `Agent.act`.
         """
-        if self._waiting:
-            raise ValueError(
-                f"agent {self.name!r} still waits for {[call.name for call in self._waiting]}; it "
-                "cannot go on without. Call answer() first."
-            )
+        self._check_answered()
         first = len(self.steps)
         while await self._round():
             pass
@@ -178,12 +191,12 @@ class ToolAgent(Agent):
         self._num_rounds += 1
         if not requests:
             return self._complain(generation, record, spoken.problems)
-        return await self._run(generation, record, requests)
+        return await self._run(generation, record, requests, spoken.problems)
 
     def _complain(
         self, generation: Generation, record: TrajectoryStep, problems: Sequence[str]
     ) -> bool:
-        text = f"Your tool call could not be read: {'; '.join(problems)}"
+        text = _unreadable(problems)
         parsed = ParseResult(generation.text, self.bad_call_penalty, text)
         self._add_step(
             generation, record, "internal", parsed, info={"tool_problems": list(problems)}
@@ -192,7 +205,11 @@ class ToolAgent(Agent):
         return True
 
     async def _run(
-        self, generation: Generation, record: TrajectoryStep, requests: tuple[ToolRequest, ...]
+        self,
+        generation: Generation,
+        record: TrajectoryStep,
+        requests: tuple[ToolRequest, ...],
+        problems: Sequence[str],
     ) -> bool:
         external = tuple(request for request in requests if request.scope == "external")
         external = tuple(request for request in external if request.problem is None)
@@ -201,7 +218,8 @@ class ToolAgent(Agent):
         try:
             answers = tuple(await run_all(own, self._is_plain, self._answer_own))
         finally:  # the call was made, whatever became of the tools
-            reward = self.bad_call_penalty * sum(r.problem is not None for r in requests)
+            num_bad = len(problems) + sum(request.problem is not None for request in requests)
+            reward = self.bad_call_penalty * num_bad
             self._add_step(
                 generation,
                 record,
@@ -209,7 +227,10 @@ class ToolAgent(Agent):
                 None if external else ParseResult(generation.text, reward),
                 requests,
                 answers,
-                info=_errors(answers),
+                info={
+                    **_errors(answers),
+                    **({"tool_problems": list(problems)} if problems else {}),
+                },
                 reward=reward,
             )
         self._waiting = external
@@ -249,7 +270,9 @@ class ToolAgent(Agent):
 
     def _say_answers(self, answers: Sequence[ToolAnswer]) -> None:
         answers = list(answers)
-        answers[-1] = replace(answers[-1], text=self._with_last_call(answers[-1].text))
+        problems = self.steps[-1].info.get("tool_problems")
+        notes = [answers[-1].text, *([_unreadable(problems)] if problems else [])]
+        answers[-1] = replace(answers[-1], text=self._with_last_call("\n\n".join(notes)))
         self.history.extend(self.spelling.write(answers))
 
     def _with_last_call(self, text: str) -> str:
@@ -302,6 +325,10 @@ def _described(tools: Sequence[Any]) -> dict[str, Tool]:
 
 async def _answered_elsewhere(**arguments: Any) -> None:
     raise AssertionError("an external tool is answered by the protocol")
+
+
+def _unreadable(problems: Sequence[str]) -> str:
+    return f"Your tool call could not be read: {'; '.join(problems)}"
 
 
 def _errors(answers: Sequence[ToolAnswer]) -> dict[str, Any]:

@@ -11,16 +11,27 @@ from rolltree.tools.describe import (
     convert_func_to_oai_tool,
     result_text,
 )
-from rolltree.tools.run import ToolTimeLimit, answer_request, call_function, is_plain, run_all
+from rolltree.tools.process import ToolProcessError, in_process
+from rolltree.tools.run import (
+    ToolQuit,
+    ToolTimeLimit,
+    answer_request,
+    call_function,
+    is_plain,
+    run_all,
+)
 
 __all__ = [
     "Tool",
     "ToolArgumentError",
     "ToolUnavailable",
+    "ToolProcessError",
+    "ToolQuit",
     "ToolTimeLimit",
     "answer_request",
     "call_function",
     "convert_func_to_oai_tool",
+    "in_process",
     "is_plain",
     "result_text",
     "run_all",

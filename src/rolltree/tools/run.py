@@ -1,9 +1,9 @@
 """Calling tools: in the event loop, in a thread or in a process, each with a time limit.
 
 Asynchronous tools run in the event loop, side by side. Synchronous ones run in a thread, in the
-order of the calls; `rolltree.rubrics.cheap` keeps a quick one in the loop. When the time of a call
-is over, or the task that waits for it is cancelled, the task or the thread ends
-(`rolltree.threads` says which threads cannot).
+order of the calls; `rolltree.rubrics.cheap` keeps a quick one in the loop, `in_process` gives one
+that may hang a process of its own. When the time of a call is over, or the task that waits for it
+is cancelled, the task, thread or process ends (`rolltree.threads` says which threads cannot).
 
 It knows nothing about models or messages. It leaves out which tools there are.
 """
@@ -20,6 +20,7 @@ from rolltree.errors import record_error
 from rolltree.steps import ToolAnswer, ToolRequest
 from rolltree.threads import run_in_thread
 from rolltree.tools.describe import Tool, ToolUnavailable, result_text
+from rolltree.tools.process import call_in_process
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -30,9 +31,17 @@ class ToolTimeLimit(Exception):
     """A tool took longer than it may; the message is what the model is told."""
 
 
+class ToolQuit(Exception):
+    """A tool tried to end the program, or cancelled itself; the model is told."""
+
+
 def is_plain(tool: Tool) -> bool:
-    """Whether the tool is synchronous: such calls of one message are made one after another."""
-    return not tool.is_async
+    """Whether calls of the tool in one message are made one after another: it is synchronous."""
+    return not (tool.is_async or _has_process(tool))
+
+
+def _has_process(tool: Tool) -> bool:
+    return getattr(tool.func, "__rolltree_process__", False)
 
 
 async def call_function(
@@ -42,14 +51,20 @@ async def call_function(
 
     Raises:
         ToolTimeLimit: it took longer than `limit_s` and was stopped.
+        ToolQuit: it called `exit()`, or cancelled itself.
         Exception: whatever the function raises.
     """
 
     def work() -> Any:
-        return tool.func(**arguments)
+        try:
+            return tool.func(**arguments)
+        except SystemExit as error:
+            raise ToolQuit(f"{tool.name} tried to end the program.") from error
 
     began = time.monotonic()
-    if tool.is_async or getattr(tool.func, "__rolltree_cheap__", False):
+    if _has_process(tool):
+        result: Any = call_in_process(tool.func, arguments)
+    elif tool.is_async or getattr(tool.func, "__rolltree_cheap__", False):
         result = work()
     else:
         try:
@@ -136,17 +151,26 @@ async def _limited(
     tool: Tool, result: Awaitable[Any], limit_s: float | None, left_s: float | None
 ) -> Any:
     """Await `result` in a task of its own, which is cancelled when nobody waits any more."""
-    task = asyncio.ensure_future(result)
+    task = asyncio.ensure_future(_guarded(tool, result))
     try:
         await asyncio.wait({task}, timeout=left_s)
     except asyncio.CancelledError:
         await _cancel(task)
         raise
+    if task.cancelled():
+        raise ToolQuit(f"{tool.name} cancelled itself.")
     if task.done():
         return task.result()
     await _cancel(task)
     assert limit_s is not None
     raise _late(tool, limit_s)
+
+
+async def _guarded(tool: Tool, result: Awaitable[Any]) -> Any:
+    try:
+        return await result
+    except SystemExit as error:
+        raise ToolQuit(f"{tool.name} tried to end the program.") from error
 
 
 async def _cancel(task: asyncio.Future[Any]) -> None:
