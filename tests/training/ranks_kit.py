@@ -30,7 +30,7 @@ def run_worlds(cases: str, folder: Path) -> dict:
     return json.loads((folder / "results.json").read_text())
 
 
-def fork_world(size: int, place: Path, body) -> list[int]:
+def fork_world(size: int, place: Path, body, quiet: bool = False) -> list[int]:
     """Run `body(ranks)` in `size` forked processes and return their exit codes."""
     from rolltree.training.ranks import start_ranks
 
@@ -39,6 +39,8 @@ def fork_world(size: int, place: Path, body) -> list[int]:
         child = os.fork()
         if child == 0:
             code = 1
+            if quiet:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             try:
                 variables = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
                 os.environ.update({name: str(value) for name, value in variables.items()})

@@ -269,7 +269,8 @@ class TestOptimizer:
                 parameter.grad = torch.randn_like(parameter)
             optimizer.step(0.01)
         fresh = Optimizer(twin, section)
-        fresh.load_tensors({name: value.clone() for name, value in left.tensors()})
+        for name, value in fresh.tensors().items():
+            value.copy_(left.tensors()[name])
         for optimizer, module in ((left, model), (fresh, twin)):
             torch.manual_seed(1)
             for parameter in module.parameters():
@@ -278,7 +279,14 @@ class TestOptimizer:
         for one, two in zip(model.parameters(), twin.parameters(), strict=True):
             assert torch.equal(one, two)
 
-    def test_state_of_another_model_is_refused(self):
-        optimizer = Optimizer(tiny_model(), config().optim)
-        with pytest.raises(TrainingError, match="another model"):
-            optimizer.load_tensors({"exp_avg/nothing.weight": torch.zeros(2)})
+    def test_state_before_the_first_step_is_what_adamw_starts_with(self):
+        models = [tiny_model(), tiny_model()]
+        optimizers = [Optimizer(model, config(optim={"lr": 0.01}).optim) for model in models]
+        assert all(not value.any() for value in optimizers[0].tensors().values())
+        for optimizer, model in zip(optimizers, models, strict=True):
+            torch.manual_seed(0)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step(0.01)
+        for one, two in zip(*(model.parameters() for model in models), strict=True):
+            assert torch.equal(one, two)

@@ -140,6 +140,16 @@ def open_weights(folder: Path) -> Weights:
     return Weights(files, opened)
 
 
+def open_file(path: Path) -> Weights:
+    """Open one safetensors file.
+
+    Raises:
+        ConfigError: it is missing or torn.
+    """
+    content = _open(path, _Safe)
+    return Weights(dict.fromkeys(content.names, path), {path: content})
+
+
 def _read_index(path: Path) -> dict[str, Path]:
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
@@ -159,8 +169,8 @@ def _read_index(path: Path) -> dict[str, Path]:
 def _open(path: Path, reader: Callable[[Path], Any]) -> Any:
     if not path.is_file():
         raise ConfigError(
-            f"the shard {path} is missing, and its tensors would be random numbers. Copy it from "
-            "where the model came from."
+            f"the file {path} is missing, and its tensors would be random numbers. Copy it from "
+            "where the others came from."
         )
     try:
         return reader(path)

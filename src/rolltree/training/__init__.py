@@ -9,11 +9,12 @@ from rolltree.training.aggregation import AGGREGATIONS, coefficients
 from rolltree.training.algorithms import ALGORITHMS, Algorithm, resolve_algorithm
 from rolltree.training.assign import CreditPolicy, CreditReport, assign_credit
 from rolltree.training.build import LocalParts, build_local, open_run
-from rolltree.training.checkpoint import Checkpoints, TrainState, export_model
+from rolltree.training.checkpoint import Checkpoints, TrainState
 from rolltree.training.config import MAY_CHANGE, TrainConfig, load_train_config
 from rolltree.training.corrections import CORRECTIONS
 from rolltree.training.credit import CREDITS
 from rolltree.training.credit_graph import FLOWS, Flow
+from rolltree.training.export import export_model
 from rolltree.training.forward import LogprobModel
 from rolltree.training.kl import KLS
 from rolltree.training.layout import Forest, collate

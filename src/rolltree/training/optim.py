@@ -6,8 +6,7 @@ It knows named parameters and nothing about losses or models. It leaves out othe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -96,30 +95,17 @@ class Optimizer:
         """Drop the gradients."""
         self._adam.zero_grad(set_to_none=True)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the state as named tensors: `exp_avg/<parameter>` and so on."""
-        for name, parameter in self.named:
-            for key, value in self._adam.state.get(parameter, {}).items():
-                yield f"{key}/{name}", value
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the state, by names such as `exp_avg/<parameter>`; writing into it sets it.
 
-    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take the state that `tensors()` gave.
-
-        Raises:
-            TrainingError: it belongs to other parameters.
+        Before the first step it is what AdamW starts with: zeros.
         """
-        shapes = {name: p.shape for name, p in self.named}
-        state: dict[Tensor, dict[str, Any]] = {p: {} for _, p in self.named}
-        by_name = dict(self.named)
-        for full_name, value in tensors.items():
-            key, _, name = full_name.partition("/")
-            if name not in shapes or (key != "step" and value.shape != shapes[name]):
-                raise TrainingError(
-                    f"the checkpoint's optimizer state has {full_name} of shape "
-                    f"{list(value.shape)}, which this model does not. It was saved for another "
-                    "model: use the model it was saved with."
-                )
-            parameter = by_name[name]
-            state[parameter][key] = value if key == "step" else value.to(parameter.device)
-        self._adam.state.clear()
-        self._adam.state.update({p: values for p, values in state.items() if values})
+        named: dict[str, Tensor] = {}
+        for name, parameter in self.named:
+            state = self._adam.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            named |= {f"{key}/{name}": value.detach() for key, value in state.items()}
+        return named

@@ -40,7 +40,8 @@ class Command:
 class Ranks:
     """This process among those that train together.
 
-    `rank` is 0 to `size - 1`; `device` is where this one computes; `mesh` is one-dimensional.
+    `rank` is 0 to `size - 1`; `device` is where this one computes; `mesh` is one-dimensional;
+    `group` is for what is on the CPU.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -50,7 +51,7 @@ class Ranks:
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self.rank)))
             torch.cuda.set_device(self.device)
         self.mesh: DeviceMesh = init_device_mesh(device_type, (self.size,))
-        self._group = dist.new_group(backend="gloo", timeout=_WAIT)
+        self.group = dist.new_group(backend="gloo", timeout=_WAIT)
 
     @property
     def leads(self) -> bool:
@@ -66,8 +67,8 @@ class Ranks:
         content = encode({"name": name, "data": data or {}})
         size = torch.tensor([len(content)])
         with _lost("a rank that trains with this one has ended"):
-            dist.broadcast(size, 0, group=self._group)
-            dist.broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8), 0, self._group)
+            dist.broadcast(size, 0, group=self.group)
+            dist.broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8), 0, self.group)
 
     def hear(self) -> Command:
         """Wait for rank 0's next command.
@@ -77,9 +78,9 @@ class Ranks:
         """
         size = torch.zeros(1, dtype=torch.int64)
         with _lost("rank 0 has ended"):
-            dist.broadcast(size, 0, group=self._group)
+            dist.broadcast(size, 0, group=self.group)
             content = torch.empty(int(size), dtype=torch.uint8)
-            dist.broadcast(content, 0, group=self._group)
+            dist.broadcast(content, 0, group=self.group)
         message = decode(content.numpy().tobytes())
         return Command(message["name"], message["data"])
 
@@ -87,7 +88,7 @@ class Ranks:
         """Return the element-wise sums of every rank's arrays; all ranks call it alike."""
         summed = [torch.from_numpy(np.array(array, copy=True)) for array in arrays]
         for tensor in summed:
-            dist.all_reduce(tensor, group=self._group)
+            dist.all_reduce(tensor, group=self.group)
         return [tensor.numpy() for tensor in summed]
 
     def barrier(self) -> None:
@@ -97,7 +98,7 @@ class Ranks:
             TrainingError: a rank is gone.
         """
         with _lost("a rank that trains with this one has ended"):
-            dist.barrier(group=self._group)
+            dist.barrier(group=self.group)
 
 
 @contextmanager

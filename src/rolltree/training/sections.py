@@ -6,6 +6,7 @@ sections that decide what is learned are in `config.py`.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 import msgspec
@@ -43,14 +44,29 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     `name`: what `rolltree.models.load_model` takes. `compute_dtype`: autocast of the training pass;
     the weights themselves are always float32. `backward_dtype`: of the matrix products in the
     backward pass on a CPU; logprobs stay exact. `device`: as torch names it.
+
+    `lora_rank`: train adapters of this rank instead of the weights (0: train the weights), scaled
+    by `lora_alpha` / rank (None: twice the rank), on the linear layers named in `lora_targets`
+    (empty: all but the output head).
     """
 
     name: str = "smollm2-135m"
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     backward_dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
+    lora_rank: int = 0
+    lora_alpha: float | None = None
+    lora_targets: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        need(self.lora_rank >= 0, "model.lora_rank", self.lora_rank, "0 or more")
+        alpha = self.lora_alpha
+        need(alpha is None or alpha > 0, "model.lora_alpha", alpha, "above 0")
+        if not self.lora_rank and (alpha is not None or self.lora_targets):
+            raise ConfigError(
+                "model.lora_alpha or model.lora_targets is set, but model.lora_rank is 0, so there "
+                "are no adapters that would read it. Set model.lora_rank, or leave them out."
+            )
         if self.backward_dtype != "float32" and self.device != "cpu":
             raise ConfigError(
                 f"model.backward_dtype is {self.backward_dtype!r}, which only a CPU reads, and the "
@@ -175,16 +191,24 @@ class CheckpointSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """When state is saved and what is left at the end.
 
     `every`: steps between checkpoints (the last step always gets one). `keep`: how many stay.
-    `export`: write the trained model in Hugging Face's layout at the end.
+    `format`: `full` gathers the weights and writes Hugging Face's layout, `sharded` lets every rank
+    write its part; both are read by any number of ranks. `max_shard_size`: weights of a larger
+    model become several files, as `"5GB"`. `export`: write the trained model in Hugging Face's
+    layout at the end.
     """
 
     every: int = 10
     keep: int = 2
+    format: Literal["full", "sharded"] = "full"
+    max_shard_size: str = "5GB"
     export: bool = True
 
     def __post_init__(self) -> None:
         need(self.every >= 1, "checkpoint.every", self.every, "at least 1")
         need(self.keep >= 1, "checkpoint.keep", self.keep, "at least 1")
+        size = self.max_shard_size
+        good = re.fullmatch(r"[1-9]\d*[KMGT]?B", size) is not None
+        need(good, "checkpoint.max_shard_size", size, "a size such as '5GB' or '200MB'")
 
 
 class TrackSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

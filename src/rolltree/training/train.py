@@ -28,8 +28,9 @@ from rolltree.rollouts import RolloutEngine, RolloutSource
 from rolltree.samples import SampleBatch, build_samples
 from rolltree.store import Run
 from rolltree.training.assign import assign_credit
-from rolltree.training.checkpoint import Checkpoints, TrainState, export_model
+from rolltree.training.checkpoint import Checkpoints, TrainState
 from rolltree.training.config import TrainConfig
+from rolltree.training.export import export_model
 from rolltree.training.feed import Feed, SyncFeed
 from rolltree.training.handover import Handover, in_thread
 from rolltree.training.publishing import Publisher
