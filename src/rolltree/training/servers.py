@@ -21,8 +21,8 @@ from typing import Any
 from rolltree.errors import ConfigError
 from rolltree.inference import ChatRenderer, EndpointPool, publish_weights
 from rolltree.inference.publish import HasServer
-from rolltree.training.checkpoint import export_model
 from rolltree.training.config import TrainConfig
+from rolltree.training.export import export_model
 
 
 class ServerTarget:
