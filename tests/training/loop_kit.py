@@ -37,7 +37,7 @@ def make_config(model: Path, run: Path, **sections: dict[str, Any]) -> Any:
         "checkpoint": {"every": 2, "export": False},
     }
     for section, values in sections.items():
-        data[section] = {**data[section], **values}
+        data[section] = {**data.get(section, {}), **values}
     return load_train_config(data)
 
 

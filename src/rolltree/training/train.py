@@ -39,6 +39,7 @@ from rolltree.training.rollout_metrics import rollout_metrics
 from rolltree.training.staleness import mask_stale, staleness_limit
 from rolltree.training.starving import StarvationWatch
 from rolltree.training.stream import StreamFeed
+from rolltree.training.trackers import Tracking
 from rolltree.training.trainer import Trainer
 from rolltree.types import RolloutResult, State
 
@@ -130,6 +131,7 @@ async def train_async(
         time_limit_s=config.engine.time_limit_s,
         retries=config.engine.retries,
     )
+    tracking = Tracking(reporter or Silent(), config)
     loop = _Loop(
         config=config,
         source=source,
@@ -138,7 +140,7 @@ async def train_async(
         model=model,
         tokenizer=tokenizer,
         evaluate=evaluate,
-        reporter=reporter or Silent(),
+        reporter=tracking,
         trainer=Trainer(model, config),
         checkpoints=Checkpoints(run.checkpoints, config.checkpoint.keep),
         rollouts=rollouts,
@@ -146,7 +148,10 @@ async def train_async(
             model, engine, rollouts.client, tolerance=config.engine.probe_tolerance
         ),
     )
-    return await loop.run_all()
+    try:
+        return await loop.run_all()
+    finally:
+        tracking.close()
 
 
 @dataclass(slots=True, kw_only=True)

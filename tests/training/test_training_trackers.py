@@ -1,0 +1,182 @@
+"""Trackers: what arrives in each package's own files, read back from there."""
+
+import importlib
+import importlib.util
+import sys
+
+import pytest
+import torch
+from loop_kit import make_config, make_model, start
+
+from rolltree.errors import ConfigError, UnknownName
+from rolltree.store import Run
+from rolltree.training import Silent
+from rolltree.training.trackers import TRACKERS, TrackedRun, Tracking, numbers
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def tracked(path, first_step=1, name="addition"):
+    return TrackedRun(path, "rolltree", name, {"optim": {"lr": 1e-5}}, first_step)
+
+
+def read_events(path):
+    """Return {name: {step: value}} of the event files below `path`."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(path), size_guidance={"scalars": 0})
+    events.Reload()
+    return {
+        name: {event.step: event.value for event in events.Scalars(name)}
+        for name in events.Tags()["scalars"]
+    }
+
+
+class TestTensorBoard:
+    def test_a_run_arrives_whole_also_after_a_stop_between_checkpoints(self, model, tmp_path):
+        """Steps 3 and 4 are trained again; the event files hold each step once, as stored."""
+        options = {"track": {"to": ["tensorboard"]}, "checkpoint": {"every": 2}}
+
+        class Stop(Silent):
+            def on_step(self, step, metrics):
+                if step == 3:
+                    raise KeyboardInterrupt
+
+        async def evaluate(phase, step):
+            return {"reward": {"mean": 0.25 * step}, "unit": "share"}
+
+        config = make_config(
+            model,
+            tmp_path / "run",
+            eval={"before": True, "after": True},
+            **options,
+        )
+        with pytest.raises(KeyboardInterrupt):
+            start(config, reporter=Stop(), evaluate=evaluate)
+        start(config, evaluate=evaluate)
+        found = read_events(tmp_path / "run" / "tensorboard")
+        with Run.open(tmp_path / "run", "r") as run:
+            steps = {row.step: row.metrics for row in run.steps()}
+        assert set(found["reward/mean"]) == {1, 2, 3, 4}
+        for name in steps[4]:
+            shown = found[name]
+            assert shown[4] == pytest.approx(steps[4][name], rel=1e-5, abs=1e-6), name
+        assert found["eval_before/reward/mean"] == {0: 0.0}
+        assert found["eval_after/reward/mean"] == {4: 1.0}
+        assert "eval_after/unit" not in found
+
+
+class TestOthers:
+    @pytest.mark.skipif(not importlib.util.find_spec("wandb"), reason="wandb is not installed")
+    def test_wandb_offline(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("WANDB_MODE", "offline")
+        monkeypatch.setenv("WANDB_SILENT", "true")
+        sink = TRACKERS["wandb"](tracked(tmp_path))
+        sink.log({"reward/mean": 0.5}, 1)
+        sink.close()
+        (written,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+        data = written.read_bytes()
+        assert b"reward/mean" in data
+        assert b"0.5" in data
+
+    @pytest.mark.skipif(not importlib.util.find_spec("mlflow"), reason="mlflow is not installed")
+    def test_mlflow_goes_on_in_the_same_run(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+        for step, value in ((1, 0.25), (2, 0.75)):
+            sink = TRACKERS["mlflow"](tracked(tmp_path, step))
+            sink.log({"reward/mean": value}, step)
+            sink.close()
+        import mlflow
+
+        client = mlflow.MlflowClient()
+        identity = (tmp_path / "mlflow-run-id").read_text().strip()
+        history = client.get_metric_history(identity, "reward/mean")
+        assert [(metric.step, metric.value) for metric in history] == [(1, 0.25), (2, 0.75)]
+        run = client.get_run(identity)
+        assert run.data.params == {"optim.lr": "1e-05"}
+        assert run.info.status == "FINISHED"
+
+    def test_trackio_is_told_the_run_and_every_step(self, tmp_path, monkeypatch):
+        """Against a module that notes its calls: the package brings a web server of 100 MB."""
+        calls = []
+
+        class Module:
+            def __getattr__(self, name):
+                return lambda *args, **options: calls.append((name, args, options))
+
+        monkeypatch.setitem(sys.modules, "trackio", Module())
+        sink = TRACKERS["trackio"](tracked(tmp_path))
+        sink.log({"reward/mean": 0.5}, 3)
+        sink.close()
+        assert [name for name, _, _ in calls] == ["init", "log", "finish"]
+        assert calls[0][2]["project"] == "rolltree"
+        assert calls[0][2]["name"] == "addition"
+        assert calls[1][1:] == (({"reward/mean": 0.5},), {"step": 3})
+
+
+@pytest.mark.parametrize("name", sorted(TRACKERS))
+def test_a_missing_package_is_an_error_that_names_the_extra(name, tmp_path, monkeypatch):
+    original = importlib.import_module
+
+    def missing(module, *args):
+        if module == name:
+            raise ImportError(f"No module named {module!r}")
+        return original(module, *args)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(ConfigError, match=rf"asks for '{name}', .*pip install 'rolltree\[track\]'"):
+        TRACKERS[name](tracked(tmp_path))
+
+
+def test_names_are_checked_before_anything_starts(model, tmp_path):
+    config = make_config(model, tmp_path / "run", track={"to": ["tensorbord"]})
+    with pytest.raises(UnknownName, match="tensorboard"):
+        Tracking(Silent(), config)
+    with pytest.raises(ConfigError, match="name each tracker once"):
+        make_config(model, tmp_path / "run", track={"to": ["wandb", "wandb"]})
+
+
+def test_a_failing_run_closes_its_trackers(model, tmp_path, monkeypatch):
+    closed = []
+
+    class Sink:
+        def __init__(self, run):
+            assert run.first_step == 1
+
+        def log(self, values, step):
+            assert all(type(value) is float for value in values.values())
+
+        def close(self):
+            closed.append(True)
+
+    monkeypatch.setitem(TRACKERS, "tensorboard", Sink)
+
+    class Stop(Silent):
+        def on_step(self, step, metrics):
+            raise RuntimeError("stop")
+
+    config = make_config(model, tmp_path / "run", track={"to": ["tensorboard"]})
+    with pytest.raises(RuntimeError, match="stop"):
+        start(config, reporter=Stop())
+    assert closed == [True]
+
+
+def test_a_continued_run_keeps_its_key_and_others_have_another(tmp_path):
+    assert tracked(tmp_path).key == tracked(tmp_path, 7).key != tracked(tmp_path / "x").key
+
+
+def test_numbers_are_flat_and_finite():
+    nested = {"a": {"b": 1, "c": "x", "d": {"e": True}}, "f": float("nan"), "g": 2.5, "h": None}
+    assert numbers(nested) == {"a/b": 1.0, "a/d/e": 1.0, "g": 2.5}
+    assert numbers({"x": 1}, "eval") == {"eval/x": 1.0}
