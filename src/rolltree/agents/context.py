@@ -54,9 +54,10 @@ class ContextStrategy(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class FullDialog:
-    """Everything that was said, always. Append-only, so the exact prefix holds."""
+class _Dialog:
+    """The strategy that changes nothing, to build others on."""
+
+    __slots__ = ()
 
     def view(self, history: Sequence[ChatMessage]) -> list[ChatMessage]:
         """Return the whole history."""
@@ -70,7 +71,12 @@ class FullDialog:
 
 
 @dataclass(frozen=True, slots=True)
-class TruncatedThinking(FullDialog):
+class FullDialog(_Dialog):
+    """Everything that was said, always. Append-only, so the exact prefix holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class TruncatedThinking(_Dialog):
     """The dialog without the reasoning of earlier turns; that since the last user message stays.
 
     Reasoning is `reasoning_content`, and what stands before `close` in the text.
@@ -98,7 +104,7 @@ class TruncatedThinking(FullDialog):
 
 
 @dataclass(frozen=True, slots=True)
-class SlidingWindow(FullDialog):
+class SlidingWindow(_Dialog):
     """The system prompt, the first user message unless told otherwise, and the last turns.
 
     A turn is a user message and what follows it, so that no tool's answer loses its call.
@@ -141,7 +147,7 @@ SUMMARIZE = (
 
 
 @dataclass(frozen=True, slots=True)
-class SummaryCompaction(FullDialog):
+class SummaryCompaction(_Dialog):
     """The dialog, until it is too long; then the model sums it up and goes on from there.
 
     The summary is a model call like any other: it continues the exact prefix, it is recorded as an

@@ -1,0 +1,122 @@
+"""Twenty turns with a tool: carried token by token against rendered anew, on two chat templates.
+
+    python benchmarks/tool_loop.py            the table, figures on the last line
+    python benchmarks/tool_loop.py --check    exit 1 when a bar is missed
+
+A scripted agent calls a tool at the beginning of each turn and says what came back. Its calls are
+spelled as models spell them, with other white space than the template's. "carried" sends each
+prompt as the exact ids of the call before plus what is new; "anew" renders all messages again, as a
+chat endpoint of messages does. Tokens are bytes and special tokens; trained is what scope
+`interleave` computes for training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+from rolltree.agents import ToolAgent
+from rolltree.inference import ChatRenderer
+from rolltree.samples import build_samples
+from rolltree.testing import ByteTokenizer, ScriptedClient
+from rolltree.types import State
+
+TEMPLATES = Path(__file__).parents[1] / "tests" / "samples" / "templates"
+NUM_TURNS = 20
+NAMES = ("qwen3", "llama3")
+SPECIAL = {
+    "qwen3": ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"),
+    "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+}
+END = {"qwen3": "<|im_end|>", "llama3": "<|eot_id|>"}
+PARSER = {"qwen3": "hermes", "llama3": "llama3"}
+CALL = {
+    "qwen3": "<think>\nadd {n}</think>\n"
+    '<tool_call>{{"name":"add","arguments":{{"a":{n}}}}}</tool_call>',
+    "llama3": '{{"name":"add","parameters":{{"a":  {n}}}}}',
+}
+
+
+def add(a: int) -> int:
+    """Add one to a number."""
+    return a + 1
+
+
+class Anew:
+    """A client without a memory: every prompt is rendered from its messages."""
+
+    def __init__(self, inner: ScriptedClient) -> None:
+        self.model, self.chat, self.generate = inner.model, inner.chat, inner.generate
+        self.aclose = inner.aclose
+
+    def session(self) -> Anew:
+        return self
+
+
+def make_client(name: str) -> ScriptedClient:
+    def answer(messages: Any) -> str:
+        if messages[-1]["role"] == "user":
+            return CALL[name].format(n=sum(message["role"] == "user" for message in messages))
+        return f"  it is {messages[-1]['content']} "
+
+    tokenizer = ByteTokenizer((TEMPLATES / f"{name}.jinja").read_text(), SPECIAL[name], END[name])
+    return ScriptedClient(answer, renderer=ChatRenderer(tokenizer, tool_parser=PARSER[name]))
+
+
+async def play(agent: ToolAgent) -> ToolAgent:
+    for turn in range(NUM_TURNS):
+        agent.observe(f"turn {turn}")
+        steps = await agent.act()
+        assert [step.action_target for step in steps] == ["internal", "env"]
+        assert steps[0].tool_answers[0].text == str(turn + 2)
+    return agent
+
+
+def measure(name: str, how: str) -> dict[str, Any]:
+    client = make_client(name)
+    agent = ToolAgent(
+        client if how == "carried" else Anew(client), tools=[add], system_prompt="Count."
+    )
+    asyncio.run(play(agent))
+    state = State(trajectory=agent.trajectory, reward=1.0, advantage=1.0)
+    batch = build_samples([state], "interleave")
+    return {
+        "template": name,
+        "prompts": how,
+        "calls": len(agent.trajectory),
+        "samples": len(batch.samples),
+        "breaks": len(batch.breaks),
+        "trained": sum(sample.num_tokens for sample in batch.samples),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
+    options = parser.parse_args()
+    rows = {(name, how): measure(name, how) for name in NAMES for how in ("carried", "anew")}
+    print(f"{'template':10}{'prompts':10}{'calls':>6}{'samples':>9}{'breaks':>8}{'trained':>10}")
+    for row in rows.values():
+        print(
+            f"{row['template']:10}{row['prompts']:10}{row['calls']:6}{row['samples']:9}"
+            f"{row['breaks']:8}{row['trained']:10,}"
+        )
+    figures, met = [], True
+    for name in NAMES:
+        carried, anew = rows[name, "carried"], rows[name, "anew"]
+        ratio = anew["trained"] / carried["trained"]
+        met = met and carried["breaks"] == 0 and carried["samples"] == 1 and ratio > 8
+        figures.append(
+            f"{carried['breaks']} against {anew['breaks']} breaks and {ratio:.1f}x fewer tokens "
+            f"({name})"
+        )
+    print(f"{'ok' if met else 'MISS'}: no break and one sample where prompts are carried")
+    print("figures: " + "; ".join(figures))
+    return 1 if options.check and not met else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
