@@ -11,6 +11,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rolltree.agents import Agent as Agent
+    from rolltree.agents import ReActAgent as ReActAgent
+    from rolltree.agents import ToolAgent as ToolAgent
     from rolltree.environments import EnvGroup as EnvGroup
     from rolltree.environments import Environment as Environment
     from rolltree.environments import GenerateMetadata as GenerateMetadata
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
     from rolltree.parsers import Parser as Parser
     from rolltree.parsers import ThinkParser as ThinkParser
     from rolltree.parsers import XMLParser as XMLParser
+    from rolltree.parsers import compose_parsers as compose_parsers
     from rolltree.parsers import extract_boxed_answer as extract_boxed_answer
     from rolltree.parsers import extract_hash_answer as extract_hash_answer
     from rolltree.rollouts import GroupStrategy as GroupStrategy
@@ -60,6 +64,11 @@ if TYPE_CHECKING:
     from rolltree.samples import (
         process_trajectories_for_training as process_trajectories_for_training,
     )
+    from rolltree.steps import AgentStep as AgentStep
+    from rolltree.steps import EnvironmentStep as EnvironmentStep
+    from rolltree.steps import ParseResult as ParseResult
+    from rolltree.steps import Rollout as Rollout
+    from rolltree.steps import StepOutcome as StepOutcome
     from rolltree.tokens import TokenTree as TokenTree
     from rolltree.tokens import Trajectory as Trajectory
     from rolltree.types import ChatMessage as ChatMessage
@@ -83,17 +92,19 @@ if TYPE_CHECKING:
     from rolltree.types import TruncationReason as TruncationReason
 
 _ROOMS: dict[str, str] = {
+    "agents": "Agent ReActAgent ToolAgent",
     "environments": "EnvGroup Environment GenerateMetadata GenerateResults GymEnv MCPEnv "
     "ModelResponse MultiTurnEnv PythonEnv ReasoningGymEnv SandboxEnv SingleTurnEnv StatefulToolEnv "
     "TextArenaEnv ToolEnv WorldEnv cleanup load_environment stop teardown",
     "errors": "ConfigError ModelError PromptTooLong RolloutTimeout RolltreeError UnknownName",
     "evaluation": "evaluate",
     "inference": "ModelClient OpenAIClient as_client",
-    "parsers": "MaybeThinkParser Parser ThinkParser XMLParser extract_boxed_answer "
+    "parsers": "MaybeThinkParser Parser ThinkParser XMLParser compose_parsers extract_boxed_answer "
     "extract_hash_answer",
     "rollouts": "GroupStrategy RolloutEngine RolloutSource",
     "rubrics": "JudgeRubric MathRubric Rubric RubricGroup ToolRubric cheap",
     "samples": "build_samples process_trajectories_for_training",
+    "steps": "AgentStep EnvironmentStep ParseResult Rollout StepOutcome",
     "tokens": "TokenTree Trajectory",
     "types": "ChatMessage ErrorRecord FinishReason Generation Info Messages MessageType "
     "RolloutInput RolloutRequest RolloutResult RolloutTiming Sample SamplingArgs "

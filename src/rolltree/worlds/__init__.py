@@ -2,7 +2,8 @@
 
 The room knows Gymnasium, PettingZoo and TextArena by their interfaces and imports none of them
 before it is asked for a world by its id. It knows nothing about models, agents or rewards beyond
-the world's own. It leaves out the loop between world and agent, which belongs to protocols.
+the world's own, so it stands on one level with parsers and below agents: protocols play worlds with
+agents, environments wrap single worlds. It leaves out the loop between world and agent.
 """
 
 from rolltree.steps import StepOutcome
