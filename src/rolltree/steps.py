@@ -15,11 +15,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from numpy.typing import NDArray
+
 from rolltree.types import (
     ChatMessage,
     ErrorRecord,
     FinishReason,
+    FloatArray,
     Info,
+    IntArray,
     Messages,
     TrajectoryStep,
     TruncationReason,
@@ -151,6 +155,34 @@ class AgentStep:
     def prompt(self) -> Messages:
         """The messages that the model was sent."""
         return self.record["prompt"]
+
+    @property
+    def prompt_ids(self) -> IntArray | None:
+        """The ids that the model was given, int32 `[_P]`; None where the server gave none."""
+        return self._tokens("prompt_ids")
+
+    @property
+    def completion_ids(self) -> IntArray | None:
+        """The ids that it sampled, int32 `[_C]`, end token included."""
+        return self._tokens("completion_ids")
+
+    @property
+    def logprobs(self) -> FloatArray | None:
+        """Their logprobs, float32 `[_C]`; None where the server gave none."""
+        return self._tokens("logprobs")
+
+    @property
+    def versions(self) -> IntArray | None:
+        """The policy version of each sampled token, int32 `[_C]`."""
+        return self._tokens("versions")
+
+    def _tokens(self, name: str) -> NDArray[Any] | None:
+        """Return one array of this call from the token tree that `record` is a view on."""
+        tokens: Any = self.record["tokens"]
+        if tokens is None:
+            return None
+        array: NDArray[Any] | None = getattr(tokens.tree, name)(tokens.call)
+        return array
 
     @property
     def parse_failed(self) -> bool:

@@ -8,11 +8,12 @@ import pytest
 
 from rolltree.agents import Agent
 from rolltree.errors import BadResponse, ConfigError
+from rolltree.inference import OpenAIClient
 from rolltree.parsers import tagged
 from rolltree.samples import build_samples
 from rolltree.seeds import derive_seed
 from rolltree.steps import AgentStep, EnvironmentStep, ParseResult, Rollout, records_of
-from rolltree.testing import FaultyClient, ScriptedAnswer, ScriptedClient
+from rolltree.testing import FaultyClient, ScriptedAnswer, ScriptedClient, ScriptedServer
 from rolltree.types import ErrorRecord, FinishReason, SamplingParams, State
 
 
@@ -41,6 +42,14 @@ async def test_a_turn_without_tools_is_addressed_to_the_world() -> None:
     assert bytes(tokens["completion_ids"][:-1]) == b"<move>up</move>"
     assert len(tokens["completion_logprobs"]) == len(tokens["completion_ids"])
     assert step.record["extras"]["policy_version_min"] == 4
+    for mine, listed in [
+        (step.prompt_ids, tokens["prompt_ids"]),
+        (step.completion_ids, tokens["completion_ids"]),
+        (step.logprobs, tokens["completion_logprobs"]),
+        (step.versions, [4] * len(tokens["completion_ids"])),
+    ]:
+        assert mine is not None
+        assert mine.tolist() == listed
     failed = await one(agent, "next")
     assert (failed.turn, failed.reward, failed.parse_failed) == (1, -1, True)
     told = "Put your answer between <move> and </move>."
@@ -142,6 +151,25 @@ async def test_a_failing_model_keeps_what_was_done_before() -> None:
         await agent.act()
     assert [step.parse_result for step in agent.steps] == [ParseResult("1")]
     assert len(agent.trajectory) == 1
+
+
+async def test_a_parser_that_breaks_fails_the_turn_and_keeps_the_call() -> None:
+    agent = Agent(ScriptedClient(["x"]), parser=lambda text: ParseResult(1 / len(text[1:])))
+    agent.observe("obs")
+    with pytest.raises(ZeroDivisionError):
+        await agent.act()
+    assert records_of(agent.steps) == list(agent.trajectory)
+    assert agent.steps[0].parse_failed
+
+
+async def test_a_call_without_ids_has_none() -> None:
+    with ScriptedServer(lambda messages: "hi", token_ids="ignore") as server:
+        client = OpenAIClient(server.base_url, "scripted")
+        step = await one(Agent(client))
+        await client.aclose()
+    assert step.parse_result == ParseResult("hi")
+    assert step.record["tokens"] is None
+    assert (step.prompt_ids, step.logprobs, step.versions) == (None, None, None)
 
 
 async def test_without_a_model_or_a_call_the_error_says_so() -> None:

@@ -10,9 +10,11 @@ from rolltree.errors import ConfigError
 from rolltree.worlds import (
     BAD_ACTION,
     ParallelGame,
+    ParallelWorld,
     StepOutcome,
     TextArenaWorld,
     TurnGame,
+    TurnWorld,
     board_text,
 )
 
@@ -150,7 +152,10 @@ def test_games_are_made_by_id_or_by_hand():
     with pytest.raises(ConfigError, match="no parallel world"):
         ParallelGame("classic/tictactoe-v3")
     made = pettingzoo.make("parallel", "classic/rps-v2")
-    assert ParallelGame(made, action_names=HANDS).env is made
+    parallel: ParallelWorld = ParallelGame(made, action_names=HANDS)
+    assert parallel.env is made
+    turns: TurnWorld = TurnGame("classic/tictactoe-v3")
+    assert turns.possible_agents == ["player_1", "player_2"]
 
 
 # TextArena
@@ -188,6 +193,27 @@ def test_a_text_arena_game_is_saved_with_its_random_numbers():
     first = guess(game, ["[2]", "[3]"])
     game.restore(saved)
     assert guess(game, ["[2]", "[3]"]) == first
+
+
+def test_a_game_that_is_over_before_it_begins():
+    class Forfeit:
+        """Player 1 begins, and whatever it does ends the game."""
+
+        def reset(self, num_players, seed):
+            pass
+
+        def get_observation(self):
+            return 1, "your move"
+
+        def step(self, action):
+            return True, {"reason": "Player 1 made an invalid move."}
+
+        def close(self):
+            return {0: 1.0, 1: -1.0}, {}
+
+    game = TextArenaWorld(Forfeit, opponents=[lambda observation: "[99]"])
+    with pytest.raises(ConfigError, match=r"before player 0 could move .Player 1 made an invalid"):
+        game.reset(seed=1)
 
 
 def test_a_random_number_generator_is_given_back_after_a_failure():

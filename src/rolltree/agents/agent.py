@@ -245,7 +245,11 @@ class Agent:
             info[INCOMPLETE] = True
             parsed = ParseResult(None, self.incomplete_penalty, self.incomplete_feedback)
         elif parsed is None:
-            parsed = self.parser(self._final_text(generation.message))
+            try:
+                parsed = self.parser(self._final_text(generation.message))
+            except Exception:  # a mistake in the parser: it fails the episode, the call is kept
+                self._add_step(generation, record, "env", ParseResult(None), tool_calls)
+                raise
         if parsed.failed and parsed.obs is None:
             parsed = replace(parsed, obs=self.parse_feedback)
         if parsed.failed:

@@ -45,8 +45,11 @@ class ParallelWorld(Protocol):
     """A world in which all live agents act at once."""
 
     possible_agents: list[str]
-    agents: list[str]
-    """The agents that still play."""
+
+    @property
+    def agents(self) -> list[str]:
+        """The agents that still play."""
+        ...
 
     def reset(self, *, seed: int | None = None) -> dict[str, tuple[str, Info]]:
         """Begin an episode; return each agent's first observation."""

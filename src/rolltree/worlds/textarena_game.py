@@ -69,7 +69,12 @@ class TextArenaWorld(Adapter):
         with self._own_random():
             self.env.reset(num_players=1 + len(self._opponents), seed=seed)
             outcome = self._until_our_turn()
-        return outcome.obs, dict(outcome.info)
+        if outcome.done:
+            raise ConfigError(
+                f"the game was over before player 0 could move ({outcome.obs}); an opponent ended "
+                "it. Pass opponents that play by its rules."
+            )
+        return outcome.obs, {}
 
     def step(self, action: str) -> StepOutcome:
         """Play a move, and the opponents' moves after it."""
