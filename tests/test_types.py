@@ -1,5 +1,8 @@
 """State's forwarding is the same for every way of asking, and inputs are checked at the door."""
 
+import copy
+import pickle
+
 import pytest
 
 from rolltree.types import INPUT_FIELDS, State, as_input, concat_messages
@@ -56,13 +59,33 @@ def test_iteration_len_and_equality_see_own_keys_only():
     assert state == {"input": state["input"], "reward": None}
 
 
-def test_copy_is_a_state_that_shares_the_input():
+@pytest.mark.parametrize(
+    "copied",
+    [
+        State.copy,
+        copy.copy,
+        copy.deepcopy,
+        lambda s: s | {},
+        lambda s: pickle.loads(pickle.dumps(s)),
+    ],
+    ids=["copy", "copy.copy", "deepcopy", "or", "pickle"],
+)
+def test_no_write_to_a_copy_reaches_the_original(copied):
     state = make_state()
-    twin = state.copy()
-    assert isinstance(twin, State)
-    assert twin["input"] is state["input"]
-    twin["reward"] = 1.0
+    twin = copied(state)
+    assert type(twin) is State
+    assert twin == state
+    twin["reward"], twin["prompt"] = 1.0, "another"
+    twin.pop("answer", None)
     assert state["reward"] is None
+    assert state == make_state()
+    assert (twin["prompt"], twin["input"]["prompt"]) == ("another", "another")
+
+
+def test_a_shallow_copy_shares_the_values():
+    state = make_state()
+    assert state.copy()["prompt"] is state["prompt"]
+    assert (state | {"answer": "new"})["input"]["answer"] == "new"
 
 
 def test_without_an_input_the_fields_are_plain_keys():

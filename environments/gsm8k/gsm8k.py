@@ -10,12 +10,12 @@ import random
 import re
 from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
+from functools import partial
 from typing import Any
 
 import rolltree as rt
 from rolltree.environments.hub import benchmark_rows
 
-HUB = ("openai/gsm8k", "main")
 SYSTEM = "Think step by step. Then give the final answer, a number, inside \\boxed{}."
 TEMPLATES = (
     ("Ada packs {a} boxes with {b} apples each and gives {c} apples away. How many are left?", -1),
@@ -25,12 +25,8 @@ TEMPLATES = (
 
 def convert(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row with the number after `####` as its answer."""
-    answer = rt.extract_hash_answer(row["answer"]) or row["answer"]
-    return {
-        "question": row["question"],
-        "answer": answer.replace(",", ""),
-        "info": {"solution": row["answer"]},
-    }
+    answer = (rt.extract_hash_answer(row["answer"]) or row["answer"]).replace(",", "")
+    return {"question": row["question"], "answer": answer, "info": {"solution": row["answer"]}}
 
 
 def generate(num: int, seed: int) -> list[dict[str, Any]]:
@@ -68,20 +64,15 @@ def load_environment(
     train: str | None = "auto", test: str | None = "auto", num_generated: int = 500
 ) -> rt.Environment:
     """Return the environment; `train` and `test` are "auto", "hub", "generated", a path or null."""
-    rows = [
-        benchmark_rows(
-            source,
-            hub=(*HUB, split),
-            task="gsm8k",
-            convert=convert,
-            generate=lambda seed=seed: generate(num_generated, seed),
-        )
-        for source, split, seed in ((train, "train", 2), (test, "test", 1))
-    ]
+
+    def rows(source: str | None, split: str, seed: int) -> Any:
+        hub, made = ("openai/gsm8k", "main", split), partial(generate, num_generated, seed)
+        return benchmark_rows(source, hub=hub, task="gsm8k", convert=convert, generate=made)
+
     parser = rt.MaybeThinkParser(boxed)
     return rt.SingleTurnEnv(
-        dataset=rows[0],
-        eval_dataset=rows[1],
+        dataset=rows(train, "train", 2),
+        eval_dataset=rows(test, "test", 1),
         system_prompt=SYSTEM,
         parser=parser,
         rubric=rt.Rubric([correct], parser=parser),

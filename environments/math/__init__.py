@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import rolltree as rt
@@ -57,20 +58,14 @@ def load_environment(
     time_limit_s: float = 5.0,
 ) -> rt.Environment:
     """Return the environment; `train` and `test` are "auto", "hub", "generated", a path or null."""
-    splits = ((train, TRAIN, 2), (test, TEST, 1))
-    rows = [
-        benchmark_rows(
-            source,
-            hub=hub,
-            task="math",
-            convert=convert,
-            generate=lambda seed=seed: generate(num_generated, seed),
-        )
-        for source, hub, seed in splits
-    ]
+
+    def rows(source: str | None, hub: tuple[str, str | None, str], seed: int) -> Any:
+        made = partial(generate, num_generated, seed)
+        return benchmark_rows(source, hub=hub, task="math", convert=convert, generate=made)
+
     return rt.SingleTurnEnv(
-        dataset=rows[0],
-        eval_dataset=rows[1],
+        dataset=rows(train, TRAIN, 2),
+        eval_dataset=rows(test, TEST, 1),
         system_prompt=SYSTEM,
         rubric=rt.MathRubric(time_limit_s=time_limit_s),
     )

@@ -67,14 +67,12 @@ def load_environment(
     def num_tool_calls(completion: rt.Messages) -> float:
         return float(sum(len(message.get("tool_calls") or ()) for message in completion))
 
-    rubric = rt.Rubric([correct], parser=parser)
-    rubric.add_metric(num_tool_calls)
     return rt.PythonEnv(
         dataset=rows[:num_train] or None,
         eval_dataset=rows[num_train:] or None,
         system_prompt=SYSTEM,
         parser=parser,
-        rubric=rubric,
+        rubric=rt.Rubric([correct, num_tool_calls], weights=[1.0, 0.0], parser=parser),
         max_turns=max_turns,
         **settings,
     )

@@ -11,11 +11,8 @@ from typing import Any
 
 import rolltree as rt
 
-ITEMS = "bolt brush candle chair clock cup flute globe hammer kite lamp mirror needle rope"
-SYSTEM = (
-    "Look up prices with the tools, then answer with the total, a number, in this form:\n"
-    "<answer>\n...\n</answer>"
-)
+ITEMS = ("bolt", "brush", "clock", "cup", "flute", "globe", "hammer", "kite", "lamp", "rope")
+SYSTEM = "Look up prices with the tools, then answer with the total: <answer>\n...\n</answer>"
 
 
 def price(item: str, shop: dict[str, int]) -> int:
@@ -40,10 +37,6 @@ def multiply(a: int, b: int) -> int:
 
 
 class ShopEnv(rt.StatefulToolEnv):
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(tools=[multiply], **settings)
-        self.add_tool(price, args_to_skip=["shop"])
-
     def update_tool_args(
         self, tool_name: str, tool_args: dict[str, Any], messages: rt.Messages, state: rt.State
     ) -> dict[str, Any]:
@@ -52,21 +45,20 @@ class ShopEnv(rt.StatefulToolEnv):
 
 def make_rows(num: int, num_items: int, seed: int) -> list[dict[str, Any]]:
     """Return lists of `num_items` items, each with a shop."""
-    rng, items, rows = random.Random(seed), ITEMS.split(), []
+    rng, rows = random.Random(seed), []
     for number in range(num):
-        shop = {item: rng.randrange(5, 500) for item in items}
-        wanted = {item: rng.randrange(1, 10) for item in rng.sample(items, num_items)}
+        shop = {item: rng.randrange(5, 500) for item in ITEMS}
+        wanted = {item: rng.randrange(1, 10) for item in rng.sample(ITEMS, num_items)}
         listed = ", ".join(f"{count} x {item}" for item, count in wanted.items())
-        total = sum(count * shop[item] for item, count in wanted.items())
         question = f"Order {number + 1}: {listed}. What is the total in cents?"
+        total = sum(count * shop[item] for item, count in wanted.items())
         rows.append({"question": question, "answer": str(total), "info": {"shop": shop}})
     return rows
 
 
 @rt.cheap
 def correct(parser: rt.Parser, completion: rt.Messages, answer: str) -> float:
-    said = parser.parse_answer(completion)
-    return float(said is not None and said.replace(",", "").strip() == answer)
+    return float((parser.parse_answer(completion) or "").replace(",", "").strip() == answer)
 
 
 def load_environment(
@@ -75,7 +67,8 @@ def load_environment(
     """Return the environment; the reward is 1 for the right total, tool calls are metrics."""
     rows = make_rows(num_train + num_eval, num_items, seed)
     parser = rt.XMLParser(["answer"])
-    return ShopEnv(
+    env = ShopEnv(
+        tools=[multiply],
         dataset=rows[:num_train] or None,
         eval_dataset=rows[num_train:] or None,
         system_prompt=SYSTEM,
@@ -83,3 +76,5 @@ def load_environment(
         rubric=rt.ToolRubric(funcs=[correct], parser=parser, tools=[price, multiply]),
         max_turns=max_turns,
     )
+    env.add_tool(price, args_to_skip=["shop"])
+    return env

@@ -41,9 +41,15 @@ def colours(guess: str, secret: str) -> str:
     return "".join(marks)
 
 
+def guesses(parser: rt.Parser, state: rt.State) -> list[str]:
+    """Return the guess of each message so far, "" where there is none."""
+    said = [parser.parse_answer(step["completion"]) or "" for step in state["trajectory"]]
+    return [text.strip().lower() for text in said]
+
+
 class WordleEnv(rt.MultiTurnEnv):
     async def env_response(self, messages: rt.Messages, state: rt.State) -> rt.Messages:
-        guess = last_guess(self.parser, state)
+        guess = guesses(self.parser, state)[-1]
         if len(guess) != 5 or not guess.isalpha():
             said = "Guess one word of five letters between <guess> and </guess>."
         else:
@@ -53,12 +59,7 @@ class WordleEnv(rt.MultiTurnEnv):
 
     @rt.stop
     async def solved(self, state: rt.State) -> bool:
-        return bool(state["trajectory"]) and last_guess(self.parser, state) == state["answer"]
-
-
-def last_guess(parser: rt.Parser, state: rt.State) -> str:
-    """Return the latest message's guess, "" without one."""
-    return (parser.parse_answer(state["trajectory"][-1]["completion"]) or "").strip().lower()
+        return guesses(self.parser, state)[-1:] == [state["answer"]]
 
 
 @rt.cheap
@@ -69,10 +70,8 @@ def win(state: rt.State) -> float:
 @rt.cheap
 def best_colours(parser: rt.Parser, state: rt.State, answer: str) -> float:
     """Return the largest share of right letters in one guess."""
-    said = [parser.parse_answer(step["completion"]) or "" for step in state["trajectory"]]
-    guesses = [text.strip().lower() for text in said]
-    right = [colours(text, answer).count("G") for text in guesses if len(text) == 5]
-    return max(right, default=0) / 5
+    made = [guess for guess in guesses(parser, state) if len(guess) == 5]
+    return max((colours(guess, answer).count("G") for guess in made), default=0) / 5
 
 
 def load_environment(
@@ -82,10 +81,8 @@ def load_environment(
     text = WORDS if words is None else Path(words).read_text(encoding="utf-8")
     secrets = sorted({word.lower() for word in text.split() if len(word) == 5 and word.isalpha()})
     random.Random(seed).shuffle(secrets)
-    rows = [
-        {"question": f"Game {number}. Make your first guess.", "answer": secret}
-        for number, secret in enumerate(secrets)
-    ]
+    asked = "Game {}. Make your first guess."
+    rows = [{"question": asked.format(n), "answer": word} for n, word in enumerate(secrets)]
     parser = rt.XMLParser(["guess"], answer_field="guess")
     rubric = rt.Rubric([win, best_colours], weights=[0.8, 0.2], parser=parser)
     rubric.add_metric(parser.get_format_reward_func(), cheap=True)

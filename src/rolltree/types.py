@@ -12,6 +12,7 @@ Dimension legend, used in every docstring of the project: `_B` batch, `_T` token
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, NotRequired, TypeAlias, TypedDict, cast
@@ -297,7 +298,8 @@ class State(dict[str, Any]):
 
     `state["prompt"]` reads `state["input"]["prompt"]` when there is an input. Forwarding is the
     same for reading, writing, `in`, `get`, `pop`, `setdefault` and `del`; iteration, `len`, `keys`
-    and `==` see the dict's own keys only, so copying a state copies its input once.
+    and `==` see the dict's own keys only. A copy, and `state | other`, forwards to an input of its
+    own.
 
     Keys after a rollout: `input`, `is_completed`, `stop_condition`, `oai_tools`, `trajectory`,
     `completion`, `reward`, `advantage`, `metrics`, `timing`, `error`, `terminated`, `truncated`,
@@ -361,13 +363,26 @@ class State(dict[str, Any]):
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
 
-    def __ior__(self, other: Any) -> State:  # type: ignore[override,misc]
+    def __ior__(self, other: Any) -> State:  # type: ignore[override]
         self.update(other)
         return self
 
+    def __or__(self, other: Any) -> State:  # type: ignore[override]
+        twin = self.copy()
+        twin.update(other)
+        return twin
+
     def copy(self) -> State:
-        """Return a shallow copy that is still a `State`."""
-        return State(dict.items(self))
+        """Return a shallow copy that is still a `State`.
+
+        Its input is a dict of its own, since the input's fields are keys of the state too.
+        """
+        twin = State(dict.items(self))
+        if "input" in twin:
+            dict.__setitem__(twin, "input", copy(twin["input"]))
+        return twin
+
+    __copy__ = copy
 
 
 def as_input(row: Mapping[str, Any]) -> RolloutInput:

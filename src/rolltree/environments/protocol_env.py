@@ -156,7 +156,7 @@ class ProtocolEnvironment(Environment):
         for state in states:
             await self._render_timing(state)
             await self._render_completion(state)
-            state["trajectory"].tree.trim()
+            state["trajectory"].trim()
         episode = current_episode()
         if episode is not None:
             episode.states[:] = [s for s in episode.states if s is not first] + states
