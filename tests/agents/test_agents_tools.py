@@ -322,7 +322,7 @@ async def test_a_call_after_the_last_is_no_action() -> None:
     assert steps[1].reward == -1.0
     assert steps[1].info["parse_feedback_obs"] == agent.last_call
     assert len(steps[1].tool_calls) == 2
-    assert told(agent)[1:] == [agent.last_call] * 2  # every call has an answer, and none was made
+    assert told(agent)[1:] == ["This call was not made."] * 2  # servers want an answer to each
     agent.observe("obs")
     assert [step.action_target for step in await agent.act()] == ["internal", "env"]  # a new clock
 
@@ -349,7 +349,7 @@ async def test_an_answer_that_was_cut_off_calls_nothing() -> None:
     (step,) = await agent.act()
     assert (step.action_target, step.parse_failed, made) == ("env", True, [])
     assert step.info["incomplete_completion"] is True
-    assert told(agent) == ["Your answer was cut off; this call was not made."]
+    assert told(agent) == ["This call was not made."]
 
 
 # Settings and schemas
@@ -432,6 +432,16 @@ async def test_react_answers_what_cannot_be_read(said: str, observed: str) -> No
     steps = await acted(agent)
     assert [step.action_target for step in steps] == ["internal", "env"]
     assert observed in str(agent.history[-2]["content"])
+
+
+async def test_react_after_the_last_call_is_told_once() -> None:
+    action = 'Action: add\nAction Input: {"a": 1}'
+    agent = react(action, action, max_tool_rounds=1)
+    steps = await acted(agent)
+    assert [step.action_target for step in steps] == ["internal", "env"]
+    assert steps[1].parse_failed
+    assert [m["role"] for m in agent.history] == ["system", *["user", "assistant"] * 2]
+    assert str(agent.history).count(agent.last_call) == 1
 
 
 async def test_react_without_an_action_is_an_answer() -> None:

@@ -134,6 +134,8 @@ async def test_reset_forgets_the_episode_and_nothing_of_the_agent() -> None:
     assert len(kept) == 1
     assert len(history) == 3
     assert (await one(agent)).parse_result == ParseResult("1")  # a new session, a new script
+    agent.reset(messages=[{"role": "system", "content": "T"}])
+    assert [m["content"] for m in agent.history] == ["T"]  # the row's own system prompt wins
 
 
 async def test_messages_can_be_observed_as_they_are() -> None:

@@ -115,7 +115,8 @@ class Agent:
             sampling: the fields it names go over the agent's own.
             seed: of the episode's sampling. The call of index i samples with the seed itself for
                 i = 0 and with one derived from it later. None: that of `sampling`, if any.
-            messages: what stands in the history after the system prompt (few-shot examples).
+            messages: what stands in the history after the system prompt, say few-shot examples. A
+                system message at its beginning replaces the agent's.
         """
         sampling = merge_sampling(self._sampling, sampling)
         self._begin(client or self._client, sampling, seed, messages)
@@ -138,10 +139,10 @@ class Agent:
         self.steps: list[AgentStep] = []
         self.turn = 0
         self._num_tokens = 0
-        head: list[ChatMessage] = []
-        if self.system_prompt is not None:
-            head.append({"role": "system", "content": self.system_prompt})
-        self.history: list[ChatMessage] = [*head, *messages]
+        self.history: list[ChatMessage] = list(messages)
+        has_own = bool(messages) and messages[0].get("role") == "system"
+        if self.system_prompt is not None and not has_own:
+            self.history.insert(0, {"role": "system", "content": self.system_prompt})
 
     @property
     def client(self) -> Any:

@@ -41,6 +41,8 @@ class Spelling(Protocol):
 
     stop: tuple[str, ...]
     """Stop strings that this spelling needs."""
+    needs_answers: bool
+    """Whether a history with a call that nothing answers is refused by servers and templates."""
 
     def schemas(self, tools: Sequence[ToolSchema]) -> list[ToolSchema]:
         """Return the schemas that are sent with each model call."""
@@ -71,6 +73,7 @@ class NativeCalls:
     """Calls as the chat template spells them: schemas in, `tool_calls` out, tool messages back."""
 
     stop: tuple[str, ...] = ()
+    needs_answers = True
 
     def schemas(self, tools: Sequence[ToolSchema]) -> list[ToolSchema]:
         """Return all schemas."""
@@ -130,6 +133,7 @@ class ReActCalls:
     """Calls as lines of text, for models whose chat template knows no tools."""
 
     stop: tuple[str, ...] = ("\nObservation:",)
+    needs_answers = False
 
     def schemas(self, tools: Sequence[ToolSchema]) -> list[ToolSchema]:
         """Return nothing: the tools are told in the system prompt."""

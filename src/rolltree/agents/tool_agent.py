@@ -31,7 +31,7 @@ ToolLike: TypeAlias = "Callable[..., Any] | Tool"
 
 LAST_CALL = "You cannot use any more tools now. Give your final answer."
 """What a model is told when its next answer must be the final one."""
-_NOT_MADE = "Your answer was cut off; this call was not made."
+_NOT_MADE = "This call was not made."
 
 
 class ToolAgent(Agent):
@@ -177,14 +177,14 @@ class ToolAgent(Agent):
         requests = tuple(self._request(call, n) for n, call in enumerate(spoken.calls))
         is_cut = generation.finish_reason == FinishReason.LENGTH
         if is_cut and self.reject_incomplete_completions:
-            self._refuse(requests, _NOT_MADE)
+            self._refuse(requests)
             self._end_turn(generation, record, requests)
             return False
         if not requests and not spoken.problems:
             self._end_turn(generation, record, requests)
             return False
         if self._num_rounds >= self.max_tool_rounds:
-            self._refuse(requests, self.last_call)
+            self._refuse(requests)
             parsed = ParseResult(None, self.bad_call_penalty, self.last_call)
             self._end_turn(generation, record, requests, parsed)
             return False
@@ -211,9 +211,8 @@ class ToolAgent(Agent):
         requests: tuple[ToolRequest, ...],
         problems: Sequence[str],
     ) -> bool:
-        external = tuple(request for request in requests if request.scope == "external")
-        external = tuple(request for request in external if request.problem is None)
-        own = [request for request in requests if request not in external]
+        external = tuple(request for request in requests if _is_external(request))
+        own = [request for request in requests if not _is_external(request)]
         answers: tuple[ToolAnswer, ...] = ()
         try:
             answers = tuple(await run_all(own, self._is_plain, self._answer_own))
@@ -279,10 +278,10 @@ class ToolAgent(Agent):
         is_last = self._num_rounds == self.max_tool_rounds
         return f"{text}\n\n{self.last_call}" if is_last else text
 
-    def _refuse(self, requests: Sequence[ToolRequest], text: str) -> None:
-        """Answer calls that are not made: servers want an answer to each."""
-        if requests:
-            answers = [ToolAnswer(request.call_id, request.name, text) for request in requests]
+    def _refuse(self, requests: Sequence[ToolRequest]) -> None:
+        """Answer calls that are not made, where the spelling wants an answer to each."""
+        if requests and self.spelling.needs_answers:
+            answers = [ToolAnswer(each.call_id, each.name, _NOT_MADE) for each in requests]
             self.history.extend(self.spelling.write(answers))
 
     def _end_turn(self, *args: Any) -> None:
@@ -325,6 +324,10 @@ def _described(tools: Sequence[Any]) -> dict[str, Tool]:
 
 async def _answered_elsewhere(**arguments: Any) -> None:
     raise AssertionError("an external tool is answered by the protocol")
+
+
+def _is_external(request: ToolRequest) -> bool:
+    return request.scope == "external" and request.problem is None
 
 
 def _unreadable(problems: Sequence[str]) -> str:
