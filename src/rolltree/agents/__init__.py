@@ -12,7 +12,7 @@ from rolltree.agents.context import (
     SummaryCompaction,
     TruncatedThinking,
 )
-from rolltree.agents.spelling import NativeCalls, ReActCalls, Spelling
+from rolltree.agents.spelling import NativeCalls, ReActCalls, Spelling, Spoken, SpokenCall
 from rolltree.agents.tool_agent import ReActAgent, ToolAgent
 
 __all__ = [
@@ -24,6 +24,8 @@ __all__ = [
     "ReActCalls",
     "SlidingWindow",
     "Spelling",
+    "Spoken",
+    "SpokenCall",
     "SummaryCompaction",
     "ToolAgent",
     "TruncatedThinking",

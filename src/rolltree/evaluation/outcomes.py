@@ -22,8 +22,9 @@ ExampleKey: TypeAlias = tuple[str, str, int | str | None]
 class Outcome:
     """How one episode ended. `reward` is None when it failed or nothing scored it.
 
-    An episode with several trajectories (several agents) has the mean of their rewards and
-    metrics, and the sum of their tokens and calls.
+    An episode with several agents has the mean of their rewards and metrics, and the sum of all
+    tokens and calls. What was delegated counts in the tokens and calls only: a child's reward is
+    for its subtask.
     """
 
     request_id: str
@@ -59,9 +60,10 @@ def outcomes(rows: Iterable[StoredRollout]) -> list[Outcome]:
 def _outcome(rows: Sequence[StoredRollout]) -> Outcome:
     first = rows[0]
     failed = next((row for row in rows if row.status == "error"), None)
-    rewards = [row.reward for row in rows if _is_number(row.reward)]
+    own = [row for row in rows if not row.depth]
+    rewards = [row.reward for row in own if _is_number(row.reward)]
     metrics: dict[str, list[float]] = {}
-    for row in rows:
+    for row in own:
         for name, value in row.metrics.items():
             if _is_number(value):
                 metrics.setdefault(name, []).append(float(value))
@@ -73,9 +75,9 @@ def _outcome(rows: Sequence[StoredRollout]) -> Outcome:
         metrics={name: fmean(values) for name, values in metrics.items()},
         error_type=None if failed is None else failed.error_type or "unknown",
         truncation_reason=next(
-            (row.truncation_reason or "unknown" for row in rows if row.truncated), None
+            (row.truncation_reason or "unknown" for row in own if row.truncated), None
         ),
-        stop_condition=next((row.stop_condition for row in rows if row.stop_condition), None),
+        stop_condition=next((row.stop_condition for row in own if row.stop_condition), None),
         num_attempts=max(row.num_attempts for row in rows),
         num_calls=sum(row.num_calls for row in rows),
         num_prompt_tokens=sum(row.num_prompt_tokens for row in rows),

@@ -168,15 +168,19 @@ def _columns(state: State, trajectory: Trajectory, row: StoredRollout) -> dict[s
         loose = {"type": type(error).__name__, "message": str(error), "phase": "environment"}
         own = [error.as_dict() if isinstance(error, ErrorRecord) else loose]
     scoring = state.get("scoring_errors") or {}
+    # What failed in a delegated rollout is in `errors`; the episode has not failed by it.
+    status_of = [] if state.get("parent_rollout") is not None else own
     return {
         "agent": str(
             state.get("agent") or next((e["agent"] for e in extras if e.get("agent")), "")
         ),
+        "parent_rollout": state.get("parent_rollout"),
+        "depth": int(state.get("depth") or 0),
         "task": str(state.get("task") or row.task),
         "reward": _number(state.get("reward")),
-        "status": "error" if own else row.status,
-        "error_type": own[0]["type"] if own else row.error_type,
-        "error_phase": own[0]["phase"] if own else row.error_phase,
+        "status": "error" if status_of else row.status,
+        "error_type": status_of[0]["type"] if status_of else row.error_type,
+        "error_phase": status_of[0]["phase"] if status_of else row.error_phase,
         "errors": (
             *(own or row.errors),
             *({"function": name, **item} for name, item in scoring.items()),

@@ -28,7 +28,9 @@ class StoredRollout:
     `(request_id, trajectory_index)` is the identity. A request that failed before it made a
     trajectory is stored with `trajectory_index=0` and empty blobs. `reward` is None when nothing
     scored it: never a silent 0.0. Times are milliseconds, `started_at` and `created_at` seconds
-    since the epoch. `min_version` and `max_version` are the policy versions of its sampled tokens.
+    since the epoch. `parent_rollout` names the rollout that delegated this one (its own name is in
+    `record`), `depth` counts delegations. `min_version` and `max_version` are the policy versions
+    of its sampled tokens.
 
     `input` holds the dataset row without its prompt (which is in `record`). `record` is codec
     JSON, `tokens` a token tree's bytes; both are opaque here.
@@ -45,6 +47,8 @@ class StoredRollout:
     example_id: int | str | None = None
     task: str = ""
     agent: str = ""
+    parent_rollout: str | None = None
+    depth: int = 0
     reward: float | None = None
     status: Status = "ok"
     error_type: str | None = None
@@ -170,6 +174,8 @@ COLUMNS: dict[str, Column] = {
     "example_id": Column("", _whole, _same),  # no type: SQLite would turn "7" into 7
     "task": _LABEL,
     "agent": _LABEL,
+    "parent_rollout": _TEXT,
+    "depth": _INT,
     "reward": _REAL,
     "status": _TEXT,
     "error_type": _LABEL,

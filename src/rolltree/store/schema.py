@@ -12,7 +12,7 @@ from pathlib import Path
 from rolltree.errors import StoreError
 from rolltree.store.rows import COLUMNS
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 APPLICATION_ID = 0x726F6C74  # "rolt", in the header of every run.db
 
 

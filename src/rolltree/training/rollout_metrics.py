@@ -18,19 +18,23 @@ from rolltree.types import FinishReason, RolloutResult, State
 def rollout_metrics(results: Sequence[RolloutResult]) -> dict[str, float]:
     """Return the metrics of all rollouts of one step.
 
+    Rewards and metrics are those of the episodes' own rollouts; with several agents, or delegation,
+    `reward/<agent>/mean` is each agent's. Lengths and calls are those of all.
     Rewards and `metric/*` are means over rollouts that have one; failed rollouts have none and are
     counted in `error/*`. Lengths count sampled tokens (`rollout/max_sampled_tokens`: of one call),
     `rollout/length_cut_share` is the share of calls that ran into their token limit.
     """
     states = [state for result in results for state in result.states]
-    rewards = [float(s["reward"]) for s in states if s.get("reward") is not None]
+    own = [state for state in states if state.get("parent_rollout") is None]
+    rewards = [float(s["reward"]) for s in own if s.get("reward") is not None]
     metrics: dict[str, float] = {}
     if rewards:
         metrics["reward/mean"] = fmean(rewards)
         metrics["reward/std"] = pstdev(rewards)
         metrics["reward/max"] = max(rewards)
+    metrics |= _agent_rewards(states)
     by_name: defaultdict[str, list[float]] = defaultdict(list)
-    for state in states:
+    for state in own:
         for name, value in (state.get("metrics") or {}).items():
             if isinstance(value, int | float):
                 by_name[name].append(float(value))
@@ -56,6 +60,17 @@ def rollout_metrics(results: Sequence[RolloutResult]) -> dict[str, float]:
     metrics["error/share"] = sum(errors.values()) / max(1, len(results))
     metrics |= {f"error/{kind}": float(number) for kind, number in sorted(errors.items())}
     return metrics
+
+
+def _agent_rewards(states: Sequence[State]) -> dict[str, float]:
+    """Return the mean reward of each agent, nothing where there is only one."""
+    by_agent: defaultdict[str, list[float]] = defaultdict(list)
+    for state in states:
+        if state.get("reward") is not None:
+            by_agent[str(state.get("agent") or "agent")].append(float(state["reward"]))
+    if len(by_agent) < 2:
+        return {}
+    return {f"reward/{agent}/mean": fmean(values) for agent, values in sorted(by_agent.items())}
 
 
 def _extras(step: Any) -> dict[str, Any]:
