@@ -15,7 +15,8 @@
     ├── SandboxError           a sandbox could not do what was asked of it
     │   └── SandboxUnavailable this machine cannot isolate untrusted code as asked
     ├── BudgetSpent            an agent has used up its model calls or its tokens
-    └── RolloutTimeout         an episode outlived its time limit                  (TimeoutError)
+    ├── RolloutTimeout         an episode outlived its time limit                  (TimeoutError)
+    └── Stopped                somebody asked the program to end; what was done is saved
 
 Each message says what happened, why it matters and what to do next. The module knows nothing
 about who raises; it leaves out the record of a failure, which is `types.ErrorRecord`.
@@ -98,6 +99,10 @@ class BudgetSpent(RolltreeError):
 
 class RolloutTimeout(RolltreeError, TimeoutError):
     """An episode outlived its time limit."""
+
+
+class Stopped(RolltreeError):
+    """The program was asked to end (SIGTERM) and has saved what it did."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -45,7 +45,7 @@ def start(config: Any, source: Any = None, **options: Any) -> Any:
     """Run the loop once, as a command would: open the run, build the parts, train, close."""
 
     async def main() -> Any:
-        parts = build_local(config)
+        parts = build_local(config, options.get("ranks"))
         with open_run(config) as run:
             try:
                 return await train_async(
@@ -56,6 +56,7 @@ def start(config: Any, source: Any = None, **options: Any) -> Any:
                     engine=parts.engine,
                     model=parts.model,
                     tokenizer=parts.tokenizer,
+                    served=parts.served,
                     **options,
                 )
             finally:

@@ -358,7 +358,7 @@ KILLED_RUN = """
             async def evaluate(phase, step):
                 return {{"reward": 0.0}}
             config = make_config(
-                Path({model!r}), path, train={{"num_steps": 8}}, checkpoint={{"every": 3}},
+                Path({model!r}), path, train={{"num_steps": 30}}, checkpoint={{"every": 3}},
                 eval={{"before": True, "after": True}},
             )
             start(config, LetterSource(), evaluate=evaluate, reporter=Killer(events, delay))
@@ -370,18 +370,16 @@ KILLED_RUN = """
     root = Path({root!r})
     attempt(root / "whole", 0, 0)
     rng = random.Random({seed})
-    for number in range(60):
-        events = rng.randint(1, 14) if number < 20 else 0
-        if attempt(root / "killed", events, rng.uniform(0, 0.03)) == 0:
-            break
+    for number in range(20):  # 9 events are about one new step
+        attempt(root / "killed", rng.randint(1, 9), rng.uniform(0, 0.03))
+    attempt(root / "killed", 0, 0)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_run_killed_at_random_ends_like_one_never_killed(model, tmp_path, seed):
+def test_a_run_killed_20_times_at_random_ends_like_one_never_killed(model, tmp_path):
     kit = os.path.dirname(__file__)
-    script = KILLED_RUN.format(kit=kit, model=str(model), root=str(tmp_path), seed=seed)
+    script = KILLED_RUN.format(kit=kit, model=str(model), root=str(tmp_path), seed=0)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
@@ -390,9 +388,7 @@ def test_a_run_killed_at_random_ends_like_one_never_killed(model, tmp_path, seed
         env=environment,
     )
     codes = [int(line) for line in done.stdout.split()]
-    assert codes[0] == codes[-1] == 0, done.stderr
-    assert codes[1:-1] == [-signal.SIGKILL] * (len(codes) - 2), done.stderr
-    assert len(codes) - 2 >= 4
+    assert codes == [0, *[-signal.SIGKILL] * 20, 0], done.stderr
 
     def stored(name):
         with Run.open(tmp_path / name, "r") as run:
@@ -404,7 +400,7 @@ def test_a_run_killed_at_random_ends_like_one_never_killed(model, tmp_path, seed
     (whole, whole_ids, whole_evals), (killed, killed_ids, killed_evals) = map(
         stored, ("whole", "killed")
     )
-    assert len(whole) == len(killed) == 8
+    assert len(whole) == len(killed) == 30
     assert killed_ids == whole_ids  # nothing lost, nothing twice, the same rewards
     assert killed_evals == whole_evals == ["eval_before", "eval_after"]
     for one, other in zip(whole, killed, strict=True):

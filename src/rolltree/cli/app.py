@@ -1,7 +1,8 @@
 """The `rolltree` program: its commands, its version, and how errors leave it.
 
 An error that rolltree raises on purpose is printed as one message, without a traceback, and ends
-the program with status 2 (settings) or 1 (everything else); Ctrl-C ends it with 130.
+the program with status 2 (settings) or 1 (everything else); Ctrl-C ends it with 130, SIGTERM after
+which everything was saved with 75 (BSD's "try again later").
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from rolltree.cli import (
     serve_command,
     train_command,
 )
-from rolltree.errors import ConfigError, RolltreeError, UnknownName
+from rolltree.errors import ConfigError, RolltreeError, Stopped, UnknownName
+
+STOPPED_STATUS = 75
 
 app = typer.Typer(
     name="rolltree",
@@ -42,6 +45,9 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, **options: Any) -> None:
         try:
             command(*args, **options)
+        except Stopped as stopped:
+            print(stopped, file=sys.stderr)
+            raise typer.Exit(STOPPED_STATUS) from None
         except RolltreeError as error:
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(2 if isinstance(error, ConfigError | UnknownName) else 1) from None

@@ -13,25 +13,51 @@ from typing import Any
 from rich.console import Console
 
 from rolltree.environments import Environment, load_environment
-from rolltree.errors import ConfigError
+from rolltree.errors import ConfigError, Stopped
 from rolltree.evaluation import evaluate
 from rolltree.reports import TrainView, next_commands, save_reward_curve, say, training_report
 from rolltree.store import Run
 
 
 def run_training(data: Mapping[str, Any], words: Sequence[str], *, num_transcripts: int) -> None:
-    """Train as `data` says and print the report. `words` is the command, for what to try next."""
-    from rolltree.training import load_train_config, open_run
+    """Train as `data` says and print the report. `words` is the command, for what to try next.
+
+    Under torchrun rank 0 does that, and the others train with it and print nothing.
+
+    Raises:
+        Stopped: SIGTERM came; the run is saved.
+    """
+    from rolltree.training import load_train_config
+    from rolltree.training.leading import follow
+    from rolltree.training.ranks import STOP, start_ranks
 
     config = load_train_config(data)
     if not config.env.id:
         raise ConfigError("the config has no env.id, so there is nothing to train on. Name one.")
+    stopped: Stopped | None = None
+    with start_ranks(config.model.device) as ranks:
+        if ranks is not None and not ranks.leads:
+            follow(config, ranks)
+            return
+        try:
+            _lead(config, ranks, words, num_transcripts)
+        except Stopped as error:
+            stopped = error
+        if ranks is not None:
+            ranks.tell(STOP)
+    if stopped is not None:
+        raise stopped
+
+
+def _lead(config: Any, ranks: Any, words: Sequence[str], num_transcripts: int) -> None:
+    from rolltree.training import open_run
+
     errors, out = Console(stderr=True), Console()
     environment = load_environment(config.env.id, **config.env.args)
     with open_run(config) as run:
         try:
             with TrainView(errors) as view:
-                asyncio.run(_train(config, environment, run, view))
+                asyncio.run(_train(config, environment, run, view, ranks))
         except KeyboardInterrupt:
             say(errors, "stopped; the same command continues the run")
             raise
@@ -46,10 +72,13 @@ def run_training(data: Mapping[str, Any], words: Sequence[str], *, num_transcrip
             say(out, f"  {command}")
 
 
-async def _train(config: Any, environment: Environment, run: Run, view: TrainView) -> None:
+async def _train(
+    config: Any, environment: Environment, run: Run, view: TrainView, ranks: Any
+) -> None:
     from rolltree.training import build_local, train_async
+    from rolltree.training.stopping import stop_on_sigterm
 
-    parts = build_local(config)
+    parts = build_local(config, ranks)
 
     async def held_out(phase: str, step: int) -> Mapping[str, Any]:
         report = await evaluate(
@@ -70,17 +99,20 @@ async def _train(config: Any, environment: Environment, run: Run, view: TrainVie
 
     try:
         async with environment:
-            await train_async(
-                config,
-                source=environment,
-                run=run,
-                client=parts.client,
-                engine=parts.engine,
-                model=parts.model,
-                tokenizer=parts.tokenizer,
-                evaluate=held_out,
-                reporter=view,
-            )
+            with stop_on_sigterm():
+                await train_async(
+                    config,
+                    source=environment,
+                    run=run,
+                    client=parts.client,
+                    engine=parts.engine,
+                    model=parts.model,
+                    tokenizer=parts.tokenizer,
+                    evaluate=held_out,
+                    reporter=view,
+                    served=parts.served,
+                    ranks=ranks,
+                )
     finally:
         await parts.client.aclose()
 

@@ -1,45 +1,60 @@
 """Model, engine and client of a run on one machine, from its config.
 
-The embedded engine serves the very tensors that the trainer changes; vLLM in this process serves a
-copy of them that `publish` renews; servers reload them from disk. It knows the names in the config.
-It leaves out the environment, which the caller builds, and starting servers.
+The embedded engine serves the very tensors that the trainer changes, or, with several ranks or
+adapters, a plain copy of the weights; vLLM in this process has a copy that `publish` renews;
+servers reload them from disk. It knows the names in the config. It leaves out the environment,
+which the caller builds, and starting servers.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from rolltree.inference.local import local_client
 from rolltree.inference.vllm import vllm_client
-from rolltree.models import load_model, resolve_model
+from rolltree.models import resolve_model
 from rolltree.store import Run
 from rolltree.training.config import MAY_CHANGE, TrainConfig
+from rolltree.training.leading import adapt, load_trained
+from rolltree.training.ranks import Ranks
 from rolltree.training.servers import server_parts
 from rolltree.training.train import WeightTarget
 
 
 @dataclass(frozen=True, slots=True)
 class LocalParts:
-    """What `train` needs and a config can make. Close it with `await parts.client.aclose()`."""
+    """What `train` needs and a config can make. Close it with `await parts.client.aclose()`.
+
+    `served` is what the engine reads: `model`, or a plain copy of it.
+    """
 
     model: Any
     tokenizer: Any
     engine: WeightTarget
     client: Any
+    served: Any
 
 
-def build_local(config: TrainConfig) -> LocalParts:
+def build_local(config: TrainConfig, ranks: Ranks | None = None) -> LocalParts:
     """Load the model in float32 and start, or connect to, the engine that `engine.kind` names.
+
+    With several ranks only rank 0 calls it.
 
     Raises:
         UnknownName: there is no such model.
         ConfigError: the model or the engine's settings cannot be used, or vLLM is not installed.
     """
-    model, tokenizer = load_model(config.model.name, "float32", device=config.model.device)
-    client, engine = _ENGINES[config.engine.kind](config, model, tokenizer)
-    return LocalParts(model, tokenizer, engine, client)
+    model, tokenizer = load_trained(config, ranks)
+    served = model
+    if ranks is not None or config.model.lora_rank:
+        device = config.model.device if ranks is None else ranks.device
+        served = copy.deepcopy(model).to(device)
+    adapt(model, config)
+    client, engine = _ENGINES[config.engine.kind](config, served, tokenizer)
+    return LocalParts(model, tokenizer, engine, client, served)
 
 
 def _options(config: TrainConfig) -> dict[str, Any]:

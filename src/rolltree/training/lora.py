@@ -98,3 +98,19 @@ def plain_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
             down, up = (whole(part[ADAPTER].weight) for part in (module.lora_A, module.lora_B))
             value = value + module.scaling[ADAPTER] * (up @ down).to(value.dtype)
         yield name.replace(".base_layer.", "."), value
+
+
+@torch.no_grad()
+def copy_weights(model: Any, served: Any | None) -> None:
+    """Write the weights of `model`, merged and gathered, into the plain module `served`.
+
+    The embedded engine reads the trainer's own tensors; of several ranks those are shards, and with
+    adapters not the weights to sample from, so it reads such a copy. Every rank calls it; those
+    without a copy pass None.
+    """
+    targets: dict[str, Tensor] = {}
+    if served is not None:
+        targets = {**dict(served.named_parameters()), **dict(served.named_buffers())}
+    for name, value in plain_tensors(model):
+        if served is not None:
+            targets[name].copy_(value)

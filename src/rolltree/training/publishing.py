@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -42,15 +42,24 @@ class Publisher:
     """Publishes the weights of `model` to `engine` and checks what `client` samples from.
 
     Args:
-        model: the module that is trained.
+        model: the module that is trained, or a plain copy of it that `renew` brings up to date.
         engine: a `WeightTarget`; `served_tensors()`, where it has it, gives what it computes with.
         client: samples from the engine; a pool is probed server by server.
         tolerance: the most that a probe's logprobs may differ.
+        renew: called before every publish.
     """
 
-    def __init__(self, model: Any, engine: Any, client: Any, *, tolerance: float) -> None:
+    def __init__(
+        self,
+        model: Any,
+        engine: Any,
+        client: Any,
+        *,
+        tolerance: float,
+        renew: Callable[[], None] = lambda: None,
+    ) -> None:
         self._model, self._engine, self._client = model, engine, client
-        self._tolerance = tolerance
+        self._tolerance, self._renew = tolerance, renew
         vocabulary = int(model.get_input_embeddings().weight.shape[0])
         rng = np.random.default_rng(0)
         self._prompt: IntArray = rng.integers(0, vocabulary, _PROBE_TOKENS).astype(np.int32)
@@ -61,6 +70,7 @@ class Publisher:
         Raises:
             TrainingError: the engine then says that it has another version.
         """
+        self._renew()
         done = self._engine.publish(version)
         if inspect.isawaitable(done):
             await done

@@ -30,14 +30,21 @@ from rolltree.store import Run
 from rolltree.training.assign import assign_credit
 from rolltree.training.checkpoint import Checkpoints, TrainState
 from rolltree.training.config import TrainConfig
-from rolltree.training.export import export_model
-from rolltree.training.feed import Feed, SyncFeed
+from rolltree.training.feed import Feed, StepRollouts, SyncFeed
 from rolltree.training.handover import Handover, in_thread
+from rolltree.training.leading import (
+    export_together,
+    make_checkpoints,
+    make_trainer,
+    renew_copy,
+)
 from rolltree.training.publishing import Publisher
+from rolltree.training.ranks import Ranks
 from rolltree.training.reporter import Reporter, Silent, TrainReport, TrainStart
 from rolltree.training.rollout_metrics import rollout_metrics
 from rolltree.training.staleness import mask_stale, staleness_limit
 from rolltree.training.starving import StarvationWatch
+from rolltree.training.stopping import to_the_end
 from rolltree.training.stream import StreamFeed
 from rolltree.training.trackers import Tracking
 from rolltree.training.trainer import Trainer
@@ -76,6 +83,8 @@ def train(
     tokenizer: Any = None,
     evaluate: Evaluate | None = None,
     reporter: Reporter | None = None,
+    served: Any = None,
+    ranks: Ranks | None = None,
 ) -> TrainReport:
     """Run `train_async`, which says what the arguments are, in a new event loop."""
     return asyncio.run(
@@ -89,6 +98,8 @@ def train(
             tokenizer=tokenizer,
             evaluate=evaluate,
             reporter=reporter,
+            served=served,
+            ranks=ranks,
         )
     )
 
@@ -104,6 +115,8 @@ async def train_async(
     tokenizer: Any = None,
     evaluate: Evaluate | None = None,
     reporter: Reporter | None = None,
+    served: Any = None,
+    ranks: Ranks | None = None,
 ) -> TrainReport:
     """Train `model` in place until `train.num_steps` steps are done, continuing what `run` holds.
 
@@ -112,11 +125,16 @@ async def train_async(
         source: what is trained on.
         run: where rollouts, metrics and checkpoints go, opened for writing.
         client: samples from `engine`.
-        engine: serves `model`'s own tensors.
+        engine: serves `served`'s own tensors.
         model: as it was before any training; a checkpoint in `run` is loaded into it.
         tokenizer: exported with the model.
         evaluate: called before, during and after training as `config.eval` says.
         reporter: told about everything.
+        served: a plain copy of `model` where the engine cannot read that itself (adapters, ranks);
+            it is renewed at every publish. None: `model`.
+        ranks: those that train with this one, which is rank 0; the others run `follow`.
+
+    Cancelled, it ends the step that writes weights, saves a checkpoint, and raises.
 
     Raises:
         TrainingError: a step cannot go on; the same call continues when the cause is removed.
@@ -132,6 +150,8 @@ async def train_async(
         retries=config.engine.retries,
     )
     tracking = Tracking(reporter or Silent(), config)
+    trainer = make_trainer(model, config, ranks)
+    read = model if served is None else served
     loop = _Loop(
         config=config,
         source=source,
@@ -141,11 +161,16 @@ async def train_async(
         tokenizer=tokenizer,
         evaluate=evaluate,
         reporter=tracking,
-        trainer=Trainer(model, config),
-        checkpoints=Checkpoints(run.checkpoints, config.checkpoint.keep),
+        ranks=ranks,
+        trainer=trainer,
+        checkpoints=make_checkpoints(run.checkpoints, config, ranks),
         rollouts=rollouts,
         publisher=Publisher(
-            model, engine, rollouts.client, tolerance=config.engine.probe_tolerance
+            read,
+            engine,
+            rollouts.client,
+            tolerance=config.engine.probe_tolerance,
+            renew=lambda: renew_copy(model, read, ranks),
         ),
     )
     try:
@@ -164,6 +189,7 @@ class _Loop:
     tokenizer: Any
     evaluate: Evaluate | None
     reporter: Reporter
+    ranks: Ranks | None
     trainer: Trainer
     checkpoints: Checkpoints
     rollouts: RolloutEngine
@@ -171,9 +197,20 @@ class _Loop:
     evaluations: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     averages: Mapping[str, float] = field(default_factory=dict)
     handover: Handover | None = None  # of a step that failed while it wrote
+    done: int = 0  # steps whose weights are there and whose metrics are stored
+    saved: int = 0
 
     async def run_all(self) -> TrainReport:
+        try:
+            return await self._run_all()
+        except asyncio.CancelledError:
+            if self.done > self.saved:
+                self._save(self.done)
+            raise
+
+    async def _run_all(self) -> TrainReport:
         first = self._restore()
+        self.done = self.saved = first.step
         async with self.engine.paused():
             await self.publisher.publish(first.version)
         await self.publisher.verify(first.version)
@@ -185,7 +222,6 @@ class _Loop:
         try:
             for step in range(first.step + 1, num_steps + 1):
                 metrics = await self._step(step, feed)
-                self.run.add_step(step, metrics)
                 inside = every and step % every == 0 and step < num_steps
                 # Taken again, an asynchronous step has its weights only up to rounding.
                 exact = inside and self.config.train.async_steps > 0
@@ -255,24 +291,27 @@ class _Loop:
 
     async def _step(self, step: int, feed: Feed) -> dict[str, float]:
         """Take one step and return its metrics; the weights are published."""
-        clock = [time.perf_counter()]
+        began = time.perf_counter()
         found = await feed.next(step)
-        clock.append(time.perf_counter())
+        return await to_the_end(self._take(step, found, began))
+
+    async def _take(self, step: int, found: StepRollouts, began: float) -> dict[str, float]:
+        """Train on what was found; weights, version and stored metrics move together."""
+        sampled_at = time.perf_counter()
         batch, credit = self._samples(found.trained)
         trained = await self._train(batch, step)
-        clock.append(time.perf_counter())
+        spent = time.perf_counter() - began
         metrics = rollout_metrics(found.sampled) | credit | dict(found.metrics) | trained
         sampled = metrics["rollout/total_sampled_tokens"]
-        return (
-            metrics
-            | _sample_metrics(batch)
-            | {
-                "policy/version": float(step),
-                "time/rollout_s": clock[1] - clock[0],
-                "time/step_s": clock[2] - clock[0],
-                "rollout/tokens_per_s": sampled / max(clock[2] - clock[0], 1e-9),
-            }
-        )
+        metrics |= _sample_metrics(batch) | {
+            "policy/version": float(step),
+            "time/rollout_s": sampled_at - began,
+            "time/step_s": spent,
+            "rollout/tokens_per_s": sampled / max(spent, 1e-9),
+        }
+        self.run.add_step(step, metrics)
+        self.done = step
+        return metrics
 
     async def _train(self, batch: SampleBatch, step: int) -> dict[str, float]:
         """Train on the samples, publish the weights as version `step`, and verify that."""
@@ -326,6 +365,7 @@ class _Loop:
         spent = time.perf_counter() - start
         data = {"name": path.name, "time_s": spent, "checksum": self.publisher.checksum()}
         self.run.add_event("checkpoint", data, step=step)
+        self.saved = step
 
     def _last_phase(self, step: int) -> str:
         """Return the phase of the evaluation after training.
@@ -359,7 +399,8 @@ class _Loop:
     def _end(self) -> TrainReport:
         path: Path | None = None
         if self.config.checkpoint.export:
-            path = export_model(self.model, self.tokenizer, self.run.path / "model")
+            place = self.run.path / "model"
+            path = export_together(self.model, self.tokenizer, place, self.config, self.ranks)
         report = TrainReport(
             run_path=self.run.path,
             num_steps=self.config.train.num_steps,

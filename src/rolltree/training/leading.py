@@ -1,0 +1,174 @@
+"""Rank 0 leads, the others follow: the commands that make them call the same thing together.
+
+    rank 0                      the others
+    trainer.step(samples, 7) -> "step", with the samples   -> trainer.step(samples, 7)
+    checkpoints.save(...)    -> "save"                     -> checkpoints.save(...)
+
+Everything else of a run (rollouts, store, engine, evaluation, metrics) is rank 0's alone, so the
+loop does not know that there are ranks. It knows what is collective. It leaves out how commands
+travel (`ranks.py`).
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from rolltree.models import load_model
+from rolltree.training.checkpoint import Checkpoints, TrainState
+from rolltree.training.config import TrainConfig
+from rolltree.training.export import export_model
+from rolltree.training.lora import add_adapter, copy_weights
+from rolltree.training.optim import Optimizer
+from rolltree.training.ranks import STOP, Ranks
+from rolltree.training.trainer import Exclusive, Trainer
+from rolltree.training.wire import samples_from_data, samples_to_data
+from rolltree.types import Sample
+
+
+def load_trained(config: TrainConfig, ranks: Ranks | None) -> tuple[Any, Any]:
+    """Return the float32 model and its tokenizer; ranks load it on the CPU and shard it later.
+
+    Raises:
+        UnknownName: there is no such model.
+        ConfigError: it cannot be loaded.
+    """
+    device = config.model.device if ranks is None else "cpu"
+    return load_model(config.model.name, "float32", device=device)
+
+
+def adapt(model: Any, config: TrainConfig) -> None:
+    """Give a model the adapters that the config asks for.
+
+    Raises:
+        ConfigError: see `lora.add_adapter`.
+    """
+    if config.model.lora_rank:
+        add_adapter(model, config.model, config.run.seed)
+
+
+class LeadingTrainer(Trainer):
+    """The trainer of rank 0: each of its steps is a step of every rank."""
+
+    def step(
+        self, samples: Sequence[Sample], step: int, *, exclusive: Exclusive = nullcontext
+    ) -> dict[str, float]:
+        """Do what `Trainer.step` does, on all ranks."""
+        assert self.ranks is not None
+        self.ranks.tell("step", {"step": step, "samples": samples_to_data(samples)})
+        return super().step(samples, step, exclusive=exclusive)
+
+
+class LeadingCheckpoints(Checkpoints):
+    """The checkpoints of rank 0: saving and loading is for every rank."""
+
+    def save(self, model: Any, optimizer: Optimizer, state: TrainState) -> Path:
+        """Do what `Checkpoints.save` does, on all ranks."""
+        assert self.ranks is not None
+        self.ranks.tell("save", {"root": str(self.root), "state": asdict(state)})
+        return super().save(model, optimizer, state)
+
+    def load(self, path: Path, model: Any, optimizer: Optimizer) -> TrainState:
+        """Do what `Checkpoints.load` does, on all ranks."""
+        assert self.ranks is not None
+        self.ranks.tell("load", {"path": str(path)})
+        return super().load(path, model, optimizer)
+
+
+def make_trainer(model: Any, config: TrainConfig, ranks: Ranks | None) -> Trainer:
+    """Return the trainer of this process, which leads if there are ranks."""
+    return Trainer(model, config) if ranks is None else LeadingTrainer(model, config, ranks)
+
+
+def make_checkpoints(root: Path, config: TrainConfig, ranks: Ranks | None) -> Checkpoints:
+    """Return the checkpoints below `root`, which lead if this is rank 0 of several."""
+    section = config.checkpoint
+    kind = LeadingCheckpoints if ranks is not None and ranks.leads else Checkpoints
+    return kind(
+        root,
+        section.keep,
+        content=section.format,
+        max_shard_size=section.max_shard_size,
+        ranks=ranks,
+    )
+
+
+def renew_copy(model: Any, served: Any, ranks: Ranks | None) -> None:
+    """Bring the copy that the engine serves up to date, with all ranks; `model` itself is."""
+    if served is model:
+        return
+    if ranks is not None:
+        ranks.tell("copy")
+    copy_weights(model, served)
+
+
+def export_together(
+    model: Any, tokenizer: Any, path: Path, config: TrainConfig, ranks: Ranks | None
+) -> Path:
+    """Do what `export_model` does, on all ranks."""
+    if ranks is not None:
+        ranks.tell("export", {"path": str(path)})
+    size = config.checkpoint.max_shard_size
+    return export_model(model, tokenizer, path, max_shard_size=size, ranks=ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Follower:
+    config: TrainConfig
+    ranks: Ranks
+    trainer: Trainer
+
+    def step(self, data: Mapping[str, Any]) -> None:
+        self.trainer.step(samples_from_data(data["samples"]), data["step"])
+
+    def save(self, data: Mapping[str, Any]) -> None:
+        state = msgspec.convert(data["state"], TrainState)
+        store = make_checkpoints(Path(data["root"]), self.config, self.ranks)
+        store.save(self.trainer.model, self.trainer.optimizer, state)
+
+    def load(self, data: Mapping[str, Any]) -> None:
+        path = Path(data["path"])
+        store = make_checkpoints(path.parent, self.config, self.ranks)
+        store.load(path, self.trainer.model, self.trainer.optimizer)
+
+    def copy(self, data: Mapping[str, Any]) -> None:
+        copy_weights(self.trainer.model, None)
+
+    def export(self, data: Mapping[str, Any]) -> None:
+        export_model(self.trainer.model, None, Path(data["path"]), ranks=self.ranks)
+
+
+COMMANDS: dict[str, Callable[[_Follower, Mapping[str, Any]], None]] = {
+    "step": _Follower.step,
+    "save": _Follower.save,
+    "load": _Follower.load,
+    "copy": _Follower.copy,
+    "export": _Follower.export,
+}
+
+
+def follow(config: TrainConfig, ranks: Ranks) -> None:
+    """Do what rank 0 says until it says that it is over.
+
+    SIGTERM is rank 0's to answer: it has everybody save, then lets them go.
+
+    Raises:
+        TrainingError: rank 0 has ended, or has an error that every rank has.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if config.train.num_threads is not None:
+        torch.set_num_threads(config.train.num_threads)
+    model, _ = load_trained(config, ranks)
+    adapt(model, config)
+    follower = _Follower(config, ranks, Trainer(model, config, ranks))
+    while (command := ranks.hear()).name != STOP:
+        COMMANDS[command.name](follower, command.data)
