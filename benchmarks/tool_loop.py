@@ -1,4 +1,4 @@
-"""Twenty turns with a tool: carried token by token against rendered anew, on two chat templates.
+"""Twenty turns with a tool: prompts carried token by token or rendered anew, on two chat templates.
 
     python benchmarks/tool_loop.py            the table, figures on the last line
     python benchmarks/tool_loop.py --check    exit 1 when a bar is missed
@@ -6,8 +6,11 @@
 A scripted agent calls a tool at the beginning of each turn and says what came back. Its calls are
 spelled as models spell them, with other white space than the template's. "carried" sends each
 prompt as the exact ids of the call before plus what is new; "anew" renders all messages again, as a
-chat endpoint of messages does. Tokens are bytes and special tokens; trained is what scope
+chat endpoint of messages does; "hidden" carries, but leaves the tools out of the last call of each
+turn instead of telling the model. Tokens are bytes and special tokens; trained is what scope
 `interleave` computes for training.
+
+Then what one call of a tool that does nothing costs, by where it runs, best of five.
 """
 
 from __future__ import annotations
@@ -15,18 +18,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+import textwrap
+import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from rolltree.agents import ToolAgent
 from rolltree.inference import ChatRenderer
+from rolltree.rubrics import cheap
 from rolltree.samples import build_samples
 from rolltree.testing import ByteTokenizer, ScriptedClient
+from rolltree.tools import Tool, call_function
+from rolltree.tools.process import call_in_process
 from rolltree.types import State
 
 TEMPLATES = Path(__file__).parents[1] / "tests" / "samples" / "templates"
 NUM_TURNS = 20
 NAMES = ("qwen3", "llama3")
+HOWS = ("carried", "anew", "hidden")
 SPECIAL = {
     "qwen3": ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"),
     "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
@@ -56,6 +66,19 @@ class Anew:
         return self
 
 
+class Hiding(ToolAgent):
+    """Hides its tools from the last call of a turn."""
+
+    async def _call(self) -> Any:
+        shown = self.tool_schemas
+        if self._num_rounds == self.max_tool_rounds:
+            self.tool_schemas = []
+        try:
+            return await super()._call()
+        finally:
+            self.tool_schemas = shown
+
+
 def make_client(name: str) -> ScriptedClient:
     def answer(messages: Any) -> str:
         if messages[-1]["role"] == "user":
@@ -77,8 +100,11 @@ async def play(agent: ToolAgent) -> ToolAgent:
 
 def measure(name: str, how: str) -> dict[str, Any]:
     client = make_client(name)
-    agent = ToolAgent(
-        client if how == "carried" else Anew(client), tools=[add], system_prompt="Count."
+    agent = (Hiding if how == "hidden" else ToolAgent)(
+        Anew(client) if how == "anew" else client,
+        tools=[add],
+        system_prompt="Count.",
+        **({"max_tool_rounds": 1, "last_call": ""} if how == "hidden" else {}),
     )
     asyncio.run(play(agent))
     state = State(trajectory=agent.trajectory, reward=1.0, advantage=1.0)
@@ -93,17 +119,49 @@ def measure(name: str, how: str) -> dict[str, Any]:
     }
 
 
+async def call_costs() -> dict[str, float]:
+    """Return seconds of wall clock for one call, by where it runs."""
+
+    @cheap
+    def quick() -> int:
+        """Do nothing."""
+        return 1
+
+    def plain() -> int:
+        """Do nothing."""
+        return 1
+
+    in_loop, in_thread = Tool.of(quick), Tool.of(plain)
+    ways: dict[str, tuple[int, Callable[[], Awaitable[Any]]]] = {
+        "in the loop": (500, lambda: call_function(in_loop, {}, limit_s=9)),
+        "in a thread": (500, lambda: call_function(in_thread, {}, limit_s=9)),
+        "in a process": (1, lambda: call_in_process(textwrap.dedent, {"text": "x"})),
+    }
+    costs = {}
+    for name, (number, call) in ways.items():
+        runs = []
+        for _ in range(5):
+            began = time.perf_counter()
+            for _ in range(number):
+                await call()
+            runs.append((time.perf_counter() - began) / number)
+        costs[name] = min(runs)
+    return costs
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
     options = parser.parse_args()
-    rows = {(name, how): measure(name, how) for name in NAMES for how in ("carried", "anew")}
+    rows = {(name, how): measure(name, how) for name in NAMES for how in HOWS}
     print(f"{'template':10}{'prompts':10}{'calls':>6}{'samples':>9}{'breaks':>8}{'trained':>10}")
     for row in rows.values():
         print(
             f"{row['template']:10}{row['prompts']:10}{row['calls']:6}{row['samples']:9}"
             f"{row['breaks']:8}{row['trained']:10,}"
         )
+    costs = asyncio.run(call_costs())
+    print("\none call of a tool: " + ", ".join(f"{1e3 * s:.3g} ms {n}" for n, s in costs.items()))
     figures, met = [], True
     for name in NAMES:
         carried, anew = rows[name, "carried"], rows[name, "anew"]

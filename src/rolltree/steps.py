@@ -147,14 +147,14 @@ class AgentStep:
     @property
     def message(self) -> ChatMessage:
         """The assistant message."""
-        completion = self.record["completion"]
-        assert not isinstance(completion, str)
-        return completion[-1]
+        message: ChatMessage = self._peek("completion")[-1]
+        return message
 
     @property
     def prompt(self) -> Messages:
         """The messages that the model was sent."""
-        return self.record["prompt"]
+        prompt: Messages = self._peek("prompt")
+        return prompt
 
     @property
     def prompt_ids(self) -> IntArray | None:
@@ -176,9 +176,14 @@ class AgentStep:
         """The policy version of each sampled token, int32 `[_C]`."""
         return self._tokens("versions")
 
+    def _peek(self, key: str) -> Any:
+        """Return `record[key]` without making the record keep what it builds for its reader."""
+        peek = getattr(self.record, "peek", self.record.__getitem__)
+        return peek(key)
+
     def _tokens(self, name: str) -> NDArray[Any] | None:
         """Return one array of this call from the token tree that `record` is a view on."""
-        tokens: Any = self.record["tokens"]
+        tokens = self._peek("tokens")
         if tokens is None:
             return None
         array: NDArray[Any] | None = getattr(tokens.tree, name)(tokens.call)

@@ -31,7 +31,8 @@ class ToolProcessError(Exception):
 def in_process(func: F) -> F:
     """Mark a tool to be called in a process of its own, which is killed when its time is over.
 
-    It costs the start of a process, about a third of a second, and the import of the tool's module.
+    It costs the start of a Python process and the import of the tool's module, so it is for tools
+    that take seconds.
 
     Raises:
         ConfigError: another process could not import the function.
