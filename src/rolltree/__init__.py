@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from rolltree.inference import ModelClient as ModelClient
     from rolltree.inference import OpenAIClient as OpenAIClient
     from rolltree.inference import as_client as as_client
+    from rolltree.inference import parse_response_messages as parse_response_messages
+    from rolltree.inference import parse_response_tokens as parse_response_tokens
     from rolltree.parsers import MaybeThinkParser as MaybeThinkParser
     from rolltree.parsers import Parser as Parser
     from rolltree.parsers import ThinkParser as ThinkParser
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
     from rolltree.steps import StepOutcome as StepOutcome
     from rolltree.tokens import TokenTree as TokenTree
     from rolltree.tokens import Trajectory as Trajectory
+    from rolltree.types import BaseRolloutInput as BaseRolloutInput
     from rolltree.types import ChatMessage as ChatMessage
     from rolltree.types import ErrorRecord as ErrorRecord
     from rolltree.types import FinishReason as FinishReason
@@ -98,7 +101,7 @@ _ROOMS: dict[str, str] = {
     "TextArenaEnv ToolEnv WorldEnv cleanup load_environment stop teardown",
     "errors": "ConfigError ModelError PromptTooLong RolloutTimeout RolltreeError UnknownName",
     "evaluation": "evaluate",
-    "inference": "ModelClient OpenAIClient as_client",
+    "inference": "ModelClient OpenAIClient as_client parse_response_messages parse_response_tokens",
     "parsers": "MaybeThinkParser Parser ThinkParser XMLParser compose_parsers extract_boxed_answer "
     "extract_hash_answer",
     "rollouts": "GroupStrategy RolloutEngine RolloutSource",
@@ -106,15 +109,15 @@ _ROOMS: dict[str, str] = {
     "samples": "build_samples process_trajectories_for_training",
     "steps": "AgentStep EnvironmentStep ParseResult Rollout StepOutcome",
     "tokens": "TokenTree Trajectory",
-    "types": "ChatMessage ErrorRecord FinishReason Generation Info Messages MessageType "
-    "RolloutInput RolloutRequest RolloutResult RolloutTiming Sample SamplingArgs "
+    "types": "BaseRolloutInput ChatMessage ErrorRecord FinishReason Generation Info Messages "
+    "MessageType RolloutInput RolloutRequest RolloutResult RolloutTiming Sample SamplingArgs "
     "SamplingParams State TrainingExample TrajectoryStep TrajectoryStepTokens "
     "TruncationReason",
 }
 _OLD_NAMES: dict[str, str] = {
-    "compat.verifiers": "ChatMessages Endpoints GenerateOutputs GroupRewardFunc "
-    "IndividualRewardFunc Message RewardFunc concat_messages load_example_dataset maybe_await "
-    "print_prompt_completions_sample setup_logging",
+    "compat.verifiers": "ChatCompletionToolParam ChatMessages Endpoints GenerateOutputs "
+    "GroupRewardFunc IndividualRewardFunc Message RewardFunc concat_messages load_example_dataset "
+    "maybe_await print_prompt_completions_sample setup_logging",
 }
 """Names of verifiers 0.1.8 for environments whose import line was changed (`compat`)."""
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names.split()}

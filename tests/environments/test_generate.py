@@ -213,6 +213,8 @@ def test_without_an_event_loop():
     env = single()
     assert env.evaluate_sync(MODEL, "m").reward == [1.0, 0.0, 0.0]
     assert env.generate_sync(ROWS[:1], MODEL, "m").reward == [1.0]
+    group = env.run_group_sync([env.example("train", 0)] * 2, MODEL, "m")
+    assert [state["reward"] for state in group] == [1.0, 1.0]
 
 
 async def test_sync_forms_inside_a_running_loop():

@@ -107,6 +107,7 @@ FAULTS = [
     HttpFault(body="broken"),
     HttpFault(body="truncated"),
     HttpFault(status=400, message="no such thing"),
+    HttpFault(delay_s=2.0),  # longer than the client waits
 ]
 
 
@@ -124,10 +125,12 @@ async def test_every_rollout_ends_as_a_result_or_a_typed_error():
     rng = np.random.default_rng(5)
     draws = rng.integers(0, len(FAULTS), 10_000).tolist()
     rows = [{"question": f"q{i}", "answer": "one", "example_id": i} for i in range(40)]
-    env = Counting(dataset=rows)
+    env = Counting(eval_dataset=rows)
     with ScriptedServer(countdown, faults=lambda number: FAULTS[draws[number]]) as server:
-        client = OpenAIClient(server.base_url, "scripted", retry=RetryPolicy(max_retries=0))
-        results = await env.generate(rows, client, max_concurrent=8)
+        client = OpenAIClient(
+            server.base_url, "scripted", retry=RetryPolicy(max_retries=0), timeout_s=1.0
+        )
+        results = await env.evaluate(client, max_concurrent=16)
         await client.aclose()
     assert len(results.state) == 40
     kinds = collections.Counter()
@@ -140,8 +143,10 @@ async def test_every_rollout_ends_as_a_result_or_a_typed_error():
             assert state["error"].phase == "model"
             assert state["error"].traceback
             assert state["reward"] is None
-    assert set(kinds) <= {"ServerError", "ConnectionFailed", "BadResponse"}
-    assert len(kinds) >= 3
+    assert set(kinds) == {"ServerError", "ConnectionFailed", "BadResponse"}
+    said = " ".join(s["error"].message for s in results.state if s["error"] is not None)
+    for sign in ("429", "500", "400", "ReadTimeout", "hung up", "not a completion in JSON"):
+        assert sign in said
     assert env.cleaned == collections.Counter(range(40))
     assert results.metadata.num_failed == kinds.total()
 

@@ -278,6 +278,10 @@ class Runnable(ABC):
         """`evaluate` for callers without an event loop (or with a running one)."""
         return run_sync(self.evaluate(*args, **kwargs))
 
+    def run_group_sync(self, *args: Any, **kwargs: Any) -> list[State]:
+        """`run_group` for callers without an event loop (or with a running one)."""
+        return run_sync(self.run_group(*args, **kwargs))
+
     def _requests(
         self, rows: Rows, args: SamplingArgs, seed: int, rollouts_per_example: int
     ) -> list[RolloutRequest]:
