@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 IMAGE = ROOT / "docs" / "images" / "learning.png"
 
-NUM_STEPS, THRESHOLD, WINDOW = 60, 0.9, 5
+NUM_STEPS, THRESHOLD, WINDOW = 60, 0.8, 5
 GROUPS, GROUP_SIZE, MAX_TOKENS, LR = 8, 8, 4, 3e-4
 WRONG_SHARE, WARM_STEPS = 0.6, 300
 PAIRS = [(a, b) for a in range(1, 10) for b in range(1, 10)]
@@ -78,7 +78,7 @@ def warm_up(folder: Path) -> float:
         optimizer.zero_grad()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return float(loss)
+    return float(loss.detach())
 
 
 # -- one run, in a process of its own ------------------------------------------------------------

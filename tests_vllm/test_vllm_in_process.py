@@ -140,7 +140,8 @@ async def test_weights_are_replaced_under_a_request_in_flight(client, model, loa
     assert set(again.versions) == {10}
 
 
-async def test_training_with_vllm_as_the_engine(folder, tmp_path):
+@pytest.mark.parametrize("ahead", [0, 1])
+async def test_training_with_vllm_as_the_engine(folder, tmp_path, ahead):
     """Two optimizer steps on the real model: what the engine sampled is what the trainer scores."""
     from rolltree.training import build_local, load_train_config, open_run, train_async
 
@@ -156,7 +157,7 @@ async def test_training_with_vllm_as_the_engine(folder, tmp_path):
             },
             "algorithm": {"groups_per_step": 2, "group_size": 4},
             "optim": {"lr": 1e-5},
-            "train": {"num_steps": 2, "max_mismatch": 1e-3},
+            "train": {"num_steps": 2, "max_mismatch": 1e-3, "async_steps": ahead},
             "sampling": {"max_tokens": 8, "temperature": 1.0},
             "eval": {"before": False, "after": False},
             "checkpoint": {"export": False},
@@ -184,6 +185,8 @@ async def test_training_with_vllm_as_the_engine(folder, tmp_path):
         await parts.client.aclose()
     assert [step["policy/version"] for step in report.steps] == [1.0, 2.0]
     for step in report.steps:
+        assert step["publish/probe_error"] < 1e-3
+    for step in report.steps[: 1 if ahead else 2]:
         mismatch = [value for name, value in step.items() if "mismatch" in name]
         assert mismatch
         assert all(abs(value) < 1e-3 for value in mismatch), step

@@ -210,7 +210,7 @@ def published(loaded, tmp_path_factory):
 async def test_weights_are_replaced_also_under_a_request_in_flight(
     by_token, loaded, published, folder
 ):
-    """Pause, reload from disk, resume. The last test of this server: its versions go on from 0."""
+    """Pause, reload from disk, resume. Before this test the server's versions are 0."""
     old, (new, path) = loaded[0], published
     greedy = SamplingParams(temperature=0.0, max_tokens=16)
     before = await by_token.chat(HELLO, sampling=greedy)
@@ -237,3 +237,48 @@ async def test_weights_are_replaced_also_under_a_request_in_flight(
     again = await by_token.generate(GenerateRequest(before.prompt_ids, greedy))
     assert set(again.versions) == {4}
     assert again.completion_ids.tolist() == before.completion_ids.tolist()
+
+
+async def test_training_against_a_server(url, folder, tmp_path):
+    """Two asynchronous steps through weights on disk; the version is verified by a probe."""
+    from rolltree.training import build_local, load_train_config, open_run, train_async
+
+    config = load_train_config(
+        {
+            "run": {"dir": str(tmp_path / "run")},
+            "model": {"name": str(folder)},
+            "engine": {
+                "kind": "servers",
+                "urls": [f"{url}/v1"],
+                "served_model": "m",
+                "reload_method": "reload_all_weights",
+            },
+            "algorithm": {"groups_per_step": 2, "group_size": 4},
+            "train": {"num_steps": 2, "async_steps": 1},
+            "sampling": {"max_tokens": 8, "temperature": 1.0},
+            "eval": {"before": False, "after": False},
+            "checkpoint": {"export": False},
+        }
+    )
+
+    def short(completion):
+        return float(len(completion[-1]["content"]) < 25)
+
+    env = rt.SingleTurnEnv(
+        dataset=[{"question": f"What is {n} + 5?"} for n in range(4)], rubric=rt.Rubric([short])
+    )
+    parts = build_local(config)
+    try:
+        with open_run(config) as run:
+            report = await train_async(
+                config,
+                source=env,
+                run=run,
+                client=parts.client,
+                engine=parts.engine,
+                model=parts.model,
+            )
+    finally:
+        await parts.client.aclose()
+    assert all(step["publish/probe_error"] < 1e-3 for step in report.steps)
+    assert await served_version(parts.client.clients[0].server) == "2"
