@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from rolltree.inference.local.attention import make_plan
-from rolltree.inference.local.cache import SlotCache
-from rolltree.inference.local.shape import KvShape
+from rolltree.inference.local.cache import KvShape, SlotCache
 
 torch.set_num_threads(1)
 SHAPE = KvShape(2, 3, 4, torch.float32, torch.device("cpu"))
@@ -18,17 +17,15 @@ SHAPE = KvShape(2, 3, 4, torch.float32, torch.device("cpu"))
 def cache_with(num_slots: int = 4, capacity: int = 8) -> SlotCache:
     cache = SlotCache(SHAPE, num_slots, capacity)
     for slot in range(num_slots):
-        cache.keys[:, slot] = cache.values[:, slot] = slot + 1
+        cache.data[slot] = slot + 1
     return cache
 
 
 def first(cache: SlotCache, slot: int) -> list[float]:
     """Return what a slot holds, one number per position, and check that all layers agree."""
-    found = torch.stack([cache.keys[:, slot].transpose(2, 3), cache.values[:, slot]])
-    found = found.flatten(0, 2)
-    assert bool((found == found[:1, :, :1]).all())
-    numbers: list[float] = found[0, :, 0].tolist()
-    return numbers
+    values = cache.data[slot].flatten(0, 2)
+    assert bool((values == values[:1, :, :1]).all())
+    return values[0, :, 0].tolist()
 
 
 def test_token_bytes_count_keys_and_values_of_all_layers() -> None:
@@ -38,15 +35,16 @@ def test_token_bytes_count_keys_and_values_of_all_layers() -> None:
 def test_states_are_written_where_the_plan_says() -> None:
     cache = SlotCache(SHAPE, 4, 8)
     ids = np.zeros((4, 8), np.int32)
-    cache.plan = make_plan([1, 3], np.array([1, 2]), np.array([5, 0]), ids, SHAPE)
+    cache.plan = make_plan(
+        [1, 3], np.array([1, 2]), np.array([5, 0]), ids, torch.float32, SHAPE.device
+    )
     keys, values = torch.randn(2, 1, 3, 3, 4)
     all_keys, all_values = cache.update(keys, values, 1)
-    assert torch.equal(all_keys[1, :, :, 5], keys[0, :, 0])
-    assert torch.equal(all_keys[3, :, :, :2], keys[0, :, 1:].transpose(1, 2))
+    assert torch.equal(all_keys[1, :, 5], keys[0, :, 0])
+    assert torch.equal(all_keys[3, :, :2], keys[0, :, 1:])
     assert torch.equal(all_values[3, :, :2], values[0, :, 1:])
-    assert int((cache.keys != 0).sum()) == 3 * 3 * 4  # tokens x heads x head_dim
-    assert int((cache.values != 0).sum()) == 3 * 3 * 4
-    assert bool((cache.keys[0] == 0).all())  # the other layer
+    assert int((cache.data != 0).any(-1).sum()) == 3 * 3 * 2  # tokens x heads x (keys, values)
+    assert bool((cache.data[:, 0] == 0).all())  # the other layer
 
 
 def test_copy_takes_a_prefix() -> None:
@@ -82,8 +80,8 @@ def test_memory_is_taken_when_it_is_used() -> None:
     before = resident()
     cache = SlotCache(shape, 64, 1024)
     size = 64 * 1024 * shape.token_bytes
-    assert cache.keys.nbytes + cache.values.nbytes == size == 2**30
+    assert cache.data.numel() * 4 == size == 2**30
     assert resident() - before < 2**25
-    cache.values[:, :4, :, :128] = 1.0
-    used = 4 * 128 * shape.token_bytes // 2
+    cache.data[:4, :, :, :, :128] = 1.0
+    used = 4 * 128 * shape.token_bytes
     assert used * 0.9 < resident() - before < used + 2**25

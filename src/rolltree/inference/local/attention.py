@@ -20,7 +20,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from rolltree.errors import UnsupportedSetting
-from rolltree.inference.local.shape import KvShape
 from rolltree.types import IntArray
 
 NAME = "rolltree_slots"
@@ -44,7 +43,7 @@ class Decode:
     num_rows: int  # highest row + 1
     rows: Tensor | None  # int64 [num_tokens]; None: all the rows, without a gap
     length: int  # visible positions of the longest row
-    hidden: Tensor  # additive mask [num_rows * key heads, 1, length]
+    hidden: Tensor  # additive mask [num_rows, 1, 1, length]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +64,14 @@ def make_plan(
     counts: NDArray[np.int64],
     start: NDArray[np.int64],
     ids: IntArray,
-    shape: KvShape,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Plan:
     """Lay out `counts[i]` new tokens of `rows[i]` from position `start[i]`; `rows` ascend.
 
     `ids` is int32 `[slots, capacity]`. The flat order is: rows with one token, ascending; then the
     others, equal shapes together.
     """
-    device = shape.device
     index = np.array(rows)
     single = counts == 1
     prefills: tuple[Prefill, ...] = ()
@@ -87,7 +86,7 @@ def make_plan(
         flat_rows = np.repeat(index[order], counts[order])
         flat_positions = np.concatenate([start[at] + np.arange(counts[at]) for at in order])
         newest, in_order = np.cumsum(counts[order]) - 1, np.argsort(order)
-        prefills = _make_prefills(shapes, rows, int(single.sum()), shape)
+        prefills = _make_prefills(shapes, rows, int(single.sum()), dtype, device)
     tokens = ids[flat_rows, flat_positions].astype(np.int64)
     return Plan(
         tokens=torch.from_numpy(tokens).to(device),
@@ -95,18 +94,19 @@ def make_plan(
         positions=torch.from_numpy(flat_positions).to(device),
         newest=torch.from_numpy(newest).to(device),
         in_order=None if in_order is None else torch.from_numpy(in_order).to(device),
-        decode=_make_decode(index[single], start[single], shape) if single.any() else None,
+        decode=_make_decode(index[single], start[single], dtype, device) if single.any() else None,
         prefills=prefills,
     )
 
 
-def _make_decode(rows: NDArray[np.int64], start: NDArray[np.int64], shape: KvShape) -> Decode:
+def _make_decode(
+    rows: NDArray[np.int64], start: NDArray[np.int64], dtype: torch.dtype, device: torch.device
+) -> Decode:
     num_rows, length = int(rows[-1]) + 1, int(start.max()) + 1
     visible = np.ones(num_rows, np.int64)
     visible[rows] = start + 1
-    hidden = _additive(np.arange(length) >= visible[:, None, None], shape)
-    gaps = None if len(rows) == num_rows else torch.from_numpy(rows).to(shape.device)
-    hidden = hidden.repeat_interleave(shape.num_heads, dim=0)
+    hidden = _additive(np.arange(length) >= visible[:, None], dtype, device)[:, None, None]
+    gaps = None if len(rows) == num_rows else torch.from_numpy(rows).to(device)
     return Decode(len(rows), num_rows, gaps, length, hidden)
 
 
@@ -114,7 +114,8 @@ def _make_prefills(
     shapes: dict[tuple[int, int], list[int]],
     rows: list[int],
     offset: int,
-    shape: KvShape,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[Prefill, ...]:
     prefills = []
     for (start, count), group in shapes.items():
@@ -122,7 +123,7 @@ def _make_prefills(
         hidden = None
         if start:
             seen = start + np.arange(count)
-            hidden = _additive(np.arange(start + count) > seen[:, None], shape)
+            hidden = _additive(np.arange(start + count) > seen[:, None], dtype, device)
         chosen = [rows[at] for at in group]
         prefills.append(Prefill(chosen, slice(offset, stop), start + count, hidden))
         offset = stop
@@ -130,14 +131,9 @@ def _make_prefills(
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, plan: Plan, scaling: float) -> Tensor:
-    """Attend from `query` to slots: `softmax(query keys scaling + mask) values`, per head.
+    """Attend from `query` `[_T, _H, head_dim]` to slots `[slots, heads, capacity, head_dim]`.
 
-    Args:
-        query: `[_T, _H, head_dim]`, in the plan's order; returned in the same shape.
-        keys: `[slots, heads, head_dim, capacity]`; `_H / heads` query heads share a key head.
-        values: `[slots, heads, capacity, head_dim]`.
-        plan: which token sees which slot, and how far.
-        scaling: of the products.
+    Returns `[_T, _H, head_dim]`. Each query head shares the keys of `heads / _H` others.
     """
     group = query.shape[1] // keys.shape[1]
     parts = []
@@ -147,20 +143,21 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, plan: Plan, scaling: flo
         if decode.rows is not None:
             spread = query.new_zeros((decode.num_rows, *query.shape[1:]))
             asked = spread.index_copy_(0, decode.rows, asked)
-        seen_keys = keys[: decode.num_rows].flatten(0, 1)[:, :, : decode.length]
-        seen_values = values[: decode.num_rows].flatten(0, 1)[:, : decode.length]
-        shaped = asked.reshape(len(seen_keys), group, -1)
-        scores = torch.baddbmm(decode.hidden, shaped, seen_keys, alpha=scaling)
-        weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-        found = torch.bmm(weights, seen_values).view(asked.shape)
+        found = scaled_dot_product_attention(
+            asked.view(decode.num_rows, -1, group, query.shape[2]),
+            keys[: decode.num_rows, :, : decode.length],
+            values[: decode.num_rows, :, : decode.length],
+            attn_mask=decode.hidden,
+            scale=scaling,
+        ).view(asked.shape)
         parts.append(found if decode.rows is None else found[decode.rows])
     for prefill in plan.prefills:
         num_rows = len(prefill.rows)
         asked = query[prefill.tokens].view(num_rows, -1, *query.shape[1:]).transpose(1, 2)
         found = scaled_dot_product_attention(
             asked,
-            _gathered(keys[..., : prefill.length].transpose(2, 3), prefill.rows, group),
-            _gathered(values[:, :, : prefill.length], prefill.rows, group),
+            _repeated(keys[:, :, : prefill.length], prefill.rows, group),
+            _repeated(values[:, :, : prefill.length], prefill.rows, group),
             attn_mask=prefill.hidden,
             is_causal=prefill.hidden is None,
             scale=scaling,
@@ -169,16 +166,17 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, plan: Plan, scaling: flo
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _gathered(states: Tensor, rows: list[int], group: int) -> Tensor:
-    """Copy the states of some rows, each head as often as queries share it."""
+def _repeated(states: Tensor, rows: list[int], group: int) -> Tensor:
+    """Return the states of some rows, each head repeated for the queries that share it."""
     chosen = states[rows[0]][None] if len(rows) == 1 else states[rows]
-    return chosen.repeat_interleave(group, dim=1) if group > 1 else chosen.contiguous()
+    return chosen if group == 1 else chosen.repeat_interleave(group, dim=1)
 
 
-def _additive(hidden: NDArray[np.bool_], shape: KvShape) -> Tensor:
-    mask = torch.zeros(hidden.shape, dtype=shape.dtype, device=shape.device)
-    lowest = torch.finfo(shape.dtype).min
-    return mask.masked_fill_(torch.from_numpy(hidden).to(shape.device), lowest)
+def _additive(hidden: NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> Tensor:
+    mask = torch.from_numpy(hidden).to(device)
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(
+        mask, torch.finfo(dtype).min
+    )
 
 
 def slot_attention(
@@ -192,7 +190,7 @@ def slot_attention(
     plan: Plan | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Do `attend` for transformers' attention modules, whose query is `[1, _H, _T, head_dim]`.
+    """Do `attend` for transformers' attention modules: query `[1, _H, _T, head_dim]`.
 
     Raises:
         UnsupportedSetting: the model's attention is not plain.

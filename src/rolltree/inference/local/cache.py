@@ -1,22 +1,38 @@
 """The keys and values of every slot, preallocated, behind transformers' cache interface.
 
-Keys are kept transposed, `[layers, slots, heads, head_dim, capacity]`, and values as
-`[layers, slots, heads, capacity, head_dim]`: so the two batched products of a decode step read both
-in place, at the speed of memory. The module knows nothing about requests or which rows a forward
-pass is about (`Plan` says so). It leaves out sliding windows, compressed and recurrent caches.
+One tensor `[slots, layers, 2, heads, capacity, head_dim]` holds everything: attention reads a
+layer's view of it in place, and moving a slot is one copy. The module knows nothing about requests
+or which rows a forward pass is about (`Plan` says so). It leaves out sliding windows, compressed
+and recurrent caches.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from rolltree.inference.local.attention import Plan
-from rolltree.inference.local.shape import KvShape
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """What one token's keys and values look like in every layer of a model."""
+
+    num_layers: int
+    num_heads: int  # key/value heads
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def token_bytes(self) -> int:
+        """Memory of one cached token over all layers."""
+        return self.num_layers * 2 * self.num_heads * self.head_dim * self.dtype.itemsize
 
 
 class SlotCache(Cache):  # type: ignore[misc]
@@ -26,9 +42,8 @@ class SlotCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(self, shape: KvShape, num_slots: int, capacity: int) -> None:
-        full = (shape.num_layers, num_slots, shape.num_heads)
-        self.keys = _zeros((*full, shape.head_dim, capacity), shape)
-        self.values = _zeros((*full, capacity, shape.head_dim), shape)
+        full = (num_slots, shape.num_layers, 2, shape.num_heads, capacity, shape.head_dim)
+        self.data = _zeros(full, shape)
         self.capacity, self.head_dim = capacity, shape.head_dim
         self.plan: Plan | None = None
         super().__init__(layers=[_SlotLayer(self, index) for index in range(shape.num_layers)])
@@ -36,21 +51,21 @@ class SlotCache(Cache):  # type: ignore[misc]
     def copy(self, source: int, target: int, num_tokens: int) -> None:
         """Copy the first `num_tokens` positions of one slot to another."""
         if num_tokens and source != target:
-            self.keys[:, target, ..., :num_tokens] = self.keys[:, source, ..., :num_tokens]
-            self.values[:, target, :, :num_tokens] = self.values[:, source, :, :num_tokens]
+            self.data[target, :, :, :, :num_tokens] = self.data[source, :, :, :, :num_tokens]
 
     def swap(self, one: int, two: int, num_one: int, num_two: int) -> None:
         """Exchange two slots of which `num_one` and `num_two` positions are worth keeping."""
-        kept_keys = self.keys[:, one, ..., :num_one].clone()
-        kept_values = self.values[:, one, :, :num_one].clone()
+        both = num_one and num_two
+        kept = self.data[one, :, :, :, :num_one].clone() if both else None
+        if kept is None:
+            self.copy(one, two, num_one)
         self.copy(two, one, num_two)
-        self.keys[:, two, ..., :num_one] = kept_keys
-        self.values[:, two, :, :num_one] = kept_values
+        if kept is not None:
+            self.data[two, :, :, :, :num_one] = kept
 
     def clear(self, row: int, num_tokens: int) -> None:
         """Zero a slot's first positions: a NaN in them would pass through a later mask."""
-        self.keys[:, row, ..., :num_tokens] = 0
-        self.values[:, row, :, :num_tokens] = 0
+        self.data[row, :, :, :, :num_tokens] = 0
 
 
 class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -59,7 +74,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, owner: SlotCache, index: int) -> None:
         super().__init__()
         self.owner = owner
-        self.keys, self.values = owner.keys[index], owner.values[index]
+        self.keys, self.values = owner.data[:, index, 0], owner.data[:, index, 1]
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -76,7 +91,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, plan: Plan) -> None:
         """Write `[_T, heads, head_dim]` keys and values to the plan's places."""
-        self.keys[plan.rows, :, :, plan.positions] = keys
+        self.keys[plan.rows, :, plan.positions] = keys
         self.values[plan.rows, :, plan.positions] = values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -15,8 +15,8 @@ import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rolltree.errors import UnsupportedSetting
+from rolltree.inference.local.cache import KvShape
 from rolltree.inference.local.runner import ModelRunner, shell_of
-from rolltree.inference.local.shape import KvShape
 
 _MOVING_ROPE = ("dynamic", "longrope")
 _EXACT, _ROUNDED = 1e-3, 0.1  # largest relative difference of logits in fp32 and in fewer bits

@@ -16,9 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from rolltree.inference.local.attention import NAME, Plan, make_plan
-from rolltree.inference.local.cache import SlotCache
+from rolltree.inference.local.cache import KvShape, SlotCache
 from rolltree.inference.local.lean import LeanForward
-from rolltree.inference.local.shape import KvShape
 from rolltree.types import IntArray
 
 
@@ -32,7 +31,7 @@ class ModelRunner:
     def __init__(
         self, model: Any, shape: KvShape, num_slots: int, capacity: int, *, lean: bool
     ) -> None:
-        self._source, self._shape, self.lean = model, shape, lean
+        self._source, self.lean = model, lean
         self.cache = SlotCache(shape, num_slots, capacity)
         self._read_model()
 
@@ -66,7 +65,8 @@ class ModelRunner:
         Returns:
             float32 `[_B, _V]`, after the last computed token of each row; the caller's to change.
         """
-        plan = make_plan(rows, counts, start, ids, self._shape)
+        data = self.cache.data
+        plan = make_plan(rows, counts, start, ids, data.dtype, data.device)
         logits = self._logits(plan).float()
         return logits if plan.in_order is None else logits[plan.in_order]
 
