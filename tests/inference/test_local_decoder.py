@@ -284,11 +284,13 @@ def test_logits_that_are_not_finite_fail_one_request_and_leave_no_trace() -> Non
     broken = put(target, random_prompt(0, 10), 5)
     with torch.no_grad():
         model.model.layers[0].self_attn.v_proj.weight.fill_(float("nan"))
+    target.runner.pack()
     run(target)
     with pytest.raises(ModelError, match="not finite"):
         result(broken)
     with torch.no_grad():
         model.model.layers[0].self_attn.v_proj.weight.copy_(kept)
+    target.runner.pack()
     target.slots.forget()
     healthy = [put(target, random_prompt(n, 3), 12) for n in (1, 2)]
     run(target)

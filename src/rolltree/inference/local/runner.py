@@ -42,10 +42,15 @@ class ModelRunner:
             self._read_model()
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the parameters that `forward` reads."""
+        """Return the parameters that `forward` reads, or copies of which `pack` renews."""
         if isinstance(self._model, LeanForward):
             return self._model.tensors()
         return list(self._model.parameters())
+
+    def pack(self) -> None:
+        """Take over parameters that were changed in place."""
+        if isinstance(self._model, LeanForward):
+            self._model.pack()
 
     def forward(
         self,
