@@ -30,6 +30,7 @@ from rolltree.errors import (
     UnsupportedSetting,
 )
 from rolltree.inference.local import LocalEngine
+from rolltree.inference.local.requests import LocalToken
 from rolltree.types import FinishReason
 
 
@@ -223,7 +224,7 @@ async def test_bad_ids_are_refused_before_they_reach_others(
         ({"top_k": -1}, "top_k = -1"),
         ({"max_tokens": 0}, "max_tokens = 0"),
         ({"stop": ("x",)}, "decode_text"),
-        ({"extra": {"min_p": 0.1}}, "min_p = 0.1"),
+        ({"extra": {"min_p": 1.5}}, "min_p = 1.5"),
         ({"extra": {"extra_body": {"guided_json": {}}}}, "guided_json"),
         ({"extra": {"tempreature": 1}}, "Did you mean 'temperature'"),
     ],
@@ -265,7 +266,7 @@ async def test_the_memory_budget_is_kept_and_used() -> None:
         assert engine.kv_bytes == 8 * slot_bytes
 
 
-async def test_weights_are_the_trainers_and_publishing_copies_nothing() -> None:
+async def test_weights_are_the_trainers_and_stay_where_they_are() -> None:
     model = new_model()
     prompt = random_prompt(0, 12)
     async with engine_of(model) as engine:
@@ -402,8 +403,23 @@ async def test_the_threads_death_reaches_everybody() -> None:
             *(engine.generate(ask([n])) for n in range(3)), return_exceptions=True
         )
         assert all(isinstance(error, ModelError) for error in found)
-        with pytest.raises(ModelError, match="closed"):
+        engine._thread.join(5)
+        assert not engine.is_alive
+        with pytest.raises(ModelError, match="thread has died"):
             await engine.generate(ask([1]))
+
+
+async def test_every_token_but_the_last_is_told_when_it_is_sampled() -> None:
+    told: list[LocalToken] = []
+    async with engine_of() as engine:
+        answer = engine.submit(ask([1, 2], temperature=1.0, seed=2), told.append)
+        found = await asyncio.wrap_future(answer)
+        assert engine.is_alive
+    assert [token.id for token in told] == found.completion_ids[:-1].tolist()
+    assert [token.version for token in told] == [0] * 5
+    np.testing.assert_array_equal(
+        np.array([token.logprobs for token in told], np.float32), found.logprobs[:-1]
+    )
 
 
 async def test_closing_leaves_no_thread_and_answers_what_was_in_flight() -> None:

@@ -185,9 +185,9 @@ def test_streamed_chat_is_the_whole_answer(client: Any, n: int, options: dict[st
         np.testing.assert_allclose(
             logprobs, [entry.logprob for entry in expected.logprobs.content], atol=1e-4
         )
-    if options["temperature"] == 0:  # the answer has 19 tokens and came in slices of 8
-        assert len(parts) == 3 * n
-        assert parts[0].choices[0].delta.content == "one two "
+    assert all(len(c.choices[0].token_ids) == 1 for c in parts)  # one chunk per token
+    if options["temperature"] == 0:
+        assert parts[0].choices[0].delta.content == "o"
     assert parts[0].prompt_token_ids == whole.prompt_token_ids
     assert sum(hasattr(c, "prompt_token_ids") for c in parts) == n
 
@@ -202,7 +202,18 @@ def test_streamed_text(client: Any) -> None:
     parts = list(client.completions.create(**options, stream=True, extra_body=IDS))
     ids = [token for part in parts for token in part.choices[0].token_ids]
     assert len(ids) == 20 or ids[-1] in (256, 258)
-    assert (len(ids) <= 8) == (len(parts) == 1)
+    assert len(parts) == len(ids)
+
+
+def test_streamed_text_with_a_stop_string(client: Any) -> None:
+    """What may be the stop's beginning is held back, what came before it is not."""
+    asked: dict[str, Any] = {"model": "taught", "messages": [{"role": "user", "content": "count"}]}
+    asked |= {"temperature": 0, "stop": ["two three"]}
+    parts = list(client.chat.completions.create(**asked, stream=True))
+    texts = [part.choices[0].delta.content or "" for part in parts]
+    assert "".join(texts) == "one "
+    assert [text for text in texts if text] == ["o", "n", "e", " "]
+    assert parts[-1].choices[0].stop_reason == "two three"
 
 
 def test_streamed_tool_call(client: Any) -> None:
@@ -225,8 +236,9 @@ def test_streamed_tool_call(client: Any) -> None:
     ("change", "said"),
     [
         ({"tempreature": 1}, "Did you mean 'temperature'"),
-        ({"min_p": 0.1}, "min_p = 0.1"),
-        ({"logit_bias": {"5": 100}}, "logit_bias"),
+        ({"min_p": 1.5}, "min_p = 1.5"),
+        ({"logit_bias": {"5000": 100}}, "outside the vocabulary"),
+        ({"repetition_penalty": -1.0}, "repetition_penalty"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required"}, "constrained decoding"),
         ({"top_logprobs": 3, "logprobs": True}, "top_logprobs"),
@@ -241,6 +253,23 @@ def test_streamed_tool_call(client: Any) -> None:
 def test_what_would_be_ignored_is_refused(client: Any, change: dict[str, Any], said: str) -> None:
     with pytest.raises(openai.BadRequestError, match=said):
         client.chat.completions.create(model="taught", messages=Q, extra_body=change)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"logit_bias": {"258": 100}}, ""),
+        ({"logit_bias": {str(ord("Z")): 100}}, "ZZZZ"),
+        ({"extra_body": {"min_tokens": 2}, "logit_bias": {"258": 100}, "max_tokens": 3}, "12"),
+        ({"presence_penalty": 2.0, "frequency_penalty": 2.0}, "12"),
+        ({"extra_body": {"repetition_penalty": 1.0, "min_p": 0.5}, "temperature": 1.0}, "12"),
+    ],
+)
+def test_penalties_and_biases(client: Any, change: dict[str, Any], said: str) -> None:
+    asked = {"model": "taught", "messages": Q, "temperature": 0, "max_tokens": 8, **change}
+    got = client.chat.completions.create(**asked).choices[0].message.content
+    assert got.startswith(said)
+    assert said or got == ""
 
 
 def test_other_errors(client: Any, served: Served) -> None:

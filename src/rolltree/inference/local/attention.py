@@ -57,6 +57,7 @@ class Plan:
     in_order: Tensor | None  # [_B], puts what belongs to `newest` in the caller's order of rows
     decode: Decode | None
     prefills: tuple[Prefill, ...]
+    alone: tuple[tuple[int, int], ...] = ()  # row and visible positions of each token (`invariant`)
 
 
 def make_plan(
@@ -136,6 +137,8 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, plan: Plan, scaling: flo
     Returns `[_T, _H, head_dim]`. Each query head shares the keys of `heads / _H` others.
     """
     group = query.shape[1] // keys.shape[1]
+    if plan.alone:
+        return _attend_alone(query, keys, values, plan, scaling)
     parts = []
     if plan.decode is not None:
         decode = plan.decode
@@ -164,6 +167,25 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, plan: Plan, scaling: flo
         )
         parts.append(found.transpose(1, 2).flatten(0, 1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _attend_alone(
+    query: Tensor, keys: Tensor, values: Tensor, plan: Plan, scaling: float
+) -> Tensor:
+    """Attend token by token, in shapes that depend on each token's position only.
+
+    Tokens behind those in `plan.alone` repeat the last one, and so does what they find.
+    """
+    found = torch.empty_like(query, memory_format=torch.contiguous_format)
+    for index, (row, length) in enumerate(plan.alone):
+        found[index] = scaled_dot_product_attention(
+            query[index].view(1, keys.shape[1], -1, query.shape[2]),
+            keys[row, None, :, :length],
+            values[row, None, :, :length],
+            scale=scaling,
+        ).flatten(0, 2)
+    found[len(plan.alone) :] = found[len(plan.alone) - 1]
+    return found
 
 
 def _repeated(states: Tensor, rows: list[int], group: int) -> Tensor:

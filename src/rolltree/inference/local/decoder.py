@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 
 from rolltree.errors import ModelError
-from rolltree.inference.local.requests import LocalOutput, Pending
+from rolltree.inference.local.requests import LocalOutput, LocalToken, Pending
 from rolltree.inference.local.runner import ModelRunner
-from rolltree.inference.local.sampling import sample
+from rolltree.inference.local.sampling import Adjusted, sample
 from rolltree.inference.local.slots import SlotTable
 from rolltree.types import FinishReason
 
@@ -142,22 +142,24 @@ class Decoder:
 
     def _sample(self, rows: list[int], logits: torch.Tensor, version: int) -> None:
         slots, device = self.slots, logits.device
-        uniforms = [next(r.uniforms) for row in rows if (r := slots.request[row]) is not None]
+        requests = [request for row in rows if (request := slots.request[row]) is not None]
+        uniforms = torch.tensor([next(request.uniforms) for request in requests], device=device)
+        adjusted = []
+        for at, request in enumerate(requests):
+            if request.processors is not None:
+                known = slots.ids[rows[at], None, : slots.length[rows[at]]].astype(np.int64)
+                so_far = torch.from_numpy(known).to(device)
+                adjusted.append(Adjusted(at, so_far, request.processors))
         temperature, top_k, top_p = torch.from_numpy(slots.settings[rows]).to(device).unbind(1)
-        drawn = sample(
-            logits, torch.tensor(uniforms, device=device), temperature, top_k.long(), top_p
-        )
+        drawn = sample(logits, uniforms, temperature, top_k.long(), top_p, adjusted)
         ids = drawn.ids.to("cpu", torch.int32).numpy()
-        logprobs = drawn.logprobs.cpu().numpy()
-        slots.append(rows, ids, logprobs, drawn.raw_logprobs.cpu().numpy(), version)
+        logprobs, raw = drawn.logprobs.cpu().numpy(), drawn.raw_logprobs.cpu().numpy()
+        slots.append(rows, ids, logprobs, raw, version)
         self.num_sampled_tokens += len(rows)
         broken, ended = ~np.isfinite(logprobs), self.is_end[ids]
         full = slots.length[rows] >= slots.limit[rows]
         for at in (broken | ended | full | slots.has_stops[rows]).nonzero()[0]:
-            row = rows[at]
-            request = slots.request[row]
-            if request is None:
-                continue
+            row, request = rows[at], requests[at]
             stop = self._matched_stop(row, request, int(ids[at]))
             if broken[at]:
                 self._reject(row, request)
@@ -165,6 +167,10 @@ class Decoder:
                 self._finish(row, request, FinishReason.STOP, stop)
             elif full[at]:
                 self._finish(row, request, FinishReason.LENGTH, None)
+        for at, request in enumerate(requests):
+            if request.on_token is not None and slots.request[rows[at]] is request:
+                token = int(ids[at]), float(logprobs[at]), float(raw[at]), version
+                request.on_token(LocalToken(*token))
 
     def _compact(self, active: list[int]) -> list[int]:
         """Move the highest requests into the lowest free rows until there is no hole."""

@@ -29,8 +29,9 @@ from rolltree.errors import (
     did_you_mean,
 )
 from rolltree.inference.local.decoder import Decoder
-from rolltree.inference.local.probe import probe
-from rolltree.inference.local.requests import LocalOutput, Pending, UniformStream
+from rolltree.inference.local.probe import check_invariance, probe
+from rolltree.inference.local.processors import PROCESSED, make_processors
+from rolltree.inference.local.requests import LocalOutput, LocalToken, Pending, UniformStream
 from rolltree.inference.local.runner import ModelRunner
 from rolltree.inference.local.slots import SlotTable
 from rolltree.types import GenerateRequest, SamplingParams
@@ -38,7 +39,7 @@ from rolltree.types import GenerateRequest, SamplingParams
 _DEFAULT_CONTEXT = 2048
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "stop", "stop_token_ids", "seed")
 _CHUNKS = {"cpu": 1024}
-"""Prompt tokens of one pass where not told: activations that stay in cache are 1.2 times as fast."""
+"""Prompt tokens of one pass where not told; on a CPU, activations that stay in its cache."""
 _DEFAULT_CHUNK = 8192
 _NO_EFFECT: dict[str, tuple[object, ...]] = {
     "logprobs": (True, False, 0, 1),
@@ -47,10 +48,6 @@ _NO_EFFECT: dict[str, tuple[object, ...]] = {
     "return_tokens_as_token_ids": (True,),
     "stream": (False,),
     "echo": (False,),
-    "min_p": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "tool_choice": ("auto",),
     "parallel_tool_calls": (True,),
 }
@@ -71,11 +68,14 @@ class LocalEngine:
             tokens; more memory keeps more finished conversations for reuse. On the CPU memory
             is taken when it is used.
         prefill_chunk: most prompt tokens in one forward pass; None is what suits the device.
+        batch_invariant: the same request gives the same ids and bit-equal logprobs whatever else
+            is in the batch or in the prefix cache (and pays for it, see docs/engine.md).
         seed: for requests that bring none.
 
     Raises:
         ConfigError: the budget does not hold `max_batch` slots, or a number is out of range.
-        UnsupportedSetting: the model's cache is not plain keys and values.
+        UnsupportedSetting: the model's cache is not plain keys and values, or the device's products
+            depend on the batch and it must not matter.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class LocalEngine:
         max_context: int | None = None,
         kv_budget_bytes: int | None = None,
         prefill_chunk: int | None = None,
+        batch_invariant: bool = False,
         version: int = 0,
         seed: int = 0,
     ) -> None:
@@ -108,6 +109,8 @@ class LocalEngine:
                 "made for; answers beyond them would be noise. Lower max_context."
             )
         shape, lean = probe(model, self.max_context)
+        if batch_invariant:
+            check_invariance(model, shape, lean)
         slot_bytes = shape.token_bytes * self.max_context
         num_slots = max_batch
         if kv_budget_bytes is not None:
@@ -128,9 +131,11 @@ class LocalEngine:
         self.kv_bytes = num_slots * slot_bytes
         is_end = np.zeros(self.vocab_size, bool)
         is_end[list(self.eos_token_ids)] = True
+        self._device = shape.device
+        capacity = self.max_context
         self._decoder = Decoder(
-            ModelRunner(model, shape, num_slots, self.max_context, lean=lean),
-            SlotTable(num_slots, self.max_context),
+            ModelRunner(model, shape, num_slots, capacity, lean=lean, invariant=batch_invariant),
+            SlotTable(num_slots, capacity),
             max_batch=max_batch,
             prefill_chunk=prefill_chunk,
             is_end=is_end,
@@ -145,6 +150,7 @@ class LocalEngine:
         self._inbox: list[Pending] = []
         self._num_pauses, self._pause_began_s = 0, 0.0
         self._stepping = self._outdated = self._closed = False
+        self._death: ModelError | None = None
         self._between_steps: list[Future[None]] = []
         self._stopped: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="rolltree-engine", daemon=True)
@@ -155,6 +161,11 @@ class LocalEngine:
     def version(self) -> int:
         """The policy version that tokens sampled from now on carry."""
         return self._version
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs, so that requests are answered."""
+        return self._thread.is_alive() and not self._closed
 
     @property
     def stats(self) -> dict[str, int]:
@@ -175,19 +186,35 @@ class LocalEngine:
         """
         return await asyncio.wrap_future(self.submit(request))
 
-    def submit(self, request: GenerateRequest) -> Future[LocalOutput]:
-        """Queue a request and return at once; raises and answers as `generate` does."""
+    def submit(
+        self, request: GenerateRequest, on_token: Callable[[LocalToken], None] | None = None
+    ) -> Future[LocalOutput]:
+        """Queue a request and return at once; raises and answers as `generate` does.
+
+        `on_token` is called in the engine's thread after every sampled token but the last, with
+        which the answer comes; it must be quick and may not raise.
+        """
         sampling, prompt = request.sampling, np.array(request.prompt_ids, np.int32)
         self._check(prompt, sampling)
+        extra = _extra(sampling)
+        _check_extra(extra)
+        processors = make_processors(
+            extra,
+            num_prompt=len(prompt),
+            end_ids=[*self.eos_token_ids, *sampling.stop_token_ids],
+            vocab_size=self.vocab_size,
+            device=self._device,
+        )
         limit = self.max_context
         if sampling.max_tokens is not None:
             limit = min(limit, len(prompt) + sampling.max_tokens)
         with self._condition:
-            if self._closed:
-                raise ModelError(_CLOSED)
+            if self._closed or not self._thread.is_alive():
+                raise ModelError(str(self._death or _CLOSED)) from self._death
             seed = sampling.seed if sampling.seed is not None else next(self._seeds)
             uniforms = UniformStream(seed % 2**64)
-            pending = Pending(prompt, sampling, uniforms, limit, time.monotonic())
+            now_s = time.monotonic()
+            pending = Pending(prompt, sampling, uniforms, limit, now_s, processors, on_token)
             self._inbox.append(pending)
             self._condition.notify_all()
         pending.future.add_done_callback(self._note_cancelled)
@@ -280,22 +307,13 @@ class LocalEngine:
                     f"{name} = {getattr(sampling, name)} is outside what can be sampled with "
                     "(temperature >= 0, 0 < top_p <= 1, top_k >= 0, max_tokens >= 1)."
                 )
-        extra = {**sampling.extra, **sampling.extra.get("extra_body", {})}
-        extra.pop("extra_body", None)
-        for name, value in extra.items():
-            if value not in _NO_EFFECT.get(name, ()):
-                raise UnsupportedSetting(
-                    f"the embedded engine cannot do {name} = {value!r} and would sample as if it "
-                    f"were not there.{did_you_mean(name, _SAMPLING)} Remove it, or use a server "
-                    "that has it."
-                )
 
     def _note_cancelled(self, future: Future[LocalOutput]) -> None:
         if future.cancelled():
             self._decoder.any_cancelled = True
 
     def _run(self) -> None:
-        error: Exception = ModelError(_CLOSED)
+        error = ModelError(_CLOSED)
         try:
             while self._begin_step():
                 try:
@@ -304,7 +322,7 @@ class LocalEngine:
                     self._decoder.fail_all(_step_failed(cause))
                 self._end_step()
         except BaseException as cause:
-            error = _step_failed(cause)
+            error = self._death = _thread_died(cause)
             raise
         finally:
             with self._condition:
@@ -342,10 +360,35 @@ class LocalEngine:
                 waiter.set_result(None)
 
 
+def _extra(sampling: SamplingParams) -> dict[str, Any]:
+    extra = {**sampling.extra, **sampling.extra.get("extra_body", {})}
+    extra.pop("extra_body", None)
+    return extra
+
+
+def _check_extra(extra: dict[str, Any]) -> None:
+    for name, value in extra.items():
+        if name not in PROCESSED and value not in _NO_EFFECT.get(name, ()):
+            raise UnsupportedSetting(
+                f"the embedded engine cannot do {name} = {value!r} and would sample as if it were "
+                f"not there.{did_you_mean(name, (*_SAMPLING, *PROCESSED))} Remove it, or use a "
+                "server that has it."
+            )
+
+
 _CLOSED = (
     "the embedded engine is closed, so the request was not answered. Keep the engine open until "
     "the last rollout is done."
 )
+
+
+def _thread_died(cause: BaseException) -> ModelError:
+    error = ModelError(
+        f"the embedded engine's thread has died ({type(cause).__name__}: {cause}), so nothing more "
+        "can be sampled here. Start a new engine (or `rolltree serve` again); the cause is above."
+    )
+    error.__cause__ = cause
+    return error
 
 
 def _step_failed(cause: BaseException) -> ModelError:

@@ -65,7 +65,7 @@ class _Linear:
         """Copy the model's weights as they are now."""
         if self._packed is None:
             return
-        parts = self._packed.split([own.shape[0] for own, _ in self.own], dim=1)
+        parts = torch.split(self._packed, [own.shape[0] for own, _ in self.own], dim=1)
         for part, (own, _) in zip(parts, self.own, strict=True):
             part.copy_(own.t())
 
@@ -145,14 +145,14 @@ class LeanForward:
         half = sine.shape[-1] // 2
         sine[..., :half].neg_()
         for layer, slot in zip(self._layers, cache.layers, strict=True):
-            heads = layer.attention(layer.before(states)).unflatten(-1, (-1, cache.head_dim))
+            heads = layer.attention(layer.before(states)).view(len(states), -1, cache.head_dim)
             num_keys = (heads.shape[1] - layer.num_heads) // 2
-            turned, value = heads.split([layer.num_heads + num_keys, num_keys], dim=1)
+            turned, value = torch.split(heads, [layer.num_heads + num_keys, num_keys], dim=1)
             if layer.query_norm is not None and layer.key_norm is not None:
-                query, key = turned.split([layer.num_heads, num_keys], dim=1)
+                query, key = torch.split(turned, [layer.num_heads, num_keys], dim=1)
                 turned = torch.cat([layer.query_norm(query), layer.key_norm(key)], dim=1)
             turned = torch.addcmul(turned * cosine, turned.roll(half, -1), sine)
-            query, key = turned.split([layer.num_heads, num_keys], dim=1)
+            query, key = torch.split(turned, [layer.num_heads, num_keys], dim=1)
             slot.write(key, value, plan)
             found = attend(query, slot.keys, slot.values, plan, layer.scaling)
             layer.output.add_to(states, found.flatten(1))

@@ -93,6 +93,36 @@ def _difference(model: Any, plain: Any, shape: KvShape, *, lean: bool) -> str | 
     return None
 
 
+@torch.inference_mode()
+def check_invariance(model: Any, shape: KvShape, lean: bool) -> None:
+    """Compute a sequence alone, and another way with others; the logits must have the same bits.
+
+    Raises:
+        UnsupportedSetting: they differ.
+    """
+    ids = (np.arange(120).reshape(3, 40) * 7 % model.config.vocab_size).astype(np.int32)
+    found = []
+    for steps in (
+        [([1], [0], [39]), ([1], [39], [1])],
+        [
+            ([0, 1], [0, 0], [38, 11]),
+            ([1, 2], [11, 0], [28, 17]),
+            ([0, 1, 2], [38, 39, 17], [1] * 3),
+        ],
+    ):
+        runner = ModelRunner(model, shape, num_slots=3, capacity=40, lean=lean, invariant=True)
+        for rows, start, counts in steps:
+            logits = runner.forward(rows, ids, np.array(start), np.array(counts))
+        found.append(logits[rows.index(1)])
+    if not torch.equal(*found):
+        gap = float((found[0] - found[1]).abs().max())
+        raise UnsupportedSetting(
+            f"batch_invariant cannot be had with {type(model).__name__} in {shape.dtype} on "
+            f"{shape.device}: the same sequence got other logits in other company (by up to "
+            f"{gap:.1e}). Try float32, or leave batch_invariant out."
+        )
+
+
 def _refusal(model: Any, reason: str) -> UnsupportedSetting:
     return UnsupportedSetting(
         f"the embedded engine cannot run {type(model).__name__}: it {reason}. What was sampled "

@@ -6,11 +6,14 @@ about slots, tensors or models.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
+from rolltree.inference.local.processors import Processors
 from rolltree.types import FinishReason, FloatArray, IntArray, SamplingParams
 
 _BLOCK = 64
@@ -36,6 +39,15 @@ class LocalOutput:
     wait_s: float  # before it was admitted, and while the engine was paused
 
 
+class LocalToken(NamedTuple):
+    """One sampled token, as told while its answer goes on; the fields are `LocalOutput`'s."""
+
+    id: int
+    logprobs: float
+    raw_logprobs: float
+    version: int
+
+
 class UniformStream:
     """Uniform numbers in [0, 1) that depend on the seed alone (Philox, a counter-based stream)."""
 
@@ -58,6 +70,8 @@ class Pending:
     uniforms: UniformStream
     limit: int  # longest prompt + completion, in tokens
     submitted_s: float  # time.monotonic()
+    processors: Processors | None = None
+    on_token: Callable[[LocalToken], None] | None = None
     future: Future[LocalOutput] = field(default_factory=Future)
     num_cached: int = 0
     wait_s: float = 0.0

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from rolltree.inference.local.attention import NAME, Plan, make_plan
 from rolltree.inference.local.cache import KvShape, SlotCache
+from rolltree.inference.local.invariant import invariant_plans
 from rolltree.inference.local.lean import LeanForward
 from rolltree.types import IntArray
 
@@ -25,13 +26,20 @@ class ModelRunner:
     """Forward passes of `model` over rows of `num_slots` sequences of up to `capacity` tokens.
 
     With `lean` they go through `LeanForward` (which raises `TypeError` for a model it does not
-    know), else through transformers.
+    know), else through transformers. With `invariant` a row's logits do not depend on the others.
     """
 
     def __init__(
-        self, model: Any, shape: KvShape, num_slots: int, capacity: int, *, lean: bool
+        self,
+        model: Any,
+        shape: KvShape,
+        num_slots: int,
+        capacity: int,
+        *,
+        lean: bool,
+        invariant: bool = False,
     ) -> None:
-        self._source, self.lean = model, lean
+        self._source, self.lean, self._invariant = model, lean, invariant
         self.cache = SlotCache(shape, num_slots, capacity)
         self._read_model()
 
@@ -71,6 +79,11 @@ class ModelRunner:
             float32 `[_B, _V]`, after the last computed token of each row; the caller's to change.
         """
         data = self.cache.data
+        if self._invariant:
+            logits = data.new_empty((len(rows), self._source.config.vocab_size))
+            for plan, ending in invariant_plans(rows, counts, start, ids, data.device):
+                logits[ending] = self._logits(plan)[: len(ending)]
+            return logits.float()
         plan = make_plan(rows, counts, start, ids, data.dtype, data.device)
         logits = self._logits(plan).float()
         return logits if plan.in_order is None else logits[plan.in_order]

@@ -2,16 +2,20 @@
 
 Pure functions on tensors: the randomness is an argument (one uniform number per row), so a row's
 draw depends on its own seed and logits and on nothing else in the batch. Temperature, then top-k,
-then top-p, each on what the one before left, as in transformers' warpers. The module knows nothing
-about requests. It leaves out penalties and constrained decoding.
+then top-p, each on what the one before left, as in transformers' warpers; a row's own logits
+processors come before and after. A row's result has the same bits whatever the other rows are. The
+module knows nothing about requests. It leaves out constrained decoding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from rolltree.inference.local.processors import Processors
 
 _NUCLEUS = 1024
 """A larger nucleus is found by sorting the whole vocabulary, at seven times the cost."""
@@ -25,8 +29,21 @@ class Sampled(NamedTuple):
     raw_logprobs: Tensor  # of the softmax of the logits as they came
 
 
+class Adjusted(NamedTuple):
+    """A row with logits processors of its own; `ids` int64 `[1, _T]` are its prompt and answer."""
+
+    row: int
+    ids: Tensor
+    processors: Processors
+
+
 def sample(
-    logits: Tensor, uniforms: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
+    logits: Tensor,
+    uniforms: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    adjusted: Sequence[Adjusted] = (),
 ) -> Sampled:
     """Draw one token per row by inverting the cumulative distribution at `uniforms`.
 
@@ -37,37 +54,57 @@ def sample(
             temperature 1 (of the distribution that was maximised).
         top_k: int64 `[_B]`; 0 is off.
         top_p: float32 `[_B]`; 1 is off.
+        adjusted: rows with more settings than these.
     """
     greedy = temperature == 0
     scale = torch.where(greedy, 1.0, temperature)
     cut = ~greedy & ((top_k > 0) | (top_p < 1))
-    plain = not bool((cut | (scale != 1)).any())
-    raw = None if plain else logits.clone()
+    changed = cut | (scale != 1)
+    changed[[row for row, *_ in adjusted]] = True
+    raw = logits.clone() if bool(changed.any()) else None
     if raw is not None:
+        for row, ids, processors in adjusted:
+            logits[row] = processors.before(ids, logits[row, None])[0]
         logits /= scale[:, None]
         if bool(cut.any()):
             rows = cut.nonzero()[:, 0]
             logits[rows] = keep_top_p(keep_top_k(logits[rows], top_k[rows]), top_p[rows])
+        for row, ids, processors in adjusted:
+            if not bool(greedy[row]):
+                logits[row] = processors.after(ids, logits[row, None])[0]
     largest, likeliest = logits.max(-1)
     weights = logits.sub_(largest[:, None]).exp_()
+    blocks = _blocks(weights)
+    sums = blocks.sum(-1)
     ids = likeliest
     if not bool(greedy.all()):
-        ids = torch.where(greedy, likeliest, _invert(weights, uniforms, likeliest))
-    logprobs = (weights.gather(-1, ids[:, None])[:, 0] / weights.sum(-1)).log()
+        ids = torch.where(greedy, likeliest, _invert(blocks, sums, uniforms, likeliest))
+    logprobs = (weights.gather(-1, ids[:, None])[:, 0] / sums.sum(-1)).log()
     if raw is None:
         return Sampled(ids, logprobs, logprobs)
-    return Sampled(ids, logprobs, raw.gather(-1, ids[:, None])[:, 0] - raw.logsumexp(-1))
+    largest = raw.amax(-1)
+    total = _blocks(raw.sub_(largest[:, None]).exp()).sum(-1).sum(-1)
+    own = raw.gather(-1, ids[:, None])[:, 0] - total.log()
+    return Sampled(ids, logprobs, torch.where(changed, own, logprobs))
 
 
-def _invert(weights: Tensor, uniforms: Tensor, likeliest: Tensor) -> Tensor:
+def _blocks(weights: Tensor) -> Tensor:
+    """View `[_B, _V]` as `[_B, blocks, width]`.
+
+    A sum over all of a single large row would be cut up by threads, and add up in another order.
+    """
+    size = weights.shape[1]
+    width = next(width for width in range(min(512, size), 0, -1) if size % width == 0)
+    return weights.view(len(weights), -1, width)
+
+
+def _invert(blocks: Tensor, sums: Tensor, uniforms: Tensor, likeliest: Tensor) -> Tensor:
     """Return the first index whose share of the cumulative weight exceeds the uniform number.
 
     In two levels, blocks and then the block, which reads `[_B, _V]` weights once.
     """
-    num_rows, size = weights.shape
-    width = next(width for width in range(min(512, size), 0, -1) if size % width == 0)
-    blocks = weights.view(num_rows, -1, width)
-    sums = blocks.sum(-1)
+    num_rows, _, width = blocks.shape
+    weights = blocks.view(num_rows, -1)
     upto = sums.cumsum(-1)
     target = uniforms[:, None] * upto[:, -1:]
     block = torch.searchsorted(upto, target, right=True).clamp(max=upto.shape[1] - 1)

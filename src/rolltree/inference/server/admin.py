@@ -37,7 +37,13 @@ class AdminHandlers:
 
     async def health(self, request: Request) -> Response:
         """Answer 200 while the engine decodes, 503 when its thread has ended."""
-        return Response(status_code=200 if self._served.is_alive else 503)
+        if self._served.is_alive:
+            return Response()
+        raise RequestError(
+            "the engine does not run, so no request can be answered; the server's log says why. "
+            "Start it again.",
+            status=503,
+        )
 
     async def pause(self, request: Request) -> Response:
         """Let no step run until `/resume`; requests in flight stay (`mode=keep`)."""

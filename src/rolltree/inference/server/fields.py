@@ -25,6 +25,12 @@ _SAMPLING = (
     "stop",
     "stop_token_ids",
     "seed",
+    "min_p",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
 )
 _HARMLESS = frozenset(
     (
@@ -41,13 +47,7 @@ _HARMLESS = frozenset(
 )
 """Fields that say nothing about the answer."""
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "top_logprobs": (0,),
     "echo": (False,),
     "best_of": (1,),

@@ -31,7 +31,7 @@ from rolltree.types import (
 )
 
 if TYPE_CHECKING:
-    from rolltree.inference.local.requests import LocalOutput
+    from rolltree.inference.local.requests import LocalOutput, LocalToken
 
 ServedLogprobs = Literal["processed", "raw"]
 """Whose logprobs are returned: the distribution's that was sampled from, or the model's own."""
@@ -47,8 +47,15 @@ class Engine(Protocol):
         """The policy version that tokens sampled from now on carry."""
         ...
 
-    def submit(self, request: GenerateRequest) -> Future[LocalOutput]:
-        """Queue a request."""
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are answered."""
+        ...
+
+    def submit(
+        self, request: GenerateRequest, on_token: Callable[[LocalToken], None] | None = None
+    ) -> Future[LocalOutput]:
+        """Queue a request; `on_token` is told of every token but the last."""
         ...
 
     def paused(self) -> AbstractAsyncContextManager[None]:
@@ -95,8 +102,8 @@ class ServedModel:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine takes requests."""
-        return not self._closed
+        """Whether the engine answers requests."""
+        return not self._closed and self.engine.is_alive
 
     @property
     def can_reload(self) -> bool:
@@ -169,9 +176,10 @@ class ServedModel:
         parsed = self.renderer.parse_text(self.text(output), output.finish_reason, tools)
         return parsed.message, parsed.finish_reason
 
-    def logprobs_of(self, output: LocalOutput) -> FloatArray:
-        """Return the logprobs of an answer's tokens, float32 `[_C]`."""
-        return output.logprobs if self.logprobs == "processed" else output.raw_logprobs
+    def logprobs_of(self, output: LocalOutput | LocalToken) -> FloatArray:
+        """Return the logprobs of an answer's tokens, or of one, float32 `[_C]`."""
+        values = output.logprobs if self.logprobs == "processed" else output.raw_logprobs
+        return np.atleast_1d(np.asarray(values, np.float32))
 
     async def pause(self) -> None:
         """Let no step run until `resume`; requests stay where they are."""

@@ -1,0 +1,41 @@
+"""What the server says when its engine's thread is dead."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from rolltree.inference.local import local_client
+from rolltree.inference.server import ServedModel, create_app
+from rolltree.models import load_model
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_dead_engine_fails_health_and_requests_at_once() -> None:
+    """The real engine in the real application; its thread dies in the middle of a request."""
+    model, tokenizer = load_model("tiny")
+    client = local_client(model, tokenizer, max_context=64, max_batch=2)
+    served = ServedModel(client.engine, client.renderer, "tiny")
+    app = httpx.ASGITransport(create_app(served, "token"))
+    headers = {"Authorization": "Bearer token"}
+
+    def dying(*args: Any) -> Any:
+        raise SystemExit("killed")
+
+    async with httpx.AsyncClient(transport=app, base_url="http://app", headers=headers) as http:
+        assert (await http.get("/health")).status_code == 200
+        client.engine._decoder.runner.forward = dying  # type: ignore[method-assign]
+        body = {"prompt": "1", "max_tokens": 4}
+        for _ in range(2):  # in flight, and after the death
+            answer = await asyncio.wait_for(http.post("/v1/completions", json=body), 5)
+            assert answer.status_code == 500
+            assert "thread has died (SystemExit: killed)" in answer.json()["error"]["message"]
+        streamed = await http.post("/v1/completions", json={**body, "stream": True})
+        assert "thread has died" in streamed.text
+        health = await http.get("/health")
+        assert health.status_code == 503
+        assert "does not run" in health.json()["error"]["message"]
+    await client.aclose()

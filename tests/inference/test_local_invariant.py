@@ -1,0 +1,134 @@
+"""The batch-invariant mode: the same request has the same bits in any company."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from local_models import ask, new_model, random_prompt, shared_model, teacher_forced
+
+from rolltree.errors import UnsupportedSetting
+from rolltree.inference.local import LocalEngine, LocalOutput
+from rolltree.inference.local import probe as probe_module
+from rolltree.inference.local.invariant import BLOCK, invariant_plans
+
+
+@given(
+    work=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 70)), min_size=1, max_size=5),
+)
+def test_every_token_is_in_one_block_behind_what_it_attends_to(work: list[tuple[int, int]]) -> None:
+    start, counts = (np.array(column) for column in zip(*work, strict=True))
+    rows = list(range(len(work)))
+    ids = np.random.default_rng(0).integers(0, 99, (len(work), 80), dtype=np.int32)
+    computed = [set(range(first)) for first in start]
+    ended: list[int] = []
+    for plan, ending in invariant_plans(rows, counts, start, ids, torch.device("cpu")):
+        assert len(plan.tokens) == len(plan.rows) == len(plan.positions) == BLOCK
+        assert len(plan.newest) == (BLOCK if ending else 0)
+        for index, (row, length) in enumerate(plan.alone):
+            assert int(plan.positions[index]) == length - 1
+            assert int(plan.tokens[index]) == ids[row, length - 1]
+            assert length - 1 not in computed[row]
+            computed[row].add(length - 1)
+            assert computed[row] == set(range(length))
+        for index, row in zip(plan.newest.tolist(), ending, strict=False):
+            assert plan.alone[index] == (row, start[row] + counts[row])
+        ended += ending
+    assert ended == rows
+    assert [len(seen) for seen in computed] == (start + counts).tolist()
+
+
+def gathered(model: Any, requests: list[Any], order: list[int], **options: Any) -> list[Any]:
+    """Answer requests that come one after the other in `order`, several at a time."""
+
+    async def answer() -> list[LocalOutput]:
+        engine = LocalEngine(model, max_context=128, batch_invariant=True, **options)
+        tasks: dict[int, Any] = {}
+        for index in order:
+            tasks[index] = asyncio.create_task(engine.generate(requests[index]))
+            await asyncio.sleep(0.002 * (index % 3))
+        found = [await tasks[index] for index in range(len(requests))]
+        await engine.aclose()
+        return found
+
+    return asyncio.run(answer())
+
+
+@given(order=st.permutations(range(6)), batch=st.integers(1, 6), chunk=st.sampled_from([5, 1000]))
+@settings(max_examples=8, deadline=None)
+def test_ids_and_logprobs_have_the_same_bits_in_any_company(
+    order: list[int], batch: int, chunk: int
+) -> None:
+    """Other prompts, prefixes from the cache, chunks of prompts, more or fewer at a time."""
+    shared = random_prompt(7, 40)
+    prompts = [shared[:30], shared, shared[:33], random_prompt(1, 50), random_prompt(2, 3), shared]
+    settings_of = [{}, {"top_p": 0.7}, {"temperature": 0.6}, {"extra": {"min_p": 0.1}}, {}, {}]
+    requests = [
+        ask(prompt, **{"temperature": 1.0, "seed": n, "max_tokens": 12, **sampling})  # type: ignore[arg-type]
+        for n, (prompt, sampling) in enumerate(zip(prompts, settings_of, strict=True))
+    ]
+    together = gathered(shared_model(), requests, order, max_batch=batch, prefill_chunk=chunk)
+    if not ALONE:
+        ALONE.extend(gathered(shared_model(), [each], [0])[0] for each in requests)
+    for one, other in zip(ALONE, together, strict=True):
+        assert one.completion_ids.tolist() == other.completion_ids.tolist()
+        assert one.logprobs.tobytes() == other.logprobs.tobytes()
+        assert one.raw_logprobs.tobytes() == other.raw_logprobs.tobytes()
+
+
+ALONE: list[LocalOutput] = []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_the_lean_forward_and_in_bf16_too(dtype: torch.dtype) -> None:
+    model = new_model().to(dtype)
+    model.model.layers[0].mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU())  # unknown to it
+    requests = [ask(random_prompt(n, 5 + 9 * n), temperature=1.0, seed=n) for n in range(3)]
+    alone = [gathered(model, [each], [0])[0] for each in requests]
+    for one, other in zip(alone, gathered(model, requests, [0, 1, 2]), strict=True):
+        assert one.logprobs.tobytes() == other.logprobs.tobytes()
+        assert one.completion_ids.tolist() == other.completion_ids.tolist()
+
+
+def test_logprobs_are_those_of_teacher_forcing() -> None:
+    prompt = random_prompt(3, 45)
+    (found,) = gathered(shared_model(), [ask(prompt, temperature=1.0, seed=1)], [0])
+    forced = teacher_forced(shared_model(), prompt, found.completion_ids)
+    assert np.abs(found.logprobs - forced).max() < 1e-4
+
+
+@pytest.mark.model
+async def test_the_real_model() -> None:
+    from rolltree.models import load_model
+
+    model, tokenizer = load_model("smollm2-135m")
+    texts = ["7 + 5 =", "One, two,"]
+    requests = [
+        ask(tokenizer.encode(text), temperature=1.0, seed=n, max_tokens=2)
+        for n, text in enumerate(texts)
+    ]
+    engine = LocalEngine(model, max_context=64, max_batch=4, batch_invariant=True)
+    alone = await engine.generate(requests[0])
+    engine.publish(0)
+    together, *_ = await asyncio.gather(*map(engine.generate, requests))
+    await engine.aclose()
+    assert together.num_cached_tokens == 0
+    assert alone.completion_ids.tolist() == together.completion_ids.tolist()
+    assert alone.logprobs.tobytes() == together.logprobs.tobytes()
+
+
+def test_a_device_whose_products_depend_on_the_batch_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Careless(probe_module.ModelRunner):
+        def forward(self, rows: list[int], *args: Any) -> torch.Tensor:
+            return super().forward(rows, *args) + len(rows) * 1e-6
+
+    monkeypatch.setattr(probe_module, "ModelRunner", Careless)
+    with pytest.raises(UnsupportedSetting, match="in other company"):
+        LocalEngine(shared_model(), max_context=64, batch_invariant=True)
