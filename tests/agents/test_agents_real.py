@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from rolltree.agents import Agent, ReActAgent, SummaryCompaction
+from rolltree.agents import Agent, ReActAgent, SummaryCompaction, ToolAgent
 from rolltree.inference.local import LocalClient, local_client
 from rolltree.models import load_model
 from rolltree.parsers import by_function, one_of
@@ -18,9 +19,9 @@ from rolltree.types import ChatMessage, State
 from rolltree.worlds import BAD_ACTION, GymWorld, StepOutcome, TextArenaWorld, drive
 
 pytestmark = pytest.mark.model
-GREEDY = {"temperature": 0.0, "max_tokens": 8}
+GREEDY = {"temperature": 0.0, "max_tokens": 6}
 LAKE = ["left", "down", "right", "up"]
-NUM_TURNS = 3
+NUM_TURNS = 2
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +147,29 @@ async def test_smollm2_uses_a_tool_and_sums_up(client: LocalClient, smollm2: Any
     assert kinds[0] == "compaction"
     assert len(agent.steps[len(steps)].record["tokens"]["completion_ids"]) <= 12
     check_tokens(agent, smollm2[0], num_samples=2)
+
+
+async def test_a_model_of_noise_breaks_nothing() -> None:
+    """Untrained bytes, often no text at all: what was sampled stays as it was sampled."""
+    model, tokenizer = load_model("tiny")
+    client = local_client(model, tokenizer, name="tiny", max_context=1024, max_batch=2)
+
+    def look() -> str:
+        """Look around."""
+        return "a wall"
+
+    agent = ToolAgent(client, tools=[look], parser=one_of(["wall"]))
+    agent.reset(sampling={"temperature": 1.0, "max_tokens": 12}, seed=3)
+    for turn in range(6):
+        agent.observe(f"turn {turn}")
+        await agent.act()
+    await client.aclose()
+    batch = build_samples([State(trajectory=agent.trajectory, advantage=1.0)], "interleave")
+    assert (len(batch.samples), batch.breaks) == (1, ())
+    (sample,) = batch.samples
+    with torch.no_grad():
+        logits = model(torch.tensor(sample.ids)[None].long(), use_cache=False).logits[0]
+    records = sample.records
+    exact = logits.float().log_softmax(-1).numpy()[records.source, records.target]
+    np.testing.assert_allclose(records.logprob, exact, atol=1e-4)
+    assert any(step.info.get("incomplete_completion") for step in agent.steps)

@@ -8,6 +8,7 @@ from env_scripts import ROWS, ScriptedModel, assistant, user
 
 from rolltree.environments import ToolEnv
 from rolltree.errors import ConfigError
+from rolltree.rollouts import RolloutEngine, build_requests
 from rolltree.rubrics import cheap
 
 INPUT = {"prompt": user("say one"), "answer": "one", "example_id": 0, "task": "t"}
@@ -116,6 +117,28 @@ async def test_synchronous_tools_run_in_order_outside_the_loop():
     await play(env(note), message, "done")
     assert order == ["a", "b"]
     assert threading.main_thread() not in threads
+
+
+def spin(path: str = "") -> str:
+    while True:
+        time.sleep(0.001)
+
+
+async def test_a_tool_that_takes_too_long_is_stopped_and_the_model_is_told():
+    state = await play(env(spin, tool_limit_s=0.03), calling(("spin", {})), "done")
+    assert answers(state) == ["spin took longer than 0.03 s and was stopped."]
+    assert state["error"] is None
+    assert not [t for t in threading.enumerate() if t.name == "rolltree-tool-spin"]
+
+
+async def test_a_rollout_out_of_time_leaves_no_tool_behind():
+    made = env(spin)
+    engine = RolloutEngine(
+        made, ScriptedModel(calling(("spin", {}))), time_limit_s=0.05, grace_s=0.0
+    )
+    (result,) = await engine.run_all(build_requests(made, "eval", num_examples=1))
+    assert result.error.type == "RolloutTimeout"
+    assert not [t for t in threading.enumerate() if t.name == "rolltree-tool-spin"]
 
 
 async def test_cheap_tools_stay_in_the_loop():

@@ -1,6 +1,8 @@
 """Worlds others wrote: Gymnasium's interface and TextArena's games."""
 
 import random
+import threading
+import time
 
 import gymnasium
 import pytest
@@ -111,6 +113,19 @@ async def test_worlds_are_closed_once_also_after_failures():
     env = env_of(make, num_eval=1)
     await env.evaluate(ScriptedModel(ValueError("model down")), "m")
     assert [world.num_closed for world in worlds] == [1, 1]  # the probe of the action space, ours
+
+
+async def test_a_world_that_hangs_is_left_behind_without_a_thread():
+    class Hanging(Guess):
+        def step(self, action):
+            while True:
+                time.sleep(0.001)
+
+    env = env_of(Hanging, num_eval=2)
+    engine = RolloutEngine(env, ScriptedModel("5"), time_limit_s=0.05, grace_s=0.0)
+    results = await engine.run_all(build_requests(env, "eval"))
+    assert [result.error.type for result in results] == ["RolloutTimeout"] * 2
+    assert not [t for t in threading.enumerate() if t.name == "rolltree-world"]
 
 
 async def test_a_rubric_with_functions_replaces_the_sum():

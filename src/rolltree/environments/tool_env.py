@@ -38,6 +38,8 @@ class ToolEnv(MultiTurnEnv):
         tools: functions with type hints and docstrings.
         max_turns: most model calls.
         error_formatter: what the model is told about an exception.
+        tool_limit_s: how long one call of a tool may take; then it is stopped, and the model is
+            told (`rolltree.tools.run` says how). None: as long as the rollout lasts.
         settings: `MultiTurnEnv`'s.
 
     Raises:
@@ -49,6 +51,7 @@ class ToolEnv(MultiTurnEnv):
         tools: Sequence[Callable[..., Any]] | None = None,
         max_turns: int = 10,
         error_formatter: Callable[[Exception], str] = str,
+        tool_limit_s: float | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(max_turns=max_turns, **settings)
@@ -57,6 +60,7 @@ class ToolEnv(MultiTurnEnv):
                 "a ToolEnv needs message_type='chat': a completion string has no tool calls."
             )
         self.error_formatter = error_formatter
+        self.tool_limit_s = tool_limit_s
         self.tool_map: dict[str, Tool] = {}
         for tool in tools or ():
             self.add_tool(tool)
@@ -164,7 +168,7 @@ class ToolEnv(MultiTurnEnv):
 
     async def run_tool(self, tool: Tool, arguments: dict[str, Any], state: State) -> Any:
         """Call the tool's function and return what it returns."""
-        return await call_function(tool, arguments)
+        return await call_function(tool, arguments, limit_s=self.tool_limit_s)
 
 
 _STATE: ContextVar[State] = ContextVar("rolltree_tool_state", default=State())  # noqa: B039
