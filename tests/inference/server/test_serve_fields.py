@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rolltree.errors import ConfigError, TokenError
@@ -46,6 +46,7 @@ PIECES = st.lists(
 )
 
 
+@example(["  ", "<think>", " b"], False, "think", 1)
 @given(PIECES, st.booleans(), st.sampled_from(["none", "think"]), st.integers(1, 5))
 def test_deltas_add_up_to_the_message(
     pieces: list[str], with_tools: bool, reasoning: str, step: int

@@ -63,6 +63,8 @@ class MessageDeltas:
         content = str(parsed.message["content"]).partition(_CONTROL)[0]
         if self._tools:
             content = _before_calls(content)
+        if content.isspace():  # the space before a reasoning tag is no content
+            content = ""
         return self._delta(str(parsed.message.get("reasoning_content", "")), content)
 
     def last(self, message: ChatMessage) -> dict[str, Any]:

@@ -1,0 +1,18 @@
+"""What all tests share: how Hypothesis searches.
+
+No deadline: a slow machine is not a wrong answer. The same examples in every run, so that the suite
+says the same of the same code; `ROLLTREE_HYPOTHESIS=long` searches at random, and longer where a
+room's kit says so.
+"""
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "long", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("long" if os.environ.get("ROLLTREE_HYPOTHESIS") == "long" else "suite")
