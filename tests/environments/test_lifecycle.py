@@ -1,6 +1,7 @@
 """@stop, @cleanup, @teardown: order, once, and whatever happens."""
 
 import asyncio
+import signal
 import subprocess
 import sys
 import textwrap
@@ -9,7 +10,7 @@ import threading
 import pytest
 from env_scripts import Echo, ScriptedModel, a_request, single, user
 
-from rolltree.environments import cleanup, stop, teardown
+from rolltree.environments import cleanup, closing, stop, teardown
 from rolltree.environments import environment as environment_module
 from rolltree.environments.closing import close_all
 from rolltree.environments.decorators import discover
@@ -361,8 +362,8 @@ SCRIPT = """
             print("teardown", flush=True)
         async def setup_state(self, state):
             print("ready", flush=True)
-            if sys.argv[1] == "SIGTERM":
-                os.kill(os.getpid(), signal.SIGTERM)
+            if sys.argv[1] != "exit":
+                os.kill(os.getpid(), getattr(signal, sys.argv[1]))
             await asyncio.sleep(0.2 if sys.argv[1] == "exit" else 60)
             return state
 
@@ -373,22 +374,32 @@ SCRIPT = """
         async def generate(self, *a): ...
         async def aclose(self): ...
 
-    env = Env(dataset=[{"question": "hi"}])
+    built = []
+    build = lambda: built.append(Env(dataset=[{"question": "hi"}]))
+    if sys.argv[2] == "in a thread":
+        thread = threading.Thread(target=build)
+        thread.start()
+        thread.join()
+    else:
+        build()
+    env = built[0]
     asyncio.run(env.rollout({"prompt": [], "example_id": 0, "task": "t"}, Model(), "m"))
     print("end", flush=True)
 """
 
 
 @pytest.mark.parametrize(
-    ("how", "lines", "status"),
+    ("how", "where", "lines", "status"),
     [
-        ("exit", ["ready", "cleanup", "end", "teardown"], 0),
-        ("SIGTERM", ["ready", "cleanup", "teardown"], 143),
+        ("exit", "", ["ready", "cleanup", "end", "teardown"], 0),
+        ("SIGTERM", "", ["ready", "cleanup", "teardown"], 143),
+        ("SIGTERM", "in a thread", ["ready", "cleanup", "teardown"], 143),
+        ("SIGINT", "in a thread", ["ready", "cleanup", "teardown"], -2),
     ],
 )
-def test_teardown_at_the_end_of_a_process(how, lines, status):
+def test_teardown_at_the_end_of_a_process(how, where, lines, status):
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT), how],
+        [sys.executable, "-c", textwrap.dedent(SCRIPT), how, where],
         capture_output=True,
         text=True,
         timeout=60,
@@ -396,3 +407,14 @@ def test_teardown_at_the_end_of_a_process(how, lines, status):
     )
     assert done.stdout.split() == lines, done.stderr
     assert done.returncode == status
+
+
+def test_a_handler_of_the_program_is_left_alone():
+    closing._open[0] = None
+    try:
+        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        closing.watch()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        del closing._open[0]

@@ -5,7 +5,8 @@ out SIGKILL, after which nothing runs.
 
 SIGTERM would end the interpreter without running `atexit`. Where nobody else handles it, it is
 turned into `SystemExit(143)`: running rollouts are cancelled, their cleanups run, then this. The
-handler can only be set in the main thread; an environment built elsewhere is closed at exit.
+handler can only be set in the main thread: for an environment built elsewhere that is when the
+main thread first plays a rollout. A program whose main thread never does is closed at exit.
 """
 
 from __future__ import annotations
@@ -37,8 +38,14 @@ def register(environment: Closable) -> None:
     if not _open:
         atexit.register(close_all)
     _open[id(environment)] = environment
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+    watch()
+
+
+def watch() -> None:
+    """Handle SIGTERM, when this is the main thread, something is open and nobody else does."""
+    if not _open or threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _exit_on_signal)
 
 

@@ -21,7 +21,7 @@ from dataclasses import replace
 from types import CoroutineType
 from typing import Any
 
-from rolltree.environments.closing import forget, register
+from rolltree.environments.closing import forget, register, watch
 from rolltree.environments.completion import render_completion
 from rolltree.environments.dataset import Data, RowFormat
 from rolltree.environments.decorators import Mark, discover
@@ -173,6 +173,7 @@ class Environment(Runnable):
         Raises:
             ConfigError: `info` is a string that is not JSON.
         """
+        watch()
         row: dict[str, Any] = deepcopy(dict(input))
         info = row.get("info")
         if isinstance(info, str):
