@@ -2,12 +2,14 @@
 
 import asyncio
 import contextvars
+import ctypes
 import logging
 import threading
 import time
 
 import pytest
 
+from rolltree import threads
 from rolltree.threads import Stopped, run_in_thread
 
 NAME = "rolltree-test-work"
@@ -113,3 +115,20 @@ async def test_many_at_once_and_a_race_with_the_limit():
     outcomes = await asyncio.gather(*(one(number) for number in range(40)))
     assert len(outcomes) == 40
     await all_ended()
+
+
+async def test_an_exception_raised_at_the_very_end_does_not_come_out_of_the_thread(monkeypatch):
+    tell = threads._Work._tell
+
+    def tell_and_stop(self, settle, value):
+        tell(self, settle, value)
+        ident = ctypes.c_ulong(threading.get_ident())  # met at one of the next bytecodes
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(Stopped))
+
+    monkeypatch.setattr(threads._Work, "_tell", tell_and_stop)
+    unhandled = []
+    monkeypatch.setattr(threading, "excepthook", unhandled.append)
+    for number in range(20):
+        assert await run_in_thread(lambda number=number: number, name=NAME) == number
+    await all_ended()
+    assert unhandled == []

@@ -18,6 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -40,17 +41,24 @@ class _Work(Generic[T]):
         self._context = contextvars.copy_context()
         self.future: asyncio.Future[T] = self._loop.create_future()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._lock = threading.Lock()  # held while `Stopped` is raised, and while that is ended
+        self._is_over = False
 
     def _run(self) -> None:
+        with suppress(Stopped, RuntimeError):  # stopped on its way out, or the loop is closed
+            self._work_and_tell()
+        while not self._is_over:
+            with suppress(Stopped), self._lock:
+                self._is_over = True
+                self._raise_in_thread(None)  # what was not met yet must not be met outside
+
+    def _work_and_tell(self) -> None:
         try:
-            try:
-                result = self._context.run(self._work)
-            except BaseException as error:  # noqa: BLE001  it is raised in the waiting task
-                self._tell(self.future.set_exception, error)
-            else:
-                self._tell(self.future.set_result, result)
-        except (Stopped, RuntimeError):  # stopped on its way out, or the loop is closed
-            pass
+            result = self._context.run(self._work)
+        except BaseException as error:  # noqa: BLE001  it is raised in the waiting task
+            self._tell(self.future.set_exception, error)
+        else:
+            self._tell(self.future.set_result, result)
 
     def _tell(self, settle: Callable[[Any], None], value: Any) -> None:
         def tell() -> None:
@@ -59,13 +67,19 @@ class _Work(Generic[T]):
 
         self._loop.call_soon_threadsafe(tell)
 
+    def _raise_in_thread(self, kind: type[BaseException] | None) -> None:
+        """Have an exception raised in the thread; None takes back one that was not met yet."""
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(self.thread.ident or 0), None if kind is None else ctypes.py_object(kind)
+        )
+
     async def stop(self) -> None:
         """Raise `Stopped` in the thread until it ends, or give it up after a second."""
         until = time.monotonic() + _GRACE_S
         while self.thread.is_alive() and time.monotonic() < until:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(self.thread.ident or 0), ctypes.py_object(Stopped)
-            )
+            with self._lock:
+                if not self._is_over:
+                    self._raise_in_thread(Stopped)
             await asyncio.sleep(_POLL_S)
         if self.thread.is_alive():
             _LOGGER.warning(
