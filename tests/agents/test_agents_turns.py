@@ -66,8 +66,9 @@ async def test_a_parser_without_feedback_gets_the_agents() -> None:
     assert step.parse_result == ParseResult(None, 0.0, "No")
 
 
-async def test_an_incomplete_answer_is_rejected_and_stays_in_the_history() -> None:
-    cut = ScriptedAnswer("<move>up</move> because", finish_reason=FinishReason.LENGTH)
+@pytest.mark.parametrize("reason", ["length", "abort", "content_filter"])
+async def test_an_incomplete_answer_is_rejected_and_stays_in_the_history(reason: str) -> None:
+    cut = ScriptedAnswer("<move>up</move> because", finish_reason=FinishReason(reason))
     agent = Agent(
         ScriptedClient([cut, "<move>up</move>"]),
         parser=tagged("move", reward=1.0),
@@ -77,8 +78,8 @@ async def test_an_incomplete_answer_is_rejected_and_stays_in_the_history() -> No
     step = await one(agent)
     assert step.parse_result == ParseResult(None, -0.25, "Be brief.")  # the parser is not asked
     assert step.info["incomplete_completion"] is True
-    assert step.info["finish_reason"] == "length"
-    assert step.finish_reason is FinishReason.LENGTH
+    assert step.info["finish_reason"] == reason
+    assert step.finish_reason is FinishReason(reason)
     assert step.record["extras"]["incomplete_completion"] is True
     assert not step.truncated  # the model was cut, the episode was not
     assert step.parse_result is not None

@@ -44,6 +44,9 @@ INCOMPLETE_FEEDBACK = (
 )
 
 
+_CUT = (FinishReason.LENGTH, FinishReason.ABORT, FinishReason.CONTENT_FILTER)
+
+
 class Agent:
     """A model that acts by text. One object plays one episode at a time.
 
@@ -59,8 +62,9 @@ class Agent:
         context: which of its history the model is shown.
         sampling: how to sample; `reset` may say otherwise.
         model: the model to ask for, where the client has several.
-        reject_incomplete_completions: an answer that was cut off (`finish_reason` "length") counts
-            as one without an action. It stays in the history; the feedback follows it.
+        reject_incomplete_completions: an answer that was cut off (`finish_reason` "length", "abort"
+            or "content_filter") counts as one without an action. It stays in the history; the
+            feedback follows it.
         incomplete_penalty: what such an answer is worth (0 or less, usually).
         incomplete_feedback: what the agent is told then.
         parse_feedback: what it is told when the parser finds no action and has no feedback.
@@ -242,7 +246,7 @@ class Agent:
     ) -> None:
         """Read the action out of the final answer, unless `parsed` says it, and end the turn."""
         info: Info = {}
-        if self.reject_incomplete_completions and generation.finish_reason == FinishReason.LENGTH:
+        if self._is_rejected(generation):
             info[INCOMPLETE] = True
             parsed = ParseResult(None, self.incomplete_penalty, self.incomplete_feedback)
         elif parsed is None:
@@ -257,6 +261,10 @@ class Agent:
             info[PARSE_FEEDBACK] = parsed.obs
         self._add_step(generation, record, "env", parsed, tool_calls, info=info)
         self.turn += 1
+
+    def _is_rejected(self, generation: Generation) -> bool:
+        """Whether an answer counts as none because it was cut off."""
+        return self.reject_incomplete_completions and generation.finish_reason in _CUT
 
     def _final_text(self, message: ChatMessage) -> str:
         """Return the part of an answer that the parser reads."""

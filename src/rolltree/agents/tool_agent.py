@@ -25,7 +25,7 @@ from rolltree.steps import (
     ToolScope,
 )
 from rolltree.tools import Tool, ToolArgumentError, answer_request, is_plain, run_all
-from rolltree.types import ChatMessage, FinishReason, Generation, ToolSchema, TrajectoryStep
+from rolltree.types import ChatMessage, Generation, ToolSchema, TrajectoryStep
 
 ToolLike: TypeAlias = "Callable[..., Any] | Tool"
 
@@ -175,8 +175,7 @@ class ToolAgent(Agent):
         generation, record = await self._call()
         spoken = self.spelling.read(generation.message)
         requests = tuple(self._request(call, n) for n, call in enumerate(spoken.calls))
-        is_cut = generation.finish_reason == FinishReason.LENGTH
-        if is_cut and self.reject_incomplete_completions:
+        if self._is_rejected(generation):
             self._refuse(requests)
             self._end_turn(generation, record, requests)
             return False
