@@ -108,6 +108,30 @@ async def test_the_official_client_over_http() -> None:
     assert first.logprobs is not None
     assert second.extends == first.call_id
     assert first.response.choices[0].message.content == "12"
+    assert first.response.usage.completion_tokens == 3
+
+
+async def test_a_kept_response_does_not_restate_the_tokens() -> None:
+    """What the generation has as arrays would be O(turns) objects in every turn."""
+    with ScriptedServer(["12"] * 4) as server:
+        client = as_client(official(server), "scripted")
+        plain = await client.chat([user("q")])
+        other = await client.chat([user("q")], sampling=SamplingParams(temperature=0.5))
+        asked = SamplingParams(extra={"top_logprobs": 1})
+        wider = await client.chat([user("q")], sampling=asked)
+        text = await client.chat("q", message_type="completion")
+        await client.aclose()
+    for got in (plain, other, wider, text):
+        assert got.prompt_ids is not None
+        assert getattr(got.response, "prompt_token_ids", None) is None
+        (choice,) = got.response.choices
+        assert getattr(choice, "token_ids", None) is None
+        assert getattr(choice, "prompt_token_ids", None) is None
+    assert plain.response.choices[0].logprobs is None
+    assert text.response.choices[0].logprobs is None
+    assert other.logprobs is None  # the server's are raw: the generation has no use for them
+    assert len(other.response.choices[0].logprobs.content) == 3
+    assert len(wider.response.choices[0].logprobs.content) == 3
 
 
 async def test_the_official_client_with_text_and_ids() -> None:

@@ -1,8 +1,10 @@
 """Somebody else's client as a `ModelClient`: `openai.AsyncOpenAI`, or anything shaped like it.
 
 Requests go through `client.chat.completions.create` and `client.completions.create`; the response
-object is kept in `Generation.response`. It knows the openai package only by the attributes of its
-exceptions and imports nothing of it. It leaves out token-in: give `OpenAIClient` a renderer.
+object is kept in `Generation.response`, without the token data that the generation has: a server
+restates the whole prompt's ids in every turn. It knows the openai package only by the attributes of
+its objects and exceptions and imports nothing of it. It leaves out token-in: give `OpenAIClient` a
+renderer.
 """
 
 from __future__ import annotations
@@ -109,7 +111,9 @@ class WrappedClient:
         """Sample one completion after exactly these ids. See `ModelClient.generate`."""
         content = {"prompt": request.prompt_ids.tolist()}
         answer = await self.ask(content, "completion", request.sampling, request.model)
-        return generated(request, self.tokens, answer)
+        generation = generated(request, self.tokens, answer)
+        _drop_tokens(answer.raw, generation, request.sampling)
+        return generation
 
     async def aclose(self) -> None:
         """Close the wrapped client if it can be closed."""
@@ -227,7 +231,11 @@ class WrappedSession:
             if tools:
                 content["tools"] = list(tools)
         answer = await self._client.ask(content, message_type, sampling, model)
-        return self._by_message.complete(messages, tools, message_type, model, sampling, answer)
+        generation = self._by_message.complete(
+            messages, tools, message_type, model, sampling, answer
+        )
+        _drop_tokens(answer.raw, generation, sampling)
+        return generation
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Sample one completion after exactly these ids."""
@@ -235,6 +243,22 @@ class WrappedSession:
 
     async def aclose(self) -> None:
         """Do nothing: the connections are the client's."""
+
+
+def _drop_tokens(response: Any, generation: Generation, sampling: SamplingParams) -> None:
+    """Set to None what an object of the openai package says and `generation` has as arrays.
+
+    Logprobs that the generation has no use for, and alternatives that the caller asked for, stay.
+    """
+    if generation.prompt_ids is None or type(response).__module__.partition(".")[0] != "openai":
+        return
+    choice = response.choices[0]
+    dropped = [(response, "prompt_token_ids"), (choice, "prompt_token_ids"), (choice, "token_ids")]
+    if generation.logprobs is not None and "top_logprobs" not in sampling.extra:
+        dropped.append((choice, "logprobs"))
+    for holder, name in dropped:
+        if getattr(holder, name, None) is not None:
+            setattr(holder, name, None)
 
 
 def _openai_errors() -> tuple[type[BaseException], ...]:
