@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +30,7 @@ from rolltree.testing import ScriptedClient
 from rolltree.training import (
     Silent,
     Trainer,
+    assign_credit,
     build_local,
     load_train_config,
     open_run,
@@ -50,7 +52,7 @@ def warm_start(folder: Path, options: argparse.Namespace) -> Path:
     environment = load_environment()
     client = ScriptedClient(expert(NOISE, options.seed), renderer=ChatRenderer(tokenizer))
     played = environment.generate_sync(
-        environment.get_dataset(options.num_games, seed=options.seed), client, score_rollouts=False
+        environment.get_dataset(), client, score_rollouts=False, rollouts_per_example=options.games
     )
     games = [
         [
@@ -60,6 +62,7 @@ def warm_start(folder: Path, options: argparse.Namespace) -> Path:
         for result in played.results
         for s in result.states
     ]
+    random.Random(options.seed).shuffle(games)
     config = load_train_config(
         {"algorithm": {"name": "sft"}, "optim": {"lr": 2e-3}, "train": {"num_threads": 1}}
     )
@@ -160,7 +163,9 @@ async def main(options: argparse.Namespace) -> None:
         rows = list(run.rollouts(phase="train", train_step=1))
         print("\nThe first group of the first step:\n")
         results = [r for r in decode_results(rows) if r.request.group_id.endswith("/g00")]
-        print(credit_table(results))
+        section = config.algorithm
+        assign_credit(results, section.resolve().credit, section.policy(None))
+        print(credit_table(sorted(results, key=lambda r: r.request.index_in_group)))
     await parts.client.aclose()
     print()
     for phase, metrics in report.evaluations.items():
@@ -178,8 +183,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--flow", default="own", help="own, shared, discounted or team")
     parser.add_argument("--algorithm", default="grpo", help="a row of rolltree.training.ALGORITHMS")
     parser.add_argument("--num-steps", type=int, default=60)
-    parser.add_argument("--num-games", type=int, default=3000, help="games of the warm start")
-    parser.add_argument("--warm-steps", type=int, default=60)
+    parser.add_argument("--games", type=int, default=4, help="of the warm start, per question")
+    parser.add_argument("--warm-steps", type=int, default=125)
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

@@ -1,9 +1,9 @@
 """The environment: one of two sums is wanted, and the parent cannot add: it asks a child.
 
-    user       a=3+4 b=8+1 ?b
-    assistant  ask 8+1                 the parent's first call; the child is told "8+1" and says "9"
-    user       9
-    assistant  9                       the parent's answer
+    user       a=3+4 b=2+1 ?b
+    assistant  ask 2+1                 the parent's first call; the child is told "2+1" and says "3"
+    user       3
+    assistant  3                       the parent's answer
 
 The parent earns 1 for the right final answer, a child 1 for the right sum of what it was asked,
 whatever it was asked. Both are one model in two roles. It knows rolltree's agents and protocols. It
@@ -29,6 +29,7 @@ class AskCalls:
     """Calls spelled for a model of 0.8M parameters: a message "ask TASK" is a call."""
 
     stop: tuple[str, ...] = ()
+    needs_answers = False
 
     def schemas(self, tools: Any) -> list[Any]:
         return []
@@ -82,7 +83,7 @@ def right_sum(state: rt.State) -> float:
 
 
 def question(rng: random.Random) -> dict[str, Any]:
-    digits = [rng.randrange(10) for _ in range(4)]
+    digits = [rng.randrange(5) for _ in range(4)]
     wanted = rng.choice("ab")
     first = digits[0] + digits[1] if wanted == "a" else digits[2] + digits[3]
     text = f"a={digits[0]}+{digits[1]} b={digits[2]}+{digits[3]} ?{wanted}"
@@ -100,7 +101,7 @@ def rows(num: int, seed: int, without: set[str]) -> list[dict[str, Any]]:
     return found
 
 
-def load_environment(num_train: int = 4000, num_eval: int = 200, seed: int = 0) -> rt.Environment:
+def load_environment(num_train: int = 1000, num_eval: int = 200, seed: int = 0) -> rt.Environment:
     """Return the environment; no question of evaluation is one of training."""
     taken: set[str] = set()
     held_out = rows(num_eval, seed + 1, taken)
@@ -132,9 +133,9 @@ def expert(noise: dict[str, float], seed: int) -> Any:
         first, last = str(messages[0]["content"]), str(messages[-1]["content"])
         if "?" not in first:  # the child
             total = sum(int(digit) for digit in re.findall(r"\d", first)[:2])
-            return str(rng.randrange(19) if rng.random() < noise["sum"] else total)
+            return str(rng.randrange(9) if rng.random() < noise["sum"] else total)
         if len(messages) > 1:  # the parent has its answer
-            return str(rng.randrange(19)) if rng.random() < noise["tell"] else last
+            return str(rng.randrange(9)) if rng.random() < noise["tell"] else last
         sums = dict(zip("ab", re.findall(r"\d\+\d", first), strict=True))
         wanted = first[-1]
         other = "b" if wanted == "a" else "a"

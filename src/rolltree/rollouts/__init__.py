@@ -4,6 +4,7 @@ The room knows requests, clients and the shape of a source; it knows no environm
 leaves out scoring (rubrics), storing (store) and what is learned from a rollout (training).
 """
 
+from rolltree.rollouts.batch import DroppedGroup, GeneratedBatch
 from rolltree.rollouts.engine import Progress, RolloutEngine
 from rolltree.rollouts.episode import Clock, Episode, current_episode
 from rolltree.rollouts.requests import (
@@ -19,7 +20,9 @@ from rolltree.seeds import derive_seed
 
 __all__ = [
     "Clock",
+    "DroppedGroup",
     "Episode",
+    "GeneratedBatch",
     "GroupScorer",
     "GroupStrategy",
     "Progress",

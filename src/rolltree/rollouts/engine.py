@@ -18,12 +18,15 @@ from dataclasses import dataclass
 
 from rolltree.errors import ConfigError, RolloutTimeout, record_error
 from rolltree.inference.client import as_client
+from rolltree.rollouts.batch import Credit, GeneratedBatch, make_batch
 from rolltree.rollouts.episode import Clock, Episode, TimedClient, playing
 from rolltree.rollouts.source import GroupScorer, RolloutSource
+from rolltree.samples import TruncationPolicy
 from rolltree.types import (
     ErrorRecord,
     RolloutRequest,
     RolloutResult,
+    Scope,
     State,
     TruncationReason,
 )
@@ -96,6 +99,40 @@ class RolloutEngine:
             async for result in results:
                 by_id[result.request.request_id] = result
         return [by_id[request.request_id] for request in listed]
+
+    async def generate_batch(
+        self,
+        requests: Iterable[RolloutRequest],
+        *,
+        scope: Scope = "turn",
+        credit: Credit | None = None,
+        whole_groups: bool = False,
+        truncation: TruncationPolicy | None = None,
+        max_seq_len: int | None = None,
+    ) -> GeneratedBatch:
+        """Run all requests and return training samples with their metadata.
+
+        One failed episode fails alone. `whole_groups` drops the groups that it leaves incomplete,
+        which `GeneratedBatch.dropped` lists.
+
+        Args:
+            requests: what to run.
+            scope: how trajectories become samples.
+            credit: writes advantages, for example `partial(assign_credit, credit="grpo")`. Without
+                one, records have the advantage 0 (`num_calls_without_advantage` counts them).
+            whole_groups: leave out groups with a failed member.
+            truncation: what becomes of truncated episodes; credit must know the same policy.
+            max_seq_len: cut every path to this many tokens.
+        """
+        results = await self.run_all(requests)
+        return make_batch(
+            results,
+            scope=scope,
+            credit=credit,
+            whole_groups=whole_groups,
+            truncation=truncation,
+            max_seq_len=max_seq_len,
+        )
 
     async def run(self, requests: Iterable[RolloutRequest]) -> AsyncGenerator[RolloutResult, None]:
         """Yield one result per request, as they finish.

@@ -1,6 +1,7 @@
 """Trajectories to training samples, in four scopes over one token tree. numpy only."""
 
 from rolltree.samples.batch import SampleBatch, build_samples
+from rolltree.samples.metadata import sample_meta
 from rolltree.samples.packing import PackedSamples, pack
 from rolltree.samples.report import Skipped, SkipReason
 from rolltree.samples.spans import CallSpan
@@ -28,6 +29,7 @@ __all__ = [
     "join_samples",
     "pack",
     "prune_sample",
+    "sample_meta",
     "process_trajectories_for_training",
     "split_sample",
     "to_examples",
