@@ -288,7 +288,7 @@ class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_tokens: int = 8192
     forward: Literal["auto", "tree", "rows"] = "auto"
     tree_attention: Literal["segments", "flex"] = "segments"
-    chunk_rows: int = 512
+    chunk_rows: int = 256
     updates_per_step: int = 1
     minibatches: int = 1
     skip_flat: bool = True

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-DEFAULT_CHUNK_ROWS = 512
+DEFAULT_CHUNK_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class _Gather(torch.autograd.Function):
         """`logits` `[_S, _V]`, `row` and `target` `[_R]` -> logprob `[_R]`, entropy `[_S]`."""
         log_total = logits.logsumexp(-1, keepdim=True)
         logprob = logits[row, target] - log_total[row, 0]
-        probability = torch.exp(logits - log_total)
+        probability = (logits - log_total).exp_()
         expected = torch.bmm(probability[:, None, :], logits[:, :, None]).view(-1)
         entropy = log_total[:, 0] - expected
         ctx.save_for_backward(probability, row, target)

@@ -89,14 +89,15 @@ class _TreeAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, scale: float
     ) -> Tensor:
-        """`query` `[1, _H, _T, d]`, `key` and `value` `[1, _K, _T, d]` -> `[1, _T, _H, d]`."""
-        num_heads, num_tokens, width = query.shape[1:]
+        """`query` `[1, _H, _T, d]`, `key` and `value` `[1, _K, _T, d]` -> `[1, _T, _H, d]`.
+
+        What is kept for the backward pass is what the layers around it keep anyway (queries, keys,
+        values and the result, in their own type), and one number per query and head.
+        """
+        num_heads, num_tokens = query.shape[1:3]
         num_kv = key.shape[1]
         group = num_heads // num_kv
-        exact = torch.promote_types(query.dtype, torch.float32)
-        by_kv = query[0].reshape(num_kv, group, num_tokens, width).transpose(1, 2)
-        q = (by_kv.to(exact) * scale).reshape(num_kv, num_tokens * group, width)
-        k, v = key[0].to(exact).contiguous(), value[0].to(exact).contiguous()
+        q, k, v = _exact(query, key, value, scale)
         out = q.new_zeros(num_kv, num_tokens * group, v.shape[-1])
         top = q.new_full((num_kv, num_tokens * group, 1), float("-inf"))
         total = torch.zeros_like(top)
@@ -112,19 +113,25 @@ class _TreeAttention(torch.autograd.Function):
                 total[:, rows].mul_(shrink).add_(weights.sum(-1, keepdim=True))
                 out[:, rows].mul_(shrink).baddbmm_(weights, v[:, block.first : block.stop])
         out.div_(total)
-        ctx.save_for_backward(q, k, v, out, top.add_(total.log_()))
-        ctx.layout, ctx.scale, ctx.dtypes = layout, scale, (query.dtype, key.dtype, value.dtype)
         merged = out.view(num_kv, num_tokens, group, -1).transpose(0, 1)
-        return merged.reshape(1, num_tokens, num_heads, -1).to(query.dtype)
+        result = merged.reshape(1, num_tokens, num_heads, -1).to(query.dtype)
+        ctx.save_for_backward(query, key, value, result, top.add_(total.log_()))
+        ctx.layout, ctx.scale = layout, scale
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, log_total = ctx.saved_tensors
+        query, key, value, result, log_total = ctx.saved_tensors
+        q, k, v = _exact(query, key, value, ctx.scale)
         num_kv, num_tokens, width = k.shape
         group = q.shape[1] // num_tokens
-        by_kv = grad[0].to(q.dtype).view(num_tokens, num_kv, group, -1).transpose(0, 1)
-        d_out = by_kv.reshape(num_kv, num_tokens * group, -1)
-        shared = (d_out * out).sum(-1, keepdim=True)
+
+        def by_kv(tensor: Tensor) -> Tensor:
+            parts = tensor.reshape(num_tokens, num_kv, group, -1).transpose(0, 1)
+            return parts.reshape(num_kv, num_tokens * group, -1)
+
+        d_out = by_kv(grad[0].to(q.dtype))
+        shared = by_kv((grad[0].to(q.dtype) * result[0]).sum(-1))
         d_q, d_k, d_v = torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
         for block in ctx.layout.blocks:
             rows = slice(block.first * group, block.reach * group)
@@ -138,8 +145,18 @@ class _TreeAttention(torch.autograd.Function):
             d_k[:, keys] = torch.bmm(d_scores.transpose(1, 2), q[:, rows])
         heads = d_q.mul_(ctx.scale).view(num_kv, num_tokens, group, width).transpose(1, 2)
         d_query = heads.reshape(1, num_kv * group, num_tokens, width)
-        of_query, of_key, of_value = ctx.dtypes
-        return d_query.to(of_query), d_k[None].to(of_key), d_v[None].to(of_value), None, None
+        d_key, d_value = d_k[None].to(key.dtype), d_v[None].to(value.dtype)
+        return d_query.to(query.dtype), d_key, d_value, None, None
+
+
+def _exact(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, ...]:
+    """Return scaled queries `[_K, _T * group, d]`, keys and values `[_K, _T, d]`, in float32."""
+    num_heads, num_tokens, width = query.shape[1:]
+    num_kv = key.shape[1]
+    exact = torch.promote_types(query.dtype, torch.float32)
+    by_kv = query[0].reshape(num_kv, num_heads // num_kv, num_tokens, width).transpose(1, 2)
+    q = (by_kv.to(exact) * scale).reshape(num_kv, num_tokens * (num_heads // num_kv), width)
+    return q, key[0].to(exact).contiguous(), value[0].to(exact).contiguous()
 
 
 def _scores(q: Tensor, k: Tensor, block: Block, rows: slice, group: int) -> Tensor:
