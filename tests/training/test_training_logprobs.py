@@ -4,6 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from training_kit import group, tiny_model, trainer, tree
 
 from rolltree.training.logprobs import gather_logprobs
 
@@ -139,3 +141,42 @@ def test_half_precision_logits_are_reduced_in_float32():
     assert got.logprob.dtype == torch.float32
     expected = logits.float().log_softmax(-1)[row, target]
     assert torch.allclose(got.logprob, expected, atol=1e-6)
+
+
+WIDE = 997
+"""A vocabulary that no other dimension can be mistaken for."""
+
+
+class Largest(TorchDispatchMode):
+    """The most rows over the vocabulary that any tensor had, forward and backward.
+
+    The embedding and its gradient have the vocabulary first, so they do not count.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.rows = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(value, torch.Tensor) and value.ndim and value.shape[-1] == WIDE:
+                self.rows = max(self.rows, value.numel() // WIDE)
+        return out
+
+
+@pytest.mark.parametrize("chunk_rows", [4, 16])
+@pytest.mark.parametrize("kl", ["k3", "full"])
+def test_the_vocabulary_never_exists_for_more_tokens_than_a_chunk(chunk_rows, kl):
+    """A whole step of the trainer, with reference, entropy and backward passes."""
+    sizes = {"hidden_size": 16, "vocab_size": WIDE}  # the transposed head has 16 rows
+    worker = trainer(
+        tiny_model("llama", **sizes),
+        tiny_model("llama", 1, **sizes),
+        algorithm={"kl_coef": 0.1, "kl": kl, "entropy_coef": 0.1},
+        train={"chunk_rows": chunk_rows},
+    )
+    with Largest() as seen:
+        metrics = worker.step([tree(group(6, turns=2, length=8))], 1)
+    assert metrics["train/num_records"] > 2 * 16
+    assert seen.rows == 16

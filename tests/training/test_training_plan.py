@@ -106,3 +106,9 @@ async def test_an_environments_sampling_args_reach_the_model():
     over = load_train_config({**config.as_dict(), "sampling": {"temperature": 1.0}})
     (request, *_) = step_requests(over, environment, 1)
     assert (request.sampling.temperature, request.sampling.max_tokens) == (1.0, 9)
+
+
+def test_a_loss_that_reads_no_rewards_is_refused_in_the_loop():
+    config = load_train_config({"algorithm": {"name": "sft"}})
+    with pytest.raises(ConfigError, match="supervised_states"):
+        step_requests(config, LetterSource(), 1)

@@ -15,10 +15,13 @@ from rolltree.samples import build_samples
 from rolltree.tokens import Trajectory
 from rolltree.training import Trainer, load_train_config
 from rolltree.training.batches import make_batch
+from rolltree.training.corrections import CORRECTIONS
+from rolltree.training.losses import LOSSES
 from rolltree.types import FinishReason, Generation, State
 
 MODEL = tiny_model("llama")
 CLIP = {"clip_low": 0.3, "clip_high": 0.6}
+BAND = {"correction_low": 0.2, "correction_high": 4.0}
 
 
 @st.composite
@@ -82,14 +85,49 @@ def clipped(ratio, advantage):
     return -torch.minimum(ratio * advantage, bounded * advantage)
 
 
-def reference_gradient(rollouts, loss, aggregation, length):
+def factor_of(correction, log_ratio):
+    """A rollout's factors per call, from its log ratios per call; no gradient."""
+    k = [torch.exp(r.detach()) for r in log_ratio]
+    every = torch.cat(k)
+    low, high = BAND["correction_low"], BAND["correction_high"]
+    inside = lambda x: ((x >= low) & (x <= high)).float()  # noqa: E731
+    return {
+        None: lambda: [torch.ones_like(x) for x in k],
+        "token_tis": lambda: [x.clamp(max=high) for x in k],
+        "token_mis": lambda: [x * inside(x) for x in k],
+        "icepop": lambda: [x * inside(x) for x in k],
+        "sequence_tis": lambda: [every.prod().clamp(max=high).expand(len(x)) for x in k],
+        "sequence_mis": lambda: [(every.prod() * inside(every.prod())).expand(len(x)) for x in k],
+        "geometric_mask": lambda: [
+            inside(every.prod() ** (1 / len(every))).expand(len(x)) for x in k
+        ],
+    }[correction]()
+
+
+def gmpo_loss(log_ratio, advantage):
+    """-A (prod of clipped ratios)^(1/n), the clip one-sided by the sign of A."""
+    every = torch.cat(log_ratio)
+    low, high = CLIP["clip_low"], CLIP["clip_high"]
+    kept = every.clamp(max=high) if advantage >= 0 else every.clamp(min=-low)
+    return -advantage * torch.exp(kept.mean())
+
+
+def reference_gradient(rollouts, loss, aggregation, length, correction=None):
     per_rollout = []  # per rollout a list of calls, each the token losses
     for advantage, calls in rollouts:
         new = [token_logprobs(call) for call in calls]
-        log_ratio = [n - torch.tensor(call[3]) for n, call in zip(new, calls, strict=True)]
+        engine = [n - torch.tensor(call[3]) for n, call in zip(new, calls, strict=True)]
+        factors = factor_of(correction, engine)
+        # with a correction the ratio is to the trainer's own logprob at the start, which is now
+        log_ratio = [r - r.detach() for r in engine] if correction else engine
         if loss == "gspo":
             ratio = torch.exp(torch.cat(log_ratio).mean())
             losses = [clipped(ratio, torch.tensor(advantage)).expand(len(n)) for n in new]
+        elif loss == "gmpo":
+            value = gmpo_loss(log_ratio, advantage)
+            losses = [value.expand(len(n)) for n in new]
+        elif loss == "cross_entropy":
+            losses = [-n for n in new]
         elif loss == "ppo_clip":
             losses = [clipped(torch.exp(r), torch.tensor(advantage)) for r in log_ratio]
         elif loss == "cispo":
@@ -98,7 +136,7 @@ def reference_gradient(rollouts, loss, aggregation, length):
         else:
             weight = [torch.exp(r).detach().clamp(max=2.0) for r in log_ratio]
             losses = [-w * advantage * n for w, n in zip(weight, new, strict=True)]
-        per_rollout.append(losses)
+        per_rollout.append([f * part for f, part in zip(factors, losses, strict=True)])
     every = torch.cat([part for losses in per_rollout for part in losses])
     total = {
         "token": lambda: every.mean(),
@@ -111,32 +149,42 @@ def reference_gradient(rollouts, loss, aggregation, length):
     return torch.cat([p.grad.flatten() for p in MODEL.parameters()]), float(total.detach())
 
 
-@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "reinforce"])
+@pytest.mark.parametrize("loss", sorted(LOSSES))
 @given(
     groups(),
+    st.sampled_from([None, *CORRECTIONS]),
     st.sampled_from(["token", "sequence", "rollout", "fixed_length"]),
     st.sampled_from(["step", "turn", "interleave", "tree", "group tree"]),
     st.sampled_from([40, 8192]),
 )
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_loss_and_gradient_are_the_papers(loss, rollouts, aggregation, scope, max_tokens):
+def test_loss_and_gradient_are_the_papers(
+    loss, rollouts, correction, aggregation, scope, max_tokens
+):
     length = 9
     algorithm = {"name": "grpo", "loss": loss, "aggregation": aggregation}
+    if LOSSES[loss].supervised:
+        correction = None
+    if LOSSES[loss].rollout_term and correction and not CORRECTIONS[correction].over_rollout:
+        correction = None  # a token's factor scales its own gradient there, not the rollout's
+    if correction:
+        bounds = {key: BAND[key] for key in BAND if key in CORRECTIONS[correction].defaults}
+        algorithm |= {"correction": correction, **bounds}
     if aggregation == "fixed_length":
         algorithm["fixed_length"] = length
-    if loss != "reinforce":
+    if "clip_low" in LOSSES[loss].defaults:
         algorithm |= CLIP
     config = load_train_config({"algorithm": algorithm})
     trainer = Trainer(MODEL, config)
     key = {"group_key": lambda state: 0} if scope == "group tree" else {}
     samples = build_samples(states_of(rollouts), scope.split()[-1], **key).samples
-    wanted, value = reference_gradient(rollouts, loss, aggregation, length)
+    wanted, value = reference_gradient(rollouts, loss, aggregation, length, correction)
     trainer.optimizer.zero_grad()
     batch = make_batch(samples, trainer.algorithm, max_tokens)
     assert all(item.forest.num_tokens <= max_tokens for item in batch.packs)
     stats = trainer._gradients(batch)
     got = torch.cat([p.grad.flatten() for p in trainer.optimizer.parameters])
-    if loss in ("ppo_clip", "gspo"):
+    if loss in ("ppo_clip", "gspo", "gmpo", "cross_entropy"):
         assert stats.loss == pytest.approx(value, rel=1e-4, abs=1e-5)
     assert float((got - wanted).norm()) <= 1e-5 * float(wanted.norm()) + 1e-6
 

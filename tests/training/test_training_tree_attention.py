@@ -5,18 +5,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_training_layout import forests, seen_by_definition
 from torch.nn.functional import scaled_dot_product_attention
-from training_kit import Call, flat, group, tiny_model, tree
+from training_kit import (
+    Call,
+    difference,
+    flat,
+    gradient_of,
+    group,
+    states,
+    tiny_model,
+    trainer,
+    tree,
+)
 
 from rolltree.errors import ConfigError, TrainingError
-from rolltree.samples import prune_sample
+from rolltree.samples import build_samples, prune_sample
 from rolltree.training import tree_attention as room
 from rolltree.training.forward import LogprobModel, choose_forward, enable_checkpointing
 from rolltree.training.layout import collate
 from rolltree.training.tree_support import check_tree_support, why_not_tree
-
-
-def difference(left, right):
-    return float((left - right).detach().norm() / right.detach().norm())
 
 
 def layout_of(end, max_block):
@@ -44,7 +50,7 @@ def test_attention_and_gradients_equal_the_dense_mask(end, max_block, heads):
     wanted = torch.autograd.grad((expected * weight).sum(), inputs)
     got = room.forest_attention(q, k, v, layout_of(end, max_block), 0.4)
     assert got.shape == expected.shape
-    assert difference(got, expected) < 1e-5
+    assert difference(got.detach(), expected.detach()) < 1e-5
     for ours, theirs in zip(torch.autograd.grad((got * weight).sum(), inputs), wanted, strict=True):
         assert difference(ours, theirs) < 1e-5 or float(theirs.norm()) < 1e-6
 
@@ -69,7 +75,7 @@ def test_values_may_be_wider_or_narrower_than_keys():
     seen = torch.from_numpy(seen_by_definition(end))
     expected = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=1.0).transpose(1, 2)
     assert got.shape == (1, 5, 2, 6)
-    assert difference(got, expected) < 1e-5
+    assert difference(got.detach(), expected.detach()) < 1e-5
     (ours,) = torch.autograd.grad(got.sum(), v, retain_graph=True)
     (theirs,) = torch.autograd.grad(expected.sum(), v)
     assert difference(ours, theirs) < 1e-5
@@ -280,3 +286,34 @@ class TestSupport:
         model.forward = scaled
         with pytest.raises(TrainingError, match="scales or caps"):
             LogprobModel(model)
+
+
+class TestOtherModels:
+    """State that is not attention alone: refused for trees, trained in `interleave`."""
+
+    def sliding(self):
+        return tiny_model("qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=1)
+
+    def recurrent(self):
+        from transformers import AutoModelForCausalLM, MambaConfig
+
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+        return AutoModelForCausalLM.from_config(MambaConfig(**sizes)).eval()
+
+    @pytest.mark.parametrize("kind", ["sliding", "recurrent"])
+    def test_interleaved_rows_give_the_gradient_of_each_call_alone(self, kind):
+        model = getattr(self, kind)()
+        with pytest.raises(TrainingError, match=r"cannot be trained on token trees.*'interleave'"):
+            trainer(model)
+        rollouts = states(3)
+        gradients = {}
+        for scope in ("interleave", "step"):
+            worker = trainer(model, train={"scope": scope})
+            assert worker.logprobs.forward == "rows"
+            built = build_samples(rollouts, scope).samples
+            gradients[scope] = gradient_of(worker, built)
+        assert difference(gradients["interleave"], gradients["step"]) < 1e-5
+        before = [p.clone() for p in model.parameters()]
+        trainer(model, train={"scope": "interleave"}).step(built, 1)
+        assert any(not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))

@@ -22,8 +22,16 @@ def training_sampling(config: TrainConfig, source: RolloutSource) -> SamplingPar
     """Return how training rollouts are sampled: the config's fields over the source's.
 
     Raises:
-        ConfigError: the source asks for a truncated or greedy distribution.
+        ConfigError: the source asks for a truncated or greedy distribution, or nothing would be
+            learned from rewards.
     """
+    if config.algorithm.resolve().supervised:
+        raise ConfigError(
+            f"the loss of algorithm.name = {config.algorithm.name!r} reads tokens only, so a model "
+            "that trains on its own rollouts would learn nothing from their rewards. Fine-tune on "
+            "data with rolltree.training.Trainer and supervised_states, or choose another "
+            "algorithm."
+        )
     sampling = resolve_sampling(source, config.sampling.as_args())
     if sampling.top_p != 1.0 or sampling.top_k != 0 or sampling.temperature <= 0:
         raise ConfigError(
