@@ -59,6 +59,17 @@ def test_discovery_happens_once_per_class():
     assert discover(Derived) is discover(Derived)
 
 
+def test_an_override_of_post_init_runs_once_with_the_settings_there():
+    class Prepared(Echo):
+        def __post_init__(self):
+            super().__post_init__()
+            self.prepared = [*getattr(self, "prepared", []), self.parser, len(self.dataset)]
+
+    env = Prepared()
+    assert env.prepared == [env.parser, len(env.dataset)]
+    assert "max_turns_reached" in [condition.__name__ for condition in env._stop_conditions]
+
+
 def test_an_override_keeps_its_mark():
     class Quiet(Base):
         def b_first(self, state):

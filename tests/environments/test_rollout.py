@@ -654,3 +654,22 @@ async def test_the_loop_of_spec_1_works_by_hand():
     assert len(state["trajectory"]) == 2
     assert state["completion"][-1] == assistant("two")[0]
     assert state["truncation_reason"] == TruncationReason.MAX_STEPS
+
+
+async def test_is_completed_as_spec_1_writes_it():
+    """The loop over the conditions, written out in an override."""
+
+    class Written(Echo):
+        async def is_completed(self, state, **kwargs):
+            for condition in self._stop_conditions:
+                if await self._render_stop(state, condition):
+                    await self._render_timing(state)
+                    await self._render_completion(state)
+                    return True
+            return False
+
+    plain = await Echo(max_turns=2).rollout(INPUT, ScriptedModel("no"), "m")
+    written = await Written(max_turns=2).rollout(INPUT, ScriptedModel("no"), "m")
+    for key in ("stop_condition", "truncated", "truncation_reason", "completion", "terminated"):
+        assert written[key] == plain[key]
+    assert written["truncation_reason"] == "max_steps"

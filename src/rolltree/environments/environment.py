@@ -130,11 +130,22 @@ class Environment(Runnable):
         )
         self.dataset = None if dataset is None else self.rows(dataset)
         self.eval_dataset = None if eval_dataset is None else self.rows(eval_dataset)
+        self._closed = False
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        """Find the methods marked `@stop`, `@cleanup` and `@teardown`. Called once, by `__init__`.
+
+        An override may set up what its class needs, and must call this.
+        """
         found = discover(type(self))
-        self._stop_conditions = [(getattr(self, name), mark) for name, mark in found["stop"]]
+        self._stop_conditions = [getattr(self, name) for name, _ in found["stop"]]
+        self._stop_marks = {
+            condition.__name__: mark
+            for condition, (_, mark) in zip(self._stop_conditions, found["stop"], strict=True)
+        }
         self._cleanup_handlers = [getattr(self, name) for name, _ in found["cleanup"]]
         self._teardown_handlers = [getattr(self, name) for name, _ in found["teardown"]]
-        self._closed = False
         if self._teardown_handlers:
             register(self)
 
@@ -223,8 +234,8 @@ class Environment(Runnable):
 
         An override must return True when `await super().is_completed(state)` does.
         """
-        for condition, mark in self._stop_conditions:
-            if await self._render_stop(state, condition, mark):
+        for condition in self._stop_conditions:
+            if await self._render_stop(state, condition):
                 await self._render_timing(state)
                 await self._render_completion(state)
                 return True
@@ -290,9 +301,11 @@ class Environment(Runnable):
 
     # What is written when a rollout ends
 
-    async def _render_stop(self, state: State, condition: Any, mark: Mark) -> bool:
+    async def _render_stop(self, state: State, condition: Any) -> bool:
+        """Ask one stop condition; if it is true, write the ending into the state."""
         if not await settle(condition(state)):
             return False
+        mark = self._stop_marks.get(condition.__name__, Mark("stop"))
         state["is_completed"] = True
         state["stop_condition"] = condition.__name__
         if mark.truncates is not None and not state["terminated"]:
