@@ -44,6 +44,10 @@ CASES = {
         "num_groups": 1,
         "algorithm": {"kl_coef": 0.3, "kl": "reward", "correction": "token_tis"},
     },
+    "one group, and ratios and factors of rollouts": {
+        "num_groups": 1,
+        "algorithm": {"name": "gspo", "correction": "sequence_tis"},
+    },
 }
 AT_THREE = ("grpo", "gspo, ratios of rollouts that span ranks", "kl")
 

@@ -44,6 +44,8 @@ class Batch:
 
     `records.weight` is the loss coefficient. `num_skipped` counts records whose gradient is zero
     whatever the model says, `num_tokens` what one pass over the batch computes on all ranks.
+    `is_whole`: one pack of one rank has all records, so that nothing spans packs or ranks; the same
+    on every rank.
     """
 
     packs: tuple[Pack, ...]
@@ -51,11 +53,7 @@ class Batch:
     samples: tuple[Sample, ...]
     num_skipped: int
     num_tokens: int
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether one pack has all records, so that nothing spans packs or ranks."""
-        return len(self.packs) == 1 and self.packs[0].span == slice(0, len(self.records))
+    is_whole: bool
 
 
 def make_batch(
@@ -116,7 +114,8 @@ def make_batch(
             num_tokens += forest.num_tokens
     together = concat_records(joined)
     every = tuple(sample for batch in packed for sample in batch if len(sample.records))
-    return Batch(tuple(packs), together, every, len(records) - len(together), num_tokens)
+    num_skipped = len(records) - len(together)
+    return Batch(tuple(packs), together, every, num_skipped, num_tokens, len(joined) == 1)
 
 
 def _filler(sample: Sample) -> Sample:
