@@ -1,4 +1,4 @@
-"""Tokens per second of the embedded engine beside Hugging Face `generate`: same model and process.
+"""Tokens per second of the embedded engine beside Hugging Face `generate`, and beside vLLM.
 
     python benchmarks/engine_tokens.py              the table, figures on the last line
     python benchmarks/engine_tokens.py --check      exit 1 when a bar is missed
@@ -11,8 +11,10 @@
 - `turns`: 16 conversations of 8 turns, 96 new tokens and 24 sampled ones per turn, greedy;
   `generate` computes the whole history in every turn, the engine what is new.
 
-Both sides run one after the other, several times; figures are CPU time of one thread, best of the
-runs, with the wall time of the same run beside it. Everything is float32.
+`generate` and the engine run one after the other in this process, several times; figures are CPU
+time, best of the runs, with the wall time of the same run beside it. Below `sampled` stands what
+the batch-invariant mode makes of it. Where vLLM is installed (`make .venv-vllm/.vllm`) it gets the
+same prompts in its own process, `enforce_eager`, with as many threads. All is float32.
 """
 
 from __future__ import annotations
@@ -20,18 +22,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-
-from rolltree.inference.local import LocalEngine
-from rolltree.models import load_model
-from rolltree.types import GenerateRequest, SamplingParams
 
 BATCH, PROMPT_TOKENS, NEW_TOKENS = 64, 37, 64
 GROUPS, GROUP_SIZE, GROUP_TOKENS = 8, 8, 16
@@ -49,6 +50,17 @@ Answer = Callable[[list[Ids], int, float], Any]
 
 def random_prompts(vocabulary: int, num: int, length: int, seed: int = 0) -> list[Ids]:
     return list(np.random.default_rng(seed).integers(3, vocabulary, (num, length), np.int32))
+
+
+VLLM = Path(__file__).parents[1] / ".venv-vllm/bin/python"
+VLLM_ENV = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 @torch.inference_mode()
@@ -71,7 +83,9 @@ def by_generate(model: Any, prompts: list[Ids], new_tokens: int, temperature: fl
     return answers.numpy()
 
 
-def by_engine(engine: LocalEngine, prompts: list[Ids], new_tokens: int, temperature: float) -> Any:
+def by_engine(engine: Any, prompts: list[Ids], new_tokens: int, temperature: float) -> Any:
+    from rolltree.types import GenerateRequest, SamplingParams
+
     async def ask() -> list[Ids]:
         sampling = SamplingParams(temperature=temperature, max_tokens=new_tokens)
         requests = [GenerateRequest(prompt, sampling) for prompt in prompts]
@@ -79,6 +93,20 @@ def by_engine(engine: LocalEngine, prompts: list[Ids], new_tokens: int, temperat
         return [output.completion_ids for output in outputs]
 
     return np.stack(asyncio.run(ask()))
+
+
+def by_vllm(llm: Any, prompts: list[Ids], new_tokens: int, temperature: float) -> Any:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=temperature,
+        max_tokens=new_tokens,
+        ignore_eos=True,
+        logprobs=0 if temperature > 0 else None,
+    )
+    asked = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts]
+    outputs = llm.generate(asked, sampling, use_tqdm=False)
+    return np.array([output.outputs[0].token_ids for output in outputs], np.int32)
 
 
 def greedy(answer: Answer, vocabulary: int, batch: int) -> Any:
@@ -112,23 +140,34 @@ ROWS: dict[str, tuple[Callable[[Answer, int, int], Any], int]] = {
 """What is run, and how many tokens it samples."""
 
 
+def timed(run: Callable[[], Any]) -> tuple[Any, float, float]:
+    wall, cpu = time.perf_counter(), time.process_time()
+    said = run()
+    return said, time.process_time() - cpu, time.perf_counter() - wall
+
+
 def compare(model: Any, row: str, repeats: int, batch: int) -> dict[str, Any]:
+    from rolltree.inference.local import LocalEngine
+
     run, num_tokens = ROWS[row]
-    engine = LocalEngine(model, max_batch=batch, max_context=1024)
-    sides: dict[str, Answer] = {
-        "generate": partial(by_generate, model),
-        "engine": partial(by_engine, engine),
-    }
+    engines = {"engine": LocalEngine(model, max_batch=batch, max_context=1024)}
+    if row == "sampled" and batch == BATCH:
+        engines["invariant"] = LocalEngine(
+            model, max_batch=batch, max_context=1024, batch_invariant=True
+        )
+    sides: dict[str, Answer] = {"generate": partial(by_generate, model)}
+    sides |= {name: partial(by_engine, engine) for name, engine in engines.items()}
     best: dict[str, tuple[float, float]] = {}
     said: dict[str, Any] = {}
     for _ in range(repeats):
-        engine.publish(0)  # forget what the last run left in the prefix cache
         for name, answer in sides.items():
-            wall, cpu = time.perf_counter(), time.process_time()
-            said[name] = run(answer, model.config.vocab_size, batch)
-            cpu_s, wall_s = time.process_time() - cpu, time.perf_counter() - wall
-            best[name] = min(best.get(name, (cpu_s, wall_s)), (cpu_s, wall_s))
-    engine.close()
+            if name in engines:
+                engines[name].publish(0)  # forget what the last run left in the prefix cache
+            vocabulary = model.config.vocab_size
+            said[name], *times = timed(partial(run, answer, vocabulary, batch))
+            best[name] = min(best.get(name, (times[0], times[1])), (times[0], times[1]))
+    for engine in engines.values():
+        engine.close()
     exact = row in ("greedy", "turns")
     return {
         "row": row,
@@ -140,6 +179,40 @@ def compare(model: Any, row: str, repeats: int, batch: int) -> dict[str, Any]:
     }
 
 
+def vllm_side(folder: str, rows: list[str], vocabulary: int, repeats: int) -> None:
+    """Print the times of some rows as JSON; runs in vLLM's own environment."""
+    from vllm import LLM
+
+    llm = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=1024, max_num_seqs=BATCH)
+    found = {}
+    for row in rows:
+        run, _ = ROWS[row]
+        times = []
+        for _ in range(repeats):
+            llm.reset_prefix_cache()
+            times.append(timed(partial(run, partial(by_vllm, llm), vocabulary, BATCH))[1:])
+        found[row] = min(times)
+    print("\n" + json.dumps(found))
+
+
+def beside_vllm(name: str, vocabulary: int, options: Any) -> dict[str, list[float]]:
+    """Return CPU and wall seconds per row, of vLLM on the same prompts."""
+    from rolltree.models import resolve_model
+
+    repeats = options.repeats or (2 if name == "tiny" else 1)
+    command = [VLLM, __file__, "--vllm", resolve_model(name), vocabulary]
+    found = subprocess.run(
+        [*map(str, command), "--rows", *options.rows, "--repeats", str(repeats)],
+        env={**os.environ, **VLLM_ENV, "OMP_NUM_THREADS": str(options.threads)},
+        capture_output=True,
+        text=True,
+    )
+    if found.returncode:
+        raise SystemExit(f"vLLM failed on {name}:\n{found.stderr[-2000:]}")
+    times: dict[str, list[float]] = json.loads(found.stdout.splitlines()[-1])
+    return times
+
+
 def show(result: dict[str, Any]) -> None:
     rates = (
         f"{result['tokens'] / result[f'{side}_{what}_s']:10,.0f}"
@@ -149,6 +222,11 @@ def show(result: dict[str, Any]) -> None:
     equal = "" if result["equal"] is None else f"{result['equal']:.1%}"
     label = f"{result['model']:13} {result['row']:8} {result['batch']:5}"
     print(f"{label} {''.join(rates)} {result['speed_up']:8.2f}x {equal:>8}", flush=True)
+    for side, words in (("invariant", "batch-invariant mode"), ("vllm", "vLLM")):
+        if f"{side}_cpu_s" in result:
+            cpu, wall = (result["tokens"] / result[f"{side}_{what}_s"] for what in ("cpu", "wall"))
+            share = result["engine_cpu_s"] / result[f"{side}_cpu_s"]
+            print(f"{'':15}{words:32} {cpu:21,.0f}{wall:10,.0f} {share:8.2f}x of the engine")
 
 
 def bars(results: list[dict[str, Any]]) -> list[tuple[str, float, float, bool]]:
@@ -172,20 +250,37 @@ def main() -> int:
     parser.add_argument("--sizes", nargs="+", type=int, default=[], help="batch sizes, no bars")
     parser.add_argument("--repeats", type=int, default=0, help="runs per side, the best counts")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads")
+    parser.add_argument("--vllm", nargs=2, default=[], help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.vllm:
+        folder, vocabulary = options.vllm
+        vllm_side(folder, options.rows, int(vocabulary), options.repeats)
+        return 0
+    return measure(options)
+
+
+def measure(options: argparse.Namespace) -> int:
+    from rolltree.models import load_model
+
+    with_vllm = VLLM.exists() and not options.sizes
     if not options.json:
+        if not with_vllm:
+            print("no vLLM in this table: .venv-vllm is not there (make .venv-vllm/.vllm)")
         print(f"{'tokens/s':28} {'generate':>19} {'engine':>19}")
         head = f"{'model':13} {'row':8} {'batch':>5}"
         print(f"{head} {'CPU':>10}{'wall':>10}{'CPU':>10}{'wall':>10} {'speed-up':>9} {'equal':>8}")
     results = []
     for name in options.models:
         model, _ = load_model(name)
+        vllm = beside_vllm(name, model.config.vocab_size, options) if with_vllm else {}
         for row in ("greedy", "sampled") if options.sizes else options.rows:
             for batch in options.sizes or [BATCH]:
-                repeats = options.repeats or {"tiny": 5}.get(name, 1 if row == "turns" else 2)
+                repeats = options.repeats or {"tiny": 7}.get(name, 1 if row == "turns" else 2)
                 shown = CONVERSATIONS if row == "turns" else batch
                 result = compare(model, row, repeats, batch)
+                if row in vllm:
+                    result["vllm_cpu_s"], result["vllm_wall_s"] = vllm[row]
                 results.append({"model": name, "batch": shown, **result})
                 if not options.json:
                     show(results[-1])

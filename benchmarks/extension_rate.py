@@ -1,0 +1,77 @@
+"""How many prompts of long conversations extend the call before: token-in beside re-rendering.
+
+    python benchmarks/extension_rate.py            the table, figures on the last line
+    python benchmarks/extension_rate.py --check    exit 1 when token-in is below 100 % anywhere
+    python benchmarks/extension_rate.py --json     one JSON object instead of the table
+
+20 turns, append-only, in nine chat templates: eight manners of real ones over a byte vocabulary
+(those of the tests: closes by role marker, reasoning stripped from earlier turns, two end tokens,
+tools that move, a tokenizer that merges what the model sampled apart, ...), and the tiny model's,
+which strips reasoning as Qwen3's does. A prompt extends when it begins with all ids, prompt and
+sampled, of the call before. Token-in continues them; re-rendering renders the messages anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/inference"))
+
+from test_inference_styles import NUM_TURNS, STYLES, Style, converse, extension_rate
+
+from rolltree.inference import ChatRenderer
+
+
+def styles() -> dict[str, Style]:
+    from transformers import AutoTokenizer
+
+    from rolltree.models import resolve_model
+
+    thinking = "<think>\nAdd one.\n</think>\n\n"
+    return STYLES | {
+        "tiny": Style(
+            AutoTokenizer.from_pretrained(resolve_model("tiny")), thinking, rewrites=True
+        ),
+    }
+
+
+def rates(style: Style) -> tuple[float, float]:
+    """Return the extension rates of token-in and of re-rendering."""
+    renderer = ChatRenderer(style.tokenizer)
+    calls, messages = converse(renderer, style)
+    prompts = [call.prompt_ids.tolist() for call in calls if call.prompt_ids is not None]
+    anew = [renderer.render(messages[: 2 * turn + 1]).tolist() for turn in range(NUM_TURNS)]
+    return extension_rate(prompts, calls), extension_rate(anew, calls)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
+    began_s = time.perf_counter()
+    found = {name: rates(style) for name, style in styles().items()}
+    met = all(token_in == 1.0 for token_in, _ in found.values())
+    if options.json:
+        names = ("token_in", "re_rendering")
+        rows = {name: dict(zip(names, each, strict=True)) for name, each in found.items()}
+        print(json.dumps({"turns": NUM_TURNS, "templates": rows, "met": met}))
+        return 1 if options.check and not met else 0
+    print(f"{'template':14} {'token-in':>9} {'re-rendering':>13}")
+    for name, (token_in, anew) in found.items():
+        print(f"{name:14} {token_in:9.0%} {anew:13.0%}")
+    means = [sum(column) / len(found) for column in zip(*found.values(), strict=True)]
+    print(f"\n{'ok  ' if met else 'MISS'} token-in extends in every template (bar: 100 %)")
+    print(
+        f"figures: {means[0]:.0%} of prompts extend with token-in, {means[1]:.0%} re-rendered; "
+        f"{len(found)} templates, {time.perf_counter() - began_s:.1f} s"
+    )
+    return 1 if options.check and not met else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
