@@ -14,6 +14,15 @@ from rolltree.rubrics import cheap
 INPUT = {"prompt": user("say one"), "answer": "one", "example_id": 0, "task": "t"}
 
 
+async def none_left(name):
+    """Fail if a thread of this name is still there after ten seconds; ending takes a moment."""
+    for _ in range(1000):
+        if not [thread for thread in threading.enumerate() if thread.name == name]:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"a thread {name} is left")
+
+
 def calling(*calls):
     """Return an assistant message with tool calls: (name, arguments) each."""
     return {
@@ -128,7 +137,7 @@ async def test_a_tool_that_takes_too_long_is_stopped_and_the_model_is_told():
     state = await play(env(spin, tool_limit_s=0.03), calling(("spin", {})), "done")
     assert answers(state) == ["spin took longer than 0.03 s and was stopped."]
     assert state["error"] is None
-    assert not [t for t in threading.enumerate() if t.name == "rolltree-tool-spin"]
+    await none_left("rolltree-tool-spin")
 
 
 async def test_a_rollout_out_of_time_leaves_no_tool_behind():
@@ -138,7 +147,7 @@ async def test_a_rollout_out_of_time_leaves_no_tool_behind():
     )
     (result,) = await engine.run_all(build_requests(made, "eval", num_examples=1))
     assert result.error.type == "RolloutTimeout"
-    assert not [t for t in threading.enumerate() if t.name == "rolltree-tool-spin"]
+    await none_left("rolltree-tool-spin")
 
 
 async def test_cheap_tools_stay_in_the_loop():

@@ -1,5 +1,6 @@
 """Worlds others wrote: Gymnasium's interface and TextArena's games."""
 
+import asyncio
 import random
 import threading
 import time
@@ -12,6 +13,15 @@ from rolltree.environments import GymEnv, TextArenaEnv
 from rolltree.errors import ConfigError
 from rolltree.rollouts import RolloutEngine, build_requests
 from rolltree.rubrics import Rubric
+
+
+async def none_left(name):
+    """Fail if a thread of this name is still there after ten seconds; ending takes a moment."""
+    for _ in range(1000):
+        if not [thread for thread in threading.enumerate() if thread.name == name]:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"a thread {name} is left")
 
 
 class Guess(gymnasium.Env):
@@ -125,10 +135,7 @@ async def test_a_world_that_hangs_is_left_behind_without_a_thread():
     engine = RolloutEngine(env, ScriptedModel("5"), time_limit_s=0.05, grace_s=0.0)
     results = await engine.run_all(build_requests(env, "eval"))
     assert [result.error.type for result in results] == ["RolloutTimeout"] * 2
-    for thread in threading.enumerate():
-        if thread.name == "rolltree-world":
-            thread.join(10.0)  # a busy machine takes a while to end it
-    assert not [t for t in threading.enumerate() if t.name == "rolltree-world"]
+    await none_left("rolltree-world")
 
 
 async def test_a_rubric_with_functions_replaces_the_sum():

@@ -26,6 +26,15 @@ from rolltree.tools import (
 )
 
 
+async def none_left(name):
+    """Fail if a thread of this name is still there after ten seconds; ending takes a moment."""
+    for _ in range(1000):
+        if not [thread for thread in threading.enumerate() if thread.name == name]:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"a thread {name} is left")
+
+
 def is_alive(pid):
     try:
         os.kill(pid, 0)
@@ -58,7 +67,7 @@ async def test_a_tool_in_time_and_one_that_is_late():
     with pytest.raises(ToolTimeLimit, match=r"sleepy took longer than 0\.02 s"):
         await call(tool_functions.sleepy, limit_s=0.02, seconds=30)
     assert time.monotonic() - began < 5
-    assert not [t for t in threading.enumerate() if t.name == "rolltree-tool-sleepy"]
+    await none_left("rolltree-tool-sleepy")
 
 
 async def test_a_plain_function_may_return_something_to_wait_for():

@@ -20,6 +20,15 @@ from rolltree.worlds.gym import plain_ansi
 LAKE = ["left", "down", "right", "up"]
 
 
+async def none_left(name):
+    """Fail if a thread of this name is still there after ten seconds; ending takes a moment."""
+    for _ in range(1000):
+        if not [thread for thread in threading.enumerate() if thread.name == name]:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"a thread {name} is left")
+
+
 def lake(**settings):
     args = {"render_mode": "ansi", "is_slippery": False}
     return GymWorld(
@@ -259,5 +268,5 @@ async def test_a_world_that_hangs_is_left_with_nothing_behind():
     with pytest.raises(asyncio.CancelledError):
         await task
     assert world.ended == ["hang"]
-    assert not [t for t in threading.enumerate() if t.name == "rolltree-world"]
+    await none_left("rolltree-world")
     assert len(asyncio.all_tasks()) == before
