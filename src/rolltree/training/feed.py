@@ -11,7 +11,7 @@ requests, results and the run store. The asynchronous feed is in `stream.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from rolltree.rollouts import RolloutEngine
@@ -52,9 +52,12 @@ class Feed(Protocol):
 
 
 def has_spread(results: Sequence[RolloutResult], config: TrainConfig) -> bool:
-    """Return whether credit gives any call of one group an advantage other than 0."""
+    """Return whether credit gives any call of one group an advantage other than 0.
+
+    A moving average does not count: it depends on the other groups, and is never 0 for long.
+    """
     algorithm = config.algorithm
-    policy = algorithm.policy(config.train.max_seq_len)
+    policy = replace(algorithm.policy(config.train.max_seq_len), baseline="none")
     report = assign_credit(results, algorithm.resolve().credit, policy)
     return any(
         (step.get("advantage") or 0.0) != 0.0
