@@ -173,3 +173,27 @@ def test_merging_arguments():
     assert over["extra_body"] == {"top_k": 5}
     assert merge_args(None, None) == {}
     assert merge_args(base, {"extra_body": None})["extra_body"] is None
+
+
+async def test_seeds_of_calls_never_start_again():
+    """Every call of every episode of every step samples with a seed of its own."""
+    from rolltree.agents import Agent
+    from rolltree.environments import ProtocolEnvironment
+    from rolltree.protocols import SingleAgentProtocol
+    from rolltree.rollouts import RolloutEngine
+    from rolltree.steps import ParseResult
+    from rolltree.testing import ScriptedClient
+
+    client = ScriptedClient(lambda messages: "hm")
+    environment = ProtocolEnvironment(
+        SingleAgentProtocol(lambda: Agent(parser=lambda text: ParseResult(None)), max_steps=3),
+        dataset=[{"question": "q", "answer": "a"}] * 2,
+    )
+    engine = RolloutEngine(environment, client)
+    for step in (1, 2):
+        requests = build_requests(
+            environment, "train", group_size=2, run_seed=5, phase="train", train_step=step
+        )
+        await engine.run_all(requests)
+    seeds = [call.sampling.seed for call in client.calls]
+    assert len(seeds) == len(set(seeds)) == 2 * 2 * 2 * 3

@@ -30,6 +30,8 @@ def transcript(result: RolloutResult, *, limit: int = 600, title: str = "") -> R
     lines.add_column(no_wrap=True, width=9)
     lines.add_column(overflow="fold")
     for state in result.states:
+        if len(result.states) > 1:
+            lines.add_row(Text("agent", style="bold"), _speaker(state))
         for message in [*_messages(state.get("prompt"), "user"), *_completion(state)]:
             role = str(message.get("role", "?"))
             style = _STYLES.get(role, "")
@@ -40,6 +42,14 @@ def transcript(result: RolloutResult, *, limit: int = 600, title: str = "") -> R
         lines.add_row(Text("failed", style="bold red"), said)
     name = title or result.request.request_id
     return Panel(lines, title=safe_text(name), title_align="left", border_style="dim")
+
+
+def _speaker(state: State) -> Text:
+    """Return who made a rollout, and what they were asked if somebody asked them."""
+    name = str(state.get("agent") or "agent")
+    if state.get("parent_rollout") is None:
+        return safe_text(name)
+    return safe_text(f"{name}, asked by {state['parent_rollout']}: {state.get('subtask', '')}")
 
 
 def _messages(value: Any, role: str) -> list[Mapping[str, Any]]:
