@@ -45,7 +45,7 @@ def is_alive(pid):
 
 
 async def until_dead(*pids):
-    for _ in range(200):
+    for _ in range(1000):
         if not any(is_alive(pid) for pid in pids):
             return
         await asyncio.sleep(0.01)
@@ -66,7 +66,7 @@ async def test_a_tool_in_time_and_one_that_is_late():
     began = time.monotonic()
     with pytest.raises(ToolTimeLimit, match=r"sleepy took longer than 0\.02 s"):
         await call(tool_functions.sleepy, limit_s=0.02, seconds=30)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 25
     await none_left("rolltree-tool-sleepy")
 
 

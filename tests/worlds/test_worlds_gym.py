@@ -267,6 +267,6 @@ async def test_a_world_that_hangs_is_left_with_nothing_behind():
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert world.ended == ["hang"]
     await none_left("rolltree-world")
+    assert world.ended == ["hang"]
     assert len(asyncio.all_tasks()) == before
