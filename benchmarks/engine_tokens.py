@@ -4,6 +4,7 @@
     python benchmarks/engine_tokens.py --check      exit 1 when a bar is missed
     python benchmarks/engine_tokens.py --json       one JSON object instead of the table
     python benchmarks/engine_tokens.py --sizes 1 8  the first rows at other batch sizes, no bars
+    python benchmarks/engine_tokens.py --steps      one decode step of 64, with and without the copy
 
 - `greedy`: 64 different prompts of 37 tokens, 64 new tokens each. Both must say the same.
 - `sampled`: the same at temperature 1, with the logprob of every token, as RL needs it.
@@ -179,6 +180,30 @@ def compare(model: Any, row: str, repeats: int, batch: int) -> dict[str, Any]:
     }
 
 
+def decode_steps(model: Any, count: int) -> dict[str, float]:
+    """Return milliseconds (CPU, best of `count`) of a step of 64 rows, by how weights are kept."""
+    from rolltree.inference.local.probe import probe
+    from rolltree.inference.local.runner import ModelRunner
+
+    shape, lean = probe(model, 1024)
+    makes = {"packed copy": {}, "shared": {}, "batch-invariant": {"invariant": True}}
+    runners = {
+        name: ModelRunner(model, shape, BATCH, 1024, lean=lean, **options)
+        for name, options in makes.items()
+    }
+    for layer in runners["shared"]._model._layers:
+        for linear in (layer.attention, layer.output, layer.gate_up, layer.down):
+            linear._packed = None
+    ids = np.stack(random_prompts(model.config.vocab_size, BATCH, 1024))
+    one, best = np.ones(BATCH, np.int64), dict.fromkeys(runners, float("inf"))
+    with torch.inference_mode():
+        for position in range(PROMPT_TOKENS, PROMPT_TOKENS + count):
+            for name, runner in runners.items():
+                run = partial(runner.forward, list(range(BATCH)), ids, position * one, one)
+                best[name] = min(best[name], timed(run)[1] * 1000)
+    return best
+
+
 def vllm_side(folder: str, rows: list[str], vocabulary: int, repeats: int) -> None:
     """Print the times of some rows as JSON; runs in vLLM's own environment."""
     from vllm import LLM
@@ -250,6 +275,7 @@ def main() -> int:
     parser.add_argument("--sizes", nargs="+", type=int, default=[], help="batch sizes, no bars")
     parser.add_argument("--repeats", type=int, default=0, help="runs per side, the best counts")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads")
+    parser.add_argument("--steps", action="store_true", help="time single decode steps, no bars")
     parser.add_argument("--vllm", nargs=2, default=[], help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -263,6 +289,11 @@ def main() -> int:
 def measure(options: argparse.Namespace) -> int:
     from rolltree.models import load_model
 
+    if options.steps:
+        for name in options.models:
+            steps = decode_steps(load_model(name)[0], 100 if name == "tiny" else 8)
+            print(name, ", ".join(f"{kept} {ms:.1f} ms" for kept, ms in steps.items()), flush=True)
+        return 0
     with_vllm = VLLM.exists() and not options.sizes
     if not options.json:
         if not with_vllm:
