@@ -218,10 +218,14 @@ class OpenAIClient:
             return await ask_for_tokens(self.tokens, send)
 
     async def ask_ids(
-        self, prompt_ids: list[int], sampling: SamplingParams, model: str | None
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        model: str | None,
+        decode: Decode = decode_response,
     ) -> Outcome[Response]:
         """Send token ids to the completions endpoint."""
-        return await self.ask({"prompt": prompt_ids}, "completion", sampling, model)
+        return await self.ask({"prompt": prompt_ids}, "completion", sampling, model, decode)
 
     def _answer(self, outcome: Outcome[Response], version: int) -> Answer:
         """Keep of a response what is light: its id, model, and the server's stop reason.
@@ -304,7 +308,9 @@ class OpenAISession:
         if client.token_in.takes(sampling):
             outcome = await client.token_in.ask(ids, asked, prompt.model or client.model)
         if outcome is None:
-            outcome, kind = await client.ask_ids(ids, asked, prompt.model), "completion"
+            reader = self._by_message.reader
+            outcome = await client.ask_ids(ids, asked, prompt.model, reader.decode)
+            kind = "completion"
         answer = client._answer(outcome, version)
         info = {"num_retries": answer.num_retries} if answer.num_retries else {}
         reason = extract_finish_reason(outcome.value)
