@@ -1,5 +1,6 @@
 import enum
 import functools
+import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Optional, TypedDict
 
@@ -335,3 +336,25 @@ def test_results_become_text(value, text):
 def test_results_without_a_json_form():
     value = object()
     assert result_text(value) == str(value)
+
+
+async def _given(**arguments):
+    return arguments
+
+
+@pytest.mark.parametrize("required", [[], ["class", "from"], ["self", "a-b"], ["__x", "x y", "q"]])
+def test_a_schema_from_elsewhere_is_taken_as_it_is(required):
+    schema = {
+        "type": "function",
+        "function": {"name": "t", "parameters": {"type": "object", "required": required}},
+    }
+    tool = Tool.of_schema(schema, _given)
+    assert tool.schema is schema
+    said = dict.fromkeys([*required, "more"], 1)
+    assert tool.read_arguments(json.dumps(said)) == said
+    if required:
+        with pytest.raises(ToolArgumentError, match="missing required field"):
+            tool.read_arguments("{}")
+    for nameless in ({}, {"function": {"name": ""}}, {"function": {"name": 3}}):
+        with pytest.raises(ConfigError, match="no function name"):
+            Tool.of_schema(nameless, _given)

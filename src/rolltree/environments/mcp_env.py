@@ -10,8 +10,6 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from rolltree.environments.decorators import cleanup, teardown
 from rolltree.environments.mcp_servers import MCPConnection, MCPServer, MCPTool
 from rolltree.environments.tool_env import ToolEnv
@@ -127,20 +125,10 @@ class MCPEnv(ToolEnv):
             "description": described.description,
             "parameters": described.parameters,
         }
-        tool = Tool(
-            func=_Remote(described),
-            name=described.name,
-            schema={"type": "function", "function": function},
-            arguments_type=_AnyArguments,
-            takes_all=True,
-            is_async=True,
-        )
+        schema = {"type": "function", "function": function}
+        tool = Tool.of_schema(schema, _Remote(described))  # the server checks what is beyond names
         self.tool_map[tool.name] = tool
         self.oai_tools.append(tool.schema)
-
-
-class _AnyArguments(msgspec.Struct):
-    """Any JSON object: the server checks arguments against its own schema."""
 
 
 class _Remote:

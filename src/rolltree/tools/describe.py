@@ -103,7 +103,7 @@ class Tool:
     def of_schema(cls, schema: ToolSchema, func: Callable[..., Any]) -> Tool:
         """Take a tool's OpenAI schema as it is; `func`, asynchronous, gets what the model gave.
 
-        Of the arguments, only the required names are checked.
+        Of the arguments, only the required names are checked, as far as Python could spell them.
 
         Raises:
             ConfigError: the schema has no function with a name.
@@ -116,12 +116,12 @@ class Tool:
                 '{"type": "function", "function": {"name": ..., "parameters": {...}}}.'
             )
         required = (function.get("parameters") or {}).get("required") or ()
-        fields: list[Any] = [(key, Any) for key in required if key.isidentifier()]
+        plain = [key for key in required if key.isidentifier() and not key.startswith("__")]
         return cls(
             func=func,
             name=name,
             schema=schema,
-            arguments_type=msgspec.defstruct("arguments", fields, kw_only=True),
+            arguments_type=msgspec.defstruct("arguments", [(k, Any) for k in plain], kw_only=True),
             takes_all=True,
             is_async=True,
         )
