@@ -21,6 +21,7 @@ from rolltree.training import contents as contents_room
 from rolltree.training.contents import trained_tensors
 from rolltree.training.export import export_model
 from rolltree.training.lora import add_adapter
+from rolltree.training.optim import Optimizer
 from rolltree.training.shard import whole
 
 KINDS = ("tied", "untied", "lora")
@@ -33,7 +34,8 @@ SETTINGS = {
 
 def made(kind, ranks, fresh=False):
     """A trainer; `fresh` starts from other numbers wherever a checkpoint has them all."""
-    model = tiny_model("llama" if kind == "untied" else "qwen3", seed=9 * fresh * (kind != "lora"))
+    seed = 9 * fresh * (kind != "lora")
+    model = tiny_model("llama" if kind == "untied" else "qwen3", seed, num_hidden_layers=1)
     sections = dict(SETTINGS)
     if kind == "lora":
         sections["model"] = {"lora_rank": 3}
@@ -41,6 +43,15 @@ def made(kind, ranks, fresh=False):
     if kind == "lora":
         add_adapter(model, config.model, seed=int(fresh))
     return Trainer(model, config, ranks)
+
+
+def bare(ranks=None):
+    """Model and optimizer alone, which is all that a checkpoint needs and quicker to make."""
+    if ranks is not None:
+        trainer = made("tied", ranks)
+        return trainer.model, trainer.optimizer
+    model = tiny_model(num_hidden_layers=1)
+    return model, Optimizer(model, load_train_config(SETTINGS).optim)
 
 
 def data(step):
@@ -152,22 +163,24 @@ def kill_everywhere(size, victim, content, stride, folder):
     for calls in range(0, 60, stride):
 
         def body(ranks, calls=calls):
-            trainer = made("tied", ranks)
+            parts = bare(ranks)
             rank = ranks.rank if ranks else 0
             store = Checkpoints(root / str(calls), keep=1, content=content, ranks=ranks)
-            store.save(trainer.model, trainer.optimizer, TrainState(1, 1))
+            store.save(*parts, TrainState(1, 1))
             if rank == victim:
                 mine_every_call([calls])
-            store.save(trainer.model, trainer.optimizer, TrainState(2, 2))
+            store.save(*parts, TrainState(2, 2))
 
         codes = fork_world(size, root / f"world{calls}", body, quiet=True)
-        trainer = made("tied", None, fresh=True)
+        model, optimizer = bare()
+        for parameter in model.parameters():
+            parameter.data.zero_()
         store = Checkpoints(root / str(calls), keep=1)
-        state = store.load(store.latest(), trainer.model, trainer.optimizer)
-        whole_model = distance(state_of(trainer), state_of(made("tied", None)))
-        store.save(trainer.model, trainer.optimizer, TrainState(3, 3))
+        state = store.load(store.latest(), model, optimizer)
+        loaded = distance(dict(model.named_parameters()), dict(bare()[0].named_parameters()))
+        store.save(model, optimizer, TrainState(3, 3))
         left = sorted(path.name for path in (root / str(calls)).iterdir())
-        outcomes.append([codes, state.step, whole_model, left])
+        outcomes.append([codes, state.step, loaded, left])
         if not any(codes):
             break
     return outcomes

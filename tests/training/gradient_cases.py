@@ -19,7 +19,6 @@ QUIET = {"max_mismatch": 1e37, "max_tokens": 64, "skip_flat": False}
 CASES = {
     "grpo": {},
     "gspo, ratios of rollouts that span ranks": {"algorithm": {"name": "gspo"}},
-    "dapo": {"algorithm": {"name": "dapo"}},
     "kl": {"algorithm": {"kl_coef": 0.3}},
     "gmpo, corrected per rollout, kl in the reward": {
         "algorithm": {
@@ -38,7 +37,6 @@ CASES = {
             "entropy_coef": 0.1,
         },
     },
-    "untied": {"kind": "llama"},
     "checkpointing": {"train": {"gradient_checkpointing": True, "chunk_rows": 3}},
     "one group, so that ranks have nothing": {
         "num_groups": 1,
@@ -62,7 +60,7 @@ def samples(num_groups=5):
 
 
 def made(case, ranks):
-    sections = {k: v for k, v in case.items() if k not in ("kind", "num_groups")}
+    sections = {k: v for k, v in case.items() if k != "num_groups"}
     sections["train"] = {**QUIET, **sections.get("train", {})}
     config = load_train_config({"optim": {"lr": 1e-2, "weight_decay": 0.1}, **sections})
     teacher = tiny_model(case.get("kind", "qwen3"), 1) if config.algorithm.kl_coef else None
