@@ -3,10 +3,10 @@
     python benchmarks/ranks.py            the tables
     python benchmarks/ranks.py --check    exit 1 when a bar is missed
 
-Real processes on gloo, CPU, float32, the cases of `tests/training/gradient_cases.py` and
-`checkpoint_cases.py` on a model of 17,504 parameters (9,744 for checkpoints, tied). Errors of gradients
-are norms of differences over norms; of weights, largest absolute differences after three further
-steps of AdamW at a rate of 1e-3. The last column of kills is the step that was resumed from.
+Real processes on gloo, CPU, float32, the cases of `tests/training/gradient_cases.py` (a model of
+17,504 parameters) and `checkpoint_cases.py` (9,744). Errors of gradients are norms of differences
+over norms; of weights and optimizer state, largest absolute differences after three further steps
+of AdamW at a rate of 1e-3.
 """
 
 from __future__ import annotations
