@@ -42,6 +42,10 @@ def serve_model(
     logprobs_mode: Annotated[
         str, typer.Option("--logprobs-mode", help="processed_logprobs or raw_logprobs.")
     ] = "processed_logprobs",
+    batch_invariant: Annotated[
+        bool,
+        typer.Option("--batch-invariant", help="The same bits in any batch; slower (docs/engine)."),
+    ] = False,
     seed: Annotated[int, typer.Option("--seed", help="For requests that bring none.")] = 0,
     num_threads: Annotated[
         int | None, typer.Option("--num-threads", help="CPU threads of torch.", min=1)
@@ -63,6 +67,7 @@ def serve_model(
             max_batch=max_batch,
             max_context=max_context,
             logprobs_mode=logprobs_mode,
+            batch_invariant=batch_invariant,
             seed=seed,
             num_threads=num_threads,
         )

@@ -33,6 +33,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_batch: int
     max_context: int | None
     logprobs_mode: str
+    batch_invariant: bool
     seed: int
     num_threads: int | None
 
@@ -73,6 +74,7 @@ def run_server(options: ServeOptions) -> None:
         name=options.name,
         max_batch=options.max_batch,
         max_context=options.max_context,
+        batch_invariant=options.batch_invariant,
         seed=options.seed,
     )
     served = ServedModel(

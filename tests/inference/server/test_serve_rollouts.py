@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 import serve_kit
-from conftest import ASKED
 from serve_kit import ADD, TOKEN, Served
 
+from conftest import ASKED
 from rolltree.errors import ConnectionFailed, PromptTooLong, ServerError
 from rolltree.inference import ChatRenderer, EndpointPool, OpenAIClient, RetryPolicy
 from rolltree.types import FinishReason, GenerateRequest, Generation, SamplingParams
@@ -163,8 +164,15 @@ async def test_a_wrong_token_is_a_typed_error(served: Served) -> None:
 async def test_a_killed_server_and_what_becomes_of_its_rollouts(
     taught: Any, served: Served, renderer: ChatRenderer
 ) -> None:
-    doomed = serve_kit.start(str(taught), name="taught")
-    alone = client_of(doomed)
+    doomed = serve_kit.start(str(taught), "--batch-invariant", name="taught")
+    alone = client_of(doomed, logprobs_mode="processed")
+    seeded = SamplingParams(temperature=1.5, seed=3, max_tokens=12)
+    one = await alone.chat(ASKED, sampling=seeded)
+    crowd = [alone.chat([{"role": "user", "content": f"7 + {i} ="}]) for i in range(5)]
+    same, *_ = await asyncio.gather(alone.chat(ASKED, sampling=seeded), *crowd)
+    assert one.logprobs is not None
+    assert same.logprobs is not None
+    assert (ids(one), one.logprobs.tobytes()) == (ids(same), same.logprobs.tobytes())
     pool = EndpointPool.of(
         [doomed.url, served.url],
         "taught",
