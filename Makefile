@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+WORKERS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
@@ -17,7 +18,7 @@ demo: $(VENV)/.train ## train a real 135M model by RL on this CPU and watch the 
 	$(BIN)/rolltree train examples/demo/demo.toml $(ARGS)
 
 test: $(VENV)/.dev ## run every test (unit, property, crash, real model)
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-vllm: $(VENV)/.train $(VLLM_VENV)/.vllm ## run the tests against real vLLM (its own environment, 2.5 GB)
 	ROLLTREE_TEST_MODEL=$$($(BIN)/python -c 'from rolltree.models import resolve_model as r; print(r("smollm2-135m"))') \
