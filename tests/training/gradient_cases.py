@@ -12,7 +12,9 @@ from training_kit import Call, flat, group, tiny_model, tree
 from rolltree.errors import TrainingError
 from rolltree.training import Trainer, load_train_config
 from rolltree.training.batches import make_batch
+from rolltree.training.contents import trained_tensors
 from rolltree.training.layout import collate
+from rolltree.training.lora import plain_tensors
 from rolltree.training.shard import whole
 
 QUIET = {"max_mismatch": 1e37, "max_tokens": 64, "skip_flat": False}
@@ -156,6 +158,23 @@ def failures(ranks, folder):
     }
 
 
+def looked(ranks, folder):
+    """Weights as a checkpoint and as a publish see them, after a pass without a backward one."""
+    trainer = made({}, ranks)
+    with torch.no_grad(), trainer.logprobs.context():
+        trainer.logprobs(collate(samples()[:1]))
+    wanted = dict(tiny_model().named_parameters())
+    found = {name: whole(value) for name, value in trained_tensors(trainer.model).items()}
+    with torch.no_grad(), trainer.logprobs.context():
+        trainer.logprobs(collate(samples()[:1]))
+    plain = dict(plain_tensors(trainer.model))
+    assert all(value.shape == wanted[name].shape for name, value in found.items())
+    return [
+        max(float((value - wanted[name]).detach().abs().max()) for name, value in tensors.items())
+        for tensors in (found, plain)
+    ]
+
+
 def commands(ranks, folder):
     """Rank 0 tells, the others hear the same: numbers, text and arrays, also much of it."""
     data = {"step": 3, "text": "ä", "array": np.arange(6, dtype=np.int32).reshape(2, 3)}
@@ -183,6 +202,7 @@ def nothing(ranks, folder):
 WORLDS = [
     (1, nothing),
     (2, commands),
+    (2, looked),
     (2, gradients),
     (3, gradients),
     (2, bfloat16),

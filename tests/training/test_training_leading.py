@@ -14,7 +14,7 @@ from training_kit import LetterSource, group, tiny_model, tree
 from rolltree.errors import ConfigError, Stopped
 from rolltree.models import load_model
 from rolltree.store import Run
-from rolltree.training import Checkpoints, Silent, Trainer, load_train_config
+from rolltree.training import Checkpoints, Silent, Trainer, load_train_config, train
 from rolltree.training.contents import trained_tensors
 from rolltree.training.leading import COMMANDS
 from rolltree.training.lora import add_adapter, copy_weights, peft_name, plain_tensors
@@ -67,6 +67,12 @@ class TestRanks:
         assert found["second"]
         assert "Connection" in found["message"] or "ended" in found["message"]
         assert found["steps"] == 4
+
+    def test_ranks_without_a_copy_for_the_engine_are_refused(self, tmp_path):
+        config = make_config(tmp_path, tmp_path / "run")
+        nothing = dict.fromkeys(("source", "run", "client", "engine", "model"))
+        with pytest.raises(ConfigError, match="no plain copy of the weights"):
+            train(config, ranks=object(), **nothing)
 
     def test_every_command_has_a_row(self):
         assert set(COMMANDS) == {"step", "save", "load", "copy", "export"}

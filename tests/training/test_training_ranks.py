@@ -60,8 +60,17 @@ class TestRanks:
         with pytest.raises(ConfigError, match=r"model.device is 'mps'"), start_ranks("mps"):
             pass
 
+    def test_a_world_without_torchrun_is_refused(self, monkeypatch):
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.delenv("RANK", raising=False)
+        with pytest.raises(ConfigError, match="RANK is not set"), start_ranks():
+            pass
+
     def test_commands_arrive(self, results):
         assert results["commands/2"] == [2, 2, 2]
+
+    def test_weights_are_found_after_a_pass_without_a_backward_one(self, results):
+        assert results["looked/2"] == [0.0, 0.0]
 
     def test_a_non_finite_step_stops_every_rank_and_changes_nothing(self, results):
         found = results["failures/2"]

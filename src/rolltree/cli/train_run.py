@@ -34,14 +34,14 @@ def run_training(data: Mapping[str, Any], words: Sequence[str], *, num_transcrip
     config = load_train_config(data)
     if not config.env.id:
         raise ConfigError("the config has no env.id, so there is nothing to train on. Name one.")
-    stopped: Stopped | None = None
+    stopped: Stopped | KeyboardInterrupt | None = None
     with start_ranks(config.model.device) as ranks:
         if ranks is not None and not ranks.leads:
             follow(config, ranks)
             return
         try:
             _lead(config, ranks, words, num_transcripts)
-        except Stopped as error:
+        except (Stopped, KeyboardInterrupt) as error:
             stopped = error
         if ranks is not None:
             ranks.tell(STOP)

@@ -31,7 +31,7 @@ from rolltree.models.layouts import Weights, open_file, open_weights
 from rolltree.training.lora import is_adapted, peft_name
 from rolltree.training.optim import Optimizer
 from rolltree.training.ranks import Ranks
-from rolltree.training.shard import own_part, whole
+from rolltree.training.shard import own_part, reshard, whole
 
 OPTIMIZER = "optimizer.safetensors"
 SHARDS = "shards"
@@ -43,6 +43,7 @@ def trained_tensors(model: Any) -> dict[str, Tensor]:
 
     All of it is the parameters (tied ones once) and the buffers that a state dict has.
     """
+    reshard(model)
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     if is_adapted(model):
         return {name: parameters[name] for name in parameters if ".lora_" in name}

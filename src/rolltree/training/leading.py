@@ -158,13 +158,14 @@ COMMANDS: dict[str, Callable[[_Follower, Mapping[str, Any]], None]] = {
 def follow(config: TrainConfig, ranks: Ranks) -> None:
     """Do what rank 0 says until it says that it is over.
 
-    SIGTERM is rank 0's to answer: it has everybody save, then lets them go.
+    SIGTERM and Ctrl-C are rank 0's to answer: it has everybody save, then lets them go.
 
     Raises:
         TrainingError: rank 0 has ended, or has an error that every rank has.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     if config.train.num_threads is not None:
         torch.set_num_threads(config.train.num_threads)
     model, _ = load_trained(config, ranks)

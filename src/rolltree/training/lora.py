@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rolltree.errors import ConfigError, did_you_mean
 from rolltree.training.sections import ModelSection
-from rolltree.training.shard import whole
+from rolltree.training.shard import reshard, whole
 
 ADAPTER = "default"
 _PREFIX = "base_model.model."
@@ -82,6 +82,7 @@ def plain_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     Tied parameters come once; adapters are added to the weights below them; shards are gathered,
     one tensor at a time. Every rank goes through all of it.
     """
+    reshard(model)
     adapted = {
         f"{name}.base_layer.weight": module
         for name, module in model.named_modules()

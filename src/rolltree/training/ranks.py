@@ -85,10 +85,15 @@ class Ranks:
         return Command(message["name"], message["data"])
 
     def total(self, *arrays: np.ndarray) -> list[np.ndarray]:
-        """Return the element-wise sums of every rank's arrays; all ranks call it alike."""
+        """Return the element-wise sums of every rank's arrays; all ranks call it alike.
+
+        Raises:
+            TrainingError: a rank is gone.
+        """
         summed = [torch.from_numpy(np.array(array, copy=True)) for array in arrays]
-        for tensor in summed:
-            dist.all_reduce(tensor, group=self.group)
+        with _lost("a rank that trains with this one has ended"):
+            for tensor in summed:
+                dist.all_reduce(tensor, group=self.group)
         return [tensor.numpy() for tensor in summed]
 
     def barrier(self) -> None:
@@ -110,7 +115,7 @@ def start_ranks(device: str = "cpu", init_method: str = "env://") -> Iterator[Ra
     ends.
 
     Raises:
-        ConfigError: the device has no backend for several ranks.
+        ConfigError: the device has no backend for several ranks, or torchrun's RANK is missing.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield None
@@ -120,6 +125,11 @@ def start_ranks(device: str = "cpu", init_method: str = "env://") -> Iterator[Ra
         raise ConfigError(
             f"model.device is {device!r}, and several ranks train on {' or '.join(_BACKENDS)}. "
             "Change the device, or start one process without torchrun."
+        )
+    if "RANK" not in os.environ:
+        raise ConfigError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and RANK is not set, so this process cannot "
+            "tell which of them it is. Start it with torchrun, or unset WORLD_SIZE."
         )
     dist.init_process_group(
         _BACKENDS[kind],

@@ -52,6 +52,13 @@ def shard(logprobs: LogprobModel, ranks: Ranks) -> None:
     logprobs.device = ranks.device
 
 
+def reshard(model: torch.nn.Module) -> None:
+    """Let parameters be shards again: after a pass without a backward one the root's are whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Return a tensor with all its parts, without gradient; every rank calls it alike."""
     tensor = tensor.detach()

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from rolltree.errors import TrainingError
+from rolltree.errors import ConfigError, TrainingError
 from rolltree.rollouts import RolloutEngine, RolloutSource
 from rolltree.samples import SampleBatch, build_samples
 from rolltree.store import Run
@@ -138,8 +138,13 @@ async def train_async(
 
     Raises:
         TrainingError: a step cannot go on; the same call continues when the cause is removed.
-        ConfigError: the source and the config do not fit.
+        ConfigError: the source and the config do not fit, or ranks come without `served`.
     """
+    if ranks is not None and served is None:
+        raise ConfigError(
+            "several ranks train, and no plain copy of the weights was given as `served`, so the "
+            "engine would sample from one rank's shards. Pass the `served` of `build_local`."
+        )
     if config.train.num_threads is not None:
         torch.set_num_threads(config.train.num_threads)
     rollouts = RolloutEngine(
