@@ -3,9 +3,9 @@
     python examples/delegation/run.py                      a few minutes on two cores
     python examples/delegation/run.py --flow own           children learn from their own reward only
 
-A tiny model (0.8M parameters) plays both roles of `two_sums.py`. It is first fine-tuned on games of
-a half-competent player, then trained by reinforcement on the embedded engine. Kill it and start the
-same command: it continues. It leaves out nothing that the library does by itself.
+A tiny model (0.8M parameters) plays both roles of `code_book.py`. It is first fine-tuned on games
+of a half-competent player, then trained by reinforcement on the embedded engine. Kill it and start
+the same command: it continues. It leaves out nothing that the library does by itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from two_sums import expert, load_environment
+from code_book import expert, load_environment
 
 from rolltree.evaluation import evaluate
 from rolltree.inference.chat import ChatRenderer
@@ -39,7 +39,7 @@ from rolltree.training import (
 )
 from rolltree.types import RolloutResult
 
-NOISE = {"ask": 0.4, "sum": 0.4, "tell": 0.2}
+NOISE = {"ask": 0.4, "book": 0.4, "tell": 0.2}
 
 
 def warm_start(folder: Path, options: argparse.Namespace) -> Path:
@@ -89,7 +89,7 @@ class Lines(Silent):
         if step % 10 == 0 or step == 1:
             print(
                 f"step {step:3}: success {metrics['reward/mean']:.2f}  "
-                f"child's sums {metrics.get('reward/child/mean', float('nan')):.2f}  "
+                f"child {metrics.get('reward/child/mean', float('nan')):.2f}  "
                 f"{metrics['time/step_s']:.1f} s",
                 flush=True,
             )
@@ -182,9 +182,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dir", default="runs/delegation", help="where the run is kept")
     parser.add_argument("--flow", default="own", help="own, shared, discounted or team")
     parser.add_argument("--algorithm", default="grpo", help="a row of rolltree.training.ALGORITHMS")
-    parser.add_argument("--num-steps", type=int, default=60)
+    parser.add_argument("--num-steps", type=int, default=100)
     parser.add_argument("--games", type=int, default=4, help="of the warm start, per question")
-    parser.add_argument("--warm-steps", type=int, default=125)
+    parser.add_argument("--warm-steps", type=int, default=100)
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

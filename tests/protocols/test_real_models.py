@@ -75,14 +75,14 @@ class Watch(Silent):
 def test_the_delegation_example_in_miniature(tmp_path, monkeypatch):
     """Parent and child train through store, credit and samples; a killed run continues."""
     monkeypatch.syspath_prepend(str(EXAMPLE))
-    import two_sums
+    import code_book
 
     torch.set_num_threads(1)
     # An untrained model neither asks nor ends its answers: every first answer is taken for a call.
-    monkeypatch.setattr(two_sums.AskCalls, "read", asks_always)
+    monkeypatch.setattr(code_book.AskCalls, "read", asks_always)
     for name in ("parent", "child"):
-        monkeypatch.setattr(two_sums, name, takes_cut_answers(getattr(two_sums, name)))
-    environment = two_sums.load_environment(num_train=20, num_eval=4)
+        monkeypatch.setattr(code_book, name, takes_cut_answers(getattr(code_book, name)))
+    environment = code_book.load_environment(num_train=20, num_eval=4)
 
     def config(num_steps, folder):
         return load_train_config(
@@ -147,7 +147,7 @@ def length(state):
 
 
 def asks_always(self, message):
-    return Spoken((SpokenCall("", "ask", '{"task": "1+2"}'),))
+    return Spoken((SpokenCall("", "ask", '{"task": "K"}'),))
 
 
 def takes_cut_answers(make):

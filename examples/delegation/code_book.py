@@ -1,13 +1,14 @@
-"""The environment: one of two sums is wanted, and the parent cannot add: it asks a child.
+"""The environment: a parent that must pick what to ask, and a child that must know the answer.
 
-    user       a=3+4 b=2+1 ?b
-    assistant  ask 2+1                 the parent's first call; the child is told "2+1" and says "3"
-    user       3
-    assistant  3                       the parent's answer
+    user       a=K b=P ?b
+    assistant  ask P                 the parent's first call; the child is told "P" and says "7"
+    user       7
+    assistant  7                     the parent's answer
 
-The parent earns 1 for the right final answer, a child 1 for the right sum of what it was asked,
-whatever it was asked. Both are one model in two roles. It knows rolltree's agents and protocols. It
-leaves out training: `run.py` does that, and `rolltree eval examples/delegation/two_sums.py` plays.
+Each letter has a digit in a code book that no prompt shows. The parent earns 1 for the digit of the
+wanted letter; a child earns 1 for the digit of the letter that it was asked, whatever it was asked.
+Both are one model in two roles. It knows rolltree's agents and protocols. It leaves out training:
+`run.py` does that, and `rolltree eval examples/delegation/code_book.py` plays.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from rolltree.agents import Agent, Spoken, SpokenCall, ToolAgent
 from rolltree.environments import ProtocolEnvironment
 from rolltree.protocols import Budget, DelegatingProtocol, SubAgent, delegate_tool
 
-SUM = re.compile(r"(\d)\+(\d)")
+LETTERS = "ABCDEFGHJKLMNPRSTUVW"
+BOOK = {letter: str((7 * index + index // 10) % 10) for index, letter in enumerate(LETTERS)}
 
 
 class AskCalls:
@@ -69,25 +71,23 @@ def child() -> Agent:
 
 @rt.cheap
 def right(state: rt.State, answer: str) -> float:
-    """1 when the parent's final answer is the wanted sum."""
+    """1 when the parent's final answer is the wanted digit."""
     steps = state["trajectory"]
     said = steps[-1]["completion"][-1]["content"] if steps else ""
     return float(said.strip() == answer)
 
 
 @rt.cheap
-def right_sum(state: rt.State) -> float:
-    """1 when a child said the sum that it was asked for."""
-    asked = SUM.fullmatch(state["subtask"])
-    return float(asked is not None and state["result"] == str(int(asked[1]) + int(asked[2])))
+def known(state: rt.State) -> float:
+    """1 when a child said the digit of the letter that it was asked."""
+    return float(state["result"].strip() == BOOK.get(state["subtask"].strip()))
 
 
 def question(rng: random.Random) -> dict[str, Any]:
-    digits = [rng.randrange(5) for _ in range(4)]
+    first, second = rng.sample(LETTERS, 2)
     wanted = rng.choice("ab")
-    first = digits[0] + digits[1] if wanted == "a" else digits[2] + digits[3]
-    text = f"a={digits[0]}+{digits[1]} b={digits[2]}+{digits[3]} ?{wanted}"
-    return {"question": text, "answer": str(first)}
+    answer = BOOK[first if wanted == "a" else second]
+    return {"question": f"a={first} b={second} ?{wanted}", "answer": answer}
 
 
 def rows(num: int, seed: int, without: set[str]) -> list[dict[str, Any]]:
@@ -101,7 +101,7 @@ def rows(num: int, seed: int, without: set[str]) -> list[dict[str, Any]]:
     return found
 
 
-def load_environment(num_train: int = 1000, num_eval: int = 200, seed: int = 0) -> rt.Environment:
+def load_environment(num_train: int = 500, num_eval: int = 200, seed: int = 0) -> rt.Environment:
     """Return the environment; no question of evaluation is one of training."""
     taken: set[str] = set()
     held_out = rows(num_eval, seed + 1, taken)
@@ -115,16 +115,16 @@ def load_environment(num_train: int = 1000, num_eval: int = 200, seed: int = 0) 
         dataset=rows(num_train, seed, taken),
         eval_dataset=held_out,
         rubric=rt.Rubric([right]),
-        rubrics={"child": rt.Rubric([right_sum])},
-        env_id="two_sums",
+        rubrics={"child": rt.Rubric([known])},
+        env_id="code_book",
     )
 
 
 def expert(noise: dict[str, float], seed: int) -> Any:
     """Return what a half-competent player says to any prompt, for the warm start.
 
-    `noise`: how often the parent asks for the wrong sum (`ask`), the child answers with a random
-    number (`sum`), and the parent says something else than it was told (`tell`).
+    `noise`: how often the parent asks for the other letter (`ask`), the child answers with a random
+    digit (`book`), and the parent says something else than it was told (`tell`).
     """
     rng = random.Random(seed)
 
@@ -132,13 +132,12 @@ def expert(noise: dict[str, float], seed: int) -> Any:
         assert not isinstance(messages, str)
         first, last = str(messages[0]["content"]), str(messages[-1]["content"])
         if "?" not in first:  # the child
-            total = sum(int(digit) for digit in re.findall(r"\d", first)[:2])
-            return str(rng.randrange(9) if rng.random() < noise["sum"] else total)
+            return str(rng.randrange(10)) if rng.random() < noise["book"] else BOOK[first]
         if len(messages) > 1:  # the parent has its answer
-            return str(rng.randrange(9)) if rng.random() < noise["tell"] else last
-        sums = dict(zip("ab", re.findall(r"\d\+\d", first), strict=True))
+            return str(rng.randrange(10)) if rng.random() < noise["tell"] else last
+        letters = dict(zip("ab", re.findall(r"=(\w)", first), strict=True))
         wanted = first[-1]
         other = "b" if wanted == "a" else "a"
-        return f"ask {sums[other if rng.random() < noise['ask'] else wanted]}"
+        return f"ask {letters[other if rng.random() < noise['ask'] else wanted]}"
 
     return say
