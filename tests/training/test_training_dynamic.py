@@ -272,6 +272,7 @@ def test_a_real_run_that_starves_says_so_and_ends(model, tmp_path, monkeypatch, 
     torch.set_num_threads(threads)
     assert len(report.steps) == 2
     assert report.steps[1]["dynamic/num_replaced"] == 3
+    assert report.steps[1]["dynamic/num_flat_trained"] == 2
     assert report.steps[1]["train/grad_norm"] == 0
     text = "\n".join(notices.said)
     assert "rewards are 1" in text

@@ -90,7 +90,7 @@ class StreamFeed:
         for name in (*names, *dropped):
             del self._complete[name], self._order[name]
         self._dropped.clear()
-        return StepRollouts(results, sampled, self._metrics(dropped))
+        return StepRollouts(results, sampled, self._metrics(chosen, dropped))
 
     async def aclose(self) -> None:
         """Cancel what is in flight; what was complete is stored."""
@@ -170,7 +170,8 @@ class StreamFeed:
         data = self._ledger[step]
         groups = {name: self._stored(name) for name in (*data["groups"], *data["dropped"])}
         results = joined([groups[name] for name in data["groups"]])
-        return StepRollouts(results, joined(list(groups.values())), self._metrics(data["dropped"]))
+        metrics = self._metrics([groups[name] for name in data["groups"]], data["dropped"])
+        return StepRollouts(results, joined(list(groups.values())), metrics)
 
     def _stored(self, name: str) -> Group:
         _, planned, _ = name.split("/")
@@ -188,13 +189,19 @@ class StreamFeed:
             )
         return tuple(stored[request.request_id] for request in requests)
 
-    def _metrics(self, dropped: dict[str, str]) -> dict[str, float]:
+    def _metrics(self, chosen: Sequence[Group], dropped: dict[str, str]) -> dict[str, float]:
         why = Counter(dropped.values())
-        return {
+        dynamic = {}
+        if self._config.algorithm.replace_flat:
+            num_flat = sum(not has_spread(group, self._config) for group in chosen)
+            dynamic = {
+                "dynamic/num_replaced": float(why["flat"]),
+                "dynamic/num_flat_trained": float(num_flat),
+            }
+        return dynamic | {
             "async/num_in_flight_groups": float(len(self._running)),
             "async/num_waiting_groups": float(len(self._complete)),
             "async/num_stale_groups": float(why["stale"]),
-            "dynamic/num_replaced": float(why["flat"]),
         }
 
 
