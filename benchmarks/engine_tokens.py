@@ -9,8 +9,8 @@
 - `greedy`: 64 different prompts of 37 tokens, 64 new tokens each. Both must say the same.
 - `sampled`: the same at temperature 1, with the logprob of every token, as RL needs it.
 - `groups`: 8 prompts of 37 tokens, 8 samples of 16 tokens each; the engine computes a prompt once.
-- `turns`: 16 conversations of 8 turns, 96 new tokens and 24 sampled ones per turn, greedy;
-  `generate` computes the whole history in every turn, the engine what is new.
+- `turns`: conversations of 8 turns (16 on the tiny model, else 4), 96 new and 24 sampled tokens per
+  turn, greedy; `generate` computes the whole history in every turn, the engine what is new.
 
 `generate` and the engine run one after the other in this process, several times; figures are CPU
 time, best of the runs, with the wall time of the same run beside it. Below `sampled` stands what
@@ -37,7 +37,7 @@ import torch
 
 BATCH, PROMPT_TOKENS, NEW_TOKENS = 64, 37, 64
 GROUPS, GROUP_SIZE, GROUP_TOKENS = 8, 8, 16
-CONVERSATIONS, TURNS, TURN_TOKENS, ANSWER_TOKENS = 16, 8, 96, 24
+TURNS, TURN_TOKENS, ANSWER_TOKENS = 8, 96, 24
 BARS = {
     ("tiny", "sampled"): 1.3,
     ("tiny", "turns"): 3.0,
@@ -124,21 +124,26 @@ def groups(answer: Answer, vocabulary: int, batch: int) -> Any:
 
 
 def turns(answer: Answer, vocabulary: int, batch: int) -> Any:
-    history = np.empty((CONVERSATIONS, 0), np.int32)
+    history = np.empty((batch, 0), np.int32)
     for turn in range(TURNS):
-        asked = random_prompts(vocabulary, CONVERSATIONS, TURN_TOKENS, seed=turn)
+        asked = random_prompts(vocabulary, batch, TURN_TOKENS, seed=turn)
         history = np.concatenate([history, asked], axis=1)
         history = np.concatenate([history, answer(list(history), ANSWER_TOKENS, 0.0)], axis=1)
     return history
 
 
 ROWS: dict[str, tuple[Callable[[Answer, int, int], Any], int]] = {
-    "greedy": (greedy, BATCH * NEW_TOKENS),
-    "sampled": (sampled, BATCH * NEW_TOKENS),
-    "groups": (groups, GROUPS * GROUP_SIZE * GROUP_TOKENS),
-    "turns": (turns, CONVERSATIONS * TURNS * ANSWER_TOKENS),
+    "greedy": (greedy, NEW_TOKENS),
+    "sampled": (sampled, NEW_TOKENS),
+    "groups": (groups, GROUP_TOKENS),
+    "turns": (turns, TURNS * ANSWER_TOKENS),
 }
-"""What is run, and how many tokens it samples."""
+"""What is run, and how many tokens it samples per row of the batch."""
+
+
+def batch_of(row: str, name: str) -> int:
+    """Return the rows of the batch, where nobody asks for another size."""
+    return BATCH if row != "turns" else {"tiny": 16}.get(name, 4)
 
 
 def timed(run: Callable[[], Any]) -> tuple[Any, float, float]:
@@ -147,12 +152,12 @@ def timed(run: Callable[[], Any]) -> tuple[Any, float, float]:
     return said, time.process_time() - cpu, time.perf_counter() - wall
 
 
-def compare(model: Any, row: str, repeats: int, batch: int) -> dict[str, Any]:
+def compare(model: Any, row: str, repeats: int, batch: int, *, invariant: bool) -> dict[str, Any]:
     from rolltree.inference.local import LocalEngine
 
     run, num_tokens = ROWS[row]
     engines = {"engine": LocalEngine(model, max_batch=batch, max_context=1024)}
-    if row == "sampled" and batch == BATCH:
+    if invariant:
         engines["invariant"] = LocalEngine(
             model, max_batch=batch, max_context=1024, batch_invariant=True
         )
@@ -172,7 +177,7 @@ def compare(model: Any, row: str, repeats: int, batch: int) -> dict[str, Any]:
     exact = row in ("greedy", "turns")
     return {
         "row": row,
-        "tokens": num_tokens * batch // BATCH,
+        "tokens": num_tokens * batch,
         **{f"{name}_cpu_s": cpu_s for name, (cpu_s, _) in best.items()},
         **{f"{name}_wall_s": wall_s for name, (_, wall_s) in best.items()},
         "speed_up": best["generate"][0] / best["engine"][0],
@@ -204,18 +209,18 @@ def decode_steps(model: Any, count: int) -> dict[str, float]:
     return best
 
 
-def vllm_side(folder: str, rows: list[str], vocabulary: int, repeats: int) -> None:
+def vllm_side(folder: str, name: str, vocabulary: int, options: argparse.Namespace) -> None:
     """Print the times of some rows as JSON; runs in vLLM's own environment."""
     from vllm import LLM
 
     llm = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=1024, max_num_seqs=BATCH)
-    found = {}
-    for row in rows:
+    found, answer = {}, partial(by_vllm, llm)
+    for row in options.rows:
         run, _ = ROWS[row]
         times = []
-        for _ in range(repeats):
+        for _ in range(options.repeats):
             llm.reset_prefix_cache()
-            times.append(timed(partial(run, partial(by_vllm, llm), vocabulary, BATCH))[1:])
+            times.append(timed(partial(run, answer, vocabulary, batch_of(row, name)))[1:])
         found[row] = min(times)
     print("\n" + json.dumps(found))
 
@@ -225,7 +230,7 @@ def beside_vllm(name: str, vocabulary: int, options: Any) -> dict[str, list[floa
     from rolltree.models import resolve_model
 
     repeats = options.repeats or (2 if name == "tiny" else 1)
-    command = [VLLM, __file__, "--vllm", resolve_model(name), vocabulary]
+    command = [VLLM, __file__, "--vllm", resolve_model(name), name, vocabulary]
     found = subprocess.run(
         [*map(str, command), "--rows", *options.rows, "--repeats", str(repeats)],
         env={**os.environ, **VLLM_ENV, "OMP_NUM_THREADS": str(options.threads)},
@@ -276,12 +281,12 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=0, help="runs per side, the best counts")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads")
     parser.add_argument("--steps", action="store_true", help="time single decode steps, no bars")
-    parser.add_argument("--vllm", nargs=2, default=[], help=argparse.SUPPRESS)
+    parser.add_argument("--vllm", nargs=3, default=[], help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.vllm:
-        folder, vocabulary = options.vllm
-        vllm_side(folder, options.rows, int(vocabulary), options.repeats)
+        folder, name, vocabulary = options.vllm
+        vllm_side(folder, name, int(vocabulary), options)
         return 0
     return measure(options)
 
@@ -306,13 +311,13 @@ def measure(options: argparse.Namespace) -> int:
         model, _ = load_model(name)
         vllm = beside_vllm(name, model.config.vocab_size, options) if with_vllm else {}
         for row in ("greedy", "sampled") if options.sizes else options.rows:
-            for batch in options.sizes or [BATCH]:
-                repeats = options.repeats or {"tiny": 7}.get(name, 1 if row == "turns" else 2)
-                shown = CONVERSATIONS if row == "turns" else batch
-                result = compare(model, row, repeats, batch)
+            for batch in options.sizes or [batch_of(row, name)]:
+                repeats = options.repeats or {"tiny": 7}.get(name, 1)
+                invariant = name == "tiny" and row == "sampled" and not options.sizes
+                result = compare(model, row, repeats, batch, invariant=invariant)
                 if row in vllm:
                     result["vllm_cpu_s"], result["vllm_wall_s"] = vllm[row]
-                results.append({"model": name, "batch": shown, **result})
+                results.append({"model": name, "batch": batch, **result})
                 if not options.json:
                     show(results[-1])
     found = [] if options.sizes else bars(results)

@@ -190,7 +190,8 @@ def _attend_alone(
 
 def _repeated(states: Tensor, rows: list[int], group: int) -> Tensor:
     """Return the states of some rows, each head repeated for the queries that share it."""
-    chosen = states[rows[0]][None] if len(rows) == 1 else states[rows]
+    first, behind = rows[0], rows[-1] + 1
+    chosen = states[first:behind] if behind - first == len(rows) else states[rows]
     return chosen if group == 1 else chosen.repeat_interleave(group, dim=1)
 
 

@@ -73,7 +73,7 @@ def _bias(asked: _Asked) -> LogitsProcessor:
 
 def _min_tokens(asked: _Asked) -> LogitsProcessor:
     return MinNewTokensLengthLogitsProcessor(
-        asked.num_prompt, int(asked.value), asked.end_ids, device=str(asked.device)
+        asked.num_prompt, asked.value, asked.end_ids, device=str(asked.device)
     )
 
 
