@@ -5,8 +5,8 @@
 
 Real processes on gloo, CPU, float32, the cases of `tests/training/gradient_cases.py` (a model of
 17,504 parameters) and `checkpoint_cases.py` (9,744). Errors of gradients are norms of differences
-over norms; of weights and optimizer state, largest absolute differences after three further steps
-of AdamW at a rate of 1e-3.
+over norms; of weights and momentum, largest absolute differences after three further steps of AdamW
+at a rate of 1e-3.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def gradients(results: dict[str, Any]) -> bool:
 
 def checkpoints(results: dict[str, Any]) -> bool:
     """Print the resume errors and return whether they are within the bar."""
-    print("saved by 2 ranks, read by n (weights and optimizer: after loading, three steps later)")
+    print("saved by 2 ranks, read by n (largest difference after loading, and three steps later)")
     worst, exact = 0.0, True
     for size in (1, 2, 3, 4):
         for name, (_, loaded, later) in results[f"resumed/{size}"].items():
