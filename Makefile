@@ -38,7 +38,7 @@ format: $(VENV)/.dev ## rewrite files to the house format
 	$(BIN)/ruff format .
 
 clean: ## remove the virtual environment and the caches (runs/ stays)
-	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(VLLM_VENV) .venv-trl .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
