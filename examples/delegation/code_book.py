@@ -1,9 +1,9 @@
 """The environment: a parent that must pick what to ask, and a child that must know the answer.
 
     user       a=K b=P ?b
-    assistant  ask P                 the parent's first call; the child is told "P" and says "7"
-    user       7
-    assistant  7                     the parent's answer
+    assistant  P                     the parent's first call; the child is told "P" and says "5"
+    user       5
+    assistant  5                     the parent's answer
 
 Each letter has a digit in a code book that no prompt shows. The parent earns 1 for the digit of the
 wanted letter; a child earns 1 for the digit of the letter that it was asked, whatever it was asked.
@@ -23,12 +23,12 @@ from rolltree.agents import Agent, Spoken, SpokenCall, ToolAgent
 from rolltree.environments import ProtocolEnvironment
 from rolltree.protocols import Budget, DelegatingProtocol, SubAgent, delegate_tool
 
-LETTERS = "ABCDEFGHJKLMNPRSTUVW"
-BOOK = {letter: str((7 * index + index // 10) % 10) for index, letter in enumerate(LETTERS)}
+LETTERS = "ABCDEFGHKP"
+BOOK = dict(zip(LETTERS, "3914082675", strict=True))
 
 
 class AskCalls:
-    """Calls spelled for a model of 0.8M parameters: a message "ask TASK" is a call."""
+    """Calls spelled for a model of 0.8M parameters: a message that is one letter is a call."""
 
     stop: tuple[str, ...] = ()
     needs_answers = False
@@ -41,9 +41,9 @@ class AskCalls:
 
     def read(self, message: rt.ChatMessage) -> Spoken:
         text = str(message.get("content") or "")
-        if not text.startswith("ask "):
+        if len(text) != 1 or not text.isalpha():
             return Spoken()
-        return Spoken((SpokenCall("", "ask", json.dumps({"task": text[4:]})),))
+        return Spoken((SpokenCall("", "ask", json.dumps({"task": text})),))
 
     def write(self, answers: Any) -> list[rt.ChatMessage]:
         return [{"role": "user", "content": answer.text.strip()} for answer in answers]
@@ -101,7 +101,7 @@ def rows(num: int, seed: int, without: set[str]) -> list[dict[str, Any]]:
     return found
 
 
-def load_environment(num_train: int = 500, num_eval: int = 200, seed: int = 0) -> rt.Environment:
+def load_environment(num_train: int = 120, num_eval: int = 60, seed: int = 0) -> rt.Environment:
     """Return the environment; no question of evaluation is one of training."""
     taken: set[str] = set()
     held_out = rows(num_eval, seed + 1, taken)
@@ -138,6 +138,6 @@ def expert(noise: dict[str, float], seed: int) -> Any:
         letters = dict(zip("ab", re.findall(r"=(\w)", first), strict=True))
         wanted = first[-1]
         other = "b" if wanted == "a" else "a"
-        return f"ask {letters[other if rng.random() < noise['ask'] else wanted]}"
+        return letters[other if rng.random() < noise["ask"] else wanted]
 
     return say

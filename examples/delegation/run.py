@@ -24,6 +24,7 @@ from code_book import expert, load_environment
 from rolltree.evaluation import evaluate
 from rolltree.inference.chat import ChatRenderer
 from rolltree.models import load_model
+from rolltree.rollouts import Split
 from rolltree.rollouts.record import decode_results
 from rolltree.samples import build_samples
 from rolltree.testing import ScriptedClient
@@ -137,17 +138,26 @@ async def main(options: argparse.Namespace) -> None:
     parts = build_local(config)
     with open_run(config) as run:
 
-        async def held_out(phase: str, step: int) -> Mapping[str, Any]:
+        async def success(phase: str, split: Split) -> float:
             report = await evaluate(
                 environment,
                 parts.client,
                 sampling={"max_tokens": 10, "temperature": 1.0},
                 run=run,
                 phase=phase,
+                split=split,
                 seed=options.seed,
+                num_examples=60,
+                rollouts_per_example=4,
                 max_concurrent=128,
             )
-            return {"success": report.reward.mean}
+            return report.reward.mean if report.reward else 0.0
+
+        async def measure(phase: str, step: int) -> Mapping[str, Any]:
+            return {
+                "success": await success(phase, "train"),
+                "held_out": await success(f"{phase}/held_out", "eval"),
+            }
 
         report = await train_async(
             config,
@@ -157,7 +167,7 @@ async def main(options: argparse.Namespace) -> None:
             engine=parts.engine,
             model=parts.model,
             tokenizer=parts.tokenizer,
-            evaluate=held_out,
+            evaluate=measure,
             reporter=Lines(),
         )
         rows = list(run.rollouts(phase="train", train_step=1))
@@ -169,7 +179,10 @@ async def main(options: argparse.Namespace) -> None:
     await parts.client.aclose()
     print()
     for phase, metrics in report.evaluations.items():
-        print(f"{phase}: success on 200 held-out questions {metrics['success']:.3f}")
+        print(
+            f"{phase}: success {metrics['success']:.3f} on 60 questions of training, played anew; "
+            f"{metrics['held_out']:.3f} on 60 held-out ones"
+        )
     print(
         f"{time.perf_counter() - started:.0f} s, {time.process_time() - cpu:.0f} s of CPU",
         flush=True,
@@ -182,9 +195,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dir", default="runs/delegation", help="where the run is kept")
     parser.add_argument("--flow", default="own", help="own, shared, discounted or team")
     parser.add_argument("--algorithm", default="grpo", help="a row of rolltree.training.ALGORITHMS")
-    parser.add_argument("--num-steps", type=int, default=100)
-    parser.add_argument("--games", type=int, default=4, help="of the warm start, per question")
-    parser.add_argument("--warm-steps", type=int, default=100)
+    parser.add_argument("--num-steps", type=int, default=60)
+    parser.add_argument("--games", type=int, default=24, help="of the warm start, per question")
+    parser.add_argument("--warm-steps", type=int, default=120)
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
