@@ -15,7 +15,8 @@
 `generate` and the engine run one after the other in this process, several times; figures are CPU
 time, best of the runs, with the wall time of the same run beside it. Below `sampled` stands what
 the batch-invariant mode makes of it. Where vLLM is installed (`make .venv-vllm/.vllm`) it gets the
-same prompts in its own process, `enforce_eager`, with as many threads. All is float32.
+same prompts in its own process, `enforce_eager`, with as many threads. All is float32. The engine
+runs as in `rolltree eval` (`pack_weights`); with `--shared` as in training, where nothing is copied.
 """
 
 from __future__ import annotations
@@ -152,11 +153,15 @@ def timed(run: Callable[[], Any]) -> tuple[Any, float, float]:
     return said, time.process_time() - cpu, time.perf_counter() - wall
 
 
-def compare(model: Any, row: str, repeats: int, batch: int, *, invariant: bool) -> dict[str, Any]:
+def compare(
+    model: Any, row: str, repeats: int, batch: int, *, invariant: bool, shared: bool
+) -> dict[str, Any]:
     from rolltree.inference.local import LocalEngine
 
     run, num_tokens = ROWS[row]
-    engines = {"engine": LocalEngine(model, max_batch=batch, max_context=1024)}
+    engines = {
+        "engine": LocalEngine(model, max_batch=batch, max_context=1024, pack_weights=not shared)
+    }
     if invariant:
         engines["invariant"] = LocalEngine(
             model, max_batch=batch, max_context=1024, batch_invariant=True
@@ -191,14 +196,11 @@ def decode_steps(model: Any, count: int) -> dict[str, float]:
     from rolltree.inference.local.runner import ModelRunner
 
     shape, lean = probe(model, 1024)
-    makes = {"packed copy": {}, "shared": {}, "batch-invariant": {"invariant": True}}
+    makes = {"shared": {}, "packed copy": {"packed": True}, "batch-invariant": {"invariant": True}}
     runners = {
         name: ModelRunner(model, shape, BATCH, 1024, lean=lean, **options)
         for name, options in makes.items()
     }
-    for layer in runners["shared"]._model._layers:
-        for linear in (layer.attention, layer.output, layer.gate_up, layer.down):
-            linear._packed = None
     ids = np.stack(random_prompts(model.config.vocab_size, BATCH, 1024))
     one, best = np.ones(BATCH, np.int64), dict.fromkeys(runners, float("inf"))
     with torch.inference_mode():
@@ -280,6 +282,7 @@ def main() -> int:
     parser.add_argument("--sizes", nargs="+", type=int, default=[], help="batch sizes, no bars")
     parser.add_argument("--repeats", type=int, default=0, help="runs per side, the best counts")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads")
+    parser.add_argument("--shared", action="store_true", help="the engine copies no weights")
     parser.add_argument("--steps", action="store_true", help="time single decode steps, no bars")
     parser.add_argument("--vllm", nargs=3, default=[], help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -314,7 +317,9 @@ def measure(options: argparse.Namespace) -> int:
             for batch in options.sizes or [batch_of(row, name)]:
                 repeats = options.repeats or {"tiny": 7}.get(name, 1)
                 invariant = name == "tiny" and row == "sampled" and not options.sizes
-                result = compare(model, row, repeats, batch, invariant=invariant)
+                result = compare(
+                    model, row, repeats, batch, invariant=invariant, shared=options.shared
+                )
                 if row in vllm:
                     result["vllm_cpu_s"], result["vllm_wall_s"] = vllm[row]
                 results.append({"model": name, "batch": batch, **result})

@@ -29,12 +29,18 @@ from rolltree.types import FinishReason, SamplingParams
 
 
 def decoder(
-    model: Any = None, *, slots: int = 4, batch: int = 4, chunk: int = 64, capacity: int = 64
+    model: Any = None,
+    *,
+    slots: int = 4,
+    batch: int = 4,
+    chunk: int = 64,
+    capacity: int = 64,
+    packed: bool = False,
 ) -> Decoder:
     model = shared_model() if model is None else model
-    shape, lean = probe(model, capacity)
+    shape, lean = probe(model, capacity, packed)
     return Decoder(
-        ModelRunner(model, shape, slots, capacity, lean=lean),
+        ModelRunner(model, shape, slots, capacity, lean=lean, packed=packed),
         SlotTable(slots, capacity),
         max_batch=batch,
         prefill_chunk=chunk,
@@ -88,6 +94,7 @@ def expected(prompt: tuple[int, ...], count: int) -> list[int]:
     batch=st.integers(1, 6),
     chunk=st.sampled_from([1, 3, 64]),
     forget_at=st.integers(0, 12),
+    packed=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
 def test_any_workload_gives_what_each_request_gives_alone(
@@ -96,9 +103,10 @@ def test_any_workload_gives_what_each_request_gives_alone(
     batch: int,
     chunk: int,
     forget_at: int,
+    packed: bool,
 ) -> None:
     """Few slots, prompts that share prefixes, arrivals at any step, a cache dropped midway."""
-    target = decoder(slots=slots, batch=batch, chunk=chunk, capacity=20)
+    target = decoder(slots=slots, batch=batch, chunk=chunk, capacity=20, packed=packed)
     requests = []
     for number, (prompt, count, steps) in enumerate(work):
         requests.append(put(target, prompt, count))
@@ -284,13 +292,11 @@ def test_logits_that_are_not_finite_fail_one_request_and_leave_no_trace() -> Non
     broken = put(target, random_prompt(0, 10), 5)
     with torch.no_grad():
         model.model.layers[0].self_attn.v_proj.weight.fill_(float("nan"))
-    target.runner.pack()
     run(target)
     with pytest.raises(ModelError, match="not finite"):
         result(broken)
     with torch.no_grad():
         model.model.layers[0].self_attn.v_proj.weight.copy_(kept)
-    target.runner.pack()
     target.slots.forget()
     healthy = [put(target, random_prompt(n, 3), 12) for n in (1, 2)]
     run(target)

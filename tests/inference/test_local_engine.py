@@ -266,10 +266,13 @@ async def test_the_memory_budget_is_kept_and_used() -> None:
         assert engine.kv_bytes == 8 * slot_bytes
 
 
-async def test_weights_are_the_trainers_and_stay_where_they_are() -> None:
+@pytest.mark.parametrize("pack", [False, True])
+async def test_weights_are_the_trainers_and_stay_where_they_are(pack: bool) -> None:
     model = new_model()
     prompt = random_prompt(0, 12)
-    async with engine_of(model) as engine:
+    async with engine_of(model, pack_weights=pack) as engine:
+        forward = engine._decoder.runner._model
+        assert (forward._layers[0].down._packed is not None) == pack
         before = await engine.generate(ask(prompt))
         pointers = [parameter.data_ptr() for parameter in model.parameters()]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

@@ -36,7 +36,12 @@ async def open_client(
 
         loaded, tokenizer = load_model(model)
         client = local_client(
-            loaded, tokenizer, name=model, max_batch=min(max_concurrent, 64), seed=seed
+            loaded,
+            tokenizer,
+            name=model,
+            max_batch=min(max_concurrent, 64),
+            pack_weights=True,
+            seed=seed,
         )
     try:
         yield client

@@ -74,6 +74,7 @@ def run_server(options: ServeOptions) -> None:
         name=options.name,
         max_batch=options.max_batch,
         max_context=options.max_context,
+        pack_weights=True,
         batch_invariant=options.batch_invariant,
         seed=options.seed,
     )

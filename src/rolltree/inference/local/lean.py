@@ -45,18 +45,18 @@ class _Norm:
 class _Linear:
     """One or several linear maps of the same input, side by side: `[_T, in]` to `[_T, out]`.
 
-    On the CPU they are kept as one transposed copy, with which products are 1.3 times as fast
-    (design/0002); elsewhere, and where they have biases, the model's own tensors are used.
+    With `packed` they are kept as one transposed copy, with which products on a CPU are 1.3 times
+    as fast (design/0002). Without, and where they have biases, the model's own tensors are used.
     """
 
-    def __init__(self, *modules: Any) -> None:
+    def __init__(self, *modules: Any, packed: bool) -> None:
         for module in modules:
             if type(module) is not nn.Linear:
                 raise TypeError(f"it has a {type(module).__name__} where a Linear was expected")
         self.own = [(module.weight, module.bias) for module in modules]
         weight = modules[0].weight
         self._packed: Tensor | None = None
-        if weight.device.type == "cpu" and not any(bias is not None for _, bias in self.own):
+        if packed and not any(bias is not None for _, bias in self.own):
             width = sum(own.shape[0] for own, _ in self.own)
             self._packed = weight.new_empty((weight.shape[1], width), requires_grad=False)
 
@@ -100,19 +100,19 @@ class _Layer:
 class LeanForward:
     """Logits of a Llama-like `model` from a flat batch of tokens.
 
-    On the CPU it keeps a transposed copy of the layers' matrices, which `pack` renews.
+    With `packed` it keeps a transposed copy of the layers' matrices, which `pack` renews.
 
     Raises:
         TypeError: the model has other parts than this forward pass knows.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, packed: bool = False) -> None:
         _check_parts(model, "")
         inner = model.model
         _check_parts(inner, "model")
         self._embedding = inner.embed_tokens.weight
         self._rotary = inner.rotary_emb
-        self._layers = [_read_layer(layer) for layer in inner.layers]
+        self._layers = [_read_layer(layer, packed) for layer in inner.layers]
         self._norm = _read_norm(inner.norm)
         if type(model.lm_head) is not nn.Linear:
             raise TypeError(f"its head is a {type(model.lm_head).__name__}")
@@ -161,7 +161,7 @@ class LeanForward:
         return functional.linear(self._norm(states[plan.newest]), *self._head)
 
 
-def _read_layer(layer: Any) -> _Layer:
+def _read_layer(layer: Any, packed: bool) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     _check_parts(layer, "layer")
     _check_parts(attention, "self_attn")
@@ -171,15 +171,15 @@ def _read_layer(layer: Any) -> _Layer:
     normed = hasattr(attention, "q_norm")
     return _Layer(
         before=_read_norm(layer.input_layernorm),
-        attention=_Linear(attention.q_proj, attention.k_proj, attention.v_proj),
+        attention=_Linear(attention.q_proj, attention.k_proj, attention.v_proj, packed=packed),
         num_heads=attention.q_proj.out_features // attention.head_dim,
         query_norm=_read_norm(attention.q_norm) if normed else None,
         key_norm=_read_norm(attention.k_norm) if normed else None,
-        output=_Linear(attention.o_proj),
+        output=_Linear(attention.o_proj, packed=packed),
         scaling=float(attention.scaling),
         between=_read_norm(layer.post_attention_layernorm),
-        gate_up=_Linear(mlp.gate_proj, mlp.up_proj),
-        down=_Linear(mlp.down_proj),
+        gate_up=_Linear(mlp.gate_proj, mlp.up_proj, packed=packed),
+        down=_Linear(mlp.down_proj, packed=packed),
     )
 
 

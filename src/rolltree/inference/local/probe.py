@@ -23,8 +23,10 @@ _EXACT, _ROUNDED = 1e-3, 0.1  # largest relative difference of logits in fp32 an
 
 
 @torch.inference_mode()
-def probe(model: Any, max_context: int) -> tuple[KvShape, bool]:
+def probe(model: Any, max_context: int, packed: bool = False) -> tuple[KvShape, bool]:
     """Return the shape of one token's keys and values, and whether `LeanForward` fits `model`.
+
+    `packed` is what `LeanForward` will be told.
 
     Raises:
         UnsupportedSetting: the engine would not reproduce this model; the message says why.
@@ -38,7 +40,7 @@ def probe(model: Any, max_context: int) -> tuple[KvShape, bool]:
             f"has {rope['rope_type']} position embeddings, which change with the longest sequence "
             "in the batch, so cached keys would not fit later tokens",
         )
-    if _difference(model, plain, shape, lean=True) is None:
+    if _difference(model, plain, shape, lean=True, packed=packed) is None:
         return shape, True
     reason = _difference(model, plain, shape, lean=False)
     if reason is not None:
@@ -69,7 +71,9 @@ def _kv_shape(model: Any, max_context: int) -> KvShape:
     return KvShape(len(layers), keys.shape[1], keys.shape[3], keys.dtype, keys.device)
 
 
-def _difference(model: Any, plain: Any, shape: KvShape, *, lean: bool) -> str | None:
+def _difference(
+    model: Any, plain: Any, shape: KvShape, *, lean: bool, packed: bool = False
+) -> str | None:
     """Compare two sequences of 3 and 6 tokens, computed together in three steps, with each alone.
 
     Returns what is wrong, or None.
@@ -77,7 +81,7 @@ def _difference(model: Any, plain: Any, shape: KvShape, *, lean: bool) -> str | 
     ids = (np.arange(2, 14).reshape(2, 6) * 7 % model.config.vocab_size).astype(np.int32)
     lengths, one = np.array([3, 6]), np.ones(2, np.int64)
     try:
-        runner = ModelRunner(model, shape, num_slots=2, capacity=6, lean=lean)
+        runner = ModelRunner(model, shape, num_slots=2, capacity=6, lean=lean, packed=packed)
         runner.forward([0, 1], ids, 0 * one, lengths - 2)
         runner.forward([0, 1], ids, lengths - 2, one)
         found = runner.forward([0, 1], ids, lengths - 1, one)
@@ -94,7 +98,7 @@ def _difference(model: Any, plain: Any, shape: KvShape, *, lean: bool) -> str | 
 
 
 @torch.inference_mode()
-def check_invariance(model: Any, shape: KvShape, lean: bool) -> None:
+def check_invariance(model: Any, shape: KvShape, lean: bool, packed: bool = False) -> None:
     """Compute a sequence alone, and another way with others; the logits must have the same bits.
 
     Raises:
@@ -110,7 +114,9 @@ def check_invariance(model: Any, shape: KvShape, lean: bool) -> None:
             ([0, 1, 2], [38, 39, 17], [1] * 3),
         ],
     ):
-        runner = ModelRunner(model, shape, num_slots=3, capacity=40, lean=lean, invariant=True)
+        runner = ModelRunner(
+            model, shape, num_slots=3, capacity=40, lean=lean, packed=packed, invariant=True
+        )
         for rows, start, counts in steps:
             logits = runner.forward(rows, ids, np.array(start), np.array(counts))
         found.append(logits[rows.index(1)])

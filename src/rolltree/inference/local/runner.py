@@ -26,7 +26,8 @@ class ModelRunner:
     """Forward passes of `model` over rows of `num_slots` sequences of up to `capacity` tokens.
 
     With `lean` they go through `LeanForward` (which raises `TypeError` for a model it does not
-    know), else through transformers. With `invariant` a row's logits do not depend on the others.
+    know), else through transformers; `packed` is its. With `invariant` a row's logits do not depend
+    on the others.
     """
 
     def __init__(
@@ -37,9 +38,11 @@ class ModelRunner:
         capacity: int,
         *,
         lean: bool,
+        packed: bool = False,
         invariant: bool = False,
     ) -> None:
         self._source, self.lean, self._invariant = model, lean, invariant
+        self._packed = packed
         self.cache = SlotCache(shape, num_slots, capacity)
         self._read_model()
 
@@ -105,7 +108,11 @@ class ModelRunner:
 
     def _read_model(self) -> None:
         self._parameters = [id(parameter) for parameter in self._source.parameters()]
-        self._model: Any = LeanForward(self._source) if self.lean else _slot_shell(self._source)
+        self._model: Any = (
+            LeanForward(self._source, packed=self._packed)
+            if self.lean
+            else _slot_shell(self._source)
+        )
 
 
 def shell_of(model: Any) -> Any:
