@@ -16,7 +16,7 @@
 time, best of the runs, with the wall time of the same run beside it. Below `sampled` stands what
 the batch-invariant mode makes of it. Where vLLM is installed (`make .venv-vllm/.vllm`) it gets the
 same prompts in its own process, `enforce_eager`, with as many threads. All is float32. The engine
-runs as in `rolltree eval` (`pack_weights`); with `--shared` as in training, where nothing is copied.
+runs as in `rolltree eval` (`pack_weights`), with `--shared` as in training: nothing is copied.
 """
 
 from __future__ import annotations
