@@ -42,6 +42,22 @@ class _Norm:
         return functional.rms_norm(states, self.weight.shape, self.weight, self.epsilon)
 
 
+@dataclass(frozen=True, slots=True)
+class _HeadNorms:
+    """The norms of query and key heads, in one pass over both: `[_T, _H + keys, head_dim]`."""
+
+    query: _Norm
+    key: _Norm
+
+    def __call__(self, heads: Tensor, num_query_heads: int) -> Tensor:
+        weight = self.query.weight
+        num_keys = heads.shape[1] - num_query_heads
+        weights = torch.cat(
+            [weight.expand(num_query_heads, -1), self.key.weight.expand(num_keys, -1)]
+        )
+        return functional.rms_norm(heads, weight.shape, None, self.query.epsilon).mul_(weights)
+
+
 class _Linear:
     """One or several linear maps of the same input, side by side: `[_T, in]` to `[_T, out]`.
 
@@ -88,8 +104,7 @@ class _Layer:
     before: _Norm
     attention: _Linear  # query, key and value heads
     num_heads: int  # of the query
-    query_norm: _Norm | None
-    key_norm: _Norm | None
+    norms: _HeadNorms | None
     output: _Linear
     scaling: float
     between: _Norm
@@ -112,6 +127,7 @@ class LeanForward:
         _check_parts(inner, "model")
         self._embedding = inner.embed_tokens.weight
         self._rotary = inner.rotary_emb
+        self._angles: tuple[Tensor, Tensor] | None = None
         self._layers = [_read_layer(layer, packed) for layer in inner.layers]
         self._norm = _read_norm(inner.norm)
         if type(model.lm_head) is not nn.Linear:
@@ -133,6 +149,8 @@ class LeanForward:
                 part = getattr(layer, name)
                 if isinstance(part, _Norm):
                     found.append(part.weight)
+                elif isinstance(part, _HeadNorms):
+                    found.extend((part.query.weight, part.key.weight))
                 elif isinstance(part, _Linear):
                     found.extend(itertools.chain(*part.own))
         return [tensor for tensor in found if tensor is not None]
@@ -140,25 +158,31 @@ class LeanForward:
     def __call__(self, plan: Plan, cache: SlotCache) -> Tensor:
         """Return logits `[_B, _V]` after the plan's newest tokens."""
         states = functional.embedding(plan.tokens, self._embedding)  # [_T, _D]
-        cosine, sine = self._rotary(states, plan.positions[None])
-        cosine, sine = cosine[0][:, None], sine[0][:, None].clone()
+        if self._angles is None or len(self._angles[0]) < cache.capacity:
+            self._angles = self._read_angles(states, cache.capacity)
+        cosine, sine = (table[plan.positions] for table in self._angles)
         half = sine.shape[-1] // 2
-        sine[..., :half].neg_()
         for layer, slot in zip(self._layers, cache.layers, strict=True):
             heads = layer.attention(layer.before(states)).view(len(states), -1, cache.head_dim)
             num_keys = (heads.shape[1] - layer.num_heads) // 2
-            turned, value = torch.split(heads, [layer.num_heads + num_keys, num_keys], dim=1)
-            if layer.query_norm is not None and layer.key_norm is not None:
-                query, key = torch.split(turned, [layer.num_heads, num_keys], dim=1)
-                turned = torch.cat([layer.query_norm(query), layer.key_norm(key)], dim=1)
+            turned, value = heads[:, :-num_keys], heads[:, -num_keys:]
+            if layer.norms is not None:
+                turned = layer.norms(turned, layer.num_heads)
             turned = torch.addcmul(turned * cosine, turned.roll(half, -1), sine)
-            query, key = torch.split(turned, [layer.num_heads, num_keys], dim=1)
-            slot.write(key, value, plan)
-            found = attend(query, slot.keys, slot.values, plan, layer.scaling)
+            slot.write(turned[:, -num_keys:], value, plan)
+            found = attend(turned[:, :-num_keys], slot.keys, slot.values, plan, layer.scaling)
             layer.output.add_to(states, found.flatten(1))
             gate, up = layer.gate_up(layer.between(states)).chunk(2, dim=-1)
             layer.down.add_to(states, functional.silu(gate).mul_(up))
         return functional.linear(self._norm(states[plan.newest]), *self._head)
+
+    def _read_angles(self, states: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
+        """Return the cosines of all positions, and the sines with the sign of their half."""
+        positions = torch.arange(num_positions, device=states.device)
+        cosine, sine = self._rotary(states, positions[None])
+        sine = sine[0].clone()
+        sine[:, : sine.shape[-1] // 2].neg_()
+        return cosine[0][:, None].clone(), sine[:, None]
 
 
 def _read_layer(layer: Any, packed: bool) -> _Layer:
@@ -168,13 +192,16 @@ def _read_layer(layer: Any, packed: bool) -> _Layer:
     _check_parts(mlp, "mlp")
     if type(mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
         raise TypeError(f"its activation is {type(mlp.act_fn).__name__}")
-    normed = hasattr(attention, "q_norm")
+    norms = None
+    if hasattr(attention, "q_norm"):
+        norms = _HeadNorms(_read_norm(attention.q_norm), _read_norm(attention.k_norm))
+        if norms.query.epsilon != norms.key.epsilon:
+            raise TypeError("its query and key norms differ in their epsilon")
     return _Layer(
         before=_read_norm(layer.input_layernorm),
         attention=_Linear(attention.q_proj, attention.k_proj, attention.v_proj, packed=packed),
         num_heads=attention.q_proj.out_features // attention.head_dim,
-        query_norm=_read_norm(attention.q_norm) if normed else None,
-        key_norm=_read_norm(attention.k_norm) if normed else None,
+        norms=norms,
         output=_Linear(attention.o_proj, packed=packed),
         scaling=float(attention.scaling),
         between=_read_norm(layer.post_attention_layernorm),

@@ -60,7 +60,8 @@ def sample(
     scale = torch.where(greedy, 1.0, temperature)
     cut = ~greedy & ((top_k > 0) | (top_p < 1))
     changed = cut | (scale != 1)
-    changed[[row for row, *_ in adjusted]] = True
+    if adjusted:
+        changed[[row for row, *_ in adjusted]] = True
     raw = logits.clone() if bool(changed.any()) else None
     if raw is not None:
         for row, ids, processors in adjusted:
@@ -105,13 +106,21 @@ def _invert(blocks: Tensor, sums: Tensor, uniforms: Tensor, likeliest: Tensor) -
     """
     num_rows, _, width = blocks.shape
     weights = blocks.view(num_rows, -1)
+    if blocks.shape[1] == 1:
+        upto = blocks[:, 0].cumsum(-1)
+        ids = torch.searchsorted(upto, uniforms[:, None] * upto[:, -1:], right=True)
+        return _possible(weights, ids.clamp_(max=width - 1), likeliest)
     upto = sums.cumsum(-1)
     target = uniforms[:, None] * upto[:, -1:]
     block = torch.searchsorted(upto, target, right=True).clamp(max=upto.shape[1] - 1)
     inside = blocks[torch.arange(num_rows, device=weights.device), block[:, 0]].cumsum(-1)
     rest = (target - (upto - sums).gather(-1, block)).clamp(min=0)
     ids = block * width + torch.searchsorted(inside, rest, right=True).clamp(max=width - 1)
-    # Rounding can put the target behind the last weight: never sample what has probability 0.
+    return _possible(weights, ids, likeliest)
+
+
+def _possible(weights: Tensor, ids: Tensor, likeliest: Tensor) -> Tensor:
+    """Replace ids of probability 0: rounding can put the target behind the last weight."""
     return torch.where(weights.gather(-1, ids) > 0, ids, likeliest[:, None])[:, 0]
 
 
