@@ -33,7 +33,7 @@ def free_port():
 
 
 @contextlib.contextmanager
-def vllm_server(folder, tmp_path):
+def vllm_server(folder, tmp_path, *flags, **settings):
     """Yield the root URL of a server that answers as model "m"; it is gone afterwards."""
     port, template, log = free_port(), tmp_path / "chat.jinja", tmp_path / "server.log"
     template.write_text(CHAT_TEMPLATE)
@@ -43,11 +43,11 @@ def vllm_server(folder, tmp_path):
     command += ["--enforce-eager", "--enable-scale-out", "--max-num-seqs", "16"]
     command += ["--logprobs-mode", "processed_logprobs", "--chat-template", str(template)]
     command += ["--worker-extension-cls", "rolltree.inference.vllm.worker.WeightReload"]
-    command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", *flags]
     with log.open("wb") as out:
         server = subprocess.Popen(
             command,
-            env={**os.environ, **SETTINGS},
+            env={**os.environ, **SETTINGS, **settings},
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,

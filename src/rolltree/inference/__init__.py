@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rolltree.inference.extract import parse_response_tokens as parse_response_tokens
     from rolltree.inference.openai_client import OpenAIClient as OpenAIClient
     from rolltree.inference.pool import EndpointPool as EndpointPool
+    from rolltree.inference.publish import publish_adapter as publish_adapter
     from rolltree.inference.publish import publish_weights as publish_weights
     from rolltree.inference.publish import served_version as served_version
     from rolltree.inference.retry import RetryPolicy as RetryPolicy
@@ -45,7 +46,7 @@ _MODULES: dict[str, str] = {
     "extract": "parse_response_messages parse_response_tokens",
     "openai_client": "OpenAIClient",
     "pool": "EndpointPool",
-    "publish": "publish_weights served_version",
+    "publish": "publish_adapter publish_weights served_version",
     "retry": "RetryPolicy",
     "session": "Prompt Sampled TokenSession next_call_id",
     "sglang": "SGLangClient",

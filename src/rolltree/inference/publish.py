@@ -3,13 +3,15 @@
 The same calls work on vLLM (started with `VLLM_SERVER_DEV_MODE=1`) and on `rolltree serve`: pause,
 reload, forget cached keys, set the version, ask for it, resume. A request that is being sampled
 stays where it is and goes on with the new weights; its tokens say which version each one is from.
-It knows nothing about how weights are made or saved. It leaves out transfers that need no disk.
+`publish_adapter` does the same with a LoRA adapter (vLLM only). The module knows nothing about how
+weights are made or saved. It leaves out transfers that need no disk.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,14 +48,43 @@ async def publish_weights(
         ModelError: a server failed; the message names each one and says which are left paused.
             All others have the new weights.
     """
+    kwargs = {"weights_path": str(_weights_in(folder))}
+    await _publish(clients, _Load("/collective_rpc", {"method": method, "kwargs": kwargs}), version)
+
+
+async def publish_adapter(
+    clients: Sequence[HasServer], folder: Path, version: int, *, name: str
+) -> None:
+    """Make every vLLM server answer for model `name` with the adapter in `folder`, as `version`.
+
+    `folder` holds `adapter_model.safetensors` and `adapter_config.json` (peft's layout) under the
+    same path for the servers; clients ask for the model `name`. A new adapter of the same name
+    takes the old one's place. vLLM needs `--enable-lora` and, in its environment,
+    `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` and `VLLM_SERVER_DEV_MODE=1`. The rest is as in
+    `publish_weights`.
+
+    Raises:
+        ConfigError: the folder holds no adapter, the version is negative, or there is no server.
+        ModelError: as `publish_weights`.
+    """
     folder = _weights_in(folder)
+    if not (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{folder} has no adapter_config.json, so it is no LoRA adapter. Whole models are "
+            "published by publish_weights; adapters are saved by peft's save_pretrained."
+        )
+    body = {"lora_name": name, "lora_path": str(folder), "load_inplace": True}
+    await _publish(clients, _Load("/v1/load_lora_adapter", body, bytes), version)
+
+
+async def _publish(clients: Sequence[HasServer], load: _Load, version: int) -> None:
     if version < 0 or not clients:
         raise ConfigError(
             f"publishing version {version} to {len(clients)} servers means nothing: a version is "
             "a whole number from 0, and at least one server takes it."
         )
     outcomes = await asyncio.gather(
-        *(_update(client.server, folder, version, method) for client in clients),
+        *(_update(client.server, load, version) for client in clients),
         return_exceptions=True,
     )
     failed: list[ModelError] = []
@@ -70,6 +101,15 @@ async def publish_weights(
             "they would answer with another policy than the trainer's: "
             + " ".join(str(error) for error in failed)
         ) from failed[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """The request that makes a server load new weights; `decode` reads its answer (None: JSON)."""
+
+    path: str
+    body: dict[str, Any]
+    decode: Callable[[bytes], Any] | None = None
 
 
 async def served_version(server: HttpServer) -> str:
@@ -96,15 +136,11 @@ def _weights_in(folder: Path) -> Path:
     return folder.resolve()
 
 
-async def _update(server: HttpServer, folder: Path, version: int, method: str) -> None:
+async def _update(server: HttpServer, load: _Load, version: int) -> None:
     await _call(server, "/pause?mode=keep", {})
     paused = "It is left paused, since its weights may be half replaced."
     try:
-        await _call(
-            server,
-            "/collective_rpc",
-            {"method": method, "kwargs": {"weights_path": str(folder)}},
-        )
+        await _call(server, load.path, load.body, load.decode)
         reset = await _call(server, "/reset_prefix_cache?reset_running_requests=true", {})
         if not isinstance(reset, dict) or reset.get("success") is not True:
             raise BadResponse(
@@ -123,9 +159,14 @@ async def _update(server: HttpServer, folder: Path, version: int, method: str) -
     await _call(server, "/resume", {})
 
 
-async def _call(server: HttpServer, path: str, body: dict[str, Any] | None) -> Any:
+async def _call(
+    server: HttpServer,
+    path: str,
+    body: dict[str, Any] | None,
+    decode: Callable[[bytes], Any] | None = None,
+) -> Any:
     try:
-        return (await server.post(path, body, _decode, at_root=True)).value
+        return (await server.post(path, body, decode or _decode, at_root=True)).value
     except ServerError as error:
         if error.status == 404:
             error.add_note("vLLM serves this only with VLLM_SERVER_DEV_MODE=1 in its environment.")

@@ -18,6 +18,7 @@ from rolltree.inference import (
     ChatRenderer,
     OpenAIClient,
     RetryPolicy,
+    publish_adapter,
     publish_weights,
     served_version,
 )
@@ -149,6 +150,18 @@ async def test_what_does_not_fit_changes_nothing_and_fails_loudly(
         await publish_weights([client], tmp_path, 99)
     with pytest.raises(ConfigError, match="means nothing"):
         await publish_weights([client], taught, -1)
+
+
+async def test_adapters_that_cannot_be_published(client: OpenAIClient, taught: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no adapter_config\.json"):
+        await publish_adapter([client], taught, 5, name="tuned")
+    (taught / "adapter_config.json").write_text("{}")
+    before = await served_version(client.server)
+    with pytest.raises(ModelError, match="left paused"):  # `rolltree serve` takes whole models
+        await publish_adapter([client], taught, 5, name="tuned")
+    (taught / "adapter_config.json").unlink()
+    await client.server.post("/resume", {}, bytes, at_root=True)
+    assert await served_version(client.server) == before
 
 
 async def test_one_of_two_servers_is_gone(client: OpenAIClient, taught_otherwise: Path) -> None:
