@@ -22,7 +22,7 @@ FLAGS = {
     "train": {"config", "overrides", "--transcripts"},
     "serve": {
         "model", "--host", "--port", "--allow-remote", "--api-key-env", "--served-model-name",
-        "--dtype", "--device", "--max-batch", "--max-context", "--logprobs-mode", "--seed",
+        "--batch-invariant", "--dtype", "--device", "--max-batch", "--max-context", "--logprobs-mode", "--seed",
         "--num-threads",
     },
     "runs": {"root"},

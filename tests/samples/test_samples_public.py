@@ -25,6 +25,7 @@ def test_public_names_are_pinned() -> None:
         "pack",
         "process_trajectories_for_training",
         "prune_sample",
+        "sample_meta",
         "split_sample",
         "to_examples",
         "truncation_effect",
