@@ -22,8 +22,8 @@ FLAGS = {
     "train": {"config", "overrides", "--transcripts"},
     "serve": {
         "model", "--host", "--port", "--allow-remote", "--api-key-env", "--served-model-name",
-        "--batch-invariant", "--dtype", "--device", "--max-batch", "--max-context", "--logprobs-mode", "--seed",
-        "--num-threads",
+        "--batch-invariant", "--dtype", "--device", "--max-batch", "--max-context",
+        "--logprobs-mode", "--seed", "--num-threads",
     },
     "runs": {"root"},
     "show": {"run", "--phase", "--transcripts", "--failed", "--limit"},
