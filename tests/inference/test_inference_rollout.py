@@ -157,6 +157,7 @@ def test_the_public_names_are_these() -> None:
         "parse_response_tokens",
         "ParsedCompletion",
         "Prompt",
+        "publish_adapter",
         "publish_weights",
         "REASONING_TAGS",
         "RetryPolicy",
