@@ -278,7 +278,7 @@ async def test_training_against_a_server(url, folder, tmp_path):
                 engine=parts.engine,
                 model=parts.model,
             )
+        assert await served_version(parts.client.clients[0].server) == "2"
     finally:
         await parts.client.aclose()
     assert all(step["publish/probe_error"] < 1e-3 for step in report.steps)
-    assert await served_version(parts.client.clients[0].server) == "2"
