@@ -1,3 +1,5 @@
+import asyncio
+import time
 from dataclasses import replace
 
 import pytest
@@ -55,7 +57,8 @@ async def test_results_come_in_request_order_and_are_stored(run):
     collected = await collect(requests(), engine(source), run, seen.append)
     assert [r.request for r in collected.results] == requests()
     assert collected.num_reused == 0
-    assert seen == list(range(7))
+    assert (seen[0], seen[-1]) == (0, 6)
+    assert seen == sorted(set(seen))
     assert run.finished_ids("train") == {r.request_id for r in requests()}
 
 
@@ -135,27 +138,42 @@ async def test_a_compared_group_is_stored_in_one_transaction(run, monkeypatch):
 
     monkeypatch.setattr(Run, "add_rollouts", spy)
     collected = await collect(requests(), engine(Compared()), run)
-    assert sorted(stored) == [[f"train/000001/g0{g}"] * 2 for g in range(3)]
+    assert sorted(group for groups in stored for group in groups) == [
+        f"train/000001/g0{g}" for g in (0, 0, 1, 1, 2, 2)
+    ]
+    assert all(groups.count(group) == 2 for groups in stored for group in groups)
     assert [r.states[0]["reward"] for r in collected.results] == [10.0, 11.0] * 3
 
 
-async def test_single_results_are_stored_at_once(run, monkeypatch):
-    sizes = []
-    add = Run.add_rollouts
+async def test_what_finishes_during_a_transaction_is_stored_in_the_next_one(run, monkeypatch):
+    sizes, others = [], asyncio.Event()
+    add, loop = Run.add_rollouts, asyncio.get_running_loop()
 
-    def spy(self, rows, **options):
+    def slow(self, rows, **options):
         rows = list(rows)
         sizes.append(len(rows))
+        if len(sizes) == 1:  # the first one holds its transaction until all others have finished
+            loop.call_soon_threadsafe(others.set)
+            while len(source.played) < 6:
+                time.sleep(0.001)
         return add(self, rows, **options)
 
-    monkeypatch.setattr(Run, "add_rollouts", spy)
-    await collect(requests(), engine(Source()), run)
-    assert sizes == [1] * 6
+    class Waiting(Source):
+        async def run_request(self, request, client):
+            if request.request_id != names[0]:
+                await others.wait()
+            return await super().run_request(request, client)
+
+    names = [r.request_id for r in requests()]
+    source = Waiting()
+    monkeypatch.setattr(Run, "add_rollouts", slow)
+    await collect(requests(), engine(source), run)
+    assert sizes[0] == 1
+    assert sum(sizes) == run.num_rollouts() == 6
+    assert len(sizes) < 6
 
 
 async def test_what_cannot_be_stored_ends_the_run_and_leaves_no_task(run):
-    import asyncio
-
     class Full(Exception):
         pass
 

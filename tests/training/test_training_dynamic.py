@@ -259,7 +259,7 @@ class Notices(Silent):
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_real_run_that_starves_says_so_and_ends(model, tmp_path, monkeypatch, ahead):
-    monkeypatch.setattr("rolltree.training.starving.PATIENCE_S", 0.05)
+    monkeypatch.setattr("rolltree.training.starving.PATIENCE_S", 1e-4)
     threads = torch.get_num_threads()
     config = make_config(
         model,

@@ -101,7 +101,6 @@ async def evaluate(
     tally = _Tally(len(requests), stored, on_progress)
     finished = {row.request_id for row in stored}
     todo = [request for request in requests if request.request_id not in finished]
-    sink = _Sink(run, retry_failed, todo if _compares_groups(source) else None)
     engine = RolloutEngine(
         source,
         model,
@@ -109,12 +108,16 @@ async def evaluate(
         time_limit_s=time_limit_s,
         retries=retries,
     )
-    async with aclosing(engine.run(todo)) as results:
-        async for result in results:
-            rows = await sink.add(result)
-            tally.add(rows)
-            if on_result is not None:
-                on_result(result)
+    async with aclosing(engine.run_ready(todo)) as batches:
+        async for batch in batches:
+            encoded = [encode_result(result) for result in batch]
+            if run is not None:
+                together = [row for rows in encoded for row in rows]
+                await asyncio.to_thread(run.add_rollouts, together, replace_failed=retry_failed)
+            for result, rows in zip(batch, encoded, strict=True):
+                tally.add([replace(row, record=b"", tokens=b"") for row in rows])
+                if on_result is not None:
+                    on_result(result)
     rows = tally.rows if run is None else _stored_rows(run, phase, requests)
     return build_report(
         _in_order(requests, rows),
@@ -190,36 +193,6 @@ def _in_order(
 ) -> list[StoredRollout]:
     place = {request.request_id: index for index, request in enumerate(requests)}
     return sorted(rows, key=lambda row: (place[row.request_id], row.trajectory_index))
-
-
-class _Sink:
-    """Stores results as they come; the members of a compared group all at once."""
-
-    def __init__(
-        self, run: Run | None, replace_failed: bool, grouped: Sequence[RolloutRequest] | None
-    ) -> None:
-        self._run = run
-        self._replace_failed = replace_failed
-        self._missing = Counter(request.group_id for request in grouped or ())
-        self._waiting: dict[str, list[StoredRollout]] = {}
-
-    async def add(self, result: RolloutResult) -> list[StoredRollout]:
-        rows = encode_result(result)
-        group = result.request.group_id
-        if group in self._missing:
-            self._waiting.setdefault(group, []).extend(rows)
-            self._missing[group] -= 1
-            if self._missing[group] == 0:
-                await self._store(self._waiting.pop(group))
-        else:
-            await self._store(rows)
-        return [replace(row, record=b"", tokens=b"") for row in rows]
-
-    async def _store(self, rows: Sequence[StoredRollout]) -> None:
-        if self._run is not None:
-            await asyncio.to_thread(
-                self._run.add_rollouts, rows, replace_failed=self._replace_failed
-            )
 
 
 class _Tally:

@@ -8,11 +8,15 @@ text that a tokenizer changes is changed here too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 
 from rolltree.types import IntArray
+
+_REMEMBERED_STARTS = 16
+"""Texts whose ids are kept: the members of a group ask for the same one, one after another."""
 
 
 class Tokenizer(Protocol):
@@ -48,6 +52,7 @@ class Vocabulary:
         if hasattr(tokenizer, "clean_up_tokenization_spaces"):
             self._exactly["clean_up_tokenization_spaces"] = False  # it would eat sampled spaces
         self._anchor = self._find_anchor()
+        self._start_ids = lru_cache(_REMEMBERED_STARTS)(self._encode_once)
 
     def is_special(self, token: int) -> bool:
         """Whether `token` is a control token, not text."""
@@ -68,12 +73,17 @@ class Vocabulary:
         return ids[1:] if ids[0] == anchor_id else np.asarray(self._encode(text), np.int32)
 
     def encode_start(self, text: str) -> IntArray:
-        """Return the ids of `text` at the start of a sequence, int32 `[_T]`."""
-        return np.asarray(self._encode(text), np.int32)
+        """Return the ids of `text` at the start of a sequence, int32 `[_T]`, read-only."""
+        return self._start_ids(text)
 
     def decode(self, ids: Sequence[int] | IntArray) -> str:
         """Return the text of `ids`, special tokens spelled out."""
         return self.tokenizer.decode([int(token) for token in ids], **self._exactly)
+
+    def _encode_once(self, text: str) -> IntArray:
+        ids = np.asarray(self._encode(text), np.int32)
+        ids.setflags(write=False)
+        return ids
 
     def _encode(self, text: str) -> Sequence[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)

@@ -135,11 +135,20 @@ class RolloutEngine:
         )
 
     async def run(self, requests: Iterable[RolloutRequest]) -> AsyncGenerator[RolloutResult, None]:
-        """Yield one result per request, as they finish.
+        """Yield one result per request, as they finish; the rest is as in `run_ready`."""
+        async with aclosing(self.run_ready(requests)) as batches:
+            async for batch in batches:
+                for result in batch:
+                    yield result
+
+    async def run_ready(
+        self, requests: Iterable[RolloutRequest]
+    ) -> AsyncGenerator[list[RolloutResult], None]:
+        """Yield, as they finish, all results that have come since the last ones were taken.
 
         When the source compares the members of a group, a group's results come together, after
-        its last member. Cancelling the consumer, or closing the iterator, cancels every episode in
-        flight (their `@cleanup` runs) and leaves no task behind.
+        its last member, and in one list. Cancelling the consumer, or closing the iterator, cancels
+        every episode in flight (their `@cleanup` runs) and leaves no task behind.
 
         Raises:
             ConfigError: two requests share an id, which would make two results one.
@@ -161,15 +170,18 @@ class RolloutEngine:
         running = len(workers)
         try:
             while running:
-                result = await done.get()
-                if result is None:
-                    running -= 1
-                    continue
-                num_done += 1
-                num_failed += result.error is not None
-                if self.on_progress is not None:
-                    self.on_progress(Progress(num_done, num_failed, total))
-                yield result
+                ready = [await done.get()]
+                while not done.empty():
+                    ready.append(done.get_nowait())
+                results = [result for result in ready if result is not None]
+                running -= len(ready) - len(results)
+                for result in results:
+                    num_done += 1
+                    num_failed += result.error is not None
+                    if self.on_progress is not None:
+                        self.on_progress(Progress(num_done, num_failed, total))
+                if results:
+                    yield results
             await asyncio.gather(*workers)  # raises what a worker raised: a bad request iterator
         finally:
             for worker in workers:

@@ -1,20 +1,21 @@
 """The rollouts of one step: those that are stored already, and the missing ones run now.
 
-Each finished rollout is stored before it counts, so a killed run asks only for what is missing.
-When the source compares the members of a group, a group is stored whole or not at all. It knows
-the engine and the run store. It leaves out what is learned from a rollout.
+Each finished rollout is stored before it counts, so a killed run asks only for what is missing;
+those that finish while a transaction is on its way go into the next one, together. When the source
+compares the members of a group, a group is stored whole or not at all. It knows the engine and the
+run store. It leaves out what is learned from a rollout.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from rolltree.errors import TrainingError
-from rolltree.rollouts import GroupScorer, RolloutEngine
+from rolltree.rollouts import RolloutEngine
 from rolltree.rollouts.record import decode_results, encode_result
 from rolltree.store import Run
 from rolltree.training.plan import PHASE
@@ -69,11 +70,12 @@ async def gather(
     found = dict(stored)
     on_progress(len(found))
     missing = [request for request in requests if request.request_id not in stored]
-    async for batch in _run(missing, engine):
-        rows = [row for result in batch for row in encode_result(result)]
-        await asyncio.to_thread(run.add_rollouts, rows, replace_failed=True)
-        found |= {result.request.request_id: result for result in batch}
-        on_progress(len(found))
+    async with aclosing(engine.run_ready(missing)) as batches:
+        async for batch in batches:
+            rows = [row for result in batch for row in encode_result(result)]
+            await asyncio.to_thread(run.add_rollouts, rows, replace_failed=True)
+            found |= {result.request.request_id: result for result in batch}
+            on_progress(len(found))
     results = tuple(found[request.request_id] for request in requests)
     return Collected(results, len(stored))
 
@@ -85,25 +87,6 @@ def stored_results(requests: Sequence[RolloutRequest], run: Run) -> dict[str, Ro
     rows = run.rollouts(phase=PHASE, train_step=requests[0].train_step, group_id=groups)
     results = decode_results(row for row in rows if row.request_id in wanted)
     return {result.request.request_id: result for result in results}
-
-
-async def _run(
-    requests: Sequence[RolloutRequest], engine: RolloutEngine
-) -> AsyncIterator[list[RolloutResult]]:
-    """Yield what is to be stored together: single results, or whole groups."""
-    source = engine.source
-    whole_groups = isinstance(source, GroupScorer) and source.has_group_rewards
-    missing = Counter(request.group_id for request in requests)
-    waiting: dict[str, list[RolloutResult]] = {}
-    async with aclosing(engine.run(requests)) as results:
-        async for result in results:
-            if not whole_groups:
-                yield [result]
-                continue
-            group = result.request.group_id
-            waiting.setdefault(group, []).append(result)
-            if len(waiting[group]) == missing[group]:
-                yield waiting.pop(group)
 
 
 def check_some_worked(results: Sequence[RolloutResult]) -> None:
