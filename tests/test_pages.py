@@ -1,4 +1,4 @@
-"""The pages hang together: links between them lead somewhere, and design pages have one number each.
+"""The pages hang together: links between them lead somewhere, each design page has its own number.
 
 Links to other sites and to headings are left out.
 """
