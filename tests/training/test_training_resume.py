@@ -94,7 +94,8 @@ class TestKills:
         [
             ("kills_1_0_full/1", 15),
             ("kills_1_0_sharded/1", 15),
-            ("kills_2_0_sharded/1", 4),
+            ("kills_2_0_full/1", 15),
+            ("kills_2_0_sharded/1", 15),
             ("kills_2_1_sharded/1", 2),
         ],
     )
