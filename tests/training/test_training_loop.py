@@ -297,8 +297,12 @@ class TestFailures:
 
         class Compared(LetterSource):
             has_group_rewards = True
+            last_group_waits = False
 
             async def score_group(self, states):
+                if self.last_group_waits and len(self.scored):
+                    await asyncio.Event().wait()
+                self.scored.append(len(states))
                 best = max(state["reward"] for state in states)
                 for state in states:
                     state["reward"] = float(state["reward"] == best)
@@ -311,15 +315,19 @@ class TestFailures:
                 if num_done == 3:
                     raise KeyboardInterrupt
 
+        killed = Compared()
+        killed.last_group_waits, killed.scored = True, []
         with pytest.raises(KeyboardInterrupt):
-            start(config, Compared(), reporter=Stop())
+            start(config, killed, reporter=Stop())
         assert done == [0, 3]
         with Run.open(tmp_path / "run", "r") as run:
             sizes = Counter(row.group_id for row in run.rollouts(blobs=False))
         assert list(sizes.values()) == [3]
         source = Compared()
+        source.scored = []
         start(config, source)
         assert len(source.played) == 3
+        assert source.scored == [3]
 
 
 def test_the_export_is_the_trained_model(model, tmp_path):
