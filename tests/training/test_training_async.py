@@ -1,35 +1,18 @@
 """The asynchronous loop on the embedded engine: bounds, versions, failures, and a real kill."""
 
 import asyncio
-import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 from collections import Counter
 
 import pytest
-import torch
-from loop_kit import make_config, make_model, start
+from loop_kit import make_config, run_script, start
 from training_kit import LetterSource
 
 from rolltree.errors import ConfigError, TrainingError
 from rolltree.store import Run
 from rolltree.training import Silent, build_local, load_train_config, open_run, train_async
 from rolltree.training.stream import LEDGER
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def config_of(model, path, *, steps=6, ahead=1, **sections):
@@ -91,23 +74,11 @@ class TestBounds:
                     seen.append((len(self.groups), self.engine.version))
                 return await super().run_request(request, client)
 
-        async def main():
-            config = config_of(model, tmp_path / "run", ahead=ahead)
-            parts = build_local(config)
-            source = Watched()
-            source.groups, source.engine = [], parts.engine
-            with open_run(config) as run:
-                await train_async(
-                    config,
-                    source=source,
-                    run=run,
-                    client=parts.client,
-                    engine=parts.engine,
-                    model=parts.model,
-                )
-            await parts.client.aclose()
-
-        asyncio.run(main())
+        config = config_of(model, tmp_path / "run", ahead=ahead)
+        parts = build_local(config)
+        source = Watched()
+        source.groups, source.engine = [], parts.engine
+        start(config, source, parts=parts)
         assert all(started <= (version + 1 + ahead) * 2 for started, version in seen)
         assert any(started > (version + 1) * 2 for started, version in seen)
 
@@ -287,57 +258,23 @@ class TestResume:
 
 
 KILLED_RUN = """
-    import os, random, sys, threading, warnings
-    warnings.filterwarnings("ignore")
-    sys.path.insert(0, {kit!r})
-    import torch
-    torch.set_num_threads(1)
-    from pathlib import Path
-    from loop_kit import make_config, start
-    from rolltree.training import Silent
-    from training_kit import LetterSource
-
-    class Killer(Silent):
-        "Dies some milliseconds after the n-th thing that it hears of: anywhere."
-        def __init__(self, events, delay):
-            self.events, self.delay = events, delay
-        def tick(self, *args):
-            self.events -= 1
-            if self.events == 0:
-                threading.Timer(self.delay, os.kill, (os.getpid(), 9)).start()
-        on_start = on_rollouts = on_step = on_end = tick
-
+    config = make_config(
+        model, root / "run", checkpoint={"every": 3}, algorithm={"replace_flat": 1},
+        train={"num_steps": 8, "async_steps": 1},
+    )
     rng = random.Random(5)
     for number in range(40):
-        child = os.fork()
-        if child == 0:
-            config = make_config(
-                Path({model!r}), Path({root!r}) / "run", checkpoint={{"every": 3}},
-                train={{"num_steps": 8, "async_steps": 1}}, algorithm={{"replace_flat": 1}},
-            )
-            events = rng.randint(2, 6) if number < 9 else 0
-            start(config, LetterSource(), reporter=Killer(events, rng.uniform(0, 0.05)))
-            os._exit(0)
-        rng.random(), rng.random()
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        print(code, flush=True)
-        if code == 0:
+        num_events = rng.randint(2, 6) if number < 9 else 0
+        if attempt(config, num_events, rng.uniform(0, 0.05)) == 0:
             break
 """
 
 
 @pytest.mark.slow
 def test_killed_at_random_nothing_is_lost_or_counted_twice(model, tmp_path):
-    script = KILLED_RUN.format(kit=os.path.dirname(__file__), model=str(model), root=str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    codes = [int(line) for line in done.stdout.split()]
-    assert codes[-1] == 0, done.stderr
-    assert codes[:-1] == [-signal.SIGKILL] * (len(codes) - 1), done.stderr
+    codes, errors = run_script(KILLED_RUN, model, tmp_path)
+    assert codes[-1] == 0, errors
+    assert codes[:-1] == [-signal.SIGKILL] * (len(codes) - 1), errors
     assert len(codes) > 4
     with Run.open(tmp_path / "run", "r") as run:
         rows = list(run.rollouts(blobs=False))

@@ -2,16 +2,11 @@ import asyncio
 
 import pytest
 import torch
-from loop_kit import make_config, make_model
+from loop_kit import make_config
 
 from rolltree.errors import ConfigError, UnknownName
 from rolltree.training import build_local, open_run
 from rolltree.types import SamplingParams
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def test_the_engine_serves_the_models_own_tensors(model, tmp_path):

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 import torch
-from loop_kit import make_config, make_model, start
+from loop_kit import make_config, start
 from training_kit import LetterSource
 
 from rolltree.errors import ConfigError
@@ -232,11 +232,6 @@ class TestWatch:
         assert count >= 2
         await asyncio.sleep(0.06)
         assert len(said) == count
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 class Alike(LetterSource):

@@ -1,32 +1,16 @@
 import asyncio
-import os
 import signal
-import subprocess
-import sys
-import textwrap
 from collections import Counter
 
 import pytest
 import torch
-from loop_kit import curve, make_config, make_model, start
+from loop_kit import curve, make_config, run_script, start
 from training_kit import LetterSource
 
 from rolltree.errors import ConfigError, TrainingError
 from rolltree.models import load_model
 from rolltree.store import Run
 from rolltree.training import Silent, build_local, step_requests, train_async
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 class Recorder(Silent):
@@ -340,63 +324,27 @@ def test_the_export_is_the_trained_model(model, tmp_path):
 
 
 KILLED_RUN = """
-    import os, random, sys, threading, warnings
-    warnings.filterwarnings("ignore")
-    sys.path.insert(0, {kit!r})
-    import torch
-    torch.set_num_threads(1)
-    from pathlib import Path
-    from loop_kit import make_config, start
-    from rolltree.training import Silent
-    from training_kit import LetterSource
+    async def evaluate(phase, step):
+        return {"reward": 0.0}
 
-    class Killer(Silent):
-        "Dies some milliseconds after the n-th thing that it hears of: anywhere."
-        def __init__(self, events, delay):
-            self.events, self.delay = events, delay
-        def tick(self, *args):
-            self.events -= 1
-            if self.events == 0:
-                threading.Timer(self.delay, os.kill, (os.getpid(), 9)).start()
-        on_start = on_rollouts = on_step = on_eval = on_end = tick
+    def config(name):
+        return make_config(
+            model, root / name, train={"num_steps": 30}, checkpoint={"every": 3},
+            eval={"before": True, "after": True},
+        )
 
-    def attempt(path, events, delay):
-        child = os.fork()
-        if child == 0:
-            async def evaluate(phase, step):
-                return {{"reward": 0.0}}
-            config = make_config(
-                Path({model!r}), path, train={{"num_steps": 30}}, checkpoint={{"every": 3}},
-                eval={{"before": True, "after": True}},
-            )
-            start(config, LetterSource(), evaluate=evaluate, reporter=Killer(events, delay))
-            os._exit(0)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        print(code, flush=True)
-        return code
-
-    root = Path({root!r})
-    attempt(root / "whole", 0, 0)
-    rng = random.Random({seed})
+    attempt(config("whole"), evaluate=evaluate)
+    rng = random.Random(0)
     for number in range(20):  # 9 events are about one new step
-        attempt(root / "killed", rng.randint(1, 9), rng.uniform(0, 0.03))
-    attempt(root / "killed", 0, 0)
+        attempt(config("killed"), rng.randint(1, 9), rng.uniform(0, 0.03), evaluate=evaluate)
+    attempt(config("killed"), evaluate=evaluate)
 """
 
 
 @pytest.mark.slow
 def test_a_run_killed_20_times_at_random_ends_like_one_never_killed(model, tmp_path):
-    kit = os.path.dirname(__file__)
-    script = KILLED_RUN.format(kit=kit, model=str(model), root=str(tmp_path), seed=0)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
-    codes = [int(line) for line in done.stdout.split()]
-    assert codes == [0, *[-signal.SIGKILL] * 20, 0], done.stderr
+    codes, errors = run_script(KILLED_RUN, model, tmp_path)
+    assert codes == [0, *[-signal.SIGKILL] * 20, 0], errors
 
     def stored(name):
         with Run.open(tmp_path / name, "r") as run:

@@ -9,11 +9,6 @@ from rolltree.training import ALGORITHMS, CORRECTIONS
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="session")
 def teacher(tmp_path_factory):
     """The same architecture with other weights."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,13 +22,6 @@ def teacher(tmp_path_factory):
     network.save_pretrained(folder)
     AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"sft", "distill", "dr_grpo", "zero"}))

@@ -1,30 +1,17 @@
 """The loop as a user can observe it: order, policies, saving, what is told and stored."""
 
-import asyncio
 from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
 import torch
-from loop_kit import make_config, make_model, start
+from loop_kit import make_config, start
 from training_kit import LetterSource
 
 from rolltree.errors import ConfigError, TrainingError
 from rolltree.store import Run
-from rolltree.training import Checkpoints, Silent, build_local, open_run, train, train_async
+from rolltree.training import Checkpoints, Silent, build_local, open_run, train
 from rolltree.types import RolloutResult
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 class WatchedEngine:
@@ -55,22 +42,10 @@ class WatchedEngine:
 def test_weights_change_only_while_the_engine_is_paused(model, tmp_path):
     config = make_config(model, tmp_path / "run", train={"num_steps": 2})
 
-    async def main():
-        parts = build_local(config)
-        watched = WatchedEngine(parts.engine, parts.model)
-        with open_run(config) as run:
-            await train_async(
-                config,
-                source=LetterSource(),
-                run=run,
-                client=parts.client,
-                engine=watched,
-                model=parts.model,
-            )
-        await parts.client.aclose()
-        return watched.seen
-
-    seen = asyncio.run(main())
+    parts = build_local(config)
+    watched = WatchedEngine(parts.engine, parts.model)
+    start(config, parts=parts, engine=watched)
+    seen = watched.seen
     assert [kind for kind, _ in seen] == ["pause", "publish", "go"] * 3
     assert [value for kind, value in seen if kind == "publish"] == [0, 1, 2]
     pauses = [value for kind, value in seen if kind == "pause"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from loop_kit import make_config, make_model, start
+from loop_kit import make_config, start
 from training_kit import LetterSource, tiny_model
 
 from rolltree.errors import ConfigError, TrainingError
@@ -20,18 +20,6 @@ from rolltree.training.publishing import Publisher, weights_checksum
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "inference" / "server"))
 import serve_kit
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 class TestChecksum:

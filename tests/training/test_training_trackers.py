@@ -11,25 +11,12 @@ import textwrap
 from contextlib import closing
 
 import pytest
-import torch
-from loop_kit import make_config, make_model, start
+from loop_kit import make_config, start
 
 from rolltree.errors import ConfigError, UnknownName
 from rolltree.store import Run
 from rolltree.training import Silent
 from rolltree.training.trackers import TRACKERS, TrackedRun, Tracking, numbers
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def tracked(path, first_step=1, name="addition"):
