@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from string import ascii_uppercase
 from typing import Any
 
 import rolltree as rt
@@ -23,8 +24,7 @@ from rolltree.agents import Agent, Spoken, SpokenCall, ToolAgent
 from rolltree.environments import ProtocolEnvironment
 from rolltree.protocols import Budget, DelegatingProtocol, SubAgent, delegate_tool
 
-LETTERS = "ABCDEFGHKP"
-BOOK = dict(zip(LETTERS, "3914082675", strict=True))
+BOOK = dict(zip(ascii_uppercase, "39140826757163920485028461", strict=True))
 
 
 class AskCalls:
@@ -84,7 +84,7 @@ def known(state: rt.State) -> float:
 
 
 def question(rng: random.Random) -> dict[str, Any]:
-    first, second = rng.sample(LETTERS, 2)
+    first, second = rng.sample(ascii_uppercase, 2)
     wanted = rng.choice("ab")
     answer = BOOK[first if wanted == "a" else second]
     return {"question": f"a={first} b={second} ?{wanted}", "answer": answer}
@@ -101,7 +101,7 @@ def rows(num: int, seed: int, without: set[str]) -> list[dict[str, Any]]:
     return found
 
 
-def load_environment(num_train: int = 120, num_eval: int = 60, seed: int = 0) -> rt.Environment:
+def load_environment(num_train: int = 900, num_eval: int = 60, seed: int = 0) -> rt.Environment:
     """Return the environment; no question of evaluation is one of training."""
     taken: set[str] = set()
     held_out = rows(num_eval, seed + 1, taken)

@@ -40,7 +40,7 @@ from rolltree.training import (
 )
 from rolltree.types import RolloutResult
 
-NOISE = {"ask": 0.4, "book": 0.4, "tell": 0.2}
+NOISE = {"ask": 0.2, "book": 0.5, "tell": 0.2}
 
 
 def warm_start(folder: Path, options: argparse.Namespace) -> Path:
@@ -196,8 +196,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--flow", default="own", help="own, shared, discounted or team")
     parser.add_argument("--algorithm", default="grpo", help="a row of rolltree.training.ALGORITHMS")
     parser.add_argument("--num-steps", type=int, default=60)
-    parser.add_argument("--games", type=int, default=24, help="of the warm start, per question")
-    parser.add_argument("--warm-steps", type=int, default=120)
+    parser.add_argument("--games", type=int, default=8, help="of the warm start, per question")
+    parser.add_argument("--warm-steps", type=int, default=240)
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

@@ -14,7 +14,7 @@ from rolltree.training import Trainer, load_train_config
 from rolltree.training.batches import make_batch
 from rolltree.training.contents import trained_tensors
 from rolltree.training.layout import collate
-from rolltree.training.lora import plain_tensors
+from rolltree.training.lora import add_adapter, plain_tensors
 from rolltree.training.shard import whole
 
 QUIET = {"max_mismatch": 1e37, "max_tokens": 64, "skip_flat": False}
@@ -22,6 +22,10 @@ CASES = {
     "grpo": {},
     "gspo, ratios of rollouts that span ranks": {"algorithm": {"name": "gspo"}},
     "kl": {"algorithm": {"kl_coef": 0.3}},
+    "adapters, kl to the model below them": {
+        "model": {"lora_rank": 2},
+        "algorithm": {"kl_coef": 0.3},
+    },
     "gmpo, corrected per rollout, kl in the reward": {
         "algorithm": {
             "name": "gmpo",
@@ -65,8 +69,15 @@ def made(case, ranks):
     sections = {k: v for k, v in case.items() if k != "num_groups"}
     sections["train"] = {**QUIET, **sections.get("train", {})}
     config = load_train_config({"optim": {"lr": 1e-2, "weight_decay": 0.1}, **sections})
-    teacher = tiny_model(case.get("kind", "qwen3"), 1) if config.algorithm.kl_coef else None
-    return Trainer(tiny_model(case.get("kind", "qwen3")), config, ranks, teacher)
+    model, teacher = tiny_model(case.get("kind", "qwen3")), None
+    if config.model.lora_rank:
+        add_adapter(model, config.model, 0)
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:  # 0 at first: nothing would move away from the reference
+                torch.nn.init.normal_(parameter, std=0.3)
+    elif config.algorithm.kl_coef:
+        teacher = tiny_model(case.get("kind", "qwen3"), 1)
+    return Trainer(model, config, ranks, teacher)
 
 
 def flatten(tensors):

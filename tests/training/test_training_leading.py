@@ -17,7 +17,7 @@ from rolltree.store import Run
 from rolltree.training import Checkpoints, Silent, Trainer, load_train_config, train
 from rolltree.training.contents import trained_tensors
 from rolltree.training.leading import COMMANDS
-from rolltree.training.lora import add_adapter, copy_weights, peft_name, plain_tensors
+from rolltree.training.lora import adapters_off, add_adapter, copy_weights, peft_name, plain_tensors
 from rolltree.training.stopping import stop_on_sigterm, to_the_end
 
 
@@ -126,6 +126,43 @@ class TestLora:
         assert torch.allclose(served(ids).logits, model(ids).logits, atol=1e-5)
         before = tiny_model(kind)(ids).logits
         assert not torch.allclose(model(ids).logits, before, atol=1e-2)
+
+    @pytest.mark.parametrize("kl", ["k3", "reward", "full"])
+    def test_the_reference_is_the_model_below_the_adapters(self, kl):
+        found = []
+        for reference in (None, tiny_model()):
+            model = tiny_model()
+            config = load_train_config(
+                {
+                    "model": {"lora_rank": 2},
+                    "algorithm": {"kl_coef": 0.5, "kl": kl},
+                    "train": {"max_mismatch": 1e9, "max_tokens": 64},
+                    "optim": {"lr": 1e-2},
+                }
+            )
+            add_adapter(model, config.model, 0)
+            trainer = Trainer(model, config, reference=reference)
+            assert (trainer.reference.model is model) == (reference is None)
+            metrics = [trainer.step([tree(group())], step) for step in (1, 2, 3)]
+            found.append((metrics[-1]["train/kl"], *(p.detach() for p in model.parameters())))
+        assert found[0][0] > 1e-4
+        for own, copied in zip(*found, strict=True):
+            assert torch.allclose(torch.as_tensor(own), torch.as_tensor(copied), atol=1e-6)
+
+    def test_the_adapters_are_on_again_when_a_pass_breaks(self):
+        model, trainer = self.adapted()
+        trainer.step([tree(group())], 1)
+        ids = torch.tensor([[4, 8, 15, 16, 23, 42]])
+        adapted, plain = model(ids).logits, tiny_model()(ids).logits
+
+        def broken():
+            with adapters_off(model):
+                assert torch.equal(model(ids).logits, plain)
+                raise RuntimeError("out of memory")
+
+        with pytest.raises(RuntimeError, match="out of memory"):
+            broken()
+        assert torch.equal(model(ids).logits, adapted)
 
     def test_a_tree_gives_the_gradient_of_its_rows(self):
         from training_kit import flat

@@ -7,8 +7,8 @@ about losses and optimizers. It leaves out padding: no token is computed that no
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -169,6 +169,8 @@ class LogprobModel:
         forward: a key of `FORWARDS`.
         compute_dtype: autocast to this while computing; float32 turns autocast off.
         chunk_rows: rows of logits that exist at the same time.
+
+    `around` is opened around every pass: a second reader of one module may see it another way.
     """
 
     def __init__(
@@ -186,15 +188,18 @@ class LogprobModel:
         self.chunk_rows = chunk_rows
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.run: Callable[..., tuple[Tensor, Tensor, Tensor | None]] = self.compute
+        self.around: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def move(self, device: torch.device) -> None:
         """Compute on `device` from now on."""
         self.model.to(device)
         self.device = device
 
-    def context(self) -> AbstractContextManager[None]:
-        """Return what must be open around a forward pass and its backward pass."""
-        return nullcontext() if self.forward == "rows" else tree_attention(self.model)
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """Open what must be open around a forward pass and its backward pass."""
+        with self.around(), nullcontext() if self.forward == "rows" else tree_attention(self.model):
+            yield
 
     def __call__(
         self,

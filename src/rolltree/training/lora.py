@@ -8,6 +8,7 @@ what the engine sampled from) and quantised base weights.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,6 +65,24 @@ def add_adapter(model: Any, section: ModelSection, seed: int) -> None:
 def is_adapted(model: Any) -> bool:
     """Whether `add_adapter` was called on a model."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+@contextmanager
+def adapters_off(model: Any) -> Iterator[None]:
+    """Let `model` compute what it did before `add_adapter` while the context is open.
+
+    The adapters' scale is 0 in it: nothing of the module changes but that number, so shards and
+    what autograd has recorded stay as they are.
+    """
+    scales = [module.scaling for module in model.modules() if hasattr(module, "base_layer")]
+    before = [scale[ADAPTER] for scale in scales]
+    try:
+        for scale in scales:
+            scale[ADAPTER] = 0.0
+        yield
+    finally:
+        for scale, value in zip(scales, before, strict=True):
+            scale[ADAPTER] = value
 
 
 def peft_name(name: str) -> str:

@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from rolltree.training.forward import LogprobModel, choose_forward, enable_check
 from rolltree.training.kl import KLS
 from rolltree.training.layout import FloatColumn, collate
 from rolltree.training.logprobs import RecordLogprobs
+from rolltree.training.lora import adapters_off, is_adapted
 from rolltree.training.metrics import RecordStats
 from rolltree.training.objective import (
     Start,
@@ -59,8 +61,9 @@ class Trainer:
         reference: what the KL is to, instead of `algorithm.reference`; it is frozen in place. None
             and no such setting: a copy of `model` as it is now.
 
-    The reference costs four bytes per parameter for as long as the trainer lives. Ranks share it,
-    but for a KL over the whole vocabulary, where each holds all of it.
+    The reference costs four bytes per parameter for as long as the trainer lives; with adapters the
+    model below them is the reference and costs nothing. Ranks share it, but for a KL over the whole
+    vocabulary, where each holds all of it.
 
     Raises:
         TrainingError: the model cannot be trained as configured.
@@ -77,14 +80,16 @@ class Trainer:
         self.model, self.config, self.ranks = model, config, ranks
         self.algorithm: Algorithm = config.algorithm.resolve()
         self.logprobs = self._reader(model)
-        self.reference = self._reference(reference)
         self._whole_kl = self.algorithm.kl_coef > 0 and KLS[self.algorithm.kl].fn is None
+        self.reference = self._reference(reference)
         if config.train.gradient_checkpointing:
             enable_checkpointing(model)
         if ranks is not None:
             shard(self.logprobs, ranks)
             if self.reference is not None and self._whole_kl:
                 self.reference.move(ranks.device)
+            elif self.reference is not None and self.reference.model is model:
+                self.reference = self._below_adapters()
             elif self.reference is not None:
                 shard(self.reference, ranks)
         self.optimizer = Optimizer(model, config.optim)
@@ -113,6 +118,9 @@ class Trainer:
                 f"algorithm.name = {self.config.algorithm.name!r} learns from another model, and "
                 "there is none. Set algorithm.reference to the teacher's name or folder."
             )
+        whole_on_ranks = self._whole_kl and self.ranks is not None
+        if given is None and name is None and is_adapted(self.model) and not whole_on_ranks:
+            return self._below_adapters()
         if given is None:
             device = self.config.model.device
             given = (
@@ -128,6 +136,12 @@ class Trainer:
                 f"of {rows[1]:,}, so their logprobs are of different tokens. Use a reference with "
                 "the same tokenizer."
             )
+        return reader
+
+    def _below_adapters(self) -> LogprobModel:
+        """Return a reader of the model as it is without its adapters, which never changes."""
+        reader = copy.copy(self.logprobs)
+        reader.around = partial(adapters_off, self.model)
         return reader
 
     def step(
@@ -266,15 +280,16 @@ class Trainer:
 
     def _read(self, item: Pack) -> tuple[RecordLogprobs, Tensor | None]:
         """Return what the model says of a pack, and the reference's logprobs if they are read."""
+        reference = None
+        if self.reference is not None and not self._whole_kl:
+            with torch.no_grad(), self.reference.context():
+                reference = self.reference(item.forest).logprob
         got = self.logprobs(
             item.forest,
             entropy_gradient=self.algorithm.entropy_coef > 0,
             teacher=self.reference if self._whole_kl else None,
         )
-        if self.reference is None or self._whole_kl:
-            return got, None
-        with torch.no_grad(), self.reference.context():
-            return got, self.reference(item.forest).logprob
+        return got, reference
 
     def _backward(self, total: Tensor) -> None:
         with backward_precision(self.config.model.backward_dtype):
