@@ -40,6 +40,13 @@ async def test_a_result_an_error_and_the_context():
     await all_ended()
 
 
+async def test_an_exhausted_iterator_is_an_error_and_nobody_waits_for_ever():
+    with pytest.raises(RuntimeError, match="StopIteration") as failed:
+        await run_in_thread(lambda: next(iter([])), limit_s=5.0, name=NAME)
+    assert isinstance(failed.value.__cause__, StopIteration)
+    await all_ended()
+
+
 async def test_python_code_is_stopped_at_its_time_limit():
     turns = []
 

@@ -55,6 +55,10 @@ class _Work(Generic[T]):
     def _work_and_tell(self) -> None:
         try:
             result = self._context.run(self._work)
+        except StopIteration as error:  # no future takes it: its waiter would wait for ever
+            lost = RuntimeError("the work raised StopIteration: an iterator had no more items")
+            lost.__cause__ = error
+            self._tell(self.future.set_exception, lost)
         except BaseException as error:  # noqa: BLE001  it is raised in the waiting task
             self._tell(self.future.set_exception, error)
         else:
@@ -96,6 +100,7 @@ async def run_in_thread(
 
     Raises:
         TimeoutError: it took longer than `limit_s`; the thread was stopped.
+        RuntimeError: it raised StopIteration, as a coroutine that does.
     """
     running = _Work(work, name)
     running.thread.start()

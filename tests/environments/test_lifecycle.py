@@ -262,6 +262,25 @@ async def test_a_cleanup_that_raises_is_recorded_and_the_others_run():
     assert state["cleanup_errors"][0]["phase"] == "cleanup"
 
 
+async def a_task_that_was_cancelled():
+    inner = asyncio.create_task(asyncio.sleep(60))
+    inner.cancel()
+    await inner
+
+
+async def test_a_cleanup_that_awaits_what_it_cancelled_is_recorded_and_the_others_run():
+    class Broken(Tracked):
+        @cleanup(priority=2)
+        async def broken(self, state):
+            await a_task_that_was_cancelled()
+
+    env = Broken()
+    state = (await env.run_request(a_request(env), ScriptedModel("one")))[0]
+    assert env.log == BOTH
+    assert state["reward"] == 1.0
+    assert [error["type"] for error in state["cleanup_errors"]] == ["CancelledError"]
+
+
 async def test_a_cleanup_that_hangs_is_given_up(monkeypatch):
     monkeypatch.setattr(environment_module, "CLEANUP_LIMIT_S", 0.02)
 
@@ -320,16 +339,34 @@ async def test_an_environment_is_a_context_manager():
     assert log == ["first", "second"]
 
 
-async def test_a_teardown_that_raises_does_not_stop_the_others(caplog):
+async def cannot_close():
+    raise OSError("cannot close")
+
+
+@pytest.mark.parametrize("failure", [cannot_close, a_task_that_was_cancelled])
+async def test_a_teardown_that_raises_does_not_stop_the_others(caplog, failure):
     class Broken(Closes):
         @teardown(priority=5)
         async def broken(self):
-            raise OSError("cannot close")
+            await failure()
 
     log = []
     await Broken(log).aclose()
     assert log == ["first", "second"]
     assert "broken" in caplog.text
+
+
+async def test_a_teardown_that_is_cancelled_says_so():
+    class Hangs(Closes):
+        @teardown(priority=5)
+        async def hangs(self):
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(Hangs([]).aclose())
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 def test_what_is_open_at_exit_is_closed():

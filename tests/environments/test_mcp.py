@@ -6,12 +6,14 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 from env_scripts import ScriptedModel
 
 from rolltree.environments import MCPEnv, MCPServer
+from rolltree.environments.mcp_servers import MCPConnection
 from rolltree.environments.tools import ToolUnavailable
 from rolltree.errors import ConfigError
 
@@ -157,6 +159,18 @@ def test_two_tools_of_one_name():
 
     with pytest.raises(ConfigError, match="two tools named 'add_note'"):
         MCPEnv([STDIO], tools=[add_note], dataset=ROWS)
+
+
+def test_a_connection_that_fails_while_it_closes_says_so(caplog):
+    connection = MCPConnection(MCPServer("notes", command="unused"))
+    connection._thread.start()
+    connection._task = Future()
+    connection._task.set_exception(OSError("broken pipe"))
+    with caplog.at_level("DEBUG", "rolltree.environments"):
+        connection.close()
+    assert "notes" in caplog.text
+    assert "broken pipe" in caplog.text
+    assert not connection._thread.is_alive()
 
 
 def running():

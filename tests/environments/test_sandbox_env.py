@@ -158,6 +158,19 @@ async def test_teardown_closes_what_no_cleanup_reached(backend, tmp_path):
     assert nothing_left(env, tmp_path)
 
 
+async def test_a_teardown_says_which_sandboxes_it_could_not_close(caplog):
+    class Stuck:
+        async def close(self):
+            raise SandboxError("the folder is busy")
+
+    env = PythonEnv(sandbox=Broken(False), dataset=ROWS)
+    other = Broken(False)
+    env._sandboxes |= {"one": Stuck(), "two": other}
+    await env.aclose()
+    assert other.closed == 1
+    assert "the folder is busy" in caplog.text
+
+
 class Broken:
     """A backend whose sandboxes fail: at once, or at the first run."""
 

@@ -9,11 +9,13 @@ import textwrap
 import threading
 import time
 
+import pytest
 from protocol_kit import CountWorld, an_agent
 
 from rolltree.agents import Agent
 from rolltree.environments import ProtocolEnvironment
 from rolltree.protocols import MultiAgentSyncProtocol, Setting, SingleAgentProtocol
+from rolltree.protocols.worlds import opened
 from rolltree.rollouts import RolloutEngine, build_requests
 from rolltree.testing import ScriptedClient
 from rolltree.worlds import ParallelGame
@@ -84,6 +86,23 @@ async def test_a_cancelled_episode_stops_the_thread_of_its_world():
     await asyncio.gather(task, return_exceptions=True)
     assert task.cancelled()
     assert await all_ended()
+
+
+async def test_a_world_that_fails_to_close_does_not_swallow_the_cancellation():
+    class Stuck(CountWorld):
+        def close(self):
+            raise OSError("the port is taken")
+
+    async def play():
+        async with opened(Stuck):
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(play())
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError) as ended:
+        await task
+    assert "the port is taken" in repr(ended.value.__cause__)
 
 
 def test_a_killed_run_leaves_no_process_and_no_file(tmp_path):

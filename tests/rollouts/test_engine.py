@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_source import Model, Source, a_request, failed
 
-from rolltree.errors import ConfigError
+from rolltree.errors import ConfigError, ConnectionFailed
 from rolltree.rollouts import GroupScorer, RolloutEngine, RolloutSource, current_episode
 
 
@@ -258,6 +258,24 @@ async def test_an_error_of_the_consumer_cancels_too():
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
+async def test_an_episode_that_catches_its_cancellation_is_the_last_one():
+    begun = []
+
+    async def play(request, client, state):
+        begun.append(request.request_id)
+        try:
+            await asyncio.sleep(60)
+        except BaseException:  # what a bare `except` in an environment does
+            raise ConnectionFailed("the server went away") from None
+
+    task = asyncio.create_task(engine(play, max_concurrent=1, retries=2).run_all(requests(3)))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 5)
+    assert begun == ["r0"]
+
+
 async def test_something_cancelled_inside_an_episode_fails_that_episode_alone():
     async def play(request, client, state):
         if request.request_id == "r1":
@@ -432,6 +450,35 @@ async def test_scoring_that_raises_is_recorded_with_the_group():
     assert [result.error.type for result in results] == ["ZeroDivisionError"] * 4
     assert [result.error.phase for result in results] == ["scoring"] * 4
     assert [result.states[0]["reward"] for result in results] == [None] * 4
+
+
+async def test_scoring_that_awaits_what_it_cancelled_fails_its_group_alone():
+    class Cancels(GroupSource):
+        async def score_group(self, states):
+            if states[0]["example_id"] == 0:
+                inner = asyncio.create_task(asyncio.sleep(60))
+                inner.cancel()
+                await inner
+            await super().score_group(states)
+
+    results = await engine(Cancels()).run_all(grouped(2, 2))
+    found = {result.request.request_id: result.error for result in results}
+    assert [found[name] and found[name].type for name in ("r0", "r1", "r2", "r3")] == [
+        "CancelledError", "CancelledError", None, None,
+    ]  # fmt: skip
+
+
+async def test_scoring_that_is_cancelled_leaves_no_task():
+    class Hangs(GroupSource):
+        async def score_group(self, states):
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(engine(Hangs()).run_all(grouped(2, 2)))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_an_error_that_scoring_leaves_in_a_state_reaches_the_result():

@@ -233,6 +233,17 @@ class TestWatch:
         await asyncio.sleep(0.06)
         assert len(said) == count
 
+    async def test_a_cancellation_while_it_stops_looking_is_not_lost(self):
+        async def look():
+            async with StarvationWatch(lambda said: None).looking():
+                pass
+
+        task = asyncio.create_task(look())
+        await asyncio.sleep(0)  # it waits for the task that looks
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
 
 class Alike(LetterSource):
     """On the real engine: from `last` groups on, every reward is 1."""

@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import threading
+import time
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from rolltree.training import Checkpoints, Silent, Trainer, load_train_config, t
 from rolltree.training.contents import trained_tensors
 from rolltree.training.leading import COMMANDS
 from rolltree.training.lora import adapters_off, add_adapter, copy_weights, peft_name, plain_tensors
+from rolltree.training.optim import Optimizer
 from rolltree.training.stopping import stop_on_sigterm, to_the_end
 
 
@@ -198,10 +201,13 @@ class TestLora:
 
 
 class TestStopping:
-    def run(self, path, tmp_path, **options):
+    def run(self, path, tmp_path, ahead=0, **options):
         model = make_model(tmp_path / "model")
         config = make_config(
-            model, path, train={"num_steps": 5}, checkpoint={"every": 100, "export": False}
+            model,
+            path,
+            train={"num_steps": 5, "async_steps": ahead},
+            checkpoint={"every": 100, "export": False},
         )
         return start(config, LetterSource(), **options)
 
@@ -229,6 +235,24 @@ class TestStopping:
         whole = self.run(tmp_path / "whole", tmp_path)
         for one, two in zip(curve(again), curve(whole), strict=True):
             assert one == pytest.approx(two, rel=1e-3, abs=1e-4)
+
+    def test_weights_that_a_step_is_writing_are_not_saved(self, tmp_path, monkeypatch):
+        """Ctrl-C twice while the optimizer writes in its thread: the second one does not wait."""
+        original, calls = Optimizer.step, []
+
+        def interrupted(self, lr):
+            calls.append(lr)
+            if len(calls) == 3:
+                for _ in range(2):
+                    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                    time.sleep(0.3)
+            original(self, lr)
+
+        monkeypatch.setattr(Optimizer, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            self.run(tmp_path / "run", tmp_path, ahead=1)
+        assert Checkpoints(tmp_path / "run" / "checkpoints").latest() is None
+        assert len(self.run(tmp_path / "run", tmp_path, ahead=1).steps) == 5
 
     async def test_work_that_must_not_stop_in_the_middle_ends_first(self):
         done = []

@@ -60,7 +60,7 @@ def close_all() -> None:
         forget(environment)
         try:
             asyncio.run(environment.aclose())
-        except Exception:
+        except Exception:  # told; the other environments must be closed
             logger.exception("the teardown of %s failed", type(environment).__name__)
 
 

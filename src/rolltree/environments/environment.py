@@ -35,6 +35,7 @@ from rolltree.parsers import Parser
 from rolltree.rollouts import derive_seed, merge_args
 from rolltree.rollouts.episode import current_episode
 from rolltree.rubrics import Rubric
+from rolltree.tasks import being_cancelled, uninterrupted
 from rolltree.tokens import Trajectory
 from rolltree.types import (
     ChatMessage,
@@ -351,23 +352,16 @@ class Environment(Runnable):
         if state.get("cleaned_up") or not self._cleanup_handlers:
             return
         state["cleaned_up"] = True
-        task = asyncio.create_task(self._run_cleanup(state))
-        cancelled: asyncio.CancelledError | None = None
-        while not task.done():
-            try:
-                await asyncio.shield(task)
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            raise cancelled
-        task.result()
+        await uninterrupted(self._run_cleanup(state))
 
     async def _run_cleanup(self, state: State) -> None:
         for handler in self._cleanup_handlers:
             try:
                 async with asyncio.timeout(CLEANUP_LIMIT_S):
                     await settle(handler(state))
-            except Exception as error:  # noqa: BLE001  recorded; the other handlers must run
+            except (Exception, asyncio.CancelledError) as error:  # recorded; the others must run
+                if being_cancelled():
+                    raise
                 logger.warning("cleanup %s of %s failed: %s", handler.__name__, self.env_id, error)
                 state.setdefault("cleanup_errors", []).append(
                     record_error(error, "cleanup").as_dict()
@@ -377,7 +371,9 @@ class Environment(Runnable):
         for handler in self._teardown_handlers:
             try:
                 await settle(handler())
-            except Exception:
+            except (Exception, asyncio.CancelledError):  # told; the other handlers must run
+                if being_cancelled():
+                    raise
                 logger.exception("teardown %s of %s failed", handler.__name__, self.env_id)
 
     async def aclose(self) -> None:

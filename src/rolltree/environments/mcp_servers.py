@@ -10,6 +10,7 @@ closed in one task, while environments are used from several loops, one per `eva
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -19,6 +20,8 @@ from typing import Any
 
 from rolltree.errors import ConfigError
 from rolltree.tools import ToolUnavailable
+
+logger = logging.getLogger("rolltree.environments")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,8 @@ class MCPConnection:
             self._loop.call_soon_threadsafe(self._end)
             try:
                 self._task.result(10.0)
-            except Exception:  # noqa: BLE001  it is being given up; `open` and `call` reported why
+            except Exception as error:  # noqa: BLE001  it is being given up, whatever it says
+                logger.debug("MCP server %s did not close: %r", self.server.name, error)
                 self._task.cancel()
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)

@@ -133,4 +133,7 @@ class SandboxEnv(StatefulToolEnv):
         """Close the sandboxes of rollouts that never reached their cleanup."""
         left = list(self._sandboxes.values())
         self._sandboxes.clear()
-        await asyncio.gather(*(sandbox.close() for sandbox in left), return_exceptions=True)
+        ends = await asyncio.gather(*(sandbox.close() for sandbox in left), return_exceptions=True)
+        failures = [end for end in ends if isinstance(end, Exception)]
+        if failures:
+            raise ExceptionGroup(f"{len(failures)} sandboxes could not be closed", failures)

@@ -5,11 +5,11 @@ It knows that worlds have `close`. It leaves out what is done in a world.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from rolltree.tasks import uninterrupted
 from rolltree.worlds import drive
 
 
@@ -24,20 +24,4 @@ async def opened(make: Callable[[], Any] | None) -> AsyncIterator[Any]:
         yield world
     finally:
         if world is not None:
-            await _uninterrupted(drive(world.close))
-
-
-async def _uninterrupted(work: Any) -> None:
-    """Await `work` to its end, also while this task is being cancelled."""
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as error:
-            cancelled = error
-        except Exception:  # noqa: BLE001  it is raised below, once the task is done
-            break
-    if cancelled is not None:
-        raise cancelled
-    task.result()
+            await uninterrupted(drive(world.close))

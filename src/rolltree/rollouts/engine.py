@@ -22,6 +22,7 @@ from rolltree.rollouts.batch import Credit, GeneratedBatch, make_batch
 from rolltree.rollouts.episode import Clock, Episode, TimedClient, playing
 from rolltree.rollouts.source import GroupScorer, RolloutSource
 from rolltree.samples import TruncationPolicy
+from rolltree.tasks import being_cancelled
 from rolltree.types import (
     ErrorRecord,
     RolloutRequest,
@@ -204,6 +205,8 @@ class RolloutEngine:
     async def _run_one(self, request: RolloutRequest) -> RolloutResult:
         attempt = 1
         while True:
+            if being_cancelled():  # an episode caught it, and the next one must not begin
+                raise asyncio.CancelledError
             result = await self._attempt(request, attempt)
             error = result.error
             if error is None or attempt > self.retries or error.type not in RETRYABLE:
@@ -223,8 +226,7 @@ class RolloutEngine:
             states = tuple(episode.states)
             error = self._timed_out(states) if scope.expired() else _broken_source(failure, states)
         except asyncio.CancelledError as failure:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
+            if being_cancelled():
                 raise  # somebody cancels this run; anything else was cancelled in the episode
             states = tuple(episode.states)
             error = _broken_source(failure, states)
@@ -313,7 +315,9 @@ class _Groups:
         try:
             if states:
                 await self._scorer.score_group(states)
-        except Exception as error:  # noqa: BLE001  scoring that fails is recorded with the group
+        except (Exception, asyncio.CancelledError) as error:  # recorded with the group
+            if being_cancelled():
+                raise
             failure = record_error(error, "scoring")
             _mark_failed(tuple(states), failure)
         return [_with_state_error(member) for member in members]

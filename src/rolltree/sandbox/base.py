@@ -16,6 +16,7 @@ from rolltree.sandbox.folder import PrivateFolder
 from rolltree.sandbox.process import Launch, SupervisedProcess, run_to_end
 from rolltree.sandbox.session import PythonWorker
 from rolltree.sandbox.values import Limits, RunResult, SandboxLevel
+from rolltree.tasks import being_cancelled
 
 
 class FolderSandbox(ABC):
@@ -58,7 +59,7 @@ class FolderSandbox(ABC):
         try:
             return await task
         except asyncio.CancelledError:
-            if self._closed and not _being_cancelled():
+            if self._closed and not being_cancelled():
                 raise SandboxError("the sandbox was closed while code ran in it.") from None
             raise
 
@@ -133,8 +134,3 @@ class FolderSandbox(ABC):
             raise SandboxError(
                 "the sandbox is closed: its processes and files are gone. Create another one."
             )
-
-
-def _being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

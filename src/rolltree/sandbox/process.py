@@ -21,6 +21,7 @@ import msgspec
 
 from rolltree.errors import SandboxError
 from rolltree.sandbox.values import Ended, Limits, RunResult
+from rolltree.tasks import outlast
 
 WARDEN = Path(__file__).with_name("warden.py")
 
@@ -169,12 +170,7 @@ class SupervisedProcess:
     async def stop(self) -> None:
         """Kill the tree and wait for its end, also while the caller is being cancelled."""
         self.kill()
-        cancelled: asyncio.CancelledError | None = None
-        while not self.finished.done():
-            try:
-                await asyncio.shield(self.finished)
-            except asyncio.CancelledError as error:
-                cancelled = error
+        cancelled = await outlast(self.finished)
         if cancelled is not None:
             raise cancelled
 

@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from typing import Any, TypeVar
 
+from rolltree.tasks import uninterrupted
+
 ResultT = TypeVar("ResultT")
 
 
@@ -63,9 +65,4 @@ class Handover:
 
 async def in_thread(call: Callable[[], ResultT]) -> ResultT:
     """Run `call` in a thread to its end, also when the awaiting task is cancelled meanwhile."""
-    task = asyncio.ensure_future(asyncio.to_thread(call))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
+    return await uninterrupted(asyncio.to_thread(call))

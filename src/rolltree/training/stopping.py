@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from rolltree.errors import Stopped
+from rolltree.tasks import outlast
 
 ResultT = TypeVar("ResultT")
 
@@ -55,9 +56,8 @@ async def to_the_end(work: Coroutine[Any, Any, ResultT]) -> ResultT:
     The cancellation is raised afterwards; an error of the coroutine goes first.
     """
     task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        task.result()
-        raise
+    cancelled = await outlast(task)
+    result = task.result()
+    if cancelled is not None:
+        raise cancelled
+    return result

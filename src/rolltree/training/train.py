@@ -204,12 +204,13 @@ class _Loop:
     handover: Handover | None = None  # of a step that failed while it wrote
     done: int = 0  # steps whose weights are there and whose metrics are stored
     saved: int = 0
+    is_writing: bool = False  # a step has begun: weights and averages may be half its own
 
     async def run_all(self) -> TrainReport:
         try:
             return await self._run_all()
         except asyncio.CancelledError:
-            if self.done > self.saved:
+            if self.done > self.saved and not self.is_writing:
                 self._save(self.done)
             raise
 
@@ -302,6 +303,7 @@ class _Loop:
 
     async def _take(self, step: int, found: StepRollouts, began: float) -> dict[str, float]:
         """Train on what was found; weights, version and stored metrics move together."""
+        self.is_writing = True
         sampled_at = time.perf_counter()
         batch, credit = self._samples(found.trained)
         trained = await self._train(batch, step)
@@ -315,7 +317,7 @@ class _Loop:
             "rollout/tokens_per_s": sampled / max(spent, 1e-9),
         }
         self.run.add_step(step, metrics)
-        self.done = step
+        self.done, self.is_writing = step, False
         return metrics
 
     async def _train(self, batch: SampleBatch, step: int) -> dict[str, float]:
