@@ -13,9 +13,7 @@ the engine waiting.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import sys
 import tempfile
 import time
@@ -24,6 +22,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from verdict import Bar, conclude, make_parser
 
 import rolltree as rt
 from rolltree.training import Silent, build_local, load_train_config, open_run, train
@@ -104,48 +103,39 @@ def run(scene: str, ahead: int) -> dict[str, float]:
     }
 
 
-def bars(results: dict[str, dict[int, dict[str, float]]]) -> list[tuple[str, float, str, bool]]:
+def bars(results: dict[str, dict[int, dict[str, float]]]) -> list[Bar]:
     waiting, compute = results["waiting"], results["compute"]
     gain = waiting[0]["step_s"] / waiting[1]["step_s"]
     same = compute[0]["step_s"] / compute[1]["step_s"]
     share = compute[1]["paused_s"] / compute[1]["train_s"]
     return [
-        ("times as fast with one version ahead, waiting environment", gain, ">= 1.1", gain >= 1.1),
-        ("times as fast with one version ahead, two busy cores", same, ">= 0.8", same >= 0.8),
-        ("of a training step the engine is paused", share, "<= 0.5", share <= 0.5),
+        Bar.at_least("times as fast with one version ahead, waiting environment", gain, 1.1),
+        Bar.at_least("times as fast with one version ahead, two busy cores", same, 0.8),
+        Bar.at_most("of a training step the engine is paused", share, 0.5),
     ]
 
 
+def show(results: dict[str, dict[int, dict[str, float]]]) -> None:
+    print(
+        f"{'scene':8} {'ahead':>5} {'step s':>7} {'CPU s':>6} {'wait for rollouts s':>19} "
+        f"{'train s':>8} {'engine paused s':>15} {'lag':>5} {'stale':>6}"
+    )
+    for scene, rows in results.items():
+        for ahead, row in rows.items():
+            print(
+                f"{scene:8} {ahead:5} {row['step_s']:7.2f} {row['cpu_s']:6.2f} "
+                f"{row['wait_for_rollouts_s']:19.2f} {row['train_s']:8.2f} "
+                f"{row['paused_s']:15.3f} {row['lag_mean']:5.2f} {row['stale_share']:6.1%}"
+            )
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args()
+    options = make_parser(__doc__).parse_args()
     torch.set_num_threads(2)
     results: dict[str, dict[int, dict[str, float]]] = {}
     for scene in SCENES:
         results[scene] = {ahead: run(scene, ahead) for ahead in AHEAD}
-    found = bars(results)
-    if options.json:
-        names = ("what", "value", "bar", "met")
-        checked = [dict(zip(names, bar, strict=True)) for bar in found]
-        print(json.dumps({"results": results, "bars": checked}))
-    else:
-        print(
-            f"{'scene':8} {'ahead':>5} {'step s':>7} {'CPU s':>6} {'wait for rollouts s':>19} "
-            f"{'train s':>8} {'engine paused s':>15} {'lag':>5} {'stale':>6}"
-        )
-        for scene, rows in results.items():
-            for ahead, row in rows.items():
-                print(
-                    f"{scene:8} {ahead:5} {row['step_s']:7.2f} {row['cpu_s']:6.2f} "
-                    f"{row['wait_for_rollouts_s']:19.2f} {row['train_s']:8.2f} "
-                    f"{row['paused_s']:15.3f} {row['lag_mean']:5.2f} {row['stale_share']:6.1%}"
-                )
-        for what, value, bar, met in found:
-            print(f"{'ok  ' if met else 'MISS'} {what}: {value:.2f} (bar {bar})")
-        print("figures: " + "; ".join(f"{value:.2f} {what}" for what, value, _, _ in found))
-    return 1 if options.check and not all(met for *_, met in found) else 0
+    return conclude(options, bars(results), results, lambda: show(results))
 
 
 if __name__ == "__main__":

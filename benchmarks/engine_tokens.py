@@ -36,6 +36,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from verdict import Bar, conclude, make_parser
 
 BATCH, PROMPT_TOKENS, NEW_TOKENS = 64, 37, 64
 GROUPS, GROUP_SIZE, GROUP_TOKENS = 8, 8, 16
@@ -262,22 +263,20 @@ def show(result: dict[str, Any]) -> None:
             print(f"{'':15}{words:32} {cpu:21,.0f}{wall:10,.0f} {share:8.2f}x of the engine")
 
 
-def bars(results: list[dict[str, Any]]) -> list[tuple[str, float, float, bool]]:
+def bars(results: list[dict[str, Any]]) -> list[Bar]:
     found = []
     for result in results:
         what, speed = f"{result['model']}, {result['row']}", result["speed_up"]
         bar = BARS.get((result["model"], result["row"]))
         if bar is not None:
-            found.append((f"speed-up, {what}", speed, bar, speed >= bar))
+            found.append(Bar.at_least(f"speed-up, {what}", speed, bar))
         if result["equal"] is not None:
-            found.append((f"equal tokens, {what}", result["equal"], 1.0, result["equal"] == 1.0))
+            found.append(Bar.at_least(f"equal tokens, {what}", result["equal"], 1.0))
     return found
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=["tiny", "smollm2-135m"])
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--sizes", nargs="+", type=int, default=[], help="batch sizes, no bars")
@@ -326,17 +325,7 @@ def measure(options: argparse.Namespace) -> int:
                 results.append({"model": name, "batch": batch, **result})
                 if not options.json:
                     show(results[-1])
-    found = [] if options.sizes else bars(results)
-    if options.json:
-        names = ("what", "value", "bar", "met")
-        checked = [dict(zip(names, bar, strict=True)) for bar in found]
-        print(json.dumps({"results": results, "bars": checked}))
-    elif found:
-        print()
-        for what, value, bar, met in found:
-            print(f"{'ok  ' if met else 'MISS'} {what}: {value:.3g} (bar >= {bar})")
-        print("figures: " + "; ".join(f"{value:.3g} {what}" for what, value, _, _ in found))
-    return 1 if options.check and not all(met for *_, met in found) else 0
+    return conclude(options, [] if options.sizes else bars(results), results)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ sampled, of the call before. Token-in continues them; re-rendering renders the m
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -22,6 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/inference"))
 
 from test_inference_styles import NUM_TURNS, STYLES, Style, converse, extension_rate
+from verdict import Bar, conclude, make_parser
 
 from rolltree.inference import ChatRenderer
 
@@ -48,29 +47,30 @@ def rates(style: Style) -> tuple[float, float]:
     return extension_rate(prompts, calls), extension_rate(anew, calls)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args()
-    began_s = time.perf_counter()
-    found = {name: rates(style) for name, style in styles().items()}
-    met = all(token_in == 1.0 for token_in, _ in found.values())
-    if options.json:
-        names = ("token_in", "re_rendering")
-        rows = {name: dict(zip(names, each, strict=True)) for name, each in found.items()}
-        print(json.dumps({"turns": NUM_TURNS, "templates": rows, "met": met}))
-        return 1 if options.check and not met else 0
+def show(found: dict[str, tuple[float, float]]) -> None:
     print(f"{'template':14} {'token-in':>9} {'re-rendering':>13}")
     for name, (token_in, anew) in found.items():
         print(f"{name:14} {token_in:9.0%} {anew:13.0%}")
-    means = [sum(column) / len(found) for column in zip(*found.values(), strict=True)]
-    print(f"\n{'ok  ' if met else 'MISS'} token-in extends in every template (bar: 100 %)")
-    print(
-        f"figures: {means[0]:.0%} of prompts extend with token-in, {means[1]:.0%} re-rendered; "
-        f"{len(found)} templates, {time.perf_counter() - began_s:.1f} s"
+
+
+def main() -> int:
+    options = make_parser(__doc__).parse_args()
+    began_s = time.perf_counter()
+    found = {name: rates(style) for name, style in styles().items()}
+    least = 100 * min(token_in for token_in, _ in found.values())
+    anew = 100 * sum(rate for _, rate in found.values()) / len(found)
+    names = ("token_in", "re_rendering")
+    rows = {name: dict(zip(names, each, strict=True)) for name, each in found.items()}
+    return conclude(
+        options,
+        [Bar.at_least("% of prompts extend with token-in, worst template", least, 100)],
+        {"turns": NUM_TURNS, "templates": rows},
+        lambda: show(found),
+        also=[
+            f"{anew:.0f} % re-rendered, mean of {len(found)} templates",
+            f"{time.perf_counter() - began_s:.1f} s",
+        ],
     )
-    return 1 if options.check and not met else 0
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from verdict import Bar, conclude, make_parser
+
 ROOT = Path(__file__).resolve().parents[1]
 TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 IMAGE = ROOT / "docs" / "images" / "learning.png"
@@ -268,7 +270,7 @@ def summary(curves: dict[str, list[list[dict[str, float]]]]) -> dict[str, dict[s
     return table
 
 
-def bars(table: dict[str, dict[str, Any]]) -> list[tuple[str, float, str, bool]]:
+def bars(table: dict[str, dict[str, Any]]) -> list[Bar]:
     """Steps: rolltree's mean may exceed TRL's by their largest spread over seeds, or 10 %.
 
     CPU time to the threshold: `tree`, the default, must beat TRL; `interleave` computes the same
@@ -280,10 +282,10 @@ def bars(table: dict[str, dict[str, Any]]) -> list[tuple[str, float, str, bool]]
     for name in RUNS[:2]:
         own = table[name]
         if None in own["steps"]:
-            found.append((f"{name}: runs that reach {THRESHOLD}", 0.0, "all", False))
+            found.append(Bar(f"{name}: runs that reach {THRESHOLD}", 0.0, "all", False))
             continue
         if not complete:
-            found.append((f"{name}: reached, TRL did not within the steps", 1.0, "1", True))
+            found.append(Bar(f"{name}: reached, TRL did not within the steps", 1.0, "1", True))
             continue
         noise = max(
             max(own["steps"]) - min(own["steps"]),
@@ -291,11 +293,11 @@ def bars(table: dict[str, dict[str, Any]]) -> list[tuple[str, float, str, bool]]
             0.1 * fmean(trl["steps"]),
         )
         extra = fmean(own["steps"]) - fmean(trl["steps"])
-        found.append((f"{name}: steps more than TRL", extra, f"<= {noise:.1f}", extra <= noise))
+        found.append(Bar.at_most(f"{name}: steps more than TRL", extra, noise))
         ratio = fmean(trl["cpu_s"]) / fmean(own["cpu_s"])
         bar = 1.0 if name == "tree" else 1 / 1.2
         what = f"{name}: CPU time of TRL / own, to {THRESHOLD}"
-        found.append((what, ratio, f"> {bar:.2f}", ratio > bar))
+        found.append(Bar.above(what, ratio, bar))
     return found
 
 
@@ -332,10 +334,21 @@ def show(values: list[float | None], digits: int = 0) -> str:
     return " ".join("-" if value is None else f"{value:.{digits}f}" for value in values)
 
 
+def print_table(table: dict[str, dict[str, Any]]) -> None:
+    print(
+        f"{'row':11} {'first':>6} {'last':>6} {'CPU s/step':>10}  steps to {THRESHOLD}, "
+        "per seed; CPU s; wall s"
+    )
+    for name, row in table.items():
+        print(
+            f"{name:11} {row['first_reward']:6.3f} {row['last_reward']:6.3f} "
+            f"{row['cpu_s_per_step']:10.3f}  {show(row['steps'])}; {show(row['cpu_s'], 1)}; "
+            f"{show(row['wall_s'], 1)}"
+        )
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="runs per row")
     parser.add_argument("--worker", choices=RUNS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -362,26 +375,7 @@ def main() -> int:
                 print(said, file=sys.stderr)
     draw(curves)
     table = summary(curves)
-    found = bars(table)
-    if options.json:
-        names = ("what", "value", "bar", "met")
-        checked = [dict(zip(names, bar, strict=True)) for bar in found]
-        print(json.dumps({"results": table, "bars": checked}))
-    else:
-        print(
-            f"{'row':11} {'first':>6} {'last':>6} {'CPU s/step':>10}  steps to {THRESHOLD}, "
-            "per seed; CPU s; wall s"
-        )
-        for name, row in table.items():
-            print(
-                f"{name:11} {row['first_reward']:6.3f} {row['last_reward']:6.3f} "
-                f"{row['cpu_s_per_step']:10.3f}  {show(row['steps'])}; {show(row['cpu_s'], 1)}; "
-                f"{show(row['wall_s'], 1)}"
-            )
-        for what, value, bar, met in found:
-            print(f"{'ok  ' if met else 'MISS'} {what}: {value:.2f} (bar {bar})")
-        print("figures: " + "; ".join(f"{value:.2f} {what}" for what, value, _, _ in found))
-    return 1 if options.check and not all(met for *_, met in found) else 0
+    return conclude(options, bars(table), table, lambda: print_table(table))
 
 
 if __name__ == "__main__":

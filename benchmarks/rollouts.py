@@ -1,8 +1,8 @@
 """What a rollout costs beside verifiers 0.1.8: CPU time, kept memory, import time.
 
-    python benchmarks/rollouts.py            2,000 four-turn rollouts per run
+    python benchmarks/rollouts.py            2,000 four-turn rollouts per run, figures last
     python benchmarks/rollouts.py --check    exit 1 when a bar is missed
-    python benchmarks/rollouts.py --json     one JSON object
+    python benchmarks/rollouts.py --json     one JSON object instead of the table
     python benchmarks/rollouts.py --num 200  fewer rollouts
 
 Both libraries run the same environment class against the same scripted server in their own
@@ -34,18 +34,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from verdict import Bar, conclude, make_parser
 
 PEER = "verifiers==0.1.8.post2"
 SIDES = ("rolltree", "verifiers")
 FIRST_IDS, NEW_IDS, SAMPLED_IDS = 500, 400, 100
 NUM_VARIANTS = 8
 CONCURRENCY = 64
-BARS = {
-    "cpu_ratio": (8.0, "at least"),
-    "memory_ratio_4": (15.0, "at least"),
-    "memory_ratio_32": (100.0, "at least"),
-    "import_s": (0.3, "at most"),
-}
 
 
 def words(rng: random.Random, num: int) -> str:
@@ -276,14 +271,13 @@ def measure(num: int, rounds: int) -> dict[str, float]:
     return figures
 
 
-def missed(figures: dict[str, float]) -> list[str]:
-    """Return the bars that are missed, in words."""
-    lines = []
-    for name, (bar, sense) in BARS.items():
-        met = figures[name] >= bar if sense == "at least" else figures[name] <= bar
-        if not met:
-            lines.append(f"{name} is {figures[name]:.3g}, and should be {sense} {bar:g}")
-    return lines
+def bars(figures: dict[str, float]) -> list[Bar]:
+    return [
+        Bar.at_least("times the rollouts per CPU second", figures["cpu_ratio"], 8),
+        Bar.at_least("times less memory kept, 4 turns", figures["memory_ratio_4"], 15),
+        Bar.at_least("times less memory kept, 32 turns", figures["memory_ratio_32"], 100),
+        Bar.at_most("s to import", figures["import_s"], 0.3),
+    ]
 
 
 def report(figures: dict[str, float]) -> None:
@@ -303,11 +297,9 @@ def report(figures: dict[str, float]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--num", type=int, default=2000, help="rollouts per run")
     parser.add_argument("--rounds", type=int, default=2, help="alternating runs per side")
-    parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--turns", type=int, default=4, help=argparse.SUPPRESS)
     parser.add_argument("--own-text", action="store_true", help=argparse.SUPPRESS)
@@ -317,17 +309,7 @@ def main() -> int:
         print(json.dumps(side(args.side, args.num, args.turns, args.memory, args.own_text)))
         return 0
     figures = measure(args.num, args.rounds)
-    if args.json:
-        print(json.dumps(figures))
-    else:
-        report(figures)
-    lines = missed(figures)
-    for line in lines:
-        print(f"MISSED: {line}", file=sys.stderr)
-    if not args.json:
-        shown = " ".join(f"{name}={figures[name]:.4g}" for name in BARS)
-        print(f"rollouts: {shown} {'MISSED' if lines else 'ok'}")
-    return 1 if lines and args.check else 0
+    return conclude(args, bars(figures), figures, lambda: report(figures))
 
 
 if __name__ == "__main__":

@@ -11,9 +11,7 @@ prompts and completions add up to. Times are CPU time, best of several runs, on 
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import sys
 import time
 import tracemalloc
@@ -23,6 +21,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from verdict import Bar, conclude, make_parser
 
 from rolltree.samples import build_samples
 from rolltree.tokens import StepTokens, TokenTree, Trajectory
@@ -208,8 +207,8 @@ def measure(turns: int, pattern: str) -> list[dict[str, Any]]:
     return rows
 
 
-def bars(rows: list[dict[str, Any]]) -> list[tuple[str, float, float, bool]]:
-    """Return (what, value, bar, met) of everything that is promised."""
+def bars(rows: list[dict[str, Any]]) -> list[Bar]:
+    """Return everything that is promised."""
     by = {(row["turns"], row["pattern"], row["scope"]): row for row in rows}
     holds = by[128, "prefix holds", "interleave"]
     short = by[32, "prefix holds", "interleave"]
@@ -224,16 +223,11 @@ def bars(rows: list[dict[str, Any]]) -> list[tuple[str, float, float, bool]]:
     worst = 1e3 * (broken["insert_s"] + broken["build_s"])
     speed = holds["raw_tokens_per_s"] / 1e6
     return [
-        (
-            "raw Mtokens/s, arrays, prefix holds, insert + interleave, T=128",
-            speed,
-            500,
-            speed >= 500,
-        ),
-        ("time ratio T=128 / T=32, token-in + build", ratio, 5, ratio <= 5),
-        ("resident MB of a 128-turn trajectory", resident / 1e6, 2, resident < 2e6),
-        ("tree tokens over unique tokens, worst case, %", 100 * excess, 1, excess <= 0.01),
-        ("ms, every turn breaks, insert + build, T=128", worst, 50, worst < 50),
+        Bar.at_least("raw Mtokens/s, arrays, prefix holds, insert + interleave, T=128", speed, 500),
+        Bar.at_most("time ratio T=128 / T=32, token-in + build", ratio, 5),
+        Bar.below("resident MB of a 128-turn trajectory", resident / 1e6, 2),
+        Bar.at_most("tree tokens over unique tokens, worst case, %", 100 * excess, 1),
+        Bar.below("ms, every turn breaks, insert + build, T=128", worst, 50),
     ]
 
 
@@ -270,24 +264,11 @@ def print_tables(rows: list[dict[str, Any]], stripped: list[dict[str, Any]]) -> 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args()
+    options = make_parser(__doc__).parse_args()
     rows = [row for turns in TURNS for name in PATTERNS for row in measure(turns, name)]
     stripped = stripped_table()
-    results = bars(rows)
-    if options.json:
-        names = ("what", "value", "bar", "met")
-        found = [dict(zip(names, result, strict=True)) for result in results]
-        print(json.dumps({"rows": rows, "stripped": stripped, "bars": found}))
-    else:
-        print_tables(rows, stripped)
-        print()
-        for what, value, bar, met in results:
-            print(f"{'ok  ' if met else 'MISS'} {what}: {value:.2f} (bar {bar})")
-        print("figures: " + "; ".join(f"{value:.2f} {what}" for what, value, _, _ in results))
-    return 1 if options.check and not all(met for *_, met in results) else 0
+    results = {"rows": rows, "stripped": stripped}
+    return conclude(options, bars(rows), results, lambda: print_tables(rows, stripped))
 
 
 if __name__ == "__main__":

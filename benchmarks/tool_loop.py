@@ -2,6 +2,7 @@
 
     python benchmarks/tool_loop.py            the table, figures on the last line
     python benchmarks/tool_loop.py --check    exit 1 when a bar is missed
+    python benchmarks/tool_loop.py --json     one JSON object instead of the table
 
 A scripted agent calls a tool at the beginning of each turn and says what came back. Its calls are
 spelled as models spell them, with other white space than the template's. "carried" sends each
@@ -15,7 +16,6 @@ Then what one call of a tool that does nothing costs, by where it runs, best of 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 import textwrap
@@ -23,6 +23,8 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+
+from verdict import Bar, conclude, make_parser
 
 from rolltree.agents import ToolAgent
 from rolltree.inference import ChatRenderer
@@ -149,31 +151,40 @@ async def call_costs() -> dict[str, float]:
     return costs
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
-    options = parser.parse_args()
-    rows = {(name, how): measure(name, how) for name in NAMES for how in HOWS}
+def bars(rows: dict[tuple[str, str], dict[str, Any]]) -> list[Bar]:
+    found = []
+    for name in NAMES:
+        carried, anew = rows[name, "carried"], rows[name, "anew"]
+        ratio = anew["trained"] / carried["trained"]
+        found += [
+            Bar.at_most(f"samples where prompts are carried ({name})", carried["samples"], 1),
+            Bar.at_most(f"breaks where prompts are carried ({name})", carried["breaks"], 0),
+            Bar.above(f"times fewer trained tokens than rendered anew ({name})", ratio, 8),
+        ]
+    return found
+
+
+def show(rows: list[dict[str, Any]], costs: dict[str, float]) -> None:
     print(f"{'template':10}{'prompts':10}{'calls':>6}{'samples':>9}{'breaks':>8}{'trained':>10}")
-    for row in rows.values():
+    for row in rows:
         print(
             f"{row['template']:10}{row['prompts']:10}{row['calls']:6}{row['samples']:9}"
             f"{row['breaks']:8}{row['trained']:10,}"
         )
-    costs = asyncio.run(call_costs())
     print("\none call of a tool: " + ", ".join(f"{1e3 * s:.3g} ms {n}" for n, s in costs.items()))
-    figures, met = [], True
-    for name in NAMES:
-        carried, anew = rows[name, "carried"], rows[name, "anew"]
-        ratio = anew["trained"] / carried["trained"]
-        met = met and carried["breaks"] == 0 and carried["samples"] == 1 and ratio > 8
-        figures.append(
-            f"{carried['breaks']} against {anew['breaks']} breaks and {ratio:.1f}x fewer tokens "
-            f"({name})"
-        )
-    print(f"{'ok' if met else 'MISS'}: no break and one sample where prompts are carried")
-    print("figures: " + "; ".join(figures))
-    return 1 if options.check and not met else 0
+
+
+def main() -> int:
+    options = make_parser(__doc__).parse_args()
+    found = {(name, how): measure(name, how) for name in NAMES for how in HOWS}
+    rows, costs = list(found.values()), asyncio.run(call_costs())
+    return conclude(
+        options,
+        bars(found),
+        {"rows": rows, "call_costs_s": costs},
+        lambda: show(rows, costs),
+        also=[f"{found[name, 'anew']['breaks']} breaks rendered anew ({name})" for name in NAMES],
+    )
 
 
 if __name__ == "__main__":

@@ -17,9 +17,7 @@ forward pass may hold 4,096 tokens.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import multiprocessing
 import sys
 import time
@@ -31,6 +29,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, LlamaConfig
+from verdict import Bar, conclude, make_parser
 
 from rolltree.samples import build_samples
 from rolltree.tokens import Trajectory
@@ -206,22 +205,22 @@ def run(name: str, module: Any, repeats: int, memory: dict[str, float]) -> dict[
     return {"scene": name, "rows": rows}
 
 
-def bars(results: list[dict[str, Any]]) -> list[tuple[str, float, str, bool]]:
+def bars(results: list[dict[str, Any]]) -> list[Bar]:
     rows = {result["scene"]: result["rows"] for result in results}
     found = []
     for name, row in rows.items():
         error = max(row["tree"]["error"], row["interleave"]["error"])
-        found.append((f"gradient error, {name}", error, "< 1e-5", error < 1e-5))
+        found.append(Bar.below(f"gradient error, {name}", error, 1e-5))
         error = row["tree bf16"]["error"]
-        found.append((f"gradient error with bf16, {name}", error, "< 1e-2", error < 1e-2))
+        found.append(Bar.below(f"gradient error with bf16, {name}", error, 1e-2))
         share = row["tree"]["peak_mb"] / row["step"]["peak_mb"]
-        found.append((f"peak memory over step's, {name}", share, "< 1", share < 1))
+        found.append(Bar.below(f"peak memory over step's, {name}", share, 1))
     for name in LONG:
         step = rows[name]["step"]
         share = step["wall_s_ratio"] / step["tokens_ratio"]
-        found.append((f"wall speed-up over token ratio, {name}", share, ">= 0.7", share >= 0.7))
+        found.append(Bar.at_least(f"wall speed-up over token ratio, {name}", share, 0.7))
     speed = rows["reasoning stripped, 32 turns"]["step"]["wall_s_ratio"]
-    found.append(("wall speed-up over step, 32 turns", speed, ">= 5", speed >= 5))
+    found.append(Bar.at_least("wall speed-up over step, 32 turns", speed, 5))
     return found
 
 
@@ -286,10 +285,23 @@ def blocks_layout(end: Any, size: int) -> TreeLayout:
     return TreeLayout(len(end), False, tuple(blocks))
 
 
+def show(results: list[dict[str, Any]]) -> None:
+    print(
+        f"{'scene':32} {'row':11} {'tokens':>7} {'CPU s':>7} {'wall s':>7} {'MB':>5} "
+        f"{'tokens x':>8} {'CPU x':>6} {'wall x':>6} {'error':>8}"
+    )
+    for result in results:
+        for name, row in result["rows"].items():
+            peak = f"{row['peak_mb']:5.0f}" if row["peak_mb"] else " " * 5
+            print(
+                f"{result['scene']:32} {name:11} {row['tokens']:7,} {row['cpu_s']:7.2f} "
+                f"{row['wall_s']:7.2f} {peak} {row['tokens_ratio']:8.2f} "
+                f"{row['cpu_s_ratio']:6.2f} {row['wall_s_ratio']:6.2f} {row['error']:8.1e}"
+            )
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = make_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=2, help="runs per scope, the best counts")
     parser.add_argument("--blocks", action="store_true", help="attention alone, by block size")
     options = parser.parse_args()
@@ -303,29 +315,7 @@ def main() -> int:
         for name, states in SCENES.items()
     }
     results = [run(name, module, options.repeats, memory[name]) for name in SCENES]
-    found = bars(results)
-    if options.json:
-        names = ("what", "value", "bar", "met")
-        checked = [dict(zip(names, bar, strict=True)) for bar in found]
-        print(json.dumps({"results": results, "bars": checked}))
-    else:
-        print(
-            f"{'scene':32} {'row':11} {'tokens':>7} {'CPU s':>7} {'wall s':>7} {'MB':>5} "
-            f"{'tokens x':>8} {'CPU x':>6} {'wall x':>6} {'error':>8}"
-        )
-        for result in results:
-            for name, row in result["rows"].items():
-                peak = f"{row['peak_mb']:5.0f}" if row["peak_mb"] else " " * 5
-                print(
-                    f"{result['scene']:32} {name:11} {row['tokens']:7,} {row['cpu_s']:7.2f} "
-                    f"{row['wall_s']:7.2f} {peak} {row['tokens_ratio']:8.2f} "
-                    f"{row['cpu_s_ratio']:6.2f} {row['wall_s_ratio']:6.2f} {row['error']:8.1e}"
-                )
-        print()
-        for what, value, bar, met in found:
-            print(f"{'ok  ' if met else 'MISS'} {what}: {value:.2g} (bar {bar})")
-        print("figures: " + "; ".join(f"{value:.2g} {what}" for what, value, _, _ in found))
-    return 1 if options.check and not all(met for *_, met in found) else 0
+    return conclude(options, bars(results), results, lambda: show(results))
 
 
 if __name__ == "__main__":

@@ -5,30 +5,23 @@ Against it, the same turns with every prompt rendered anew. The scenario is `ben
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from bench_kit import load
 from rolltree.agents import ReActAgent, ToolAgent
 from rolltree.samples import build_samples
 from rolltree.testing import ByteTokenizer, ScriptedClient
 from rolltree.types import State
 
-PATH = Path(__file__).parents[2] / "benchmarks" / "tool_loop.py"
 NUM_TURNS = 20
 
 
 @pytest.fixture(scope="module")
 def bench() -> Any:
-    spec = importlib.util.spec_from_file_location("bench_tool_loop", PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("tool_loop")
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3"])

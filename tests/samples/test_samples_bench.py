@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from bench_kit import load
 from rolltree.samples import build_samples
-
-PATH = Path(__file__).parents[2] / "benchmarks" / "samples.py"
 
 
 @pytest.fixture(scope="module")
 def bench() -> Any:
-    spec = importlib.util.spec_from_file_location("bench_samples", PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_samples"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load("samples")
 
 
 @pytest.mark.parametrize(
@@ -75,12 +66,12 @@ def test_check_fails_when_a_bar_is_missed(
         "tokens": 1, "trained": 1,
     }  # fmt: skip
     monkeypatch.setattr(bench, "measure", lambda turns, pattern: [row])
-    monkeypatch.setattr(bench, "bars", lambda rows: [("speed", 1.0, 2.0, False)])
+    monkeypatch.setattr(bench, "bars", lambda rows: [bench.Bar.at_least("speed", 1, 2)])
     monkeypatch.setattr(sys, "argv", ["samples.py", "--check"])
     assert bench.main() == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-2] == "MISS speed: 1.00 (bar 2.0)"
-    assert lines[-1] == "figures: 1.00 speed"
+    assert lines[-2] == "MISS speed: 1 (bar >= 2)"
+    assert lines[-1] == "figures: 1 speed"
     monkeypatch.setattr(sys, "argv", ["samples.py", "--json"])
     assert bench.main() == 0
     assert '"met": false' in capsys.readouterr().out

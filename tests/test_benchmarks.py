@@ -1,0 +1,169 @@
+"""Every benchmark ends in one way, and each of its bars can fail. Nothing is measured here."""
+
+import json
+import sys
+
+import pytest
+
+from bench_kit import NAMES, load
+
+
+@pytest.fixture
+def verdict():
+    load("samples")
+    import verdict
+
+    return verdict
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_script_takes_check_and_json(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        load(name).main()
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert "--check" in said
+    assert "--json" in said
+    summary, _, _ = load(name).__doc__.partition("\n")
+    assert summary.split()[0] in said
+
+
+@pytest.mark.parametrize(
+    ("make", "value", "bar", "met"),
+    [
+        ("at_least", 5.0, ">= 5", True),
+        ("at_least", 4.9, ">= 5", False),
+        ("at_most", 5.0, "<= 5", True),
+        ("at_most", 5.1, "<= 5", False),
+        ("below", 5.0, "< 5", False),
+        ("below", 4.9, "< 5", True),
+        ("above", 5.0, "> 5", False),
+        ("above", 5.1, "> 5", True),
+        ("at_least", float("nan"), ">= 5", False),
+    ],
+)
+def test_a_bar_is_met_or_missed(verdict, make, value, bar, met):
+    found = getattr(verdict.Bar, make)("turns", value, 5)
+    assert (found.bar, found.met) == (bar, met)
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [(0.00012345, "0.000123"), (6.812, "6.81"), (99.96, "100"), (841.4, "841"), (46750, "46,750")],
+)
+def test_a_figure_has_three_digits_and_none_less_before_the_point(verdict, value, number):
+    assert verdict.Bar.at_least("x", value, 0).number == number
+
+
+class TestEnding:
+    def ends(self, verdict, capsys, *words, values=(7.0, 3.0), **more):
+        options = verdict.make_parser("What it costs.\nMore.").parse_args(words)
+        bars = [verdict.Bar.at_least(f"figure {at}", value, 5) for at, value in enumerate(values)]
+        shown = lambda: print("the table")  # noqa: E731
+        status = verdict.conclude(options, bars, {"rows": [1]}, shown, **more)
+        return status, capsys.readouterr().out
+
+    def test_the_last_line_has_the_figures(self, verdict, capsys):
+        status, said = self.ends(verdict, capsys, also=["9 templates"])
+        assert status == 0
+        assert said.splitlines() == [
+            "the table",
+            "",
+            "ok   figure 0: 7 (bar >= 5)",
+            "MISS figure 1: 3 (bar >= 5)",
+            "figures: 7 figure 0; 3 figure 1; 9 templates",
+        ]
+
+    def test_a_missed_bar_fails_only_a_check(self, verdict, capsys):
+        assert self.ends(verdict, capsys, "--check")[0] == 1
+        assert self.ends(verdict, capsys, "--check", "--json")[0] == 1
+        assert self.ends(verdict, capsys, "--json")[0] == 0
+        assert self.ends(verdict, capsys, "--check", values=(7.0, 5.0))[0] == 0
+
+    def test_json_is_one_object_and_no_table(self, verdict, capsys):
+        _, said = self.ends(verdict, capsys, "--json", values=(3.0,))
+        assert json.loads(said) == {
+            "results": {"rows": [1]},
+            "bars": [{"what": "figure 0", "value": 3.0, "bar": ">= 5", "met": False}],
+        }
+
+    def test_without_bars_there_is_the_table_alone(self, verdict, capsys):
+        assert self.ends(verdict, capsys, "--check", values=()) == (0, "the table\n")
+
+
+def met(name, results):
+    return [bar.met for bar in load(name).bars(results)]
+
+
+def test_the_bars_of_ranks_can_fail():
+    results = {
+        **{f"gradients/{size}": {"grpo": {"gradient": 3e-7}} for size in (2, 3)},
+        **{f"resumed/{size}": {"tied-full": [2, 0.0, 4e-7]} for size in (1, 2, 3, 4)},
+        "kills_2_1_full/1": [[[1, -9], 1, 0.0, []], [[1, -9], 2, 0.0, []], [[0, 0], 2]],
+    }
+    assert met("ranks", results) == [True] * 4
+    assert load("ranks").bars(results)[0].value == 3e-7
+    results["gradients/3"] = {"grpo": {"gradient": 2e-6}}
+    results["resumed/4"] = {"tied-full": [2, 1e-9, 2e-6]}
+    results["kills_2_1_full/1"][0][2] = 0.5
+    assert met("ranks", results) == [False] * 4
+    assert load("ranks").bars(results)[-1].value == 1
+
+
+def test_the_bars_of_tree_training_can_fail():
+    module = load("tree_training")
+    good = {
+        "tree": {"error": 1e-7, "peak_mb": 90.0},
+        "interleave": {"error": 1e-7},
+        "tree bf16": {"error": 1e-3},
+        "step": {"peak_mb": 100.0, "wall_s_ratio": 6.0, "tokens_ratio": 8.0},
+    }
+    bad = {
+        "tree": {"error": 1e-4, "peak_mb": 110.0},
+        "interleave": {"error": 1e-7},
+        "tree bf16": {"error": 1e-1},
+        "step": {"peak_mb": 100.0, "wall_s_ratio": 4.0, "tokens_ratio": 8.0},
+    }
+    number = 3 * len(module.SCENES) + len(module.LONG) + 1
+    for rows, all_met in ((good, True), (bad, False)):
+        results = [{"scene": name, "rows": rows} for name in module.SCENES]
+        assert met("tree_training", results) == [all_met] * number
+
+
+def test_the_bars_of_the_asynchronous_loop_can_fail():
+    def results(waiting_s, compute_s, paused_s):
+        return {
+            "waiting": {0: {"step_s": 1.0}, 1: {"step_s": waiting_s}},
+            "compute": {
+                0: {"step_s": 1.0},
+                1: {"step_s": compute_s, "paused_s": paused_s, "train_s": 1.0},
+            },
+        }
+
+    assert met("async_loop", results(0.8, 1.2, 0.1)) == [True, True, True]
+    assert met("async_loop", results(1.0, 1.3, 0.6)) == [False, False, False]
+
+
+def test_the_bars_of_learning_can_fail():
+    def results(steps, cpu_s, trl_steps=(40, 42, 44)):
+        own = {"steps": list(steps), "cpu_s": list(cpu_s)}
+        trl = {"steps": list(trl_steps), "cpu_s": [10.0, 10.0, 10.0]}
+        return {"tree": own, "interleave": own, "trl": trl}
+
+    assert met("learning", results([40, 41, 42], [6, 6, 6])) == [True] * 4
+    assert met("learning", results([50, 51, 52], [13, 13, 13])) == [False] * 4
+    assert met("learning", results([40, None, 42], [6, None, 6])) == [False] * 2
+    assert met("learning", results([40, 41, 42], [6, 6, 6], (40, None, 44))) == [True] * 2
+
+
+def test_the_bars_of_the_engine_can_fail():
+    def results(speed_up, equal):
+        return [
+            {"model": "tiny", "row": "turns", "speed_up": speed_up, "equal": equal},
+            {"model": "tiny", "row": "sampled", "speed_up": speed_up, "equal": None},
+            {"model": "tiny", "row": "groups", "speed_up": speed_up, "equal": None},  # no bar
+        ]
+
+    assert met("engine_tokens", results(3.1, 1.0)) == [True, True, True]
+    assert met("engine_tokens", results(1.2, 0.99)) == [False, False, False]
