@@ -5,7 +5,14 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from vllm_kit import changed_copy, counting_env, off_by, rollout_off_by, tool_env
+from vllm_kit import (
+    changed_copy,
+    counting_env,
+    off_by,
+    rollout_off_by,
+    tool_env,
+    train_two_steps,
+)
 
 import rolltree as rt
 from rolltree.inference import ChatRenderer
@@ -143,46 +150,15 @@ async def test_weights_are_replaced_under_a_request_in_flight(client, model, loa
 @pytest.mark.parametrize("ahead", [0, 1])
 async def test_training_with_vllm_as_the_engine(folder, tmp_path, ahead):
     """Two optimizer steps on the real model: what the engine sampled is what the trainer scores."""
-    from rolltree.training import build_local, load_train_config, open_run, train_async
-
-    config = load_train_config(
-        {
-            "run": {"dir": str(tmp_path / "run")},
-            "model": {"name": str(folder)},
-            "engine": {
-                "kind": "vllm",
-                "max_batch": 8,
-                "max_context": 256,
-                "kv_budget_bytes": 2**28,
-            },
-            "algorithm": {"groups_per_step": 2, "group_size": 4},
-            "optim": {"lr": 1e-5},
-            "train": {"num_steps": 2, "max_mismatch": 1e-3, "async_steps": ahead},
-            "sampling": {"max_tokens": 8, "temperature": 1.0},
-            "eval": {"before": False, "after": False},
-            "checkpoint": {"export": False},
-        }
+    engine = {"kind": "vllm", "max_batch": 8, "max_context": 256, "kv_budget_bytes": 2**28}
+    report = await train_two_steps(
+        folder,
+        tmp_path / "run",
+        engine,
+        ahead=ahead,
+        optim={"lr": 1e-5},
+        train={"max_mismatch": 1e-3},
     )
-
-    def short(completion):
-        return float(len(completion[-1]["content"]) < 25)
-
-    env = rt.SingleTurnEnv(
-        dataset=[{"question": f"What is {n} + 5?"} for n in range(4)], rubric=rt.Rubric([short])
-    )
-    parts = build_local(config)
-    try:
-        with open_run(config) as run:
-            report = await train_async(
-                config,
-                source=env,
-                run=run,
-                client=parts.client,
-                engine=parts.engine,
-                model=parts.model,
-            )
-    finally:
-        await parts.client.aclose()
     assert [step["policy/version"] for step in report.steps] == [1.0, 2.0]
     for step in report.steps:
         assert step["publish/probe_error"] < 1e-3

@@ -12,11 +12,12 @@ from vllm_kit import (
     off_by,
     rollout_off_by,
     tool_env,
+    train_two_steps,
     vllm_server,
 )
 
 import rolltree as rt
-from rolltree.inference import ChatRenderer, OpenAIClient, as_client
+from rolltree.inference import ChatRenderer, OpenAIClient, WeightTransfer, as_client
 from rolltree.inference.publish import publish_weights, served_version
 from rolltree.models.template import CHAT_TEMPLATE
 from rolltree.types import FinishReason, GenerateRequest, SamplingParams
@@ -207,78 +208,84 @@ def published(loaded, tmp_path_factory):
     return model, path
 
 
+@pytest.fixture
+async def publish(by_token, published, folder, loaded):
+    """Publish other weights, or the old ones, by disk or by transfer."""
+    transfer = WeightTransfer([by_token])
+
+    async def publish(way, which, version):
+        model, path = published if which == "new" else (loaded[0], folder)
+        if way == "disk":
+            await publish_weights([by_token], path, version, method="reload_all_weights")
+        else:
+            await transfer.publish(model.named_parameters(), version)
+
+    yield publish
+    await transfer.aclose()
+
+
+@pytest.mark.parametrize("way", ["disk", "transfer"])
 async def test_weights_are_replaced_also_under_a_request_in_flight(
-    by_token, loaded, published, folder
+    by_token, publish, loaded, published, way
 ):
-    """Pause, reload from disk, resume. Before this test the server's versions are 0."""
-    old, (new, path) = loaded[0], published
+    """Pause, load, resume."""
+    old, new = loaded[0], published[0]
     greedy = SamplingParams(temperature=0.0, max_tokens=16)
     before = await by_token.chat(HELLO, sampling=greedy)
-    assert set(before.versions) == {0}
+    first = int(before.versions[0])
+    assert set(before.versions) == {first}
     story = [{"role": "user", "content": "Tell me a long story about a ship."}]
     flying = asyncio.ensure_future(
         by_token.chat(story, sampling=SamplingParams(temperature=0.0, max_tokens=120))
     )
     await asyncio.sleep(1.5)
-    await publish_weights([by_token], path, 3, method="reload_all_weights")
-    assert await served_version(by_token.server) == "3"
+    await publish(way, "new", first + 3)
+    assert await served_version(by_token.server) == str(first + 3)
     after = await by_token.chat(HELLO, sampling=greedy)
-    assert set(after.versions) == {3}
+    assert set(after.versions) == {first + 3}
     assert after.text != before.text
     assert off_by(new, after) < 1e-4 < off_by(old, after)
     flown = await flying
-    late = flown.versions == 3
+    late = flown.versions == first + 3
     num_old = int((~late).sum())
-    assert flown.versions.tolist() == [0] * num_old + [3] * (len(late) - num_old)
+    expected = [first] * num_old + [first + 3] * (len(late) - num_old)
+    assert flown.versions.tolist() == expected
     assert 0 < num_old < len(late)
     assert off_by(new, flown, late) < 1e-4
     assert off_by(old, flown, ~late) < 1e-4
-    await publish_weights([by_token], folder, 4, method="reload_all_weights")
+    await publish(way, "old", first + 4)
     again = await by_token.generate(GenerateRequest(before.prompt_ids, greedy))
-    assert set(again.versions) == {4}
+    assert set(again.versions) == {first + 4}
     assert again.completion_ids.tolist() == before.completion_ids.tolist()
 
 
-async def test_training_against_a_server(url, folder, tmp_path):
-    """Two asynchronous steps through weights on disk; the version is verified by a probe."""
-    from rolltree.training import build_local, load_train_config, open_run, train_async
+async def test_a_transfer_that_fails_leaves_a_server_that_the_next_one_renews(
+    by_token, published, loaded
+):
+    """Half a model, a trainer that was killed, and then all of it."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=16)
+    transfer = WeightTransfer([by_token], bucket_bytes=8 * 2**20)
+    some = list(published[0].named_parameters())[:100]
+    version = by_token.version
+    with pytest.raises(rt.ModelError, match=r"parameters were not sent, .* among.*left paused"):
+        await transfer.publish(some, 90)
+    assert by_token.version == version
+    await by_token.server.post("/start_weight_update", {}, bytes, at_root=True)  # and no more
+    await transfer.publish(loaded[0].named_parameters(), 91)
+    answer = await by_token.chat(HELLO, sampling=greedy)
+    assert set(answer.versions) == {91}
+    assert off_by(loaded[0], answer) < 1e-4
+    await transfer.aclose()
 
-    config = load_train_config(
-        {
-            "run": {"dir": str(tmp_path / "run")},
-            "model": {"name": str(folder)},
-            "engine": {
-                "kind": "servers",
-                "urls": [f"{url}/v1"],
-                "served_model": "m",
-                "reload_method": "reload_all_weights",
-            },
-            "algorithm": {"groups_per_step": 2, "group_size": 4},
-            "train": {"num_steps": 2, "async_steps": 1},
-            "sampling": {"max_tokens": 8, "temperature": 1.0},
-            "eval": {"before": False, "after": False},
-            "checkpoint": {"export": False},
-        }
-    )
 
-    def short(completion):
-        return float(len(completion[-1]["content"]) < 25)
+@pytest.mark.parametrize("way", [{"publish": "transfer"}, {"reload_method": "reload_all_weights"}])
+async def test_training_against_a_server(url, folder, tmp_path, way):
+    """Two asynchronous steps, by transfer and by disk; the version is verified by a probe."""
 
-    env = rt.SingleTurnEnv(
-        dataset=[{"question": f"What is {n} + 5?"} for n in range(4)], rubric=rt.Rubric([short])
-    )
-    parts = build_local(config)
-    try:
-        with open_run(config) as run:
-            report = await train_async(
-                config,
-                source=env,
-                run=run,
-                client=parts.client,
-                engine=parts.engine,
-                model=parts.model,
-            )
-        assert await served_version(parts.client.clients[0].server) == "2"
-    finally:
-        await parts.client.aclose()
+    async def check(pool):
+        assert await served_version(pool.clients[0].server) == "2"
+
+    engine = {"kind": "servers", "urls": [f"{url}/v1"], "served_model": "m", **way}
+    report = await train_two_steps(folder, tmp_path / "run", engine, ahead=1, after=check)
+    assert len(report.steps) == 2
     assert all(step["publish/probe_error"] < 1e-3 for step in report.steps)

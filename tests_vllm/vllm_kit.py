@@ -43,6 +43,7 @@ def vllm_server(folder, tmp_path, *flags, **settings):
     command += ["--enforce-eager", "--enable-scale-out", "--max-num-seqs", "16"]
     command += ["--logprobs-mode", "processed_logprobs", "--chat-template", str(template)]
     command += ["--worker-extension-cls", "rolltree.inference.vllm.worker.WeightReload"]
+    command += ["--weight-transfer-config", '{"backend": "rolltree"}']
     command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", *flags]
     with log.open("wb") as out:
         server = subprocess.Popen(
@@ -165,3 +166,48 @@ def tool_env():
     return rt.ToolEnv(
         [add], max_turns=3, dataset=rows, few_shot=[message for shot in shots for message in shot]
     )
+
+
+async def train_two_steps(folder, path, engine, *, ahead, after=None, **sections):
+    """Train on the real model in the run directory `path`; return the report.
+
+    `after(client)` is awaited before the parts are closed.
+    """
+    from rolltree.training import build_local, load_train_config, open_run, train_async
+
+    data = {
+        "run": {"dir": str(path)},
+        "model": {"name": str(folder)},
+        "engine": engine,
+        "algorithm": {"groups_per_step": 2, "group_size": 4},
+        "train": {"num_steps": 2, "async_steps": ahead},
+        "sampling": {"max_tokens": 8, "temperature": 1.0},
+        "eval": {"before": False, "after": False},
+        "checkpoint": {"export": False},
+    }
+    for name, values in sections.items():
+        data[name] = {**data.get(name, {}), **values}
+    config = load_train_config(data)
+
+    def short(completion):
+        return float(len(completion[-1]["content"]) < 25)
+
+    env = rt.SingleTurnEnv(
+        dataset=[{"question": f"What is {n} + 5?"} for n in range(4)], rubric=rt.Rubric([short])
+    )
+    parts = build_local(config)
+    try:
+        with open_run(config) as run:
+            report = await train_async(
+                config,
+                source=env,
+                run=run,
+                client=parts.client,
+                engine=parts.engine,
+                model=parts.model,
+            )
+        if after is not None:
+            await after(parts.client)
+    finally:
+        await parts.aclose()
+    return report

@@ -176,7 +176,7 @@ async def main(options: argparse.Namespace) -> None:
         section = config.algorithm
         assign_credit(results, section.resolve().credit, section.policy(None))
         print(credit_table(sorted(results, key=lambda r: r.request.index_in_group)))
-    await parts.client.aclose()
+    await parts.aclose()
     print()
     for phase, metrics in report.evaluations.items():
         print(

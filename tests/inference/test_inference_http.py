@@ -106,6 +106,22 @@ async def test_the_server_decides_how_long_to_wait() -> None:
     assert outcome.num_retries == 1
 
 
+async def test_one_request_may_have_retries_and_a_time_limit_of_its_own() -> None:
+    seen: list[Any] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        seen.append(request.extensions["timeout"]["read"])
+        return httpx.Response(500)
+
+    server = server_of(handle, retry=FAST, timeout_s=11.0)
+    with pytest.raises(ServerError):
+        await server.post("/x", {}, decode_response, retry=NEVER, timeout_s=7.0)
+    with pytest.raises(ServerError):
+        await server.post("/x", {}, decode_response)
+    await server.aclose()
+    assert seen == [7.0, 11.0, 11.0, 11.0]
+
+
 async def test_long_error_texts_are_shortened() -> None:
     server = server_of(lambda _: httpx.Response(400, text="x" * 100_000))
     with pytest.raises(ServerError) as caught:

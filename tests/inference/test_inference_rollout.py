@@ -170,6 +170,7 @@ def test_the_public_names_are_these() -> None:
         "TOOL_PARSERS",
         "ToolCall",
         "ToolCalls",
+        "WeightTransfer",
         "WrappedClient",
     ]
     assert all(hasattr(inference, name) for name in inference.__all__)

@@ -60,7 +60,7 @@ def start(config: Any, source: Any = None, *, parts: Any = None, **options: Any)
             try:
                 return await train_async(config, source=source or LetterSource(), run=run, **given)
             finally:
-                await own.client.aclose()
+                await own.aclose()
 
     return asyncio.run(main())
 

@@ -5,6 +5,7 @@ import copy
 import sys
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -17,6 +18,7 @@ from rolltree.models import load_model
 from rolltree.store import Run
 from rolltree.training import build_local, load_train_config, open_run, train_async
 from rolltree.training.publishing import Publisher, weights_checksum
+from rolltree.training.servers import TransferTarget
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "inference" / "server"))
 import serve_kit
@@ -145,6 +147,22 @@ class TestServers:
             ({"urls": ["http://a"]}, "servers have URLs"),
             ({"kind": "servers", "urls": ["http://a"], "max_batch": 8}, "engine.max_batch is set"),
             ({"reload_method": "x"}, "engine.reload_method is set"),
+            ({"publish": "transfer"}, "engine.publish is set, and engine.kind = 'local'"),
+            ({"publish": "fax"}, "engine.publish"),
+            ({"transfer_address": "10.0.0.1"}, "engine.transfer_address is set"),
+            (
+                {"kind": "servers", "urls": ["http://a"], "transfer_address": "10.0.0.1"},
+                "engine.transfer_address is set, and engine.publish = 'disk'",
+            ),
+            (
+                {
+                    "kind": "servers",
+                    "urls": ["http://a"],
+                    "publish": "transfer",
+                    "reload_method": "x",
+                },
+                "engine.reload_method is set, and engine.publish = 'transfer'",
+            ),
             ({"probe_tolerance": 0}, "engine.probe_tolerance"),
         ],
     )
@@ -159,8 +177,8 @@ class TestServers:
         with pytest.raises(ConfigError, match="'SERVE_TOKEN' and that variable is not set"):
             build_local(config)
 
-    def config(self, model, path, urls, **sections):
-        data = make_config(model, path).as_dict()
+    def config(self, folder, path, urls, *, engine=(), **sections):
+        data = make_config(folder, path).as_dict()
         kept = {"max_concurrent": 64}
         data["engine"] = {
             **kept,
@@ -168,6 +186,7 @@ class TestServers:
             "urls": urls,
             "served_model": "m",
             "api_key_env": "SERVE_TOKEN",
+            **dict(engine),
         }
         for section, values in sections.items():
             data[section] = {**data[section], **values}
@@ -188,9 +207,38 @@ class TestServers:
             weights = tmp_path / "run" / "weights"
             assert [path.name for path in weights.iterdir()] == ["version-000003"]
             self.check_one_left_behind(config, tmp_path, urls)
+            self.check_transfers(model, tmp_path, urls)
         finally:
             for server in servers:
                 serve_kit.stop(server)
+
+    def check_transfers(self, model, tmp_path, urls):
+        """The same without a disk, and merged where adapters are trained."""
+        for name, more in (("plain", {}), ("lora", {"lora_rank": 2})):
+            config = self.config(
+                model,
+                tmp_path / name,
+                urls,
+                engine={"publish": "transfer"},
+                train={"num_steps": 2, "async_steps": 1},
+                model=more,
+            )
+            report = start(config)
+            assert len(report.steps) == 2
+            assert all(step["publish/probe_error"] < 1e-3 for step in report.steps)
+            assert not (tmp_path / name / "weights").exists()
+            for url in urls:
+                answer = httpx.get(
+                    url.removesuffix("/v1") + "/weight_info",
+                    headers={"Authorization": f"Bearer {serve_kit.TOKEN}"},
+                )
+                assert answer.json() == {"weight_version": "2"}
+
+    def test_renamed_tensors_go_by_disk(self, model):
+        trained, _ = load_model(str(model))
+        trained._weight_conversions = ["experts were fused"]
+        with pytest.raises(ConfigError, match=r"renamed or fused.*engine\.publish = 'disk'"):
+            TransferTarget(trained, [], address="127.0.0.1")
 
     def check_one_left_behind(self, config, tmp_path, urls):
         """The second server takes the version number and keeps its weights."""

@@ -62,6 +62,7 @@ def run_server(options: ServeOptions) -> None:
     import torch
 
     from rolltree.inference.local import local_client
+    from rolltree.inference.server.receiver import WeightReceiver
     from rolltree.inference.server.weights import load_weights
     from rolltree.models import load_model
 
@@ -83,6 +84,7 @@ def run_server(options: ServeOptions) -> None:
         client.renderer,
         options.name,
         load_weights=functools.partial(load_weights, model),
+        receiver=WeightReceiver(model),
         logprobs=_MODES[options.logprobs_mode],
     )
     serve(served, where, on_ready=functools.partial(_announce, options))

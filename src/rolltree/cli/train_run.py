@@ -114,7 +114,7 @@ async def _train(
                     ranks=ranks,
                 )
     finally:
-        await parts.client.aclose()
+        await parts.aclose()
 
 
 def _eval_sampling(config: Any) -> dict[str, Any]:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from rolltree.inference.tool_calls import TOOL_PARSERS as TOOL_PARSERS
     from rolltree.inference.tool_calls import ToolCall as ToolCall
     from rolltree.inference.tool_calls import ToolCalls as ToolCalls
+    from rolltree.inference.transfer.publisher import WeightTransfer as WeightTransfer
     from rolltree.inference.wrapped import WrappedClient as WrappedClient
 
 _MODULES: dict[str, str] = {
@@ -51,6 +52,7 @@ _MODULES: dict[str, str] = {
     "session": "Prompt Sampled TokenSession next_call_id",
     "sglang": "SGLangClient",
     "template": "ChatTemplate TemplateError",
+    "transfer.publisher": "WeightTransfer",
     "tool_calls": "TOOL_PARSERS ToolCall ToolCalls",
     "wrapped": "WrappedClient",
 }

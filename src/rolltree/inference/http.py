@@ -109,10 +109,13 @@ class HttpServer:
         decode: Callable[[bytes], ResultT],
         *,
         at_root: bool = False,
+        retry: RetryPolicy | None = None,
+        timeout_s: float | None = None,
     ) -> Outcome[ResultT]:
         """Send `body` as JSON (GET when it is None) and return the decoded answer.
 
-        `path` continues the base URL, or the root URL with `at_root`.
+        `path` continues the base URL, or the root URL with `at_root`. `retry` and `timeout_s` take
+        the place of the server's own.
 
         Raises:
             PromptTooLong: the server says that the prompt does not fit.
@@ -128,13 +131,13 @@ class HttpServer:
             queued_s = monotonic() - start
 
             async def attempt() -> ResultT:
-                answer = await self._send(transport, url, content)
+                answer = await self._send(transport, url, content, timeout_s)
                 try:
                     return decode(answer)
                 except BadResponse as error:
                     raise Retry(error) from error
 
-            outcome = await with_retries(self.retry, attempt)
+            outcome = await with_retries(retry or self.retry, attempt)
         return Outcome(outcome.value, outcome.num_retries, outcome.wait_s + queued_s)
 
     async def check_health(self) -> None:

@@ -1,17 +1,17 @@
-"""New weights to servers: safetensors on a disk they can read, reloaded, versioned, verified.
+"""New weights to servers: loaded, versioned, verified.
 
 The same calls work on vLLM (started with `VLLM_SERVER_DEV_MODE=1`) and on `rolltree serve`: pause,
-reload, forget cached keys, set the version, ask for it, resume. A request that is being sampled
-stays where it is and goes on with the new weights; its tokens say which version each one is from.
-`publish_adapter` does the same with a LoRA adapter (vLLM only). The module knows nothing about how
-weights are made or saved. It leaves out transfers that need no disk.
+load, forget cached keys, set the version, ask for it, resume. A request that is being sampled stays
+where it is and goes on with the new weights; its tokens say which version each one is from.
+`publish_weights` has servers load safetensors from a disk that they can read, `publish_adapter` a
+LoRA adapter (vLLM only). The module knows nothing about how weights are made or saved. Transfers
+without a disk are `rolltree.inference.transfer`'s, which uses the same frame.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +19,10 @@ import msgspec
 
 from rolltree.errors import BadResponse, ConfigError, ModelError, ServerError
 from rolltree.inference.http import HttpServer
+from rolltree.inference.retry import RetryPolicy
+
+Update = Callable[[HttpServer], Awaitable[None]]
+"""Something that is done to one server; it raises `ModelError` where that fails."""
 
 
 class HasServer(Protocol):
@@ -48,8 +52,12 @@ async def publish_weights(
         ModelError: a server failed; the message names each one and says which are left paused.
             All others have the new weights.
     """
-    kwargs = {"weights_path": str(_weights_in(folder))}
-    await _publish(clients, _Load("/collective_rpc", {"method": method, "kwargs": kwargs}), version)
+    body = {"method": method, "kwargs": {"weights_path": str(_weights_in(folder))}}
+
+    async def load(server: HttpServer) -> None:
+        await call(server, "/collective_rpc", body)
+
+    await publish_by(lambda server: update_server(server, load, version), clients, version)
 
 
 async def publish_adapter(
@@ -74,17 +82,27 @@ async def publish_adapter(
             "published by publish_weights; adapters are saved by peft's save_pretrained."
         )
     body = {"lora_name": name, "lora_path": str(folder), "load_inplace": True}
-    await _publish(clients, _Load("/v1/load_lora_adapter", body, bytes), version)
+
+    async def load(server: HttpServer) -> None:
+        await call(server, "/v1/load_lora_adapter", body, bytes)
+
+    await publish_by(lambda server: update_server(server, load, version), clients, version)
 
 
-async def _publish(clients: Sequence[HasServer], load: _Load, version: int) -> None:
+async def publish_by(update: Update, clients: Sequence[HasServer], version: int) -> None:
+    """Update every server at the same time, and set the clients' versions.
+
+    Raises:
+        ConfigError: the version is negative, or there is no server.
+        ModelError: a server failed; the message names each one.
+    """
     if version < 0 or not clients:
         raise ConfigError(
             f"publishing version {version} to {len(clients)} servers means nothing: a version is "
             "a whole number from 0, and at least one server takes it."
         )
     outcomes = await asyncio.gather(
-        *(_update(client.server, load, version) for client in clients),
+        *(update(client.server) for client in clients),
         return_exceptions=True,
     )
     failed: list[ModelError] = []
@@ -103,22 +121,13 @@ async def _publish(clients: Sequence[HasServer], load: _Load, version: int) -> N
         ) from failed[0]
 
 
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """The request that makes a server load new weights; `decode` reads its answer (None: JSON)."""
-
-    path: str
-    body: dict[str, Any]
-    decode: Callable[[bytes], Any] | None = None
-
-
 async def served_version(server: HttpServer) -> str:
     """Return the version that a server says its weights have (vLLM's first is "default").
 
     Raises:
         ModelError: it does not say.
     """
-    answer = await _call(server, "/weight_info", None)
+    answer = await call(server, "/weight_info", None)
     version = answer.get("weight_version") if isinstance(answer, dict) else None
     if not isinstance(version, str):
         raise BadResponse(
@@ -136,18 +145,23 @@ def _weights_in(folder: Path) -> Path:
     return folder.resolve()
 
 
-async def _update(server: HttpServer, load: _Load, version: int) -> None:
-    await _call(server, "/pause?mode=keep", {})
+async def update_server(server: HttpServer, load: Update, version: int) -> None:
+    """Give one server other weights, by `load`, while it is paused; ask it for the version.
+
+    Raises:
+        ModelError: it failed. Where `load` was begun, the server is left paused.
+    """
+    await call(server, "/pause?mode=keep", {})
     paused = "It is left paused, since its weights may be half replaced."
     try:
-        await _call(server, load.path, load.body, load.decode)
-        reset = await _call(server, "/reset_prefix_cache?reset_running_requests=true", {})
+        await load(server)
+        reset = await call(server, "/reset_prefix_cache?reset_running_requests=true", {})
         if not isinstance(reset, dict) or reset.get("success") is not True:
             raise BadResponse(
                 f"{server.root_url} did not forget its cached keys ({reset!r}); answers would mix "
                 "old and new weights."
             )
-        await _call(server, "/update_weight_version", {"new_version": str(version)})
+        await call(server, "/update_weight_version", {"new_version": str(version)})
         reported = await served_version(server)
         if reported != str(version):
             raise BadResponse(
@@ -156,17 +170,28 @@ async def _update(server: HttpServer, load: _Load, version: int) -> None:
             )
     except ModelError as error:
         raise ModelError(f"{error} {paused}") from error
-    await _call(server, "/resume", {})
+    await call(server, "/resume", {})
 
 
-async def _call(
+async def call(
     server: HttpServer,
     path: str,
     body: dict[str, Any] | None,
     decode: Callable[[bytes], Any] | None = None,
+    *,
+    retry: RetryPolicy | None = None,
+    timeout_s: float | None = None,
 ) -> Any:
+    """Ask a path outside `/v1` and return its answer, from JSON if `decode` is None.
+
+    Raises:
+        ModelError: as `HttpServer.post`.
+    """
     try:
-        return (await server.post(path, body, decode or _decode, at_root=True)).value
+        outcome = await server.post(
+            path, body, decode or _decode, at_root=True, retry=retry, timeout_s=timeout_s
+        )
+        return outcome.value
     except ServerError as error:
         if error.status == 404:
             error.add_note("vLLM serves this only with VLLM_SERVER_DEV_MODE=1 in its environment.")

@@ -2,8 +2,8 @@
 
 The embedded engine serves the very tensors that the trainer changes, or, with several ranks or
 adapters, a plain copy of the weights; vLLM in this process has a copy that `publish` renews;
-servers reload them from disk. It knows the names in the config. It leaves out the environment,
-which the caller builds, and starting servers.
+servers reload them from disk or are sent them. It knows the names in the config. It leaves out the
+environment, which the caller builds, and starting servers.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from rolltree.store import Run
 from rolltree.training.config import MAY_CHANGE, TrainConfig
 from rolltree.training.leading import adapt, load_trained
 from rolltree.training.ranks import Ranks
-from rolltree.training.servers import server_parts
+from rolltree.training.servers import TransferTarget, server_parts
 from rolltree.training.train import WeightTarget
 
 
 @dataclass(frozen=True, slots=True)
 class LocalParts:
-    """What `train` needs and a config can make. Close it with `await parts.client.aclose()`.
+    """What `train` needs and a config can make. Close it with `await parts.aclose()`.
 
     `served` is what the engine reads: `model`, or a plain copy of it.
     """
@@ -36,6 +36,12 @@ class LocalParts:
     engine: WeightTarget
     client: Any
     served: Any
+
+    async def aclose(self) -> None:
+        """Close the client, with an engine in this process, and connections to servers."""
+        if isinstance(self.engine, TransferTarget):
+            await self.engine.aclose()
+        await self.client.aclose()
 
 
 def build_local(config: TrainConfig, ranks: Ranks | None = None) -> LocalParts:

@@ -79,8 +79,10 @@ class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     `kind`: `local` is the embedded engine, which reads the trainer's own tensors; `vllm` is vLLM in
     this process, which gets a copy of them after every step and needs the package; `servers` are
-    those at `urls`, which reload the weights from `weights/` in the run directory, under the same
-    path for them. `served_model`: the name that servers know the model by (None: `model.name`).
+    those at `urls`. `publish`: servers reload the weights from `weights/` in the run directory,
+    under the same path for them (`disk`), or are sent them (`transfer`): by nccl if `model.device`
+    is a GPU, else by gloo, from `transfer_address`, one of this machine's that they reach.
+    `served_model`: the name that servers know the model by (None: `model.name`).
     `api_key_env`: the environment variable that holds their token. `reload_method`: the worker's
     method (see `publish_weights`). `probe_tolerance`: after every publish a short probe is sampled;
     its logprobs may differ from the trainer's by this much (servers in 16 bits need about 0.5).
@@ -94,6 +96,8 @@ class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     kind: Literal["local", "vllm", "servers"] = "local"
     urls: tuple[str, ...] = ()
+    publish: Literal["disk", "transfer"] = "disk"
+    transfer_address: str = "127.0.0.1"
     served_model: str | None = None
     api_key_env: str | None = None
     reload_method: str = "reload_weights"
@@ -119,13 +123,16 @@ class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                 "URLs, and engines in this process have none. Set both, or neither."
             )
         ignored = ("max_batch", "max_context", "kv_budget_bytes", "prefill_chunk")
-        others = ("served_model", "api_key_env", "reload_method")
+        others = ("served_model", "api_key_env", "reload_method", "publish", "transfer_address")
+        other_way = "reload_method" if self.publish == "transfer" else "transfer_address"
         defaults = {f.name: f.default for f in msgspec.structs.fields(type(self))}
-        for name in ignored if self.kind == "servers" else others:
+        for name in (*ignored, other_way) if self.kind == "servers" else others:
             if getattr(self, name) != defaults[name]:
+                chosen = "publish" if name == other_way and self.kind == "servers" else "kind"
                 raise ConfigError(
-                    f"engine.{name} is set, and engine.kind = {self.kind!r} does not read it, so "
-                    "it would do nothing. Leave it out (servers are set up where they are started)."
+                    f"engine.{name} is set, and engine.{chosen} = {getattr(self, chosen)!r} does "
+                    "not read it, so it would do nothing. Leave it out (servers are set up where "
+                    "they are started)."
                 )
 
 

@@ -1,10 +1,11 @@
-"""Servers as what serves the trained weights: written to disk, reloaded, versioned.
+"""Servers as what serves the trained weights: by disk or by transfer, versioned.
 
-    weights/version-000012/   in the run directory, in Hugging Face's layout; the servers see the
-    same path
+    disk        weights/version-000012/ in the run directory, in Hugging Face's layout; the servers
+                see the same path and reload
+    transfer    they are sent the tensors, and nothing is written
 
 Servers hold copies, so they need not stand still while the optimizer writes; each is paused while
-it reloads, its requests stay and go on with the new weights. It knows clients of servers. It leaves
+it loads, its requests stay and go on with the new weights. It knows clients of servers. It leaves
 out starting them.
 """
 
@@ -19,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from rolltree.errors import ConfigError
-from rolltree.inference import ChatRenderer, EndpointPool, publish_weights
+from rolltree.inference import ChatRenderer, EndpointPool, WeightTransfer, publish_weights
 from rolltree.inference.publish import HasServer
 from rolltree.training.config import TrainConfig
 from rolltree.training.export import export_model
+from rolltree.training.lora import plain_tensors
 
 
 class ServerTarget:
@@ -67,13 +69,68 @@ class ServerTarget:
                 await asyncio.to_thread(shutil.rmtree, old)
 
 
+class TransferTarget:
+    """A `WeightTarget` over servers that are sent the weights.
+
+    Args:
+        model: the module that is trained, or a plain copy of it (adapters, ranks).
+        clients: one per server.
+        address: this machine's, as the servers reach it.
+
+    Raises:
+        ConfigError: the model's tensors have other names than its checkpoint's.
+    """
+
+    def __init__(self, model: Any, clients: Sequence[HasServer], *, address: str) -> None:
+        if getattr(model, "_weight_conversions", None):
+            raise ConfigError(
+                f"the tensors of {type(model).__name__} were renamed or fused when its checkpoint "
+                "was read, so servers would not know what is sent. Use engine.publish = 'disk', "
+                "which writes them as they were."
+            )
+        device = next(model.parameters()).device
+        on_gpu = device.type == "cuda"
+        self._model = model
+        self._transfer = WeightTransfer(
+            clients,
+            backend="nccl" if on_gpu else "gloo",
+            device=device if on_gpu else None,
+            address=address,
+        )
+        self._version = -1
+
+    @property
+    def version(self) -> int:
+        """The version that all servers have confirmed; -1 before the first."""
+        return self._version
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Do nothing: the trainer's tensors are not the servers'."""
+        yield
+
+    async def publish(self, version: int) -> None:
+        """Send every server the weights.
+
+        Raises:
+            ModelError: a server failed; it is named.
+        """
+        await self._transfer.publish(plain_tensors(self._model), version)
+        self._version = version
+
+    async def aclose(self) -> None:
+        """Let go of the servers."""
+        await self._transfer.aclose()
+
+
 def server_parts(
     config: TrainConfig, model: Any, tokenizer: Any
-) -> tuple[EndpointPool, ServerTarget]:
+) -> tuple[EndpointPool, ServerTarget | TransferTarget]:
     """Return the client and the weight target for `engine.urls`.
 
     Raises:
-        ConfigError: `engine.api_key_env` names a variable that is not set.
+        ConfigError: `engine.api_key_env` names a variable that is not set, or the model cannot be
+            transferred.
     """
     section = config.engine
     key = None if section.api_key_env is None else os.environ.get(section.api_key_env)
@@ -92,5 +149,7 @@ def server_parts(
         token_ids="vllm",
         logprobs_mode="processed",
     )
+    if section.publish == "transfer":
+        return pool, TransferTarget(model, pool.clients, address=section.transfer_address)
     folder = Path(config.run.dir).absolute() / "weights"
     return pool, ServerTarget(model, pool.clients, folder, method=section.reload_method)

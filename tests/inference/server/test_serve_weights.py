@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ from rolltree.inference import (
     ChatRenderer,
     OpenAIClient,
     RetryPolicy,
+    WeightTransfer,
     publish_adapter,
     publish_weights,
     served_version,
 )
+from rolltree.inference.server import ServedModel, create_app
+from rolltree.inference.transfer.buckets import TensorSpec, specs_to_data
 from rolltree.types import Generation, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -123,6 +127,38 @@ async def test_a_request_in_flight_goes_on_with_the_new_weights(
     await publish_weights([client], taught, 8)
 
 
+def tensors_in(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+async def test_weights_that_are_sent_without_a_disk(
+    client: OpenAIClient, taught: Path, taught_otherwise: Path
+) -> None:
+    sent = WeightTransfer([client], bucket_bytes=4096)
+    await sent.publish(tensors_in(taught_otherwise).items(), 8)
+    assert (client.version, await served_version(client.server)) == (8, "8")
+    assert await answers(client) == ["13", "Rome", "nine"]
+    got = await client.chat([{"role": "user", "content": "count"}], sampling=GREEDY)
+    assert versions_of(got) == [8] * 5
+    weights = tensors_in(taught)
+    name = next(iter(weights))
+    for bad, said in [
+        ({key: value for key, value in weights.items() if key != name}, "are missing"),
+        ({**weights, name: weights[name][:3]}, "has shape"),
+    ]:
+        with pytest.raises(ModelError, match=r"1 of 1 servers.*left paused") as caught:
+            await sent.publish(bad.items(), 9)
+        assert caught.match(f"that were announced do not fit the served model.*{said}")
+        await client.server.post("/resume", {}, bytes, at_root=True)
+        assert await answers(client) == ["13", "Rome", "nine"]
+    await sent.publish(weights.items(), 9)
+    assert await answers(client) == ["12", "Paris, Paris", "one two three four"]
+    assert await served_version(client.server) == "9"
+    await sent.aclose()
+
+
 async def test_what_does_not_fit_changes_nothing_and_fails_loudly(
     client: OpenAIClient, taught: Path, tmp_path: Path
 ) -> None:
@@ -195,6 +231,10 @@ def test_what_the_weight_endpoints_refuse(server: Served) -> None:
             ("/collective_rpc", {"method": "reload_weights", "kwargs": {}}, "weights_path"),
             ("/update_weight_version", {"new_version": "next"}, "no whole number"),
             ("/update_weight_version", {"new_version": 3}, "no whole number"),
+            ("/init_weight_transfer_engine", {"init_info": {"port": 1}}, "WeightTransfer"),
+            ("/init_weight_transfer_engine", {}, "init_info is not an object"),
+            ("/start_weight_update", {}, "/init_weight_transfer_engine first"),
+            ("/update_weights", {"update_info": {}}, "/init_weight_transfer_engine first"),
         ]:
             answer = http.post(path, json=body)
             assert answer.status_code == 400
@@ -205,3 +245,45 @@ def test_what_the_weight_endpoints_refuse(server: Served) -> None:
     assert server.token != TOKEN
     assert httpx.get(server.root + "/health").status_code == 200
     assert httpx.get(server.root + "/v2", headers=headers).status_code == 404
+
+
+async def test_a_server_that_is_told_to_stop_ends_a_transfer_that_waits() -> None:
+    started = serve_kit.start("tiny", name="m")
+    client = OpenAIClient(started.url, "m", api_key=TOKEN, retry=RetryPolicy(max_retries=0))
+    sent = WeightTransfer([client], timeout_s=120.0)
+    try:
+        await sent.open()
+        await client.server.post("/start_weight_update", {}, bytes, at_root=True)
+        model = load_tiny()
+        info = {"tensors": specs_to_data(starmap(TensorSpec.of, model)), "bucket_bytes": 2**20}
+        waiting = asyncio.ensure_future(
+            client.server.post("/update_weights", {"update_info": info}, bytes, at_root=True)
+        )
+        done, _ = await asyncio.wait([waiting], timeout=0.5)
+        assert not done  # nobody sends
+        started.process.terminate()
+        await asyncio.to_thread(started.process.wait, 20)
+        with pytest.raises(ModelError):
+            await waiting
+    finally:
+        await sent.aclose()
+        await client.aclose()
+        serve_kit.stop(started)
+
+
+def load_tiny() -> list[tuple[str, Any]]:
+    from rolltree.models import load_model
+
+    return list(load_model("tiny")[0].named_parameters())
+
+
+async def test_a_served_model_without_weight_updates_says_so() -> None:
+    engine: Any = None
+    renderer: Any = None
+    served = ServedModel(engine, renderer, "m")
+    app = httpx.ASGITransport(create_app(served, "token"))
+    headers = {"Authorization": "Bearer token"}
+    async with httpx.AsyncClient(transport=app, base_url="http://app", headers=headers) as http:
+        answer = await http.post("/start_weight_update", json={})
+    assert answer.status_code == 404
+    assert "started without weight transfers" in answer.json()["error"]["message"]

@@ -1,13 +1,14 @@
 """What whoever owns the weights asks of the server: pause, reload, version, resume, health.
 
-Paths and bodies are vLLM's, so that one publisher (`rolltree.inference.publish`) works on both. A
-request must carry the server's token. It leaves out transfers over NCCL and LoRA adapters.
+Paths and bodies are vLLM's, so that one publisher (`rolltree.inference.publish`, `.transfer`) works
+on both. A request must carry the server's token. It leaves out LoRA adapters.
 """
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,7 +17,7 @@ from rolltree.inference.server.errors import RequestError
 from rolltree.inference.server.http import Handler, json_body, json_response
 
 if TYPE_CHECKING:
-    from rolltree.inference.server.served import ServedModel
+    from rolltree.inference.server.served import Receiver, ServedModel
 
 
 class AdminHandlers:
@@ -33,6 +34,11 @@ class AdminHandlers:
             ("POST", "/reset_prefix_cache"): self.reset_prefix_cache,
             ("POST", "/update_weight_version"): self.update_weight_version,
             ("GET", "/weight_info"): self.weight_info,
+            ("GET", "/get_world_size"): self.get_world_size,
+            ("POST", "/init_weight_transfer_engine"): self.init_weight_transfer,
+            ("POST", "/start_weight_update"): self.start_weight_update,
+            ("POST", "/update_weights"): self.update_weights,
+            ("POST", "/finish_weight_update"): self.finish_weight_update,
         }
 
     async def health(self, request: Request) -> Response:
@@ -103,3 +109,45 @@ class AdminHandlers:
     async def weight_info(self, request: Request) -> Response:
         """Say which version the weights have."""
         return json_response({"weight_version": str(self._served.engine.version)})
+
+    async def get_world_size(self, request: Request) -> Response:
+        """Say how many processes take part in a transfer."""
+        return json_response({"world_size": self._receiver().world_size})
+
+    async def init_weight_transfer(self, request: Request) -> Response:
+        """Meet a trainer: `{"init_info": ...}`, as `WeightTransfer` sends it."""
+        info = await _object_in(request, "init_info")
+        await asyncio.to_thread(self._receiver().meet, info)
+        return json_response({"message": "met"})
+
+    async def start_weight_update(self, request: Request) -> Response:
+        """Begin an update."""
+        self._receiver().start()
+        return json_response({"message": "started"})
+
+    async def update_weights(self, request: Request) -> Response:
+        """Receive weights: `{"update_info": ...}` says which; it lasts as long as the transfer."""
+        info = await _object_in(request, "update_info")
+        self._receiver()
+        await self._served.receive(info)
+        return json_response({"message": "received"})
+
+    async def finish_weight_update(self, request: Request) -> Response:
+        """End an update; the weights are in their places already."""
+        self._receiver()
+        return json_response({"message": "finished"})
+
+    def _receiver(self) -> Receiver:
+        if self._served.receiver is None:
+            raise RequestError(
+                "this server was started without weight transfers; `rolltree serve` has them.",
+                status=404,
+            )
+        return self._served.receiver
+
+
+async def _object_in(request: Request, name: str) -> dict[str, Any]:
+    value = (await json_body(request)).get(name)
+    if not isinstance(value, dict):
+        raise RequestError(f"{name} is not an object.", param=name)
+    return value

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
@@ -71,6 +71,31 @@ class Engine(Protocol):
         ...
 
 
+class Receiver(Protocol):
+    """What is needed to take weights from a trainer; `receiver.WeightReceiver` is one.
+
+    Its methods block, and raise `ConfigError` and `ModelError`.
+    """
+
+    world_size: int
+
+    def meet(self, info: Mapping[str, Any]) -> None:
+        """Meet a trainer."""
+        ...
+
+    def start(self) -> None:
+        """Begin an update."""
+        ...
+
+    def receive(self, info: Mapping[str, Any]) -> None:
+        """Put what the trainer sends into the engine's model, in place."""
+        ...
+
+    def close(self) -> None:
+        """Let go, at any time."""
+        ...
+
+
 class ServedModel:
     """One engine with the name it is served under.
 
@@ -80,6 +105,7 @@ class ServedModel:
         name: what requests call the model.
         load_weights: puts the weights of a folder into the engine's model, in place, and raises
             before it changes anything where they do not fit; None serves without weight updates.
+        receiver: puts weights that a trainer sends into it; None serves without transfers.
         logprobs: which logprobs answers carry.
     """
 
@@ -90,12 +116,13 @@ class ServedModel:
         name: str,
         *,
         load_weights: Callable[[Path], None] | None = None,
+        receiver: Receiver | None = None,
         logprobs: ServedLogprobs = "processed",
     ) -> None:
         self.engine, self.renderer, self.name = engine, renderer, name
         self.logprobs: ServedLogprobs = logprobs
         self.created = int(time.time())
-        self._load_weights = load_weights
+        self._load_weights, self.receiver = load_weights, receiver
         self._pauses = AsyncExitStack()
         self._updating = asyncio.Lock()
         self.is_paused = self._closed = False
@@ -206,6 +233,18 @@ class ServedModel:
             await asyncio.to_thread(self._load_weights, folder)
             self.engine.publish(self.engine.version)
 
+    async def receive(self, info: Mapping[str, Any]) -> None:
+        """Replace the weights by those that the trainer sends; cached keys are dropped.
+
+        Raises:
+            ConfigError: they do not fit the model, which is unchanged, or no trainer was met.
+            ModelError: the transfer broke off; the weights may be half replaced.
+        """
+        assert self.receiver is not None
+        async with self._updating, self.engine.paused():
+            await asyncio.to_thread(self.receiver.receive, info)
+            self.engine.publish(self.engine.version)
+
     async def set_version(self, version: int | None = None) -> None:
         """Drop cached keys; tokens from now on carry `version` (None keeps the one there is)."""
         async with self._updating, self.engine.paused():
@@ -214,6 +253,8 @@ class ServedModel:
     async def aclose(self) -> None:
         """Stop the engine; requests in flight end with an error."""
         self._closed = True
+        if self.receiver is not None:
+            self.receiver.close()
         await self.resume()
         await self.engine.aclose()
 

@@ -1,12 +1,14 @@
-"""Weights from a folder of safetensors into a model that runs, in place.
+"""Weights into a model that runs, in place: from a folder of safetensors, and the check of them.
 
 Names and shapes are checked before anything is changed. It needs torch, and imports it when it is
 called. It knows nothing about engines; whoever calls it sees to it that no step runs meanwhile.
+Weights that a trainer sends are `receiver`'s.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +31,40 @@ def load_weights(model: Any, folder: Path) -> None:
 
     own = model.state_dict()
     found: dict[str, Path] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in safetensors_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  (safe_open is no mapping)
                     found[name] = path
-                    shape = tuple(file.get_slice(name).get_shape())
-                    if name in own and shape != tuple(own[name].shape):
-                        raise _unfit(folder, f"{name} has shape {shape}", tuple(own[name].shape))
+                    shapes[name] = tuple(file.get_slice(name).get_shape())
         except (SafetensorError, OSError) as error:
-            raise _unfit(folder, f"{path.name} cannot be read ({error})") from error
-    if unknown := sorted(found.keys() - own.keys()):
-        raise _unfit(folder, f"{_some(unknown)} are none of the model's parameters")
-    loaded = {own[name].data_ptr() for name in found}
-    missing = sorted(name for name in own.keys() - found if own[name].data_ptr() not in loaded)
-    if missing:
-        raise _unfit(folder, f"{_some(missing)} are missing")
+            raise _unfit(f"in {folder}", f"{path.name} cannot be read ({error})") from error
+    check_fit(own, shapes, f"in {folder}")
     with torch.no_grad():
         for path in sorted(set(found.values())):
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118
                     own[name].copy_(file.get_tensor(name))
+
+
+def check_fit(own: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
+    """Refuse weights of other names or shapes than those of the state dict `own`.
+
+    Parameters that share their memory with one that is there may be missing.
+
+    Raises:
+        ConfigError: naming what is wrong.
+    """
+    for name, shape in shapes.items():
+        if name in own and shape != tuple(own[name].shape):
+            raise _unfit(where, f"{name} has shape {shape}", tuple(own[name].shape))
+    if unknown := sorted(shapes.keys() - own.keys()):
+        raise _unfit(where, f"{_some(unknown)} are none of the model's parameters")
+    loaded = {own[name].data_ptr() for name in shapes}
+    missing = sorted(name for name in own.keys() - shapes if own[name].data_ptr() not in loaded)
+    if missing:
+        raise _unfit(where, f"{_some(missing)} are missing")
 
 
 def safetensors_files(folder: Path) -> list[Path]:
@@ -71,10 +86,10 @@ def safetensors_files(folder: Path) -> list[Path]:
     return files
 
 
-def _unfit(folder: Path, what: str, expected: object = None) -> ConfigError:
+def _unfit(where: str, what: str, expected: object = None) -> ConfigError:
     wanted = "" if expected is None else f", not {expected}"
     return ConfigError(
-        f"the weights in {folder} do not fit the served model: {what}{wanted}. The model is "
+        f"the weights {where} do not fit the served model: {what}{wanted}. The model is "
         "unchanged. Publish weights of the same architecture."
     )
 

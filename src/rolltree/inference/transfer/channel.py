@@ -1,0 +1,377 @@
+"""One process group per server: how trainer and workers meet, and how buckets go through it.
+
+The trainer (rank 0) opens a store on an address of its own and hands out an invitation; workers
+(ranks 1 and up) come to it, and both sides make a process group that no other part of the program
+knows: gloo between CPUs, nccl between GPUs. Whoever waits does so for a limited time. An operation
+of gloo cannot be taken back, so a channel that is given up leaves it to a thread of its own. The
+module knows torch.distributed. It leaves out who loads what arrives.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as torch_distributed
+from torch import Tensor
+
+from rolltree.errors import ConfigError, ConnectionFailed
+from rolltree.inference.transfer.buckets import Bucket, pack, unpack
+
+dist: Any = torch_distributed  # its stubs leave out stores and groups
+BackendName = Literal["gloo", "nccl"]
+_POLL_S = 0.0005
+_TOKEN_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """Where the workers of one server meet the trainer. It travels as JSON.
+
+    `world_size` counts the trainer; `timeout_s` is the longest that a worker waits for one bucket.
+    """
+
+    address: str
+    port: int
+    token: str
+    world_size: int
+    backend: str
+    timeout_s: float
+
+    def as_data(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class Flight:
+    """A broadcast under way; it keeps its buffer alive."""
+
+    work: Any
+    buffer: Tensor
+    began_s: float
+
+
+class Channel:
+    """A process group in which rank 0 broadcasts. Any thread may close it.
+
+    Args:
+        group: torch's; nothing else uses it.
+        device: where buffers lie.
+        timeout_s: the longest that one broadcast may take.
+    """
+
+    def __init__(self, group: Any, device: torch.device, timeout_s: float) -> None:
+        self.device, self.timeout_s = device, timeout_s
+        self._group = group
+
+    def start(self, buffer: Tensor) -> Flight:
+        """Begin to broadcast `buffer`, or to receive into it.
+
+        Raises:
+            ConnectionFailed: the channel is closed.
+        """
+        group, options = self._group, dist.BroadcastOptions()
+        if group is None:
+            raise _given_up()
+        options.rootRank = 0
+        return Flight(group.broadcast([buffer], options), buffer, time.monotonic())
+
+    def wait(self, flight: Flight) -> None:
+        """Wait until a broadcast is done.
+
+        Raises:
+            ConnectionFailed: a member is gone, time is up, or the channel was closed meanwhile. It
+                is closed then.
+        """
+        try:
+            while not flight.work.is_completed():
+                if self._group is None:
+                    raise _given_up()
+                if time.monotonic() - flight.began_s > self.timeout_s:
+                    raise ConnectionFailed(
+                        f"a bucket of weights was not passed on within {self.timeout_s:g} s. Does "
+                        "the other side still run? Raise timeout_s if it is only slow."
+                    )
+                time.sleep(_POLL_S)
+            flight.work.wait()
+        except RuntimeError as error:  # torch's own: it names a socket, not the reason
+            self.close()
+            raise ConnectionFailed(
+                f"the other side of a weight transfer is gone or gave up ({error})."
+            ) from error
+        except ConnectionFailed:
+            self.close()
+            raise
+
+    def broadcast(self, buffer: Tensor) -> None:
+        """`start` and `wait`."""
+        self.wait(self.start(buffer))
+
+    def close(self) -> None:
+        """Let go; the other members' operations fail, where they are connected still."""
+        box, self._group = [self._group], None
+        if box[0] is not None:  # freeing a group waits for what it does, so a thread does it
+            threading.Thread(target=_free, args=(box,), daemon=True).start()
+
+
+class Meeting:
+    """The trainer's side of a channel that is being made.
+
+    `invitation` is for the workers. Call `join` when `is_complete`.
+
+    Raises:
+        ConfigError: `address` is none of this machine's.
+    """
+
+    def __init__(
+        self, address: str, num_workers: int, backend: BackendName, timeout_s: float
+    ) -> None:
+        listener = _listen(address)
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.detach(),  # by itself it would listen on every address
+        )
+        token = secrets.token_hex(_TOKEN_BYTES)
+        self.invitation = Invitation(address, port, token, 1 + num_workers, backend, 2 * timeout_s)
+        self._timeout_s = timeout_s
+        self._store = dist.PrefixStore(token, store)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every worker is there."""
+        ranks = range(1, self.invitation.world_size)
+        return bool(self._store.check([_seat(rank) for rank in ranks]))
+
+    def join(self, device: torch.device) -> Channel:
+        """Make the channel, together with the workers; it blocks.
+
+        Raises:
+            ConnectionFailed: a worker did not do its part in time.
+            ConfigError: this torch has no such backend.
+        """
+        return _join(self._store, self.invitation, 0, device, self._timeout_s)
+
+
+def accept(invitation: Invitation, rank: int, device: torch.device) -> Channel:
+    """Come to the trainer as worker `rank` (from 1) and make the channel; it blocks.
+
+    Raises:
+        ConnectionFailed: the trainer cannot be reached, or did not do its part in time.
+        ConfigError: this torch has no such backend.
+    """
+    try:
+        store = dist.TCPStore(
+            invitation.address,
+            invitation.port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=invitation.timeout_s),
+        )
+        named = dist.PrefixStore(invitation.token, store)
+        named.set(_seat(rank), "here")
+    except RuntimeError as error:
+        raise ConnectionFailed(
+            f"the trainer cannot be reached at {invitation.address}:{invitation.port} ({error}). "
+            "Is its address one that this machine can reach (engine.transfer_address)?"
+        ) from error
+    return _join(named, invitation, rank, device, invitation.timeout_s)
+
+
+def send(
+    buckets: Sequence[Bucket],
+    tensors: Sequence[Tensor],
+    channels: Sequence[Channel],
+    device: torch.device,
+) -> dict[Channel, Exception]:
+    """Send tensors through every channel at once; return what went wrong, by channel.
+
+    Each bucket is packed once, while the one before is under way. A channel that fails is left
+    behind, the others go on.
+    """
+    largest = max((bucket.num_bytes for bucket in buckets), default=0)
+    memories = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in buckets[:2]]
+    failed: dict[Channel, Exception] = {}
+    flights: list[tuple[Channel, Flight]] = []
+
+    def land() -> None:
+        for channel, flight in flights:
+            try:
+                channel.wait(flight)
+            except ConnectionFailed as error:
+                failed[channel] = error
+
+    done = 0
+    for number, bucket in enumerate(buckets):
+        held = tensors[done : done + len(bucket.specs)]
+        done += len(held)
+        buffer = pack(bucket, held, memories[number % 2])
+        land()
+        flights = []
+        for channel in channels:
+            if channel not in failed:
+                try:
+                    flights.append((channel, channel.start(buffer)))
+                except (ConnectionFailed, RuntimeError) as error:
+                    failed[channel] = error
+        if not flights:
+            return failed
+    land()
+    return failed
+
+
+def receive(channel: Channel, buckets: Iterable[Bucket]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yield the tensors of each bucket, checked, as they arrive; the next one is under way then.
+
+    Each bucket has memory of its own: whoever loads may keep views of it.
+
+    Raises:
+        ConnectionFailed: the trainer is gone, or sends nothing in time.
+        BadResponse: a checksum differs.
+    """
+
+    def start(bucket: Bucket | None) -> Flight | None:
+        if bucket is None:
+            return None
+        return channel.start(
+            torch.empty(bucket.num_bytes, dtype=torch.uint8, device=channel.device)
+        )
+
+    coming = iter(buckets)
+    bucket = next(coming, None)
+    flight = start(bucket)
+    while bucket is not None and flight is not None:
+        channel.wait(flight)
+        arrived, buffer = bucket, flight.buffer
+        bucket = next(coming, None)
+        flight = start(bucket)
+        yield unpack(arrived, buffer)
+
+
+def check_backend(backend: str) -> None:
+    """Refuse a backend that cannot be used here.
+
+    Raises:
+        ConfigError: it is unknown, or nccl where torch has none.
+    """
+    if backend not in _GROUPS:
+        raise ConfigError(f"backend is {backend!r}; weights travel by {' or '.join(_GROUPS)}.")
+    if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
+        raise ConfigError(
+            "weights are to be sent by nccl, and this torch has none, or no GPU. Use backend "
+            "'gloo', which sends from and to the CPU's memory."
+        )
+
+
+def buffer_device(backend: str, device: torch.device) -> torch.device:
+    """Return where buffers lie for a model on `device`.
+
+    Raises:
+        ConfigError: `check_backend` refuses it, or nccl is for a model that is on no GPU.
+    """
+    check_backend(backend)
+    if backend == "nccl" and device.type != "cuda":
+        raise ConfigError(
+            f"weights are to be sent by nccl, which needs a GPU on both sides, and the model is on "
+            f"{device}. Use backend 'gloo', or put both on GPUs."
+        )
+    return device if backend == "nccl" else torch.device("cpu")
+
+
+def _join(
+    store: Any, invitation: Invitation, rank: int, device: torch.device, timeout_s: float
+) -> Channel:
+    """Make the group and greet: the first broadcast shows that all are who they should be."""
+    device = buffer_device(invitation.backend, device)
+    try:
+        group = _GROUPS[invitation.backend](store, rank, invitation, timeout_s)
+    except RuntimeError as error:
+        raise ConnectionFailed(
+            f"trainer and server did not find each other in time ({error}). They must reach each "
+            f"other on any port: the trainer is at {invitation.address}."
+        ) from error
+    channel = Channel(group, device, timeout_s)
+    greeting = torch.tensor(list(bytes.fromhex(invitation.token)), dtype=torch.uint8)
+    heard = greeting.to(device) if rank == 0 else torch.zeros(_TOKEN_BYTES, dtype=torch.uint8)
+    heard = heard.to(device)
+    channel.broadcast(heard)
+    if not torch.equal(heard.cpu(), greeting):
+        channel.close()
+        raise ConnectionFailed("somebody else than the trainer answered; nothing was received.")
+    return channel
+
+
+def _gloo(store: Any, rank: int, invitation: Invitation, timeout_s: float) -> Any:
+    own = invitation.address if rank == 0 else _own_address(invitation)
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
+    options._timeout = timedelta(seconds=timeout_s)
+    return dist.ProcessGroupGloo(store, rank, invitation.world_size, options)
+
+
+def _nccl(store: Any, rank: int, invitation: Invitation, timeout_s: float) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=2 * timeout_s)  # ours comes first
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "2"  # a lost peer ends this group, not the process; read when it is made
+    try:
+        return dist.ProcessGroupNCCL(store, rank, invitation.world_size, options)
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+_GROUPS: dict[str, Callable[[Any, int, Invitation, float], Any]] = {"gloo": _gloo, "nccl": _nccl}
+
+
+def _listen(address: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind((address, 0))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"the trainer cannot be met at {address!r} ({error}). Name an address of this machine "
+            "that the servers can reach (engine.transfer_address)."
+        ) from error
+    return listener
+
+
+def _own_address(invitation: Invitation) -> str:
+    """Return the address from which this machine reaches the trainer; nothing is sent."""
+    family = socket.AF_INET6 if ":" in invitation.address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((invitation.address, invitation.port))
+        return str(probe.getsockname()[0])
+
+
+def _free(box: list[Any]) -> None:
+    group = box.pop()
+    if not isinstance(group, dist.ProcessGroupGloo):  # gloo's abort does nothing
+        group.abort()
+
+
+def _given_up() -> ConnectionFailed:
+    return ConnectionFailed("the transfer was given up, since its other half had failed.")
+
+
+def _seat(rank: int) -> str:
+    return f"worker/{rank}"

@@ -1,0 +1,310 @@
+"""Publishing without a disk: vLLM's weight-transfer endpoints say when, a broadcast carries what.
+
+    all servers     pause, /start_weight_update
+    each server     /update_weights, which receives      } at the same time,
+    the trainer     packs each bucket once and sends it  } the sending in a thread
+    each server     /finish_weight_update, forget cached keys, set and ask for the version, resume
+
+vLLM must be started for it (`SETUP`); `rolltree serve` always is. A server has a process group of
+its own, so one that fails fails alone; its group is made anew at the next publish. The module knows
+HTTP and channels. It leaves out where tensors come from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rolltree.errors import BadResponse, ConfigError, ConnectionFailed, ModelError, ServerError
+from rolltree.inference.http import HttpServer
+from rolltree.inference.publish import HasServer, call, publish_by, update_server
+from rolltree.inference.retry import RetryPolicy
+from rolltree.inference.transfer.buckets import Bucket, TensorSpec, plan, specs_to_data
+from rolltree.inference.transfer.channel import (
+    BackendName,
+    Channel,
+    Meeting,
+    check_backend,
+    send,
+)
+
+SETUP = (
+    "vLLM receives weights when it is started with VLLM_SERVER_DEV_MODE=1 in its environment and "
+    "--worker-extension-cls rolltree.inference.vllm.worker.WeightReload "
+    """--weight-transfer-config '{"backend": "rolltree"}'."""
+)
+_ONCE = RetryPolicy(max_retries=0)
+_FEW = RetryPolicy(max_retries=3, first_wait_s=0.1)
+_DAY_S = 86400.0
+"""How long /update_weights may take: the transfer has time limits of its own."""
+_REASON_S = 5.0
+"""How long a server is given to say why it broke a transfer off."""
+_POLL_S = 0.005
+
+
+class WeightTransfer:
+    """Sends weights to servers; reusable, one `publish` at a time.
+
+    Args:
+        clients: one per server.
+        backend: `"gloo"`, or `"nccl"` between GPUs (not yet run on any).
+        device: the GPU on which nccl's buckets are packed, None for torch's current one.
+        address: one of this machine's that the servers reach; nobody else should. They connect to
+            it, and it to them, on any port, unencrypted.
+        bucket_bytes: how much is packed and sent at once; two buckets are in memory. A larger
+            tensor is sent as one.
+        timeout_s: the longest that a server may take for one bucket, and to meet.
+
+    Raises:
+        ConfigError: a size or time is not above 0, or this torch has no such backend.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[HasServer],
+        *,
+        backend: BackendName = "gloo",
+        device: torch.device | str | None = None,
+        address: str = "127.0.0.1",
+        bucket_bytes: int = 64 * 2**20,
+        timeout_s: float = 60.0,
+    ) -> None:
+        if bucket_bytes < 1 or timeout_s <= 0:
+            raise ConfigError(
+                f"bucket_bytes is {bucket_bytes} and timeout_s is {timeout_s:g}; both must be "
+                "above 0 for anything to arrive."
+            )
+        self._clients, self._backend, self._address = list(clients), backend, address
+        self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
+        check_backend(backend)
+        self._device = torch.device("cpu")
+        if backend == "nccl":  # resolved here: other threads have another current device
+            self._device = torch.device(device or f"cuda:{torch.cuda.current_device()}")
+        elif device is not None:
+            raise ConfigError(
+                f"device is {str(device)!r}, and gloo packs in the CPU's memory, wherever the "
+                "tensors are. Leave it out."
+            )
+        self._channels: dict[HttpServer, Channel] = {}
+
+    async def open(self) -> None:
+        """Meet every server that is not connected yet; `publish` does it, too.
+
+        Raises:
+            ModelError: the first server that cannot be met, and what it needs.
+        """
+        outcomes = await asyncio.gather(
+            *(self._channel_to(client.server) for client in self._clients), return_exceptions=True
+        )
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    async def publish(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Make every server answer with these weights, as policy `version`.
+
+        Names, dtypes and shapes are those of the model's checkpoint, tied tensors come once. They
+        are read until this returns and must not change meanwhile. When it returns, each server has
+        checked every bucket, has said that it has `version`, and each client's `version` is set.
+
+        Raises:
+            ConfigError: there is no tensor, a name comes twice, the version is negative, or there
+                is no server.
+            ModelError: a server failed; the message names each one and says which are left paused.
+                All others have the new weights.
+        """
+        names, tensors = _listed(named_tensors)
+        specs = [TensorSpec.of(*pair) for pair in zip(names, tensors, strict=True)]
+        info = {"tensors": specs_to_data(specs), "bucket_bytes": self._bucket_bytes}
+        servers = [client.server for client in self._clients]
+        sending = _Sending(servers, plan(specs, self._bucket_bytes), tensors, self._device)
+
+        async def update(server: HttpServer) -> None:
+            try:
+                channel = await self._channel_to(server)
+
+                async def load(server: HttpServer) -> None:
+                    await self._load(server, channel, sending, info)
+
+                await update_server(server, load, version)
+            except BaseException:
+                self._drop(server)
+                raise
+            finally:
+                sending.leave(server)
+
+        try:
+            await publish_by(update, self._clients, version)
+        finally:
+            await sending.ended()
+
+    async def aclose(self) -> None:
+        """Let go of every server."""
+        for server in list(self._channels):
+            self._drop(server)
+
+    def _drop(self, server: HttpServer) -> None:
+        channel = self._channels.pop(server, None)
+        if channel is not None:
+            channel.close()
+
+    async def _channel_to(self, server: HttpServer) -> Channel:
+        if server not in self._channels:
+            try:
+                self._channels[server] = await self._meet(server)
+            except ModelError as error:
+                raise ModelError(
+                    f"{server.root_url} cannot be sent weights: {error} {SETUP}"
+                ) from error
+        return self._channels[server]
+
+    async def _meet(self, server: HttpServer) -> Channel:
+        answer = await call(server, "/get_world_size", None)
+        num_workers = answer.get("world_size") if isinstance(answer, dict) else None
+        if not isinstance(num_workers, int) or num_workers < 1:
+            raise BadResponse(f"/get_world_size answered {answer!r}, which is no number.")
+        meeting = Meeting(self._address, num_workers, self._backend, self._timeout_s)
+        body = {"init_info": meeting.invitation.as_data()}
+        asked = asyncio.ensure_future(
+            call(
+                server,
+                "/init_weight_transfer_engine",
+                body,
+                retry=_ONCE,
+                timeout_s=3 * self._timeout_s,
+            )
+        )
+        try:
+            await self._all_come(meeting, asked)
+            try:
+                channel = await asyncio.to_thread(meeting.join, self._device)
+            except ConnectionFailed:
+                await asyncio.wait([asked], timeout=_REASON_S)
+                if asked.done():
+                    asked.result()  # the server knows better what is wrong
+                raise
+            try:
+                await asked
+            except BaseException:
+                channel.close()
+                raise
+        finally:
+            asked.cancel()
+        return channel
+
+    async def _all_come(self, meeting: Meeting, asked: asyncio.Future[Any]) -> None:
+        """Wait until every worker is there, or it is known that one will not come."""
+        end = asyncio.get_running_loop().time() + self._timeout_s
+        while not meeting.is_complete:
+            if asked.done():
+                asked.result()
+                raise BadResponse("it says that it is ready, and its workers have not come.")
+            if asyncio.get_running_loop().time() > end:
+                raise ConnectionFailed(
+                    f"its {meeting.invitation.world_size - 1} workers did not come to "
+                    f"{self._address} within {self._timeout_s:g} s. Can they reach that address?"
+                )
+            await asyncio.sleep(_POLL_S)
+
+    async def _load(
+        self, server: HttpServer, channel: Channel, sending: _Sending, info: dict[str, Any]
+    ) -> None:
+        """Have one server receive what is sent to all, from start to finish."""
+        await _start(server)
+        sent = await sending.join(server, channel)
+        asked = asyncio.ensure_future(
+            call(server, "/update_weights", {"update_info": info}, retry=_ONCE, timeout_s=_DAY_S)
+        )
+        asked.add_done_callback(lambda done: _close_if_failed(done, channel))
+        try:
+            lost = (await asyncio.shield(sent)).get(channel)
+            patience_s = self._timeout_s if lost is None else min(_REASON_S, self._timeout_s)
+            await asyncio.wait([asked], timeout=patience_s)
+            if asked.done():
+                asked.result()
+            if lost is not None:
+                raise ConnectionFailed(f"{server.root_url} did not take the weights: {lost}")
+            if not asked.done():
+                raise ConnectionFailed(
+                    f"{server.root_url} was sent all weights and has not loaded them within "
+                    f"{patience_s:g} s. See its log."
+                )
+        finally:
+            asked.cancel()
+        await call(server, "/finish_weight_update", {}, retry=_ONCE)
+
+
+class _Sending:
+    """One broadcast to all servers that come this far: it begins when each has come or left."""
+
+    def __init__(
+        self,
+        servers: Iterable[HttpServer],
+        buckets: Sequence[Bucket],
+        tensors: Sequence[Tensor],
+        device: torch.device,
+    ) -> None:
+        self._awaited = set(servers)
+        self._all_here = asyncio.Event()
+        self._what = (buckets, tensors)
+        self._device = device
+        self._channels: list[Channel] = []
+        self._sent: asyncio.Future[dict[Channel, Exception]] | None = None
+
+    def leave(self, server: HttpServer) -> None:
+        """Wait for a server no longer."""
+        self._awaited.discard(server)
+        if not self._awaited:
+            self._all_here.set()
+
+    async def join(
+        self, server: HttpServer, channel: Channel
+    ) -> asyncio.Future[dict[Channel, Exception]]:
+        """Take part; return what will say which channels failed, and why."""
+        self._channels.append(channel)
+        self.leave(server)
+        await self._all_here.wait()
+        if self._sent is None:
+            work = asyncio.to_thread(send, *self._what, tuple(self._channels), self._device)
+            self._sent = asyncio.ensure_future(work)
+        return self._sent
+
+    async def ended(self) -> None:
+        """Wait until nothing reads the tensors any more."""
+        if self._sent is not None:
+            await asyncio.wait([self._sent])
+
+
+def _listed(named_tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[str], list[Tensor]]:
+    pairs = list(named_tensors)
+    names = [name for name, _ in pairs]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if not pairs or twice:
+        what = f"{twice[0]!r} comes more than once" if twice else "there are no tensors"
+        raise ConfigError(
+            f"{what}, so these are no model's weights. Pass the names and tensors of a checkpoint, "
+            "such as `model.named_parameters()`."
+        )
+    return names, [tensor for _, tensor in pairs]
+
+
+async def _start(server: HttpServer) -> None:
+    """Begin an update; one that a killed trainer left open is abandoned first."""
+    try:
+        await call(server, "/start_weight_update", {}, retry=_ONCE)
+    except ServerError as error:
+        if error.status < 500:
+            raise
+        # vLLM closes the connection behind an error, perhaps just when it is used again
+        await call(server, "/collective_rpc", {"method": "abandon_weight_update"}, retry=_FEW)
+        await call(server, "/start_weight_update", {}, retry=_ONCE)
+
+
+def _close_if_failed(done: asyncio.Future[Any], channel: Channel) -> None:
+    if not done.cancelled() and done.exception() is not None:
+        channel.close()

@@ -1,0 +1,113 @@
+"""Weights that a trainer broadcasts, received in vLLM's worker: a backend of vLLM's own interface.
+
+vLLM looks a backend's name up among those that are registered; `worker.py` registers this one as
+"rolltree". Tensors come in buckets (`rolltree.inference.transfer`), each is checked before it is
+loaded, and a model that did not get all of its weights is an error. It knows vLLM's layerwise
+reloading. It leaves out draft models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from rolltree.inference.transfer.buckets import plan, specs_from_data
+from rolltree.inference.transfer.channel import Channel, Invitation, accept, receive
+from rolltree.inference.vllm.worker import renew_output_layer
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """What `/update_weights` brings: the tensors that are sent, and how they are cut."""
+
+    tensors: list[Any]
+    bucket_bytes: int
+
+
+class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
+    """Receives whole models, named as in a checkpoint."""
+
+    init_info_cls = Invitation
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._channel: Channel | None = None
+        self._expected: set[str] | None = None  # parameters, while an update is open
+
+    def init_transfer_engine(self, init_info: Invitation) -> None:
+        """Meet the trainer; an earlier one is forgotten."""
+        self.shutdown()
+        parallel = self.parallel_config
+        worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._channel = accept(init_info, 1 + worker, self.device)
+
+    def start_weight_update(self) -> None:
+        """Make the model ready to load layer by layer."""
+        self._close_update()
+        self._expected = {
+            name.replace(".base_layer.", ".") for name, _ in self.model.named_parameters()
+        }
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Load what the trainer sends, bucket by bucket.
+
+        Raises:
+            RuntimeError: no trainer was met, or some of the model's weights did not come.
+            BadResponse: a bucket's checksum differs.
+            ConnectionFailed: the trainer is gone.
+        """
+        if self._channel is None:
+            raise RuntimeError(
+                "No trainer has been met, so there is nobody to receive from. Send "
+                "/init_weight_transfer_engine first, as rolltree's WeightTransfer.open does."
+            )
+        loaded: set[str] = set()
+        reported = True
+        try:
+            specs = specs_from_data(update_info.tensors)
+            for tensors in receive(self._channel, plan(specs, update_info.bucket_bytes)):
+                names = self.model.load_weights(iter(tensors))
+                reported = reported and names is not None
+                loaded |= names or set()
+            missing = sorted((self._expected or set()) - loaded)
+            if missing and reported and self.model_config.quantization is None:
+                raise RuntimeError(
+                    f"{len(missing)} of the model's parameters were not sent, {missing[0]} among "
+                    "them, so answers would come from half an update. Send the whole model."
+                )
+        except BaseException:
+            self.shutdown()
+            self._close_update()
+            raise
+
+    def finish_weight_update(self) -> None:
+        """Put the loaded layers in their places."""
+        self._close_update()
+        renew_output_layer(self.model)
+
+    def shutdown(self) -> None:
+        """Let go of the trainer."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+    def _close_update(self) -> None:
+        """End layerwise loading, also of layers that got half of their weights.
+
+        Left open, what they have would be counted again by the next update.
+        """
+        if self._expected is not None:
+            self._expected = None
+            finalize_layerwise_reload(self.model, self.model_config)
