@@ -122,8 +122,9 @@ async def test_weights_are_replaced_under_a_request_in_flight(client, model, loa
     task = asyncio.ensure_future(
         client.chat(STORY, sampling=SamplingParams(temperature=0.0, max_tokens=60))
     )
-    await asyncio.sleep(1.5)
     new = changed_copy(old)
+    while not any(len(pending.ids) > 2 for pending in engine._running.values()):  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
     async with engine.paused():
         held = [len(pending.ids) for pending in engine._running.values()]
         await asyncio.sleep(0.3)
