@@ -19,7 +19,7 @@ from rolltree.tokens import Trajectory
 from rolltree.types import Generation, SamplingParams
 
 RENDERER = ChatRenderer(ByteTokenizer())
-FAST = RetryPolicy(max_retries=5, first_wait_s=0.001)
+PATIENT = RetryPolicy(max_retries=45, first_wait_s=0.001, max_wait_s=0.01)  # more than faults
 
 
 def countdown(prompt: Any) -> str:
@@ -89,7 +89,7 @@ async def test_many_rollouts_through_faults_lose_and_mix_nothing() -> None:
     faults = [HttpFault(status=429), None, HttpFault(reset=True), None, HttpFault(body="broken")]
     with ScriptedServer(countdown, faults=faults * 9) as server:
         client = OpenAIClient(
-            server.base_url, "scripted", renderer=RENDERER, retry=FAST, max_connections=8
+            server.base_url, "scripted", renderer=RENDERER, retry=PATIENT, max_connections=8
         )
         rollouts = await asyncio.gather(
             *(rollout(client, f"rollout {number}", 4) for number in range(30))

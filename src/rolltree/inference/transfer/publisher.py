@@ -32,6 +32,7 @@ from rolltree.inference.transfer.channel import (
     check_backend,
     send,
 )
+from rolltree.tasks import outlast
 
 SETUP = (
     "vLLM receives weights when it is started with VLLM_SERVER_DEV_MODE=1 in its environment and "
@@ -194,7 +195,7 @@ class WeightTransfer:
                 channel.close()
                 raise
         finally:
-            asked.cancel()
+            await _ended(asked)
         return channel
 
     async def _all_come(self, meeting: Meeting, asked: asyncio.Future[Any]) -> None:
@@ -235,7 +236,7 @@ class WeightTransfer:
                     f"{patience_s:g} s. See its log."
                 )
         finally:
-            asked.cancel()
+            await _ended(asked)
         await call(server, "/finish_weight_update", {}, retry=_ONCE)
 
 
@@ -276,8 +277,8 @@ class _Sending:
 
     async def ended(self) -> None:
         """Wait until nothing reads the tensors any more."""
-        if self._sent is not None:
-            await asyncio.wait([self._sent])
+        if self._sent is not None and (cancelled := await outlast(self._sent)):
+            raise cancelled
 
 
 def _listed(named_tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[str], list[Tensor]]:
@@ -303,6 +304,14 @@ async def _start(server: HttpServer) -> None:
         # vLLM closes the connection behind an error, perhaps just when it is used again
         await call(server, "/collective_rpc", {"method": "abandon_weight_update"}, retry=_FEW)
         await call(server, "/start_weight_update", {}, retry=_ONCE)
+
+
+async def _ended(asked: asyncio.Future[Any]) -> None:
+    """Give a request up, if it is not answered, and see its connection closed."""
+    asked.cancel()
+    await asyncio.wait([asked])
+    if not asked.cancelled():
+        asked.exception()  # raised already, or of no interest
 
 
 def _close_if_failed(done: asyncio.Future[Any], channel: Channel) -> None:
