@@ -47,13 +47,15 @@ def forests(draw):
 def test_key_blocks_see_exactly_what_the_definition_says(end, max_block):
     blocks = key_blocks(end, max_block)
     assert (seen_by_blocks(blocks, len(end)) == seen_by_definition(end)).all()
-    assert all(block.stop - block.first <= max(max_block, 1) for block in blocks)
+    assert all(block.stop - block.first <= 2 * max_block for block in blocks)
     assert [b.first for b in blocks] == [0, *[b.stop for b in blocks[:-1]]]
 
 
 def test_key_blocks_of_a_path_and_of_siblings():
     path = key_blocks(np.full(5, 5, np.int32), 2)
     assert [(b.first, b.stop, b.reach) for b in path] == [(0, 2, 5), (2, 4, 5), (4, 5, 5)]
+    far = key_blocks(np.full(40, 40, np.int32), 2)  # over 16 blocks below: pieces of 4
+    assert [(b.first, b.stop) for b in far[:4]] == [(0, 4), (4, 8), (8, 10), (10, 12)]
     siblings = key_blocks(np.array([6, 6, 4, 4, 6, 6], np.int32), 4)
     assert [(b.first, b.stop, b.reach) for b in siblings] == [(0, 2, 6), (2, 6, 6)]
     assert siblings[1].mask.tolist() == [
