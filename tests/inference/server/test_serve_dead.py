@@ -12,8 +12,32 @@ from rolltree.inference.local import local_client
 from rolltree.inference.server import ServedModel, create_app
 from rolltree.models import load_model
 
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+def dying(*args: Any) -> Any:
+    raise SystemExit("killed")
+
+
+async def test_a_stream_that_breaks_off_is_told_to_the_client_and_to_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, tokenizer = load_model("tiny")
+    client = local_client(model, tokenizer, max_context=64, max_batch=2)
+    served = ServedModel(client.engine, client.renderer, "tiny")
+    app = httpx.ASGITransport(create_app(served, "token"))
+    headers = {"Authorization": "Bearer token"}
+    client.engine._decoder.runner.forward = dying  # type: ignore[method-assign]
+    async with httpx.AsyncClient(transport=app, base_url="http://app", headers=headers) as http:
+        body = {"prompt": "1", "max_tokens": 4, "stream": True}
+        streamed = await asyncio.wait_for(http.post("/v1/completions", json=body), 5)
+    await client.aclose()
+    assert streamed.status_code == 200
+    assert "thread has died (SystemExit: killed)" in streamed.text
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    assert "a stream of tiny broke off" in caplog.text
+
+
 async def test_a_dead_engine_fails_health_and_requests_at_once() -> None:
     """The real engine in the real application; its thread dies in the middle of a request."""
     model, tokenizer = load_model("tiny")
@@ -21,9 +45,6 @@ async def test_a_dead_engine_fails_health_and_requests_at_once() -> None:
     served = ServedModel(client.engine, client.renderer, "tiny")
     app = httpx.ASGITransport(create_app(served, "token"))
     headers = {"Authorization": "Bearer token"}
-
-    def dying(*args: Any) -> Any:
-        raise SystemExit("killed")
 
     async with httpx.AsyncClient(transport=app, base_url="http://app", headers=headers) as http:
         assert (await http.get("/health")).status_code == 200

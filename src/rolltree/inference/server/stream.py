@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from rolltree.types import FloatArray, GenerateRequest, IntArray, ToolSchema
 if TYPE_CHECKING:
     from rolltree.inference.local.requests import LocalOutput, LocalToken
 
+logger = logging.getLogger("rolltree.inference")
 DONE = b"data: [DONE]\n\n"
 
 
@@ -107,8 +109,11 @@ class AnswerStream:
                 outputs = [choice.output for choice in self._choices if choice.output is not None]
                 counted = answers.usage(self._prompts, outputs)
                 yield _event(self._head | {"choices": [], "usage": counted})
-        except Exception as error:  # noqa: BLE001  (told to the client: the status is long sent)
-            yield _event(error_body(error)[1])
+        except Exception as error:  # told to the client, since the status is long sent
+            status, body = error_body(error)
+            if status >= 500:
+                logger.error("a stream of %s broke off", self._served.name, exc_info=error)
+            yield _event(body)
         finally:
             self._cancel()
         yield DONE
