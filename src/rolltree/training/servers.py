@@ -27,7 +27,23 @@ from rolltree.training.export import export_model
 from rolltree.training.lora import plain_tensors
 
 
-class ServerTarget:
+class _Copies:
+    """What servers with copies of the weights have in common."""
+
+    _version = -1
+
+    @property
+    def version(self) -> int:
+        """The version that all servers have confirmed; -1 before the first."""
+        return self._version
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Do nothing: the trainer's tensors are not the servers'."""
+        yield
+
+
+class ServerTarget(_Copies):
     """A `WeightTarget` over servers.
 
     Args:
@@ -42,17 +58,6 @@ class ServerTarget:
     ) -> None:
         self._model, self._clients, self._method = model, clients, method
         self._folder = folder
-        self._version = -1
-
-    @property
-    def version(self) -> int:
-        """The version that all servers have confirmed; -1 before the first."""
-        return self._version
-
-    @asynccontextmanager
-    async def paused(self) -> AsyncIterator[None]:
-        """Do nothing: the trainer's tensors are not the servers'."""
-        yield
 
     async def publish(self, version: int) -> None:
         """Write the weights, have every server load them, and remove older ones.
@@ -69,7 +74,7 @@ class ServerTarget:
                 await asyncio.to_thread(shutil.rmtree, old)
 
 
-class TransferTarget:
+class TransferTarget(_Copies):
     """A `WeightTarget` over servers that are sent the weights.
 
     Args:
@@ -97,17 +102,6 @@ class TransferTarget:
             device=device if on_gpu else None,
             address=address,
         )
-        self._version = -1
-
-    @property
-    def version(self) -> int:
-        """The version that all servers have confirmed; -1 before the first."""
-        return self._version
-
-    @asynccontextmanager
-    async def paused(self) -> AsyncIterator[None]:
-        """Do nothing: the trainer's tensors are not the servers'."""
-        yield
 
     async def publish(self, version: int) -> None:
         """Send every server the weights.
