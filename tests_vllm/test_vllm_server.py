@@ -57,6 +57,14 @@ def servers_ids(url, messages, tools=None):
     return httpx.post(f"{url}/tokenize", json=body, timeout=60).json()["tokens"]
 
 
+def tokens_sampled(url):
+    """Return how many tokens the server has sampled since it was started."""
+    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+    return sum(
+        float(ln.split()[-1]) for ln in lines if ln.startswith("vllm:generation_tokens_total")
+    )
+
+
 async def play(env, client, **args):
     args = {"temperature": 0.7, "max_tokens": 40, **args}
     states = (await env.generate(env.dataset, client, sampling_args=args)).state
@@ -226,7 +234,7 @@ async def publish(by_token, published, folder, loaded):
 
 @pytest.mark.parametrize("way", ["disk", "transfer"])
 async def test_weights_are_replaced_also_under_a_request_in_flight(
-    by_token, publish, loaded, published, way
+    url, by_token, publish, loaded, published, way
 ):
     """Pause, load, resume."""
     old, new = loaded[0], published[0]
@@ -235,10 +243,12 @@ async def test_weights_are_replaced_also_under_a_request_in_flight(
     first = int(before.versions[0])
     assert set(before.versions) == {first}
     story = [{"role": "user", "content": "Tell me a long story about a ship."}]
+    counted = tokens_sampled(url)
     flying = asyncio.ensure_future(
         by_token.chat(story, sampling=SamplingParams(temperature=0.0, max_tokens=120))
     )
-    await asyncio.sleep(1.5)
+    while tokens_sampled(url) < counted + 5:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
     await publish(way, "new", first + 3)
     assert await served_version(by_token.server) == str(first + 3)
     after = await by_token.chat(HELLO, sampling=greedy)
