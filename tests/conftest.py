@@ -2,10 +2,11 @@
 
 No deadline: a slow machine is not a wrong answer. The same examples in every run, so that the suite
 says the same of the same code; `ROLLTREE_HYPOTHESIS=long` searches at random, and longer where a
-room's kit says so.
+room's kit says so. Ctrl-C works, also where a shell's background job ignores it: tests send it.
 """
 
 import os
+import signal
 
 from hypothesis import HealthCheck, settings
 
@@ -15,4 +16,5 @@ settings.register_profile(
 settings.register_profile(
     "long", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
+signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.load_profile("long" if os.environ.get("ROLLTREE_HYPOTHESIS") == "long" else "suite")

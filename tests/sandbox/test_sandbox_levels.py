@@ -50,10 +50,12 @@ def test_what_the_filter_must_refuse():
     assert not scoped.metadata_confined
     own, same = candidates(ROOT, "landlock")
     assert own.metadata_confined
+    assert not own.attributes_confined  # a file that everybody may write takes them from anybody
     assert own.level.protections["processes"] == "kernel count of its own user"
     assert same.level.protections["processes"] == "polled"  # RLIMIT_NPROC does not hold for uid 0
     (wrapped,) = candidates(USER, "bubblewrap")
     assert wrapped.metadata_confined
+    assert wrapped.attributes_confined
     assert wrapped.level.protections["processes"] == "kernel count of the namespace"
 
 

@@ -25,6 +25,7 @@ class Candidate:
     landlock_abi: int
     signals_confined: bool
     metadata_confined: bool
+    attributes_confined: bool
 
 
 def candidates(machine: Machine, wanted: str = "auto") -> list[Candidate]:
@@ -102,4 +103,5 @@ def _candidate(name: str, own_user: bool, machine: Machine) -> Candidate:
         landlock_abi=abi,
         signals_confined=signals_confined,
         metadata_confined=wrapped or own_user,
+        attributes_confined=wrapped,
     )

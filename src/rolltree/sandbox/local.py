@@ -201,6 +201,7 @@ class LocalSandbox(FolderSandbox):
             machine.machine,
             signals=candidate.signals_confined,
             metadata=candidate.metadata_confined,
+            attributes=candidate.attributes_confined,
         )
         bin_folder = str(Path(backend.runtime.executable).parent)
         spec = {

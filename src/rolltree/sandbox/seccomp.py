@@ -28,13 +28,14 @@ _PLAINLY_REFUSED = {  # socket, unshare, setns, mount, chroot, ptrace, bpf: EPER
 }
 
 
-def build_filter(machine: str, *, signals: bool, metadata: bool) -> bytes:
+def build_filter(machine: str, *, signals: bool, metadata: bool, attributes: bool) -> bytes:
     """Return the program for a machine (`platform.machine()`).
 
     Args:
         machine: "x86_64" or "aarch64".
         signals: allow `kill` and its kin; something else must confine them.
         metadata: allow `chmod` and its kin; something else must confine them.
+        attributes: allow extended attributes; something else must confine them.
 
     Raises:
         SandboxUnavailable: another machine.
@@ -45,7 +46,8 @@ def build_filter(machine: str, *, signals: bool, metadata: bool) -> bytes:
             "unfiltered. Use the Docker backend on this machine."
         )
     numbers = NUMBERS[machine]
-    refused = (frozenset() if signals else SIGNALS) | (frozenset() if metadata else METADATA)
+    groups = ((signals, SIGNALS), (metadata, METADATA), (attributes, ATTRIBUTES))
+    refused = {name for allowed, names in groups if not allowed for name in names}
     lines = [_load(4), _jump(_EQUAL, AUDIT_ARCH[machine], 1, 0), _return(_KILL), _load(0)]
     if machine == "x86_64":
         lines += [_jump(_AT_LEAST, _X32_BIT, 0, 1), _refuse(errno.ENOSYS)]

@@ -93,9 +93,12 @@ ATTRIBUTES = frozenset(
     {"getxattr", "lgetxattr", "fgetxattr", "listxattr", "llistxattr", "flistxattr"}
     | {"setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr"}
 )
-"""Refused as unsupported, which `ls` and `shutil` take in their stride."""
+"""Landlock does not govern them, and whoever may write a file may set them, whosever it is.
 
-METADATA = ATTRIBUTES | frozenset(
+Refused as unsupported, which `ls` and `shutil` take in their stride.
+"""
+
+METADATA = frozenset(
     {"chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"}
     | {"utime", "utimes", "utimensat", "futimesat"}
 )
