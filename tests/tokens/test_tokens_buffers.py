@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from tokens_kit import examples
 
 from rolltree.errors import TokenError
-from rolltree.tokens.buffers import GrowBuffer, as_ids, as_logprobs, check_new_ids, readable_floats
+from rolltree.inference.extract import extract_tokens
+from rolltree.tokens import TokenTree
+from rolltree.tokens.buffers import (
+    GrowBuffer,
+    as_ids,
+    check_new_ids,
+    checked_logprobs,
+    readable_floats,
+)
 
 
 def test_int32_arrays_pass_without_a_copy() -> None:
@@ -46,16 +54,37 @@ def test_negative_new_ids_are_refused_with_their_position() -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1.0, -9999.0])
 def test_placeholder_logprobs_are_refused(bad: float) -> None:
     with pytest.raises(TokenError, match="sampled token 1 is"):
-        as_logprobs([-0.5, bad, -0.5], 3)
+        checked_logprobs([-0.5, bad, -0.5], 3)
+
+
+def test_every_way_in_refuses_the_same_logprobs() -> None:
+    """A server's answer, a recorded step and the tree agree on -9999 and on rounding above 0."""
+    for value, passes in ((-9999.0, False), (2e-3, False), (5e-4, True), (-999.0, True)):
+        response = {
+            "prompt_token_ids": [1],
+            "choices": [{"token_ids": [2], "logprobs": {"content": [{"logprob": value}]}}],
+        }
+        ways = (
+            lambda value=value: checked_logprobs([value], 1),
+            lambda value=value: TokenTree().insert([1], [2], logprobs=[value]),
+            lambda response=response: extract_tokens(response, "chat"),
+        )
+        for way in ways:
+            if passes:
+                way()
+            else:
+                with pytest.raises(TokenError, match="placeholder"):
+                    way()
+    assert checked_logprobs([5e-4], 1).tolist() == [0.0]
 
 
 def test_logprobs_of_another_length_are_refused() -> None:
     with pytest.raises(TokenError, match="3 sampled tokens"):
-        as_logprobs([-0.5, -0.5], 3)
+        checked_logprobs([-0.5, -0.5], 3)
 
 
 def test_a_certain_token_has_logprob_zero() -> None:
-    assert as_logprobs([0.0, -1e-9], 2).tolist() == [0.0, np.float32(-1e-9)]
+    assert checked_logprobs([0.0, -1e-9], 2).tolist() == [0.0, np.float32(-1e-9)]
 
 
 def test_grow_buffer_keeps_item_shapes() -> None:

@@ -19,6 +19,7 @@ import numpy as np
 
 from rolltree.errors import BadResponse, TokenError
 from rolltree.inference.wire import TokenLogprob
+from rolltree.tokens import checked_logprobs
 from rolltree.types import (
     ChatMessage,
     FinishReason,
@@ -80,36 +81,6 @@ def extract_tokens(
     if values is None:
         return ResponseTokens(prompt, completion, None)
     return ResponseTokens(prompt, completion, checked_logprobs(values, len(completion)))
-
-
-def checked_logprobs(values: object, num_tokens: int) -> FloatArray:
-    """Return logprobs as float32 `[num_tokens]`, each at most 0.
-
-    Raises:
-        TokenError: the number differs, or one is missing, NaN, infinite or above 0.
-    """
-    array = np.array(values, np.float32)  # None becomes NaN
-    if array.shape == (num_tokens,) and num_tokens:
-        high, low = np.maximum.reduce(array), np.minimum.reduce(array)  # NaN if one is NaN
-        if high <= 0.0 and low > -np.inf:
-            return array
-    if array.shape != (num_tokens,):
-        extra = " An end token that was never sampled may have been appended." * (
-            num_tokens == len(array) + 1
-        )
-        raise TokenError(
-            f"{num_tokens} sampled tokens came with {len(array)} logprobs, so the ratio of "
-            f"policies would be computed for the wrong tokens.{extra} Check the server's logprobs "
-            "setting."
-        )
-    bad = np.flatnonzero(~(np.isfinite(array) & (array <= 1e-4)))  # rounding passes 0 by a hair
-    if len(bad):
-        raise TokenError(
-            f"the logprob of sampled token {int(bad[0])} is {float(array[bad[0]])}, which is no "
-            "log-probability but a placeholder; training on it would poison the ratio of policies. "
-            "Check the server's logprobs setting."
-        )
-    return np.minimum(array, np.float32(0.0))
 
 
 def extract_message(response: object, message_type: MessageType) -> tuple[ChatMessage, str]:

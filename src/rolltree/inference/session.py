@@ -18,8 +18,8 @@ import numpy as np
 from rolltree.errors import ConfigError, TokenError
 from rolltree.inference.buffer import IdPath
 from rolltree.inference.chat import ChatRenderer
-from rolltree.inference.extract import checked_logprobs
 from rolltree.inference.memory import CallMemory
+from rolltree.tokens import checked_logprobs
 from rolltree.types import (
     ChatMessage,
     FinishReason,

@@ -6,7 +6,7 @@ the dict view between them. numpy only.
 
 from rolltree.tokens.arena import ROOT, Place, TokenArena
 from rolltree.tokens.breaks import Break, BreakCause, Decoder, explain_break
-from rolltree.tokens.buffers import readable_floats
+from rolltree.tokens.buffers import checked_logprobs, readable_floats
 from rolltree.tokens.calls import CallTable
 from rolltree.tokens.step import RecordedStep, peek
 from rolltree.tokens.streams import PlacedStream, TokenStream
@@ -28,6 +28,7 @@ __all__ = [
     "TokenStream",
     "TokenTree",
     "Trajectory",
+    "checked_logprobs",
     "explain_break",
     "insert_step",
     "mask_list",

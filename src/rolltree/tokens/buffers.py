@@ -106,27 +106,38 @@ def check_new_ids(ids: IntArray, name: str) -> None:
         )
 
 
-def as_logprobs(values: ArrayLike, count: int) -> FloatArray:
-    """Return one logprob per sampled token as float32 `[count]`.
+def checked_logprobs(values: object, count: int) -> FloatArray:
+    """Return one logprob per sampled token as float32 `[count]`, each at most 0.
+
+    The one check of logprobs in the project, for what a server says and for what enters a tree. An
+    engine's rounding may pass 0 by up to 1e-3; such a value becomes 0.
 
     Raises:
-        TokenError: the length differs, or a value is no logprob: NaN, infinite, above zero, or
-            below -1000 (servers report -9999 for "unknown").
+        TokenError: the length differs, or a value is no logprob: missing, NaN, infinite, above
+            1e-3, or below -1000 (servers report -9999 for "unknown").
     """
-    array = np.ascontiguousarray(values, dtype=np.float32)
+    array = np.array(values, np.float32)  # None becomes NaN
     if array.shape != (count,):
-        raise TokenError(
-            f"{count} sampled tokens came with logprobs of shape {array.shape}; a shifted logprob "
-            "corrupts every importance ratio. Give exactly one per sampled id, end token included."
+        extra = " An end token that was never sampled may have been appended." * (
+            array.shape == (count - 1,)
         )
-    if count and not (array.max() <= 1e-3 and array.min() >= -1000.0):
+        found = f"{len(array)}" if array.ndim == 1 else f"an array {array.shape} of"
+        raise TokenError(
+            f"{count} sampled tokens came with {found} logprobs, so importance ratios would be "
+            f"computed for the wrong tokens.{extra} Give exactly one logprob per sampled id, end "
+            "token included."
+        )
+    if not count:
+        return array
+    high, low = np.maximum.reduce(array), np.minimum.reduce(array)  # NaN if one is NaN
+    if not (high <= 1e-3 and low >= -1000.0):
         bad = int(np.argmax(~((array <= 1e-3) & (array >= -1000.0))))
         raise TokenError(
             f"the logprob of sampled token {bad} is {float(array[bad])}, a placeholder and not a "
-            "logprob; it would poison the importance ratio. Ask the engine for the logprobs of "
-            "sampled tokens, or pass None when it has none."
+            "logprob; it would poison the importance ratio. Check the server's logprobs setting, "
+            "or pass None when it gives none."
         )
-    return array
+    return array if high <= 0.0 else np.minimum(array, np.float32(0.0))
 
 
 def readable_floats(values: FloatArray) -> list[float]:

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from rolltree.errors import TokenError
 from rolltree.tokens.arena import ROOT, Place, TokenArena
-from rolltree.tokens.buffers import EMPTY_IDS, as_ids, as_logprobs, check_new_ids
+from rolltree.tokens.buffers import EMPTY_IDS, as_ids, check_new_ids, checked_logprobs
 from rolltree.tokens.calls import NO_TURN, CallTable
 from rolltree.tokens.merge import extra_values, merge_into, stream_values
 from rolltree.tokens.serialize import load, save
@@ -180,7 +180,7 @@ class TokenTree:
         check_new_ids(completion, "completion_ids")
         count = len(completion)
         values: dict[str, float | NDArray[Any] | None] = {
-            "logprob": None if logprobs is None else as_logprobs(logprobs, count),
+            "logprob": None if logprobs is None else checked_logprobs(logprobs, count),
             "temperature": squeeze(temperature, count, "temperature", np.float32),
             "version": squeeze(versions, count, "versions", np.int32),
             "weight": 1.0 if mask is None else squeeze(mask, count, "mask", np.float32),
