@@ -4,6 +4,7 @@ import asyncio
 import copy
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from env_scripts import ROWS, Echo, ScriptedModel, a_request, assistant, single, user
@@ -184,6 +185,70 @@ async def test_a_game_that_ends_in_env_response_costs_no_further_call():
         *assistant("tick"),
         *user("0 left"),
     ]
+
+
+@pytest.mark.parametrize("in_state", [False, True])
+async def test_stop_conditions_are_asked_once_per_state(in_state):
+    """A counting condition and one that asks a model, which costs a call each time."""
+    asked, judge = [], ScriptedModel("go on")
+
+    class Counting(Echo):
+        @stop
+        async def asked_five_times(self, state):
+            asked.append(len(state["trajectory"]))
+            if in_state:
+                state["num_asked"] = state.get("num_asked", 0) + 1
+            return len(asked) == 5
+
+        @stop
+        async def judged(self, state):
+            reply = await judge.chat(user("Is it over?"))
+            return reply.text == "over"
+
+    model = ScriptedModel("no")
+    state = await play(Counting(), model)
+    assert state["stop_condition"] == "asked_five_times"
+    assert asked == [0, 1, 2, 3, 4]
+    assert len(model.calls) == len(judge.calls) == 4
+
+
+async def test_stop_conditions_are_asked_after_a_response_that_changes_the_state():
+    asked = []
+
+    class Watched(Countdown):
+        @stop(priority=1)
+        async def watch(self, state):
+            asked.append((len(state["trajectory"]), state["left"]))
+            return False
+
+    await play(Watched(dataset=ROWS), ScriptedModel("tick"))
+    assert asked == [(0, 2), (1, 2), (1, 1), (2, 1), (2, 0)]
+
+
+@pytest.mark.parametrize("value", [{"moves": []}, [[]], SimpleNamespace(moves=[])])
+async def test_a_game_may_end_by_a_change_inside_a_value_of_the_state(value):
+    def moves(state):
+        game = state["game"]
+        return game["moves"] if isinstance(game, dict) else getattr(game, "moves", game)
+
+    class Game(Echo):
+        async def setup_state(self, state):
+            state["game"] = value
+            moves(state).clear()
+            return state
+
+        async def env_response(self, messages, state):
+            moves(state).append("x")
+            return user("that was the last move")
+
+        @stop
+        async def played(self, state):
+            return "x" in moves(state)
+
+    model = ScriptedModel("go")
+    state = await play(Game(), model)
+    assert state["stop_condition"] == "played"
+    assert len(model.calls) == 1
 
 
 async def test_last_words_end_a_game():

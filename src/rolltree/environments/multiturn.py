@@ -9,6 +9,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
+import msgspec
+
 from rolltree.environments.completion import conversation, new_words
 from rolltree.environments.decorators import stop
 from rolltree.environments.environment import Environment, settle
@@ -18,7 +20,7 @@ from rolltree.errors import ConfigError
 from rolltree.inference.client import as_client
 from rolltree.rollouts import derive_seed, merge_args
 from rolltree.rollouts.episode import current_episode
-from rolltree.tokens import Trajectory
+from rolltree.tokens import Trajectory, peek
 from rolltree.types import (
     Messages,
     RolloutInput,
@@ -32,9 +34,11 @@ from rolltree.types import (
 class MultiTurnEnv(Environment):
     """A conversation: the model speaks, `env_response` answers, until a stop condition is true.
 
-    A game may end in `env_response`: set what a `@stop` condition looks at, or put the last words
-    into `state["final_env_response"]`. No further model call is made then, and what
-    `env_response` returned is part of the completion.
+    Stop conditions are asked once per state: before the first call, after every call, and after an
+    `env_response` that changed the state. A game may therefore end in `env_response`: change what
+    a `@stop` condition looks at in the state, or put the last message into
+    `state["final_env_response"]`. No further model call is made, and what `env_response` returned
+    is part of the completion.
 
     Args:
         max_turns: most model calls; a rollout that reaches it without an end is truncated for
@@ -138,8 +142,10 @@ class MultiTurnEnv(Environment):
     async def _play_turns(self, state: State, session: Any, model: str, args: SamplingArgs) -> None:
         seed = args.get("seed")
         while not await self.is_completed(state):
+            before = _snapshot(state)
             prompt = await self.get_prompt_messages(state)
-            if await self._ended_in_response(state, prompt):
+            if _snapshot(state) != before and await self.is_completed(state):
+                await self._keep_last_response(state, prompt)
                 break
             turn = len(state["trajectory"])
             if seed is not None and turn:
@@ -158,15 +164,12 @@ class MultiTurnEnv(Environment):
             state["is_completed"] = True
             self._settle_ending(state)
 
-    async def _ended_in_response(self, state: State, prompt: Messages) -> bool:
-        """Whether the answer of the environment ended the game; keeps its last words."""
-        if not await self.is_completed(state):
-            return False
+    async def _keep_last_response(self, state: State, prompt: Messages) -> None:
+        """Make what `env_response` said last part of the completion."""
         if state["trajectory"] and state.get("final_env_response") is None:
             said = conversation(state["trajectory"])
             state["final_env_response"] = new_words(said, prompt)
             await self._render_completion(state)
-        return True
 
 
 class SingleTurnEnv(MultiTurnEnv):
@@ -186,3 +189,25 @@ class SingleTurnEnv(MultiTurnEnv):
             "a SingleTurnEnv has no second turn; something removed its stop condition 'answered'. "
             "Subclass MultiTurnEnv to answer the model."
         )
+
+
+_NOT_COMPARED = frozenset({"trajectory", "client", "timing"})
+
+
+def _snapshot(state: State) -> object:
+    """Return a value that is equal to a later one if the state has not changed in between.
+
+    A state that holds objects other than plain data counts as changed, because nobody can tell.
+    """
+    steps, episode = state["trajectory"], current_episode()
+    try:
+        return msgspec.msgpack.encode(
+            [
+                episode is not None and episode.clock.expired,
+                len(steps),
+                peek(steps[-1], "extras") if steps else None,
+                {key: value for key, value in state.items() if key not in _NOT_COMPARED},
+            ]
+        )
+    except (TypeError, ValueError, RecursionError):
+        return object()
