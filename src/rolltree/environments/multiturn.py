@@ -20,7 +20,7 @@ from rolltree.errors import ConfigError
 from rolltree.inference.client import as_client
 from rolltree.rollouts import derive_seed, merge_args
 from rolltree.rollouts.episode import current_episode
-from rolltree.tokens import Trajectory, peek
+from rolltree.tokens import Trajectory
 from rolltree.types import (
     Messages,
     RolloutInput,
@@ -192,6 +192,7 @@ class SingleTurnEnv(MultiTurnEnv):
 
 
 _NOT_COMPARED = frozenset({"trajectory", "client", "timing"})
+_ENCODE = msgspec.msgpack.Encoder().encode
 
 
 def _snapshot(state: State) -> object:
@@ -200,14 +201,16 @@ def _snapshot(state: State) -> object:
     A state that holds objects other than plain data counts as changed, because nobody can tell.
     """
     steps, episode = state["trajectory"], current_episode()
+    kept: dict[str, Any] = {k: v for k, v in state.items() if k not in _NOT_COMPARED}
+    if steps:
+        extras = dict.get(steps[-1], "extras")  # not a dict yet where nobody has read them
+        kept["trajectory"] = [
+            len(steps),
+            steps[-1]["reward"],
+            extras if type(extras) is dict else 0,
+        ]
+    kept["client"] = episode is not None and episode.clock.expired
     try:
-        return msgspec.msgpack.encode(
-            [
-                episode is not None and episode.clock.expired,
-                len(steps),
-                peek(steps[-1], "extras") if steps else None,
-                {key: value for key, value in state.items() if key not in _NOT_COMPARED},
-            ]
-        )
+        return _ENCODE(kept)
     except (TypeError, ValueError, RecursionError):
         return object()
