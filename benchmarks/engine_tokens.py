@@ -149,6 +149,12 @@ def batch_of(row: str) -> int:
     return BATCH if row != "turns" else 16
 
 
+async def forget_prefixes(engine: Any) -> None:
+    """Empty the prefix cache."""
+    async with engine.paused():
+        engine.publish(0)
+
+
 def timed(run: Callable[[], Any]) -> tuple[Any, float, float]:
     wall, cpu = time.perf_counter(), time.process_time()
     said = run()
@@ -175,7 +181,7 @@ def compare(
     for _ in range(repeats):
         for name, answer in sides.items():
             if name in engines:
-                engines[name].publish(0)  # forget what the last run left in the prefix cache
+                asyncio.run(forget_prefixes(engines[name]))
             vocabulary = model.config.vocab_size
             said[name], *times = timed(partial(run, answer, vocabulary, batch))
             best[name] = min(best.get(name, (times[0], times[1])), (times[0], times[1]))
@@ -194,8 +200,7 @@ def compare(
 
 def decode_steps(model: Any, count: int) -> dict[str, float]:
     """Return milliseconds (CPU, best of `count`) of a step of 64 rows, by how weights are kept."""
-    from rolltree.inference.local.probe import probe
-    from rolltree.inference.local.runner import ModelRunner
+    from rolltree.inference.local.runner import ModelRunner, probe
 
     shape, lean = probe(model, 1024)
     makes = {"shared": {}, "packed copy": {"packed": True}, "batch-invariant": {"invariant": True}}

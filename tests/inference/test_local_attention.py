@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolltree.errors import UnsupportedSetting
-from rolltree.inference.local.attention import Plan, attend, make_plan, slot_attention
+from rolltree.inference.local.attention import AttentionPlan, attend, make_plan, slot_attention
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
 
 
-def plan_of(rows: list[int], counts: list[int], start: list[int]) -> Plan:
+def plan_of(rows: list[int], counts: list[int], start: list[int]) -> AttentionPlan:
     ids = np.arange(600, dtype=np.int32).reshape(6, 100)
     return make_plan(rows, np.array(counts), np.array(start), ids, torch.float32, CPU)
 
@@ -44,7 +44,11 @@ def test_rows_without_a_gap_need_no_index() -> None:
 
 
 def slow_attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: Plan, scaling: float
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: AttentionPlan,
+    scaling: float,
 ) -> torch.Tensor:
     """One query, one head at a time."""
     group = query.shape[1] // keys.shape[1]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rolltree.inference.local.attention import make_plan
-from rolltree.inference.local.cache import KvShape, SlotCache
+from rolltree.inference.local.slots import KvShape, SlotCache
 
 torch.set_num_threads(1)
 SHAPE = KvShape(2, 3, 4, torch.float32, torch.device("cpu"))

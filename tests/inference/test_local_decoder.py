@@ -20,10 +20,9 @@ from local_models import (
 )
 
 from rolltree.errors import ModelError
-from rolltree.inference.local.decoder import Decoder
-from rolltree.inference.local.probe import probe
-from rolltree.inference.local.requests import LocalOutput, Pending, UniformStream
-from rolltree.inference.local.runner import ModelRunner
+from rolltree.inference.engine import EngineOutput
+from rolltree.inference.local.decoder import Decoder, LocalRequest
+from rolltree.inference.local.runner import ModelRunner, probe
 from rolltree.inference.local.slots import SlotTable
 from rolltree.types import FinishReason, SamplingParams
 
@@ -51,15 +50,14 @@ def decoder(
 
 def put(
     target: Decoder, prompt: Any, max_tokens: int = 4, seed: int = 0, **sampling: Any
-) -> Pending:
+) -> LocalRequest:
     sampling.setdefault("temperature", 0.0)
     prompt = np.array(prompt, np.int32)
-    request = Pending(
+    request = LocalRequest(
         prompt,
         SamplingParams(max_tokens=max_tokens, **sampling),
-        UniformStream(seed),
+        seed,
         min(len(prompt) + max_tokens, target.slots.ids.shape[1]),
-        0.0,
     )
     target.waiting.append(request)
     return request
@@ -73,7 +71,7 @@ def run(target: Decoder, version: int = 0) -> None:
     raise AssertionError("the decoder did not come to an end")
 
 
-def result(request: Pending) -> LocalOutput:
+def result(request: LocalRequest) -> EngineOutput:
     return request.future.result(timeout=0)
 
 
@@ -140,7 +138,7 @@ def test_a_group_computes_its_prompt_once() -> None:
     prompt = random_prompt(0, 30)
     requests = [put(target, prompt, 1, seed=n, temperature=1.0) for n in range(8)]
     run(target)
-    assert target.num_computed_tokens == 30 + 7  # each other member computes its last token
+    assert target.counts.num_computed_tokens == 30 + 7  # each other member computes its last token
     assert [result(request).num_cached_tokens for request in requests] == [0] + [29] * 7
     assert len({int(result(request).completion_ids[0]) for request in requests}) > 1
 
@@ -151,7 +149,7 @@ def test_prompts_with_a_common_beginning_compute_it_once() -> None:
     for n in range(4):
         put(target, [*shots, *random_prompt(n + 1, 6)], 1)
     run(target)
-    assert target.num_computed_tokens == 46 + 3 * 6
+    assert target.counts.num_computed_tokens == 46 + 3 * 6
 
 
 def test_a_short_common_beginning_is_not_worth_waiting_for() -> None:
@@ -160,7 +158,7 @@ def test_a_short_common_beginning_is_not_worth_waiting_for() -> None:
         put(target, [1, 2, 3, *random_prompt(n, 10)], 1)
     target.step(0)
     assert target.waiting == type(target.waiting)()
-    assert target.num_steps == 1
+    assert target.counts.num_steps == 1
 
 
 def test_a_next_turn_computes_only_what_is_new() -> None:
@@ -168,14 +166,14 @@ def test_a_next_turn_computes_only_what_is_new() -> None:
     first = put(target, random_prompt(0, 20), 5)
     other = put(target, random_prompt(1, 20), 5)
     run(target)
-    before = target.num_computed_tokens
+    before = target.counts.num_computed_tokens
     turns = [
         put(target, [*request.prompt, *result(request).completion_ids, 7, 8, 9], 1)
         for request in (other, first)
     ]
     run(target)
     assert [result(turn).num_cached_tokens for turn in turns] == [24, 24]  # all but the last id
-    assert target.num_computed_tokens - before == 2 * 4
+    assert target.counts.num_computed_tokens - before == 2 * 4
     for turn in turns:
         assert result(turn).completion_ids.tolist() == greedy(shared_model(), turn.prompt, 1)
 
@@ -214,7 +212,7 @@ def test_forgetting_computes_everything_again() -> None:
     request = put(target, prompt, 1)
     run(target)
     assert result(request).num_cached_tokens == 0
-    assert target.num_computed_tokens == 40
+    assert target.counts.num_computed_tokens == 40
 
 
 def test_a_long_prompt_is_computed_in_chunks_beside_others() -> None:
@@ -227,7 +225,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_others() -> None:
         target.step(0)
         steps += 1
     assert steps == 4  # 8 + 8 + 8 + 6
-    assert target.num_sampled_tokens == 1 + 4 + 1  # the short one went on in each of them
+    assert target.counts.num_sampled_tokens == 1 + 4 + 1  # the short one went on in each of them
     run(target)
     assert result(short).completion_ids.tolist() == greedy(shared_model(), short.prompt, 10)
     assert result(long).completion_ids.tolist() == greedy(shared_model(), long.prompt, 1)
@@ -259,7 +257,7 @@ def test_no_more_than_max_batch_decode_together() -> None:
         target.step(0)
         most = max(most, len(target.slots.active()))
     assert most <= 2
-    assert target.num_sampled_tokens == 15
+    assert target.counts.num_sampled_tokens == 15
 
 
 def test_a_cancelled_request_leaves_the_batch() -> None:
@@ -268,10 +266,10 @@ def test_a_cancelled_request_leaves_the_batch() -> None:
     for _ in range(3):
         target.step(0)
     first.future.cancel()
-    target.any_cancelled = True
+    target.drop_cancelled()
     run(target)
     assert result(second).completion_ids.tolist() == greedy(shared_model(), [3, 4], 2)
-    assert target.num_sampled_tokens == 3 + 2
+    assert target.counts.num_sampled_tokens == 3 + 2
 
 
 def test_a_cancelled_request_leaves_the_queue() -> None:
@@ -280,9 +278,9 @@ def test_a_cancelled_request_leaves_the_queue() -> None:
     waiting = put(target, [3, 4], 2)
     target.step(0)
     waiting.future.cancel()
-    target.any_cancelled = True
+    target.drop_cancelled()
     run(target)
-    assert target.num_sampled_tokens == 3
+    assert target.counts.num_sampled_tokens == 3
 
 
 def test_logits_that_are_not_finite_fail_one_request_and_leave_no_trace() -> None:
@@ -302,18 +300,6 @@ def test_logits_that_are_not_finite_fail_one_request_and_leave_no_trace() -> Non
     run(target)
     for request in healthy:
         assert result(request).completion_ids.tolist() == greedy(model, request.prompt, 12)
-
-
-def test_fail_all_answers_everybody() -> None:
-    target = decoder(slots=1, batch=1)
-    requests = [put(target, [1, 2], 5), put(target, [3], 5)]
-    target.step(0)
-    error = ModelError("it broke")
-    target.fail_all(error)
-    for request in requests:
-        with pytest.raises(ModelError, match="it broke"):
-            result(request)
-    assert not target.busy
 
 
 def test_the_window_ends_an_answer() -> None:

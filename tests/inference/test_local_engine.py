@@ -29,8 +29,8 @@ from rolltree.errors import (
     TokenError,
     UnsupportedSetting,
 )
+from rolltree.inference.engine import SampledToken
 from rolltree.inference.local import LocalEngine
-from rolltree.inference.local.requests import LocalToken
 from rolltree.types import FinishReason
 
 
@@ -413,7 +413,7 @@ async def test_the_threads_death_reaches_everybody() -> None:
 
 
 async def test_every_token_but_the_last_is_told_when_it_is_sampled() -> None:
-    told: list[LocalToken] = []
+    told: list[SampledToken] = []
     async with engine_of() as engine:
         answer = engine.submit(ask([1, 2], temperature=1.0, seed=2), told.append)
         found = await asyncio.wrap_future(answer)
@@ -421,7 +421,7 @@ async def test_every_token_but_the_last_is_told_when_it_is_sampled() -> None:
     assert [token.id for token in told] == found.completion_ids[:-1].tolist()
     assert [token.version for token in told] == [0] * 5
     np.testing.assert_array_equal(
-        np.array([token.logprobs for token in told], np.float32), found.logprobs[:-1]
+        np.array([token.logprob for token in told], np.float32), found.logprobs[:-1]
     )
 
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from local_models import ask, new_model, random_prompt, shared_model, teacher_forced
 
 from rolltree.errors import UnsupportedSetting
-from rolltree.inference.local import LocalEngine, LocalOutput
-from rolltree.inference.local import probe as probe_module
-from rolltree.inference.local.invariant import BLOCK, invariant_plans
+from rolltree.inference.engine import EngineOutput
+from rolltree.inference.local import LocalEngine
+from rolltree.inference.local import runner as runner_module
+from rolltree.inference.local.attention import BLOCK, invariant_plans
 
 
 @given(
@@ -46,7 +47,7 @@ def test_every_token_is_in_one_block_behind_what_it_attends_to(work: list[tuple[
 def gathered(model: Any, requests: list[Any], order: list[int], **options: Any) -> list[Any]:
     """Answer requests that come one after the other in `order`, several at a time."""
 
-    async def answer() -> list[LocalOutput]:
+    async def answer() -> list[EngineOutput]:
         engine = LocalEngine(model, max_context=128, batch_invariant=True, **options)
         tasks: dict[int, Any] = {}
         for index in order:
@@ -81,7 +82,7 @@ def test_ids_and_logprobs_have_the_same_bits_in_any_company(
         assert one.raw_logprobs.tobytes() == other.raw_logprobs.tobytes()
 
 
-ALONE: list[LocalOutput] = []
+ALONE: list[EngineOutput] = []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -114,7 +115,8 @@ async def test_the_real_model() -> None:
     ]
     engine = LocalEngine(model, max_context=64, max_batch=4, batch_invariant=True)
     alone = await engine.generate(requests[0])
-    engine.publish(0)
+    async with engine.paused():
+        engine.publish(0)
     together, *_ = await asyncio.gather(*map(engine.generate, requests))
     await engine.aclose()
     assert together.num_cached_tokens == 0
@@ -125,10 +127,10 @@ async def test_the_real_model() -> None:
 def test_a_device_whose_products_depend_on_the_batch_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Careless(probe_module.ModelRunner):
+    class Careless(runner_module.ModelRunner):
         def forward(self, rows: list[int], *args: Any) -> torch.Tensor:
             return super().forward(rows, *args) + len(rows) * 1e-6
 
-    monkeypatch.setattr(probe_module, "ModelRunner", Careless)
+    monkeypatch.setattr(runner_module, "ModelRunner", Careless)
     with pytest.raises(UnsupportedSetting, match="in other company"):
         LocalEngine(shared_model(), max_context=64, batch_invariant=True)

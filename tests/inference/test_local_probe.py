@@ -10,8 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, T5ForConditionalGener
 
 from rolltree.errors import UnsupportedSetting
 from rolltree.inference.local import LocalEngine
-from rolltree.inference.local.probe import probe
-from rolltree.inference.local.runner import ModelRunner
+from rolltree.inference.local.runner import ModelRunner, probe
 
 torch.set_num_threads(1)
 SMALL: dict[str, Any] = {

@@ -12,7 +12,7 @@ import torch
 from local_models import ask, greedy, next_logits, random_prompt, shared_model, teacher_forced
 
 from rolltree.inference.local import LocalEngine
-from rolltree.inference.local.processors import make_processors
+from rolltree.inference.local.sampling import make_processors
 from rolltree.types import FinishReason
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from rolltree.inference.local.sampling import Sampled, keep_top_k, keep_top_p, sample
+from rolltree.inference.local.sampling import SampledTokens, keep_top_k, keep_top_p, sample
 
 torch.set_num_threads(1)
 LOGITS = torch.tensor([[0.5, 0.3, 0.2]]).log()
@@ -20,7 +20,7 @@ def draw(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
-) -> Sampled:
+) -> SampledTokens:
     size = len(uniforms)
     return sample(
         logits.repeat(size, 1) if len(logits) == 1 else logits.clone(),

@@ -5,14 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from local_models import ids
 
-from rolltree.inference.local.requests import Pending, UniformStream
+from rolltree.inference.local.decoder import LocalRequest, UniformStream
 from rolltree.inference.local.slots import SlotTable
 from rolltree.types import SamplingParams
 
 
-def pending(*prompt: int, **sampling: float) -> Pending:
+def pending(*prompt: int, **sampling: float) -> LocalRequest:
     settings = SamplingParams(**sampling)  # type: ignore[arg-type]
-    return Pending(ids(*prompt), settings, UniformStream(0), 10, 0.0)
+    return LocalRequest(ids(*prompt), settings, 0, 10)
 
 
 def fill(table: SlotTable, row: int, *tokens: int) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rolltree.errors import ConfigError, ModelError, PromptTooLong, TokenError, UnsupportedSetting
-from rolltree.inference.vllm import Progress, VllmEngine
+from rolltree.inference.vllm import StepOutput, VllmEngine
 from rolltree.types import FinishReason, GenerateRequest, SamplingParams
 
 
@@ -47,7 +47,9 @@ class FakeBackend:
             token = 1000 * self.weight + state[0] + state[1]
             state[1] += 1
             last = state[1] == state[2]
-            done.append(Progress(name, [token], [-0.25], last, self.end if last else None, None, 1))
+            done.append(
+                StepOutput(name, [token], [-0.25], last, self.end if last else None, None, 1)
+            )
             if last:
                 del self.requests[name]
         return done

@@ -4,12 +4,16 @@ import numpy as np
 import pytest
 
 from rolltree.errors import UnsupportedSetting
-from rolltree.inference.vllm.requests import Pending, vllm_fields
+from rolltree.inference.engine import check_extra, check_sampling, extra_of
+from rolltree.inference.vllm.engine import VllmEngine, VllmRequest, vllm_fields
 from rolltree.types import FinishReason, SamplingParams
 
 
 def fields(sampling, **settings):
-    return vllm_fields(sampling, **{"eos_token_ids": (2,), "room": 50, "seed": 11, **settings})
+    extra = extra_of(sampling)
+    check_sampling(sampling)
+    check_extra(extra, VllmEngine.extra_settings, VllmEngine.label)
+    return vllm_fields(sampling, extra, eos_token_ids=(2,), max_tokens=8, seed=3)
 
 
 def test_every_field_is_explicit():
@@ -38,11 +42,9 @@ def test_every_field_is_explicit():
     }
 
 
-def test_defaults_are_the_rest_of_the_context_and_the_engines_seed():
-    asked = fields(SamplingParams())
-    assert (asked["max_tokens"], asked["seed"], asked["stop_token_ids"]) == (50, 11, [2])
-    assert fields(SamplingParams(max_tokens=400))["max_tokens"] == 50
-    assert fields(SamplingParams(seed=2**63 + 5))["seed"] == 5
+def test_large_seeds_are_those_that_vllm_takes():
+    asked = vllm_fields(SamplingParams(), {}, eos_token_ids=(2,), max_tokens=4, seed=2**63 + 5)
+    assert (asked["seed"], asked["stop_token_ids"]) == (5, [2])
 
 
 def test_further_settings_pass_also_from_extra_body():
@@ -77,7 +79,7 @@ def test_what_vllm_would_not_obey_is_refused(sampling, words):
 
 
 def pending(**settings):
-    found = Pending(np.array([1, 2], np.int32), SamplingParams(**settings), {}, 0.0)
+    found = VllmRequest(np.array([1, 2], np.int32), SamplingParams(**settings), 0, 9)
     found.ids, found.logprobs, found.versions = [5, 2], [-0.5, 1e-7], [3, 4]
     return found
 

@@ -1,14 +1,15 @@
 """Attention of one flat batch of tokens over the slots they belong to.
 
 A forward pass is one sequence of tokens, `[1, _T]`: the next token of every decoding row, then the
-new tokens of rows whose prompts are being computed. Nothing is padded. A `Plan` says which token
-belongs to which slot and position; `attend` computes attention from it, the decoding rows together
-and the others by equal shape. transformers calls it under the name `NAME`. The module knows nothing
-about models and requests. It leaves out sliding windows, soft caps and sinks.
+new tokens of rows whose prompts are being computed. Nothing is padded. An `AttentionPlan` says
+which token belongs to which slot and position; `attend` computes attention from it, the decoding
+rows together and the others by equal shape. transformers calls it under the name `NAME`. Sliding
+windows, soft caps and sinks are not supported.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,9 @@ from rolltree.errors import UnsupportedSetting
 from rolltree.types import IntArray
 
 NAME = "rolltree_slots"
+BLOCK = 32
+"""Tokens of one batch-invariant pass: fewer cost more passes for a full batch, more cost more for a
+small one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,7 @@ class Decode:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AttentionPlan:
     """Where each token of a flat batch belongs. Tensors are int64."""
 
     tokens: Tensor  # [_T] ids
@@ -67,7 +71,7 @@ def make_plan(
     ids: IntArray,
     dtype: torch.dtype,
     device: torch.device,
-) -> Plan:
+) -> AttentionPlan:
     """Lay out `counts[i]` new tokens of `rows[i]` from position `start[i]`; `rows` ascend.
 
     `ids` is int32 `[slots, capacity]`. The flat order is: rows with one token, ascending; then the
@@ -89,7 +93,7 @@ def make_plan(
         newest, in_order = np.cumsum(counts[order]) - 1, np.argsort(order)
         prefills = _make_prefills(shapes, rows, int(single.sum()), dtype, device)
     tokens = ids[flat_rows, flat_positions].astype(np.int64)
-    return Plan(
+    return AttentionPlan(
         tokens=torch.from_numpy(tokens).to(device),
         rows=torch.from_numpy(flat_rows).to(device),
         positions=torch.from_numpy(flat_positions).to(device),
@@ -131,7 +135,9 @@ def _make_prefills(
     return tuple(prefills)
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, plan: Plan, scaling: float) -> Tensor:
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, scaling: float
+) -> Tensor:
     """Attend from `query` `[_T, _H, head_dim]` to slots `[slots, heads, capacity, head_dim]`.
 
     Returns `[_T, _H, head_dim]`. Each query head shares the keys of `heads / _H` others.
@@ -170,7 +176,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, plan: Plan, scaling: flo
 
 
 def _attend_alone(
-    query: Tensor, keys: Tensor, values: Tensor, plan: Plan, scaling: float
+    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, scaling: float
 ) -> Tensor:
     """Attend token by token, in shapes that depend on each token's position only.
 
@@ -210,7 +216,7 @@ def slot_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    plan: Plan | None = None,
+    plan: AttentionPlan | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Do `attend` for transformers' attention modules: query `[1, _H, _T, head_dim]`.
@@ -224,6 +230,54 @@ def slot_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     flat = query[0].transpose(0, 1).contiguous()
     return attend(flat, keys, values, plan, scale)[None], None
+
+
+def invariant_plans(
+    rows: list[int],
+    counts: NDArray[np.int64],
+    start: NDArray[np.int64],
+    ids: IntArray,
+    device: torch.device,
+) -> Iterator[tuple[AttentionPlan, list[int]]]:
+    """Lay out new tokens in passes whose logits do not depend on what else is computed.
+
+    A matrix product may add up in another order when it has another number of rows, so logits
+    differ in their last bits between a batch of 3 and one of 64. Here every pass has exactly
+    `BLOCK` tokens (the last one repeated to fill it), and attention runs token by token. What
+    remains is that a product must treat its rows alike, which `check_invariance` tries out. See He
+    et al. 2025, "Defeating nondeterminism in LLM inference".
+
+    With each plan comes which of `rows` (by index) have their last token in it; these are the first
+    of the plan's `newest`.
+    """
+    owners = np.repeat(np.arange(len(rows)), counts)
+    positions = np.concatenate(
+        [first + np.arange(count) for first, count in zip(start, counts, strict=True)]
+    )
+    flat_rows = np.array(rows)[owners]
+    last = np.cumsum(counts) - 1
+    for begin in range(0, len(owners), BLOCK):
+        chosen = np.arange(begin, min(begin + BLOCK, len(owners)))
+        filled = np.pad(chosen, (0, BLOCK - len(chosen)), mode="edge")
+        ending = ((last >= begin) & (last < begin + BLOCK)).nonzero()[0]
+        newest = np.zeros(BLOCK if len(ending) else 0, np.int64)
+        newest[: len(ending)] = last[ending] - begin
+        lengths = (positions[chosen] + 1).tolist()
+        plan = AttentionPlan(
+            tokens=_tensor(ids[flat_rows[filled], positions[filled]], device),
+            rows=_tensor(flat_rows[filled], device),
+            positions=_tensor(positions[filled], device),
+            newest=_tensor(newest, device),
+            in_order=None,
+            decode=None,
+            prefills=(),
+            alone=tuple(zip(flat_rows[chosen].tolist(), lengths, strict=True)),
+        )
+        yield plan, ending.tolist()
+
+
+def _tensor(values: NDArray[np.integer], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.int64)).to(device)
 
 
 _SPECIAL = ("softcap", "s_aux", "position_bias")

@@ -1,8 +1,4 @@
-"""The embedded engine behind `ModelClient`: messages in, a message with its exact tokens out.
-
-It joins `LocalEngine` (ids to ids) and `TokenSession` (messages to ids and back). It knows nothing
-about weights or batches. It leaves out servers: other processes cannot reach this client.
-"""
+"""An engine in this process as a `ModelClient`: messages in, exact tokens out."""
 
 from __future__ import annotations
 
@@ -14,8 +10,8 @@ import numpy as np
 
 from rolltree.errors import UnsupportedSetting
 from rolltree.inference.chat import ChatRenderer
+from rolltree.inference.engine import EngineOutput, EngineThread
 from rolltree.inference.local.engine import LocalEngine
-from rolltree.inference.local.requests import LocalOutput
 from rolltree.inference.session import Sampled, TokenSession, next_call_id
 from rolltree.types import (
     GenerateRequest,
@@ -39,7 +35,7 @@ class LocalClient:
 
     def __init__(
         self,
-        engine: LocalEngine,
+        engine: EngineThread[Any],
         tokenizer: Any,
         model_name: str = "local",
         *,
@@ -118,7 +114,7 @@ class LocalClient:
         if self._session is None:
             await self.engine.aclose()
 
-    def _text_before_stop(self, output: LocalOutput) -> str | None:
+    def _text_before_stop(self, output: EngineOutput) -> str | None:
         """Return the text without the stop that ended it; None where only an end token may be."""
         if output.stop is None:
             return None

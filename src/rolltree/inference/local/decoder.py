@@ -8,23 +8,48 @@ knows nothing about threads, or who changes the weights.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from rolltree.errors import ModelError
-from rolltree.inference.local.requests import LocalOutput, LocalToken, Pending
+from rolltree.inference.engine import EngineOutput, EngineRequest, EngineStats, SampledToken
 from rolltree.inference.local.runner import ModelRunner
-from rolltree.inference.local.sampling import Adjusted, sample
+from rolltree.inference.local.sampling import Adjusted, Processors, sample
 from rolltree.inference.local.slots import SlotTable
 from rolltree.types import FinishReason
 
 _WORTH_WAITING = 8
 """A request waits for another's prompt when that saves computing more tokens than this."""
+_BLOCK = 64
+
+
+class UniformStream:
+    """Uniform numbers in [0, 1) that depend on the seed alone (Philox, a counter-based stream)."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = np.random.Generator(np.random.Philox(seed))
+        self._block: list[float] = []
+
+    def __next__(self) -> float:
+        if not self._block:
+            self._block = self._rng.random(_BLOCK, dtype=np.float32)[::-1].tolist()
+        return self._block.pop()
+
+
+@dataclass(slots=True, eq=False)
+class LocalRequest(EngineRequest):
+    """A request with its own logits processors and random numbers."""
+
+    processors: Processors | None = None
+    uniforms: UniformStream = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.uniforms = UniformStream(self.seed)
 
 
 class Decoder:
@@ -39,16 +64,14 @@ class Decoder:
         prefill_chunk: int,
         is_end: NDArray[np.bool_],
         decode_text: Callable[[list[int]], str] | None,
+        counts: EngineStats | None = None,
     ) -> None:
         self.runner, self.slots = runner, slots
         self.max_batch, self.prefill_chunk = max_batch, prefill_chunk
         self.decode_text = decode_text
         self.is_end = is_end
-        self.waiting: deque[Pending] = deque()
-        self.any_cancelled = False  # set by whoever cancels a request
-        self.paused_s = 0.0
-        self.num_steps = self.num_prompt_tokens = self.num_cached_tokens = 0
-        self.num_computed_tokens = self.num_sampled_tokens = 0
+        self.waiting: deque[LocalRequest] = deque()
+        self.counts = counts or EngineStats()
 
     @property
     def busy(self) -> bool:
@@ -58,7 +81,6 @@ class Decoder:
     @torch.inference_mode()
     def step(self, version: int) -> None:
         """Run one forward pass; `version` is that of the weights it runs with."""
-        self._drop_cancelled()
         self._admit()
         slots = self.slots
         active = slots.active()
@@ -71,27 +93,22 @@ class Decoder:
         counts = counts[counts > 0]
         logits = self.runner.forward(rows, slots.ids, slots.cached[rows], counts)
         slots.cached[rows] += counts
-        self.num_steps += 1
-        self.num_computed_tokens += int(counts.sum())
+        self.counts.num_steps += 1
+        self.counts.num_computed_tokens += int(counts.sum())
         ready = slots.cached[rows] == slots.length[rows]
         if ready.any():
             chosen = [row for row, done in zip(rows, ready, strict=True) if done]
             self._sample(chosen, logits if ready.all() else logits[ready.nonzero()[0]], version)
 
-    def fail_all(self, error: Exception) -> None:
-        """Answer every request with `error` and forget all keys, which may be half written."""
-        requests = [*self.waiting, *(r for r in self.slots.request if r is not None)]
+    def forget_requests(self) -> None:
+        """Empty the batch and forget all keys, which may be half written."""
         self.waiting.clear()
         for row in self.slots.active():
             self.slots.release(row)
         self.slots.forget()
-        for request in requests:
-            request.settle(error)
 
-    def _drop_cancelled(self) -> None:
-        if not self.any_cancelled:
-            return
-        self.any_cancelled = False
+    def drop_cancelled(self) -> None:
+        """Take requests whose futures are cancelled out of the queue and the batch."""
         self.waiting = deque(r for r in self.waiting if not r.future.cancelled())
         for row, request in enumerate(self.slots.request):
             if request is not None and request.future.cancelled():
@@ -112,7 +129,7 @@ class Decoder:
             self._place(request, source, int(ready[source]))
             num_free -= 1
 
-    def _place(self, request: Pending, source: int, shared: int) -> None:
+    def _place(self, request: LocalRequest, source: int, shared: int) -> None:
         """Give `request` a slot holding the first `shared` ids of its prompt, as `source` does."""
         slots, cache = self.slots, self.runner.cache
         take_over = not slots.taken[source] and 0 < slots.cached[source] <= 2 * shared
@@ -126,10 +143,9 @@ class Decoder:
         cache.copy(source, row, shared)
         slots.start(row, request, shared)
         request.num_cached = shared
-        request.wait_s = time.monotonic() - request.submitted_s
-        request.paused_s_before = self.paused_s
-        self.num_prompt_tokens += len(request.prompt)
-        self.num_cached_tokens += shared
+        request.admit()
+        self.counts.num_prompt_tokens += len(request.prompt)
+        self.counts.num_cached_tokens += shared
 
     def _share(self, missing: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many tokens of each row to compute: one, or a share of the prompt limit."""
@@ -155,7 +171,7 @@ class Decoder:
         ids = drawn.ids.to("cpu", torch.int32).numpy()
         logprobs, raw = drawn.logprobs.cpu().numpy(), drawn.raw_logprobs.cpu().numpy()
         slots.append(rows, ids, logprobs, raw, version)
-        self.num_sampled_tokens += len(rows)
+        self.counts.num_sampled_tokens += len(rows)
         broken, ended = ~np.isfinite(logprobs), self.is_end[ids]
         full = slots.length[rows] >= slots.limit[rows]
         for at in (broken | ended | full | slots.has_stops[rows]).nonzero()[0]:
@@ -170,7 +186,7 @@ class Decoder:
         for at, request in enumerate(requests):
             if request.on_token is not None and slots.request[rows[at]] is request:
                 token = int(ids[at]), float(logprobs[at]), float(raw[at]), version
-                request.on_token(LocalToken(*token))
+                request.on_token(SampledToken(*token))
 
     def _compact(self, active: list[int]) -> list[int]:
         """Move the highest requests into the lowest free rows until there is no hole."""
@@ -181,7 +197,7 @@ class Decoder:
             slots.swap(hole, row)
         return list(range(count))
 
-    def _matched_stop(self, row: int, request: Pending, token: int) -> str | int | None:
+    def _matched_stop(self, row: int, request: LocalRequest, token: int) -> str | int | None:
         if token in request.sampling.stop_token_ids:
             return token
         if not request.sampling.stop or self.decode_text is None:
@@ -195,11 +211,11 @@ class Decoder:
         return min(found)[1] if found else None
 
     def _finish(
-        self, row: int, request: Pending, reason: FinishReason, stop: str | int | None
+        self, row: int, request: LocalRequest, reason: FinishReason, stop: str | int | None
     ) -> None:
         slots = self.slots
         span = slice(len(request.prompt), int(slots.length[row]))
-        output = LocalOutput(
+        output = EngineOutput(
             completion_ids=slots.ids[row, span].copy(),
             logprobs=slots.logprobs[row, span].copy(),
             raw_logprobs=slots.raw_logprobs[row, span].copy(),
@@ -208,12 +224,12 @@ class Decoder:
             stop=stop,
             num_prompt_tokens=len(request.prompt),
             num_cached_tokens=request.num_cached,
-            wait_s=request.wait_s + self.paused_s - request.paused_s_before,
+            wait_s=request.wait_s,
         )
         slots.release(row)
         request.settle(output)
 
-    def _reject(self, row: int, request: Pending) -> None:
+    def _reject(self, row: int, request: LocalRequest) -> None:
         self.runner.cache.clear(row, int(self.slots.length[row]))
         self.slots.release(row, keep=False)
         request.settle(

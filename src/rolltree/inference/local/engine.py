@@ -1,69 +1,36 @@
-"""The embedded engine: a thread that decodes with the trainer's own weights.
+"""The embedded engine: decodes with the trainer's own weights, shared, not copied.
 
-`await engine.generate(request)` from any event loop. The weights are shared, not copied: between
-`async with engine.paused()` and its end no step runs, so a trainer may change them in place, and
-`publish` tells the engine that it did. The module knows nothing about chat templates, rollouts or
-losses. It leaves out other processes and other machines: that is what a vLLM server is for.
+Inside `async with engine.paused()` a trainer may change the weights in place; `publish` then tells
+the engine that it did.
 """
 
 from __future__ import annotations
 
-import asyncio
-import atexit
-import itertools
-import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from rolltree.errors import (
-    ConfigError,
-    ModelError,
-    PromptTooLong,
-    TokenError,
-    UnsupportedSetting,
-    did_you_mean,
-)
-from rolltree.inference.local.decoder import Decoder
-from rolltree.inference.local.probe import check_invariance, probe
-from rolltree.inference.local.processors import PROCESSED, make_processors
-from rolltree.inference.local.requests import LocalOutput, LocalToken, Pending, UniformStream
-from rolltree.inference.local.runner import ModelRunner
+from rolltree.errors import ConfigError, UnsupportedSetting
+from rolltree.inference.engine import DEFAULT_MAX_CONTEXT, EngineThread
+from rolltree.inference.local.decoder import Decoder, LocalRequest
+from rolltree.inference.local.runner import ModelRunner, check_invariance, probe
+from rolltree.inference.local.sampling import PROCESSED, make_processors
 from rolltree.inference.local.slots import SlotTable
-from rolltree.types import GenerateRequest, SamplingParams
+from rolltree.types import IntArray, SamplingParams
 
-_DEFAULT_CONTEXT = 2048
-_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "stop", "stop_token_ids", "seed")
 _CHUNKS = {"cpu": 1024}
-"""Prompt tokens of one pass where not told; on a CPU, activations that stay in its cache."""
+"""Default prompt tokens of one pass; on a CPU, as many as keep the activations in its cache."""
 _DEFAULT_CHUNK = 8192
-_NO_EFFECT: dict[str, tuple[object, ...]] = {
-    "logprobs": (True, False, 0, 1),
-    "top_logprobs": (0,),
-    "return_token_ids": (True,),
-    "return_tokens_as_token_ids": (True,),
-    "stream": (False,),
-    "echo": (False,),
-    "tool_choice": ("auto",),
-    "parallel_tool_calls": (True,),
-}
-"""Values of servers' request fields that ask for what this engine does anyway."""
 
 
-class LocalEngine:
+class LocalEngine(EngineThread[LocalRequest]):
     """Batched decoding for one Hugging Face causal language model.
 
     Args:
         model: the module whose weights are used, in place, also after they change.
-        eos_token_ids: ids that end an answer; they count as sampled and are its last id.
         decode_text: ids to text (special tokens kept); needed for `stop` strings only.
-        max_batch: how many requests decode together.
-        max_context: prompt and completion of one request, in tokens; None is 2,048, or the model's
-            own limit if that is less.
+        max_context: None is 2,048 tokens, or the model's own limit if that is less.
         kv_budget_bytes: memory for keys and values. None takes `max_batch` slots of `max_context`
             tokens; more memory keeps more finished conversations for reuse. On the CPU memory
             is taken when it is used.
@@ -73,13 +40,18 @@ class LocalEngine:
             model that is not trained meanwhile. Without it nothing is copied.
         batch_invariant: the same request gives the same ids and bit-equal logprobs whatever else
             is in the batch or in the prefix cache (and pays for it, see docs/engine.md).
-        seed: for requests that bring none.
+
+    The other arguments are `EngineThread`'s.
 
     Raises:
         ConfigError: the budget does not hold `max_batch` slots, or a number is out of range.
         UnsupportedSetting: the model's cache is not plain keys and values, or the device's products
             depend on the batch and it must not matter.
     """
+
+    label = "the embedded engine"
+    survives_failed_steps = True
+    extra_settings = PROCESSED
 
     def __init__(
         self,
@@ -96,17 +68,18 @@ class LocalEngine:
         version: int = 0,
         seed: int = 0,
     ) -> None:
-        own_limit = getattr(model.config, "max_position_embeddings", None) or _DEFAULT_CONTEXT
-        self.max_context = max_context or min(own_limit, _DEFAULT_CONTEXT)
+        own_limit = getattr(model.config, "max_position_embeddings", None) or DEFAULT_MAX_CONTEXT
+        super().__init__(
+            eos_token_ids=eos_token_ids,
+            max_batch=max_batch,
+            max_context=max_context or min(own_limit, DEFAULT_MAX_CONTEXT),
+            version=version,
+            seed=seed,
+        )
         if prefill_chunk is None:
             prefill_chunk = _CHUNKS.get(model.device.type, _DEFAULT_CHUNK)
-        for name, value in (
-            ("max_batch", max_batch),
-            ("max_context", self.max_context - 1),
-            ("prefill_chunk", prefill_chunk),
-        ):
-            if value < 1:
-                raise ConfigError(f"{name} is too small for a single request; raise it.")
+        if prefill_chunk < 1:
+            raise ConfigError("prefill_chunk is too small for a single request; raise it.")
         if self.max_context > own_limit:
             raise ConfigError(
                 f"max_context {self.max_context} exceeds the {own_limit} positions the model was "
@@ -126,7 +99,6 @@ class LocalEngine:
                 f"{self.max_context} tokens ({slot_bytes:,} bytes each), not max_batch = "
                 f"{max_batch}. Lower max_batch or max_context, or raise the budget."
             )
-        self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self.vocab_size = int(model.config.vocab_size)
         if any(not 0 <= token < self.vocab_size for token in self.eos_token_ids):
             raise ConfigError(
@@ -148,64 +120,26 @@ class LocalEngine:
             prefill_chunk=prefill_chunk,
             is_end=is_end,
             decode_text=decode_text,
+            counts=self._counts,
         )
-        self._version = version
-        self._seeds = (
-            int(np.random.SeedSequence([seed, n]).generate_state(1, np.uint64)[0])
-            for n in itertools.count()
-        )
-        self._condition = threading.Condition()
-        self._inbox: list[Pending] = []
-        self._num_pauses, self._pause_began_s = 0, 0.0
-        self._stepping = self._outdated = self._closed = False
-        self._death: ModelError | None = None
-        self._between_steps: list[Future[None]] = []
-        self._stopped: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, name="rolltree-engine", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)
+        self._outdated = False
+        self._start("rolltree-engine")
 
-    @property
-    def version(self) -> int:
-        """The policy version that tokens sampled from now on carry."""
-        return self._version
+    def served_tensors(self) -> list[Any]:
+        """Return the tensors that forward passes read, or copies of which `publish` renews."""
+        return self._decoder.runner.tensors()
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether the thread runs, so that requests are answered."""
-        return self._thread.is_alive() and not self._closed
-
-    @property
-    def stats(self) -> dict[str, int]:
-        """Totals since the start: steps, and prompt, cached, computed and sampled tokens."""
-        names = ("steps", "prompt_tokens", "cached_tokens", "computed_tokens", "sampled_tokens")
-        return {f"num_{name}": getattr(self._decoder, f"num_{name}") for name in names}
-
-    async def generate(self, request: GenerateRequest) -> LocalOutput:
-        """Sample one completion after exactly `request.prompt_ids`.
-
-        Cancelling the awaiting task takes the request out of the batch.
-
-        Raises:
-            PromptTooLong: no room for one more token within `max_context`.
-            TokenError: the prompt is empty, or has an id outside the vocabulary.
-            UnsupportedSetting: the engine cannot do what `request.sampling` asks.
-            ModelError: the engine failed or was closed.
-        """
-        return await asyncio.wrap_future(self.submit(request))
-
-    def submit(
-        self, request: GenerateRequest, on_token: Callable[[LocalToken], None] | None = None
-    ) -> Future[LocalOutput]:
-        """Queue a request and return at once; raises and answers as `generate` does.
-
-        `on_token` is called in the engine's thread after every sampled token but the last, with
-        which the answer comes; it must be quick and may not raise.
-        """
-        sampling, prompt = request.sampling, np.array(request.prompt_ids, np.int32)
-        self._check(prompt, sampling)
-        extra = _extra(sampling)
-        _check_extra(extra)
+    def _new_request(
+        self, prompt: IntArray, sampling: SamplingParams, extra: Mapping[str, Any], seed: int
+    ) -> LocalRequest:
+        if sampling.stop and self._decoder.decode_text is None:
+            raise UnsupportedSetting(
+                "stop strings need text, and this engine was built without decode_text. Pass "
+                "decode_text=tokenizer.decode, or use stop_token_ids."
+            )
+        limit = self.max_context
+        if sampling.max_tokens is not None:
+            limit = min(limit, len(prompt) + sampling.max_tokens)
         processors = make_processors(
             extra,
             num_prompt=len(prompt),
@@ -213,196 +147,25 @@ class LocalEngine:
             vocab_size=self.vocab_size,
             device=self._device,
         )
-        limit = self.max_context
-        if sampling.max_tokens is not None:
-            limit = min(limit, len(prompt) + sampling.max_tokens)
-        with self._condition:
-            if self._closed or not self._thread.is_alive():
-                raise ModelError(str(self._death or _CLOSED)) from self._death
-            seed = sampling.seed if sampling.seed is not None else next(self._seeds)
-            uniforms = UniformStream(seed % 2**64)
-            now_s = time.monotonic()
-            pending = Pending(prompt, sampling, uniforms, limit, now_s, processors, on_token)
-            self._inbox.append(pending)
-            self._condition.notify_all()
-        pending.future.add_done_callback(self._note_cancelled)
-        return pending.future
+        return LocalRequest(prompt, sampling, seed, limit, processors=processors)
 
-    @asynccontextmanager
-    async def paused(self) -> AsyncIterator[None]:
-        """No step runs inside this block; requests stay where they are and go on afterwards."""
-        waiter: Future[None] | None = None
-        with self._condition:
-            if self._num_pauses == 0:
-                self._pause_began_s = time.monotonic()
-            self._num_pauses += 1
-            if self._stepping:
-                waiter = Future()
-                self._between_steps.append(waiter)
-        try:
-            if waiter is not None:
-                await asyncio.wrap_future(waiter)
-            yield
-        finally:
-            with self._condition:
-                self._num_pauses -= 1
-                if self._num_pauses == 0:
-                    self._decoder.paused_s += time.monotonic() - self._pause_began_s
-                self._condition.notify_all()
+    def _has_work(self) -> bool:
+        return self._decoder.busy
 
-    def publish(self, version: int) -> None:
-        """Say that the weights have changed and are now `version`.
-
-        All cached keys and values are dropped. Requests in flight go on: what they have so far is
-        computed again with the new weights, and their next tokens carry the new version. Call it
-        inside `paused()`, right after changing the weights.
-        """
-        with self._condition:
-            self._version, self._outdated = version, True
-            self._decoder.runner.refresh()
-
-    def served_tensors(self) -> list[Any]:
-        """Return the tensors that forward passes read, or copies of which `publish` renews."""
-        return self._decoder.runner.tensors()
-
-    async def aclose(self) -> None:
-        """Stop the thread after its current step; requests in flight end with `ModelError`."""
-        self._ask_to_stop()
-        await asyncio.shield(asyncio.wrap_future(self._stopped))
-        self.close()
-
-    def close(self) -> None:
-        """Do what `aclose` does, and block meanwhile; called at exit if nobody did before."""
-        self._ask_to_stop()
-        self._thread.join()
-        atexit.unregister(self.close)
-
-    def _ask_to_stop(self) -> None:
-        with self._condition:
-            self._closed = True
-            self._condition.notify_all()
-
-    def _check(self, prompt: Any, sampling: SamplingParams) -> None:
-        if prompt.ndim != 1 or not len(prompt):
-            raise TokenError(
-                f"prompt_ids has shape {prompt.shape}; the engine continues one sequence of at "
-                "least one token. Pass a one-dimensional array of ids."
-            )
-        if len(prompt) >= self.max_context:
-            raise PromptTooLong(
-                f"the prompt has {len(prompt)} tokens and max_context is {self.max_context}, so "
-                "nothing can be sampled after it. Shorten the prompt or raise max_context."
-            )
-        if prompt.min() < 0 or prompt.max() >= self.vocab_size:
-            raise TokenError(
-                f"prompt_ids has ids from {prompt.min()} to {prompt.max()}, outside the model's "
-                f"vocabulary of {self.vocab_size}. Was it made by another model's tokenizer?"
-            )
-        if sampling.stop and self._decoder.decode_text is None:
-            raise UnsupportedSetting(
-                "stop strings need text, and this engine was built without decode_text. Pass "
-                "decode_text=tokenizer.decode, or use stop_token_ids."
-            )
-        checks = {
-            "temperature": 0 <= sampling.temperature < float("inf"),
-            "top_p": 0 < sampling.top_p <= 1,
-            "top_k": sampling.top_k >= 0,
-            "max_tokens": sampling.max_tokens is None or sampling.max_tokens >= 1,
-        }
-        for name, good in checks.items():
-            if not good:
-                raise UnsupportedSetting(
-                    f"{name} = {getattr(sampling, name)} is outside what can be sampled with "
-                    "(temperature >= 0, 0 < top_p <= 1, top_k >= 0, max_tokens >= 1)."
-                )
-
-    def _note_cancelled(self, future: Future[LocalOutput]) -> None:
-        if future.cancelled():
-            self._decoder.any_cancelled = True
-
-    def _run(self) -> None:
-        error = ModelError(_CLOSED)
-        try:
-            while self._begin_step():
-                try:
-                    self._decoder.step(self._step_version)
-                except Exception as cause:  # noqa: BLE001  (becomes every request's typed error)
-                    self._decoder.fail_all(_step_failed(cause))
-                self._end_step()
-        except BaseException as cause:
-            error = self._death = _thread_died(cause)
-            raise
-        finally:
-            with self._condition:
-                self._closed = True
-                self._decoder.waiting.extend(self._inbox)
-                self._inbox.clear()
-            self._decoder.fail_all(error)
-            self._end_step()
-            self._stopped.set_result(None)
-
-    def _begin_step(self) -> bool:
-        """Wait until there is something to do and nobody has paused; False ends the thread."""
-        with self._condition:
-            while not self._closed and (
-                self._num_pauses or not (self._inbox or self._decoder.busy)
-            ):
-                self._condition.wait()
-            if self._closed:
-                return False
-            self._stepping, self._step_version = True, self._version
-            outdated, self._outdated = self._outdated, False
-            self._decoder.waiting.extend(self._inbox)
-            self._inbox.clear()
-        if outdated:
+    def _step(self, new: list[LocalRequest], version: int) -> None:
+        if self._outdated:
+            self._outdated = False
             self._decoder.slots.forget()
             self._decoder.runner.pack()
-        return True
+        self._decoder.waiting.extend(new)
+        self._decoder.step(version)
 
-    def _end_step(self) -> None:
-        with self._condition:
-            self._stepping = False
-            waiters, self._between_steps = self._between_steps, []
-        for waiter in waiters:
-            if not waiter.cancelled():
-                waiter.set_result(None)
+    def _drop_cancelled(self) -> None:
+        self._decoder.drop_cancelled()
 
+    def _forget_requests(self) -> None:
+        self._decoder.forget_requests()
 
-def _extra(sampling: SamplingParams) -> dict[str, Any]:
-    extra = {**sampling.extra, **sampling.extra.get("extra_body", {})}
-    extra.pop("extra_body", None)
-    return extra
-
-
-def _check_extra(extra: dict[str, Any]) -> None:
-    for name, value in extra.items():
-        if name not in PROCESSED and value not in _NO_EFFECT.get(name, ()):
-            raise UnsupportedSetting(
-                f"the embedded engine cannot do {name} = {value!r} and would sample as if it were "
-                f"not there.{did_you_mean(name, (*_SAMPLING, *PROCESSED))} Remove it, or use a "
-                "server that has it."
-            )
-
-
-_CLOSED = (
-    "the embedded engine is closed, so the request was not answered. Keep the engine open until "
-    "the last rollout is done."
-)
-
-
-def _thread_died(cause: BaseException) -> ModelError:
-    error = ModelError(
-        f"the embedded engine's thread has died ({type(cause).__name__}: {cause}), so nothing more "
-        "can be sampled here. Start a new engine (or `rolltree serve` again); the cause is above."
-    )
-    error.__cause__ = cause
-    return error
-
-
-def _step_failed(cause: BaseException) -> ModelError:
-    error = ModelError(
-        f"the embedded engine failed in a step ({type(cause).__name__}: {cause}); every request in "
-        "the batch was lost. If memory ran out, lower max_batch or max_context."
-    )
-    error.__cause__ = cause
-    return error
+    def _take_weights(self, version: int) -> None:
+        self._decoder.runner.refresh()
+        self._outdated = True

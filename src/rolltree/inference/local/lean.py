@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rolltree.inference.local.attention import Plan, attend
-from rolltree.inference.local.cache import SlotCache
+from rolltree.inference.local.attention import AttentionPlan, attend
+from rolltree.inference.local.slots import SlotCache
 
 _PARTS = {
     "": ({"model", "lm_head"}, set()),
@@ -155,7 +155,7 @@ class LeanForward:
                     found.extend(itertools.chain(*part.own))
         return [tensor for tensor in found if tensor is not None]
 
-    def __call__(self, plan: Plan, cache: SlotCache) -> Tensor:
+    def __call__(self, plan: AttentionPlan, cache: SlotCache) -> Tensor:
         """Return logits `[_B, _V]` after the plan's newest tokens."""
         states = functional.embedding(plan.tokens, self._embedding)  # [_T, _D]
         if self._angles is None or len(self._angles[0]) < cache.capacity:

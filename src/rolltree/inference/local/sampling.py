@@ -1,27 +1,46 @@
 """Logits to tokens, for a batch whose rows each have their own settings.
 
-Pure functions on tensors: the randomness is an argument (one uniform number per row), so a row's
-draw depends on its own seed and logits and on nothing else in the batch. Temperature, then top-k,
-then top-p, each on what the one before left, as in transformers' warpers; a row's own logits
-processors come before and after. A row's result has the same bits whatever the other rows are. The
-module knows nothing about requests. It leaves out constrained decoding.
+Temperature, then top-k, then top-p, each on what the one before left, as in transformers' warpers;
+a row's own logits processors (`extra` settings such as `min_p`) come before and after. Randomness
+is an argument (one uniform number per row), so a row's draw depends on its own seed and logits
+alone, bit for bit. Constrained decoding is not supported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
 
-from rolltree.inference.local.processors import Processors
+from rolltree.errors import UnsupportedSetting
 
 _NUCLEUS = 1024
 """A larger nucleus is found by sorting the whole vocabulary, at seven times the cost."""
 
 
-class Sampled(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Processors:
+    """What changes one request's logits: `before` temperature and cuts, and `after` them.
+
+    Each takes ids int64 `[1, _T]` and logits float32 `[1, _V]`, and returns logits.
+    """
+
+    before: LogitsProcessorList
+    after: LogitsProcessorList
+
+
+class SampledTokens(NamedTuple):
     """One token per row. Tensors of shape `[_B]`."""
 
     ids: Tensor  # int64
@@ -44,7 +63,7 @@ def sample(
     top_k: Tensor,
     top_p: Tensor,
     adjusted: Sequence[Adjusted] = (),
-) -> Sampled:
+) -> SampledTokens:
     """Draw one token per row by inverting the cumulative distribution at `uniforms`.
 
     Args:
@@ -82,11 +101,11 @@ def sample(
         ids = torch.where(greedy, likeliest, _invert(blocks, sums, uniforms, likeliest))
     logprobs = (weights.gather(-1, ids[:, None])[:, 0] / sums.sum(-1)).log()
     if raw is None:
-        return Sampled(ids, logprobs, logprobs)
+        return SampledTokens(ids, logprobs, logprobs)
     largest = raw.amax(-1)
     total = _blocks(raw.sub_(largest[:, None]).exp()).sum(-1).sum(-1)
     own = raw.gather(-1, ids[:, None])[:, 0] - total.log()
-    return Sampled(ids, logprobs, torch.where(changed, own, logprobs))
+    return SampledTokens(ids, logprobs, torch.where(changed, own, logprobs))
 
 
 def _blocks(weights: Tensor) -> Tensor:
@@ -149,3 +168,98 @@ def keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     inside[:, 0] = True
     kept = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, index, inside)
     return logits.masked_fill(cut & ~kept, float("-inf"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """A setting's value, and what else a processor may need to know of its request."""
+
+    value: Any
+    num_prompt: int
+    end_ids: list[int]
+    vocab_size: int
+    device: torch.device
+
+
+class _CountPenalty(LogitsProcessor):  # type: ignore[misc]
+    """Lower the logits of tokens that were sampled before, by `each` per time and `once` for any.
+
+    OpenAI's frequency and presence penalties: the prompt does not count.
+    """
+
+    def __init__(self, num_prompt: int, *, each: float = 0.0, once: float = 0.0) -> None:
+        self._num_prompt, self._each, self._once = num_prompt, each, once
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the changed logits."""
+        sampled, counts = torch.unique(input_ids[0, self._num_prompt :], return_counts=True)
+        changed = scores.clone()
+        changed[0, sampled] -= self._each * counts + self._once
+        return changed
+
+
+def _bias(setting: _Setting) -> LogitsProcessor:
+    biases = {int(token): float(bias) for token, bias in dict(setting.value).items()}
+    if any(not 0 <= token < setting.vocab_size for token in biases):
+        raise ValueError("a token id is outside the vocabulary")
+    return SequenceBiasLogitsProcessor([[[token], bias] for token, bias in biases.items()])
+
+
+def _min_tokens(setting: _Setting) -> LogitsProcessor:
+    return MinNewTokensLengthLogitsProcessor(
+        setting.num_prompt, setting.value, setting.end_ids, device=str(setting.device)
+    )
+
+
+_BEFORE: dict[str, tuple[object, Callable[[_Setting], LogitsProcessor]]] = {
+    "logit_bias": ({}, _bias),
+    "repetition_penalty": (
+        1,
+        lambda setting: RepetitionPenaltyLogitsProcessor(float(setting.value)),
+    ),
+    "frequency_penalty": (
+        0,
+        lambda setting: _CountPenalty(setting.num_prompt, each=float(setting.value)),
+    ),
+    "presence_penalty": (
+        0,
+        lambda setting: _CountPenalty(setting.num_prompt, once=float(setting.value)),
+    ),
+    "min_tokens": (0, _min_tokens),
+}
+_AFTER: dict[str, tuple[object, Callable[[_Setting], LogitsProcessor]]] = {
+    "min_p": (0, lambda setting: MinPLogitsWarper(float(setting.value))),
+}
+"""Per setting: the value that changes nothing, and how to make its processor."""
+PROCESSED = frozenset((*_BEFORE, *_AFTER))
+
+
+def make_processors(
+    extra: Mapping[str, Any],
+    *,
+    num_prompt: int,
+    end_ids: list[int],
+    vocab_size: int,
+    device: torch.device,
+) -> Processors | None:
+    """Return what the settings in `extra` ask for; None where that is nothing.
+
+    `end_ids` are those that `min_tokens` keeps away. Names outside `PROCESSED` are not looked at.
+
+    Raises:
+        UnsupportedSetting: a value cannot be used.
+    """
+    made: list[LogitsProcessorList] = []
+    for table in (_BEFORE, _AFTER):
+        made.append(LogitsProcessorList())
+        for name, (neutral, make) in table.items():
+            value = extra.get(name, neutral)
+            if value in (None, neutral):
+                continue
+            try:
+                made[-1].append(make(_Setting(value, num_prompt, end_ids, vocab_size, device)))
+            except (TypeError, ValueError) as error:
+                raise UnsupportedSetting(
+                    f"{name} = {value!r} cannot be sampled with ({error}). Correct the value."
+                ) from error
+    return Processors(*made) if any(made) else None

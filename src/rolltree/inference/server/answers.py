@@ -9,14 +9,12 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rolltree.inference.engine import EngineOutput
 from rolltree.inference.server.fields import Asked
 from rolltree.inference.server.served import ServedModel, spans
 from rolltree.types import ChatMessage, FloatArray, IntArray, ToolSchema
-
-if TYPE_CHECKING:
-    from rolltree.inference.local.requests import LocalOutput
 
 
 def head(served: ServedModel, *, chat: bool, stream: bool = False) -> dict[str, Any]:
@@ -30,7 +28,7 @@ def head(served: ServedModel, *, chat: bool, stream: bool = False) -> dict[str, 
     }
 
 
-def usage(prompts: Sequence[IntArray], outputs: Sequence[LocalOutput]) -> dict[str, Any]:
+def usage(prompts: Sequence[IntArray], outputs: Sequence[EngineOutput]) -> dict[str, Any]:
     """Return how many tokens were read and sampled; a prompt counts once for all its choices."""
     num_prompt = sum(map(len, prompts))
     num_completion = sum(len(output.completion_ids) for output in outputs)
@@ -49,7 +47,7 @@ def chat_answer(
     asked: Asked,
     tools: Sequence[ToolSchema] | None,
     prompt: IntArray,
-    outputs: Sequence[LocalOutput],
+    outputs: Sequence[EngineOutput],
 ) -> dict[str, Any]:
     """Return a chat completion with one choice per output."""
     choices = []
@@ -76,7 +74,7 @@ def text_answer(
     served: ServedModel,
     asked: Asked,
     prompts: Sequence[IntArray],
-    outputs: Sequence[LocalOutput],
+    outputs: Sequence[EngineOutput],
 ) -> dict[str, Any]:
     """Return a text completion: `asked.n` outputs for each prompt in turn."""
     choices = []
@@ -100,7 +98,7 @@ def text_answer(
 def ids_answer(
     served: ServedModel,
     prompt: IntArray,
-    outputs: Sequence[LocalOutput],
+    outputs: Sequence[EngineOutput],
     *,
     request_id: str,
     logprobs: bool,
@@ -140,13 +138,13 @@ def outgoing_message(message: ChatMessage) -> ChatMessage:
     return sent
 
 
-def token_fields(asked: Asked, output: LocalOutput) -> dict[str, Any]:
+def token_fields(asked: Asked, output: EngineOutput) -> dict[str, Any]:
     """Return vLLM's fields of a choice: what stopped it and, where asked for, ids and versions."""
     ids = {"token_ids": output.completion_ids.tolist()} if asked.token_ids else {}
     return ids | stop_fields(asked, output)
 
 
-def stop_fields(asked: Asked, output: LocalOutput) -> dict[str, Any]:
+def stop_fields(asked: Asked, output: EngineOutput) -> dict[str, Any]:
     """Return what is known of a choice when it ends."""
     fields: dict[str, Any] = {"stop_reason": output.stop}
     if asked.token_ids:

@@ -13,12 +13,13 @@ from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from rolltree.errors import TokenError
 from rolltree.inference.chat import ChatRenderer
+from rolltree.inference.engine import EngineOutput, SampledToken
 from rolltree.inference.session import check_message_type
 from rolltree.types import (
     ChatMessage,
@@ -29,9 +30,6 @@ from rolltree.types import (
     SamplingParams,
     ToolSchema,
 )
-
-if TYPE_CHECKING:
-    from rolltree.inference.local.requests import LocalOutput, LocalToken
 
 ServedLogprobs = Literal["processed", "raw"]
 """Whose logprobs are returned: the distribution's that was sampled from, or the model's own."""
@@ -53,8 +51,8 @@ class Engine(Protocol):
         ...
 
     def submit(
-        self, request: GenerateRequest, on_token: Callable[[LocalToken], None] | None = None
-    ) -> Future[LocalOutput]:
+        self, request: GenerateRequest, on_token: Callable[[SampledToken], None] | None = None
+    ) -> Future[EngineOutput]:
         """Queue a request; `on_token` is told of every token but the last."""
         ...
 
@@ -167,7 +165,7 @@ class ServedModel:
 
     async def sample(
         self, prompts: Sequence[IntArray], sampling: SamplingParams, n: int = 1
-    ) -> list[LocalOutput]:
+    ) -> list[EngineOutput]:
         """Return `n` completions of each prompt in turn.
 
         The first of each has the seed given, the others have seeds of their own. Cancelling the
@@ -177,7 +175,7 @@ class ServedModel:
             ModelError: as the engine's `submit`.
             TokenError: a prompt is empty or has an id outside the vocabulary.
         """
-        futures: list[Future[LocalOutput]] = []
+        futures: list[Future[EngineOutput]] = []
         try:
             for prompt in prompts:
                 for seed in choice_seeds(sampling.seed, n):
@@ -188,7 +186,7 @@ class ServedModel:
             for future in futures:
                 future.cancel()  # nothing to those that are done
 
-    def text(self, output: LocalOutput) -> str:
+    def text(self, output: EngineOutput) -> str:
         """Return an answer's text without what stopped it."""
         if output.stop is None:
             return self.renderer.decode_answer(output.completion_ids)
@@ -197,16 +195,21 @@ class ServedModel:
         return self.renderer.decode(output.completion_ids[:-1])
 
     def message(
-        self, output: LocalOutput, tools: Sequence[ToolSchema] | None
+        self, output: EngineOutput, tools: Sequence[ToolSchema] | None
     ) -> tuple[ChatMessage, FinishReason]:
         """Return an answer as a message, and why it ended."""
         parsed = self.renderer.parse_text(self.text(output), output.finish_reason, tools)
         return parsed.message, parsed.finish_reason
 
-    def logprobs_of(self, output: LocalOutput | LocalToken) -> FloatArray:
+    def logprobs_of(self, output: EngineOutput | SampledToken) -> FloatArray:
         """Return the logprobs of an answer's tokens, or of one, float32 `[_C]`."""
-        values = output.logprobs if self.logprobs == "processed" else output.raw_logprobs
-        return np.atleast_1d(np.asarray(values, np.float32))
+        processed = self.logprobs == "processed"
+        if isinstance(output, SampledToken):
+            value = output.logprob if processed else output.raw_logprob
+            return np.array([value], np.float32)
+        values = output.logprobs if processed else output.raw_logprobs
+        assert values is not None
+        return values
 
     async def pause(self) -> None:
         """Let no step run until `resume`; requests stay where they are."""

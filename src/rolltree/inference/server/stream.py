@@ -15,20 +15,18 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 
+from rolltree.inference.engine import EngineOutput, SampledToken
 from rolltree.inference.server import answers
 from rolltree.inference.server.deltas import MessageDeltas, TextDeltas, settled_text
 from rolltree.inference.server.errors import error_body
 from rolltree.inference.server.fields import Asked
 from rolltree.inference.server.served import ServedModel, choice_seeds
 from rolltree.types import FloatArray, GenerateRequest, IntArray, ToolSchema
-
-if TYPE_CHECKING:
-    from rolltree.inference.local.requests import LocalOutput, LocalToken
 
 logger = logging.getLogger("rolltree.inference")
 DONE = b"data: [DONE]\n\n"
@@ -42,7 +40,7 @@ class _Choice:
     prompt: IntArray
     deltas: MessageDeltas | TextDeltas
     ids: list[int] = field(default_factory=list)
-    output: LocalOutput | None = None
+    output: EngineOutput | None = None
 
 
 class AnswerStream:
@@ -67,11 +65,11 @@ class AnswerStream:
         self._prompts = prompts
         self._head = answers.head(served, chat=chat, stream=True)
         self._loop = asyncio.get_running_loop()
-        self._news: asyncio.Queue[tuple[_Choice, LocalToken | Future[LocalOutput]]] = (
+        self._news: asyncio.Queue[tuple[_Choice, SampledToken | Future[EngineOutput]]] = (
             asyncio.Queue()
         )
         self._choices: list[_Choice] = []
-        self._answers: list[Future[LocalOutput]] = []
+        self._answers: list[Future[EngineOutput]] = []
         try:
             for prompt in prompts:
                 for seed in choice_seeds(asked.sampling.seed, asked.n):
@@ -90,7 +88,7 @@ class AnswerStream:
         self._choices.append(choice)
         self._answers.append(answer)
 
-    def _tell(self, choice: _Choice, news: LocalToken | Future[LocalOutput]) -> None:
+    def _tell(self, choice: _Choice, news: SampledToken | Future[EngineOutput]) -> None:
         """Hand news from the engine's thread over to the loop, unless that has ended."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._news.put_nowait, (choice, news))
@@ -122,7 +120,7 @@ class AnswerStream:
         for answer in self._answers:
             answer.cancel()
 
-    def _chunk(self, choice: _Choice, token: LocalToken) -> dict[str, Any]:
+    def _chunk(self, choice: _Choice, token: SampledToken) -> dict[str, Any]:
         """Return what one more token adds."""
         is_first = not choice.ids
         choice.ids.append(token.id)
@@ -131,7 +129,7 @@ class AnswerStream:
         ids, values = np.array([token.id], np.int32), self._served.logprobs_of(token)
         return self._with_tokens(choice, ids, values, new, is_first)
 
-    def _last_chunk(self, choice: _Choice, output: LocalOutput) -> dict[str, Any]:
+    def _last_chunk(self, choice: _Choice, output: EngineOutput) -> dict[str, Any]:
         """Return what the rest of an answer adds, and how it ended."""
         new = slice(len(choice.ids), None)
         values = self._served.logprobs_of(output)[new]

