@@ -56,6 +56,22 @@ def invoke(*words, env=None):
     return CliRunner().invoke(app, [str(word) for word in words], env=env)
 
 
+def test_evaluating_over_http_needs_no_torch(env, tmp_path):
+    program = (
+        "import sys; from rolltree.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as ended: print('STATUS', ended.code)\n"
+        "print('HEAVY', sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    with ScriptedServer(adds) as server:
+        words = ["eval", env, "-m", "scripted", "-b", server.base_url, "--run", tmp_path / "run"]
+        done = subprocess.run(
+            [sys.executable, "-c", program, *map(str, words)], capture_output=True, text=True
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == ["STATUS 0", "HEAVY []"]
+
+
 def test_table_store_and_tokens(env, tmp_path):
     with ScriptedServer(adds) as server:
         result = invoke(

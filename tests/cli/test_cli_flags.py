@@ -67,17 +67,6 @@ def test_help_is_fast_and_imports_nothing_heavy():
     assert best_s < 0.5
 
 
-def test_evaluating_over_http_needs_no_torch():
-    program = (
-        "import sys, rolltree.cli.eval_run, rolltree.cli.runs_command\n"
-        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[]"
-
-
 def invoke(*words, env=None):
     return CliRunner().invoke(app, list(words), env=env)
 

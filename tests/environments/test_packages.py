@@ -8,7 +8,7 @@ import pytest
 from env_scripts import ScriptedModel, assistant
 
 import rolltree as rt
-from rolltree.testing import check_environment
+from rolltree.environments.check import check_environment
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "environments"

@@ -4,9 +4,9 @@ import sys
 import pytest
 
 import rolltree as rt
+from rolltree.environments.check import check_environment
 from rolltree.environments.scaffold import KINDS, scaffold
 from rolltree.errors import ConfigError, UnknownName
-from rolltree.testing import check_environment
 
 
 @pytest.mark.parametrize("kind", KINDS)

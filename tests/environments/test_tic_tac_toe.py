@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 import rolltree as rt
+from rolltree.environments.check import check_environment
 from rolltree.inference.local import local_client
 from rolltree.models import load_model
 from rolltree.rollouts import RolloutEngine, build_requests
 from rolltree.samples import build_samples
-from rolltree.testing import ScriptedClient, check_environment
+from rolltree.testing import ScriptedClient
 
 FOLDER = Path(__file__).parents[2] / "environments" / "tic_tac_toe"
 

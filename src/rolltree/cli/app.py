@@ -15,15 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from rolltree import __version__
-from rolltree.cli import (
-    env_command,
-    eval_command,
-    init_command,
-    models_command,
-    runs_command,
-    serve_command,
-    train_command,
-)
+from rolltree.cli import env, eval, runs, serve, train_command
 from rolltree.errors import ConfigError, RolltreeError, Stopped, UnknownName
 
 STOPPED_STATUS = 75
@@ -58,23 +50,23 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
 
 
 _COMMANDS: dict[str, Callable[..., None]] = {
-    "eval": eval_command.evaluate_environment,
+    "eval": eval.evaluate_environment,
     "train": train_command.train_model,
-    "serve": serve_command.serve_model,
-    "runs": runs_command.list_stored_runs,
-    "show": runs_command.show_run,
-    "export": runs_command.export_run,
-    "models": models_command.list_models,
-    "init": init_command.new_environment,
+    "serve": serve.serve_model,
+    "runs": runs.list_stored_runs,
+    "show": runs.show_run,
+    "export": runs.export_run,
+    "models": serve.list_models,
+    "init": env.new_environment,
 }
 for _name, _command in _COMMANDS.items():
     app.command(_name)(guarded(_command))
 
 _ENV_COMMANDS: dict[str, Callable[..., None]] = {
-    "list": env_command.list_environments,
-    "check": env_command.check,
+    "list": env.list_environments,
+    "check": env.check_contract,
 }
-env_app = typer.Typer(help="List environments, and check whether one keeps its contract.")
+env_app = typer.Typer(help="List environments, or check one for faults.")
 for _name, _command in _ENV_COMMANDS.items():
     env_app.command(_name)(guarded(_command))
 app.add_typer(env_app, name="env", no_args_is_help=True)
@@ -93,7 +85,7 @@ def options(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Hold the options of the program itself."""
+    """Options of the program itself."""
 
 
 def main() -> None:

@@ -1,7 +1,4 @@
-"""Text from the command line to values: JSON objects, names of secrets, default run paths.
-
-Knows nothing about what the values are for.
-"""
+"""Text from the command line to values: JSON objects, choices, secrets, default run directories."""
 
 from __future__ import annotations
 
@@ -9,10 +6,13 @@ import json
 import os
 import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from rolltree.errors import ConfigError
+from rolltree.errors import ConfigError, UnknownName, did_you_mean
+
+Name = TypeVar("Name", bound=str)
 
 
 def json_object(text: str | None, flag: str) -> dict[str, Any]:
@@ -34,6 +34,19 @@ def json_object(text: str | None, flag: str) -> dict[str, Any]:
             f"{flag} is JSON, but not an object. Write it like {flag} '{{\"key\": 1}}'."
         )
     return value
+
+
+def one_of(text: str, known: Iterable[Name], flag: str) -> Name:
+    """Return the known name that a flag was given.
+
+    Raises:
+        UnknownName: it is none of them.
+    """
+    names = list(known)
+    for name in names:
+        if name == text:
+            return name
+    raise UnknownName(f"{flag} is {text!r}.{did_you_mean(text, names)}")
 
 
 def secret(variable: str | None, flag: str) -> str | None:

@@ -1,12 +1,10 @@
-"""The public test kit: scripted and faulty models, a tokenizer, and the environments' contract.
+"""The public test kit: scripted and faulty models and servers, and a byte tokenizer.
 
-It may import any room and is imported by none. `ScriptedClient` answers in this process,
+No other room imports it. `ScriptedClient` answers in this process,
 `ScriptedServer` over real HTTP on loopback; both report exact token ids and logprobs.
 """
 
-from rolltree.testing.env_check import CheckReport, check_environment
 from rolltree.testing.faults import FaultRow, FaultyClient, HttpFault
-from rolltree.testing.findings import CHECKS, Finding
 from rolltree.testing.loopback import LoopbackServer, Reply, Request
 from rolltree.testing.script import ScriptedAnswer, scripted_logprobs
 from rolltree.testing.scripted_client import ScriptedCall, ScriptedClient
@@ -15,13 +13,10 @@ from rolltree.testing.tokenizer import CHATML_TEMPLATE, SPECIAL_TOKENS, ByteToke
 
 __all__ = [
     "CHATML_TEMPLATE",
-    "CHECKS",
     "SPECIAL_TOKENS",
     "ByteTokenizer",
-    "CheckReport",
     "FaultRow",
     "FaultyClient",
-    "Finding",
     "HttpFault",
     "LoopbackServer",
     "Reply",
@@ -31,6 +26,5 @@ __all__ = [
     "ScriptedClient",
     "ScriptedServer",
     "ServedRequest",
-    "check_environment",
     "scripted_logprobs",
 ]

@@ -6,8 +6,8 @@ import random
 import pytest
 
 import rolltree as rt
+from rolltree.environments.check import CHECKS, check_environment
 from rolltree.errors import ConfigError
-from rolltree.testing import CHECKS, check_environment
 
 WORDS = ["river", "stone", "cloud", "tiger", "lemon", "paper", "amber", "ocean", "maple", "candle"]
 TAGS = rt.XMLParser(["answer"])

@@ -1,10 +1,13 @@
-"""`rolltree env list` and `rolltree env check`: what there is, and is it sound."""
+"""`rolltree env list`, `rolltree env check` and `rolltree init`."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from rolltree.cli.arguments import json_object
 
 
 def list_environments() -> None:
@@ -15,7 +18,7 @@ def list_environments() -> None:
         print(name)
 
 
-def check(
+def check_contract(
     env: Annotated[str, typer.Argument(help="An environment: a name or a path.")],
     env_args: Annotated[
         str | None, typer.Option("--env-args", "-a", help="Its arguments, as a JSON object.")
@@ -36,9 +39,8 @@ def check(
     import json
     from dataclasses import asdict
 
-    from rolltree.cli.arguments import json_object
     from rolltree.environments import load_environment
-    from rolltree.testing import CHECKS, check_environment
+    from rolltree.environments.check import CHECKS, check_environment
 
     args = json_object(env_args, "-a")
     report = asyncio.run(
@@ -60,3 +62,21 @@ def check(
         print(f"{report.env_id}: {said} in {len(CHECKS)} checks on {report.num_examples} examples")
     if report.findings:
         raise typer.Exit(1)
+
+
+def new_environment(
+    name: Annotated[str, typer.Argument(help="Its name, such as word-count.")],
+    kind: Annotated[
+        str, typer.Option("--kind", help="What it begins as: single, multi or tool.")
+    ] = "single",
+    folder: Annotated[Path, typer.Option("--path", help="Where its folder is made.")] = Path(
+        "environments"
+    ),
+) -> None:
+    """Write the files of a new environment, ready to run and to change."""
+    from rolltree.environments.scaffold import scaffold
+
+    for file in scaffold(name, kind, folder):
+        print(file)
+    where = name if folder == Path("environments") else folder / name.replace("-", "_")
+    print(f"next: rolltree env check {where}")

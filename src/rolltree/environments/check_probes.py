@@ -1,8 +1,4 @@
-"""What a contract check says to an environment: a model of one mind, and answers in its format.
-
-It knows parsers and messages. It knows nothing about what a good answer is. It leaves out tokens:
-scoring does not need them.
-"""
+"""Scripted constant-answer models for the environment check, and answers in a parser's format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rolltree runs`, `show` and `export`: what is stored, read from the store alone."""
+"""`rolltree runs`, `show` and `export`: list, show and export stored runs."""
 
 from __future__ import annotations
 

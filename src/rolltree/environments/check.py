@@ -1,25 +1,44 @@
-"""`check_environment`: whether an environment keeps its contract.
+"""`check_environment`: play an environment with scripted answers and report broken promises.
 
-It plays an environment with probes (an empty answer, constants, a list of everything, the prompt
-repeated, the reference, a model that fails, one that is cancelled) and reports what a run would
-only show as a strange curve. It knows environments from outside. It leaves out whether the task is
-worth learning.
+The answers are empty, constant, a list of everything, the prompt repeated, and the reference; one
+model call fails and one is cancelled. Whether the task is worth learning is not checked.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from rolltree.environments import Environment
-from rolltree.errors import ConfigError, did_you_mean
-from rolltree.testing.env_lifecycle import lifecycle_findings
-from rolltree.testing.env_rows import leak_rate, row_findings
-from rolltree.testing.findings import CHECKS, Finding
-from rolltree.testing.probes import EndlessRollout, Probe, Style, styles_of
+from rolltree.environments.check_probes import EndlessRollout, Probe, Style, styles_of
+from rolltree.environments.dataset import Rows
+from rolltree.environments.environment import Environment
+from rolltree.errors import ConfigError, ServerError, did_you_mean
 from rolltree.types import State
+
+CHECKS: dict[str, str] = {
+    "rows-differ": "two instances made with the same arguments have the same rows",
+    "duplicate-ids": "no two rows of a split have one example_id",
+    "overlap": "no question is in the training and in the evaluation rows",
+    "leak": "prompts do not contain their own answers",
+    "reward-range": "rewards are finite and in the range they are meant to be in",
+    "scoring-fails": "every answer can be scored, also an empty or a nonsensical one",
+    "rollout-fails": "no answer makes the environment fail",
+    "empty-scores": "an empty answer earns little",
+    "constant-scores": "the same answer to every question earns no more than half",
+    "guessing-scores": "a list of all answers, or the prompt repeated, earns no more than half",
+    "constant-reward": "rewards differ between answers",
+    "nondeterministic": "one row, seed and reply give one conversation and one reward",
+    "never-ends": "a rollout ends, whatever the model says",
+    "cleanup-count": "each @cleanup runs once per rollout: after success, failure, cancellation",
+    "cleanup-raises": "no @cleanup raises",
+    "failure-hidden": "a failed model call is an error of the rollout, and no reward",
+}
 
 EMPTY_LIMIT = 0.25
 """An empty answer may earn this share of the reward range: some environments pay for politeness."""
@@ -27,11 +46,21 @@ GUESS_LIMIT = 0.5
 """A guess may earn this share: a constant answer to a fair yes-or-no question is right half the
 time."""
 _CONSTANTS = ("yes", "no", "0", "1", "A", "I do not know.", "ok")
+_MAX_ROWS = 2000
+_CANCEL_LIMIT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A broken check: its name in `CHECKS`, and what was seen."""
+
+    check: str
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What was found. `notes` say what could not be checked, or looks odd and may be meant so."""
+    """What was found. `notes` tell what could not be checked, or looks odd and may be intended."""
 
     env_id: str
     num_examples: int
@@ -57,8 +86,8 @@ async def check_environment(
     Args:
         make: returns a new environment; it is called twice, and must make the same one.
         num_examples: evaluation rows to play.
-        reward_range: what rewards are meant to lie in.
-        allow: names of checks (`findings.CHECKS`) whose findings are meant so.
+        reward_range: lowest and highest intended reward.
+        allow: names of checks (`CHECKS`) to leave out of the report.
 
     Raises:
         ConfigError: `allow` has an unknown name. What the environment raises when it is made is
@@ -86,6 +115,83 @@ async def check_environment(
         notes=tuple(check.notes),
         mean_rewards=check.means,
     )
+
+
+def row_findings(first: Environment, second: Environment, num_examples: int) -> list[Finding]:
+    """Return what the rows of two instances of one environment show."""
+    findings = []
+    splits = [("training", first.dataset, second.dataset)]
+    splits.append(("evaluation", first.eval_dataset, second.eval_dataset))
+    for name, rows, again in splits:
+        if rows is None or again is None:
+            continue
+        if len(rows) != len(again) or _texts(rows, num_examples) != _texts(again, num_examples):
+            findings.append(
+                Finding(
+                    "rows-differ",
+                    f"the {name} rows of two instances differ; seed whatever draws or orders them",
+                )
+            )
+        ids = Counter((r["task"], r["example_id"]) for r in rows[:_MAX_ROWS])
+        (task, example_id), times = ids.most_common(1)[0]
+        if times > 1:
+            findings.append(
+                Finding(
+                    "duplicate-ids",
+                    f"{times} {name} rows have the example_id {example_id} (task {task!r}); their "
+                    "rollouts would be compared as one group",
+                )
+            )
+    return findings + _overlap(first)
+
+
+def leak_rate(shown: Sequence[tuple[str, str]]) -> tuple[float, float]:
+    """Return the share of prompts that contain their own answer, and that of others' answers.
+
+    `shown` is (prompt, answer). The second number tells a leak from a choice that all prompts
+    offer.
+    """
+    if not shown:
+        return 0.0, 0.0
+    own = sum(_contains(prompt, answer) for prompt, answer in shown) / len(shown)
+    pairs = [
+        _contains(prompt, other)
+        for i, (prompt, answer) in enumerate(shown)
+        for j, (_, other) in enumerate(shown)
+        if i != j and other != answer
+    ]
+    return own, sum(pairs) / len(pairs) if pairs else 0.0
+
+
+def _overlap(env: Environment) -> list[Finding]:
+    if env.dataset is None or env.eval_dataset is None:
+        return []
+    train = {_prompt(row) for row in env.dataset[:_MAX_ROWS]}
+    tested = [_prompt(row) for row in env.eval_dataset[:_MAX_ROWS]]
+    if len(train) == 1 and set(tested) == train:
+        return []  # worlds: the seed makes the difference, not the row
+    shared = [prompt for prompt in tested if prompt in train]
+    if not shared:
+        return []
+    return [
+        Finding(
+            "overlap",
+            f"{len(shared)} of {len(tested)} evaluation questions are training questions, such as "
+            f"{shared[0][-80:]!r}",
+        )
+    ]
+
+
+def _contains(prompt: str, answer: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", prompt, re.IGNORECASE) is not None
+
+
+def _texts(rows: Rows, num: int) -> list[str]:
+    return [json.dumps(row, sort_keys=True, default=str) for row in rows[:num]]
+
+
+def _prompt(row: Any) -> str:
+    return json.dumps(row["prompt"], sort_keys=True, default=str)
 
 
 class _Check:
@@ -259,3 +365,83 @@ def _all_text(prompt: tuple[Any, Any]) -> str:
     if isinstance(messages, str):
         return messages
     return "\n".join([*(str(m.get("content") or "") for m in messages), str(list(tools) or "")])
+
+
+async def lifecycle_findings(env: Environment) -> list[Finding]:
+    """Play one row to its end, into a failing model call, and into a cancellation."""
+    rows = env.get_eval_dataset(1)
+    findings: list[Finding] = []
+    failure = ServerError("the model server is down (a probe)", status=500, retryable=False)
+    for name, probe in {"a rollout": Probe("1"), "a failed rollout": Probe(error=failure)}.items():
+        with counted(env) as counts:
+            results = await env.generate(rows, probe, seed=1)
+        state = results.state[0]
+        findings += _count_findings(env, counts, name)
+        for error in state.get("cleanup_errors") or ():
+            findings.append(Finding("cleanup-raises", f"{error['type']}: {error['message']}"))
+        if name == "a failed rollout" and probe.prompts:
+            findings += _failure_findings(state)
+    with counted(env) as counts:
+        if await _cancelled(env, rows):
+            findings += _count_findings(env, counts, "a cancelled rollout")
+    return findings
+
+
+@contextmanager
+def counted(env: Environment) -> Iterator[Counter[str]]:
+    """Count the calls of the environment's cleanups, by name, however they are called."""
+    counts: Counter[str] = Counter()
+    handlers = list(env._cleanup_handlers)
+
+    def counting(handler: Any) -> Any:
+        def call(state: State) -> Any:
+            counts[handler.__name__] += 1
+            return handler(state)
+
+        call.__name__ = handler.__name__
+        return call
+
+    try:
+        env._cleanup_handlers = [counting(handler) for handler in handlers]
+        for handler in env._cleanup_handlers:
+            setattr(env, handler.__name__, handler)
+        yield counts
+    finally:
+        env._cleanup_handlers = handlers
+        for handler in handlers:
+            delattr(env, handler.__name__)
+
+
+async def _cancelled(env: Environment, rows: Any) -> bool:
+    """Cancel a rollout while the model is being asked; whether it came to that."""
+    probe = Probe(hang=True)
+    task = asyncio.ensure_future(env.rollout(env.example("eval", 0), probe, probe.model))
+    asked = asyncio.ensure_future(probe.is_asked.wait())
+    await asyncio.wait([task, asked], return_when=asyncio.FIRST_COMPLETED, timeout=_CANCEL_LIMIT_S)
+    for waiting in (task, asked):
+        waiting.cancel()
+        with suppress(asyncio.CancelledError):
+            await waiting
+    return probe.is_asked.is_set()
+
+
+def _count_findings(env: Environment, counts: Counter[str], name: str) -> list[Finding]:
+    return [
+        Finding(
+            "cleanup-count", f"{handler.__name__} ran {counts[handler.__name__]} times in {name}"
+        )
+        for handler in env._cleanup_handlers
+        if counts[handler.__name__] != 1
+    ]
+
+
+def _failure_findings(state: State) -> list[Finding]:
+    if state.get("error") is not None and state["reward"] is None:
+        return []
+    return [
+        Finding(
+            "failure-hidden",
+            f"a model call failed, and the rollout has the reward {state['reward']} and the error "
+            f"{state.get('error')}; the model would be trained on it",
+        )
+    ]

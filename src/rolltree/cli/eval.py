@@ -1,0 +1,235 @@
+"""`rolltree eval`: measure a model on an environment.
+
+The flags are those of verifiers' `vf-eval` where it has them. The API key is read from the
+environment variable that `-k` names; it is neither stored nor printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from rolltree.cli.arguments import default_run_dir, json_object, one_of, secret
+
+if TYPE_CHECKING:
+    from rolltree.inference import ModelClient
+
+PHASE = "eval"
+MAY_CHANGE = ("num_examples", "rollouts_per_example", "max_concurrent", "base_url")
+"""Settings in which a continued evaluation may differ from its first start."""
+SPLITS: tuple[Literal["train", "eval"], ...] = ("train", "eval")
+
+
+def evaluate_environment(
+    env: Annotated[str, typer.Argument(help="Environment: a name, or a path to its folder.")],
+    model: Annotated[
+        str, typer.Option("-m", "--model", help="Model name; without -b a local one.")
+    ] = "smollm2-135m",
+    base_url: Annotated[
+        list[str] | None,
+        typer.Option(
+            "-b",
+            "--base-url",
+            help="OpenAI-compatible URL; several times: a pool. Without it: this process.",
+        ),
+    ] = None,
+    api_key_var: Annotated[
+        str | None,
+        typer.Option("-k", "--api-key-var", help="Environment variable that holds the API key."),
+    ] = None,
+    num_examples: Annotated[
+        int, typer.Option("-n", "--num-examples", help="How many examples; -1 for all.")
+    ] = 5,
+    rollouts_per_example: Annotated[
+        int, typer.Option("-r", "--rollouts-per-example", help="Rollouts per example.", min=1)
+    ] = 3,
+    max_concurrent: Annotated[
+        int, typer.Option("-c", "--max-concurrent", help="Rollouts in flight at once.", min=1)
+    ] = 32,
+    max_tokens: Annotated[
+        int | None, typer.Option("-t", "--max-tokens", help="Most tokens of one answer.", min=1)
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option("-T", "--temperature", help="Sampling temperature.", min=0.0)
+    ] = None,
+    sampling_args: Annotated[
+        str | None,
+        typer.Option("-S", "--sampling-args", help="More sampling arguments, a JSON object."),
+    ] = None,
+    env_args: Annotated[
+        str | None,
+        typer.Option("-a", "--env-args", help="Arguments of the environment, a JSON object."),
+    ] = None,
+    save: Annotated[
+        bool,
+        typer.Option("-s", "--save-results", help="Also write results.jsonl and metadata.json."),
+    ] = False,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of worlds and sampling.")] = 0,
+    split: Annotated[str, typer.Option("--split", help="eval or train.")] = "eval",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    run: Annotated[
+        Path | None,
+        typer.Option("--run", help="Run directory; one that exists is continued."),
+    ] = None,
+    transcripts: Annotated[
+        int, typer.Option("--transcripts", help="Print that many rollouts.", min=0)
+    ] = 0,
+    retries: Annotated[
+        int, typer.Option("--retries", help="Run an episode again when the server failed.", min=0)
+    ] = 0,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Run stored failures of --run again.")
+    ] = False,
+    time_limit: Annotated[
+        float | None, typer.Option("--time-limit", help="Seconds an episode may take.")
+    ] = None,
+    pass_threshold: Annotated[
+        float, typer.Option("--pass-threshold", help="Reward that counts as a pass in pass@k.")
+    ] = 1.0,
+) -> None:
+    """Evaluate a model on an environment."""
+    import asyncio
+    import json
+    from itertools import islice
+
+    from rich.console import Console
+
+    from rolltree.environments import load_environment
+    from rolltree.evaluation import EvalReport, Settings, evaluate, write_results
+    from rolltree.reports import EvalView, evaluation_facts, evaluation_table, say, transcript
+    from rolltree.rollouts.record import decode_results
+    from rolltree.store import Run, to_plain
+
+    api_key = secret(api_key_var, "-k")
+    given = {"max_tokens": max_tokens, "temperature": temperature}
+    sampling = json_object(sampling_args, "-S")
+    sampling.update({key: value for key, value in given.items() if value is not None})
+    env_arguments = json_object(env_args, "-a")
+    chosen_split = one_of(split, SPLITS, "--split")
+    folder = run or default_run_dir("eval", env, model)
+    base_urls = base_url or []
+    where = ", ".join(base_urls) or None
+    errors = Console(stderr=True)
+    environment = load_environment(env, **env_arguments)
+
+    async def measure(stored: Run) -> EvalReport:
+        say(errors, f"run {folder}")
+        async with (
+            environment,
+            open_client(
+                model,
+                base_urls=base_urls,
+                api_key=api_key,
+                max_concurrent=max_concurrent,
+                seed=seed,
+            ) as client,
+        ):
+            with EvalView(errors, environment.env_id) as view:
+                return await evaluate(
+                    environment,
+                    client,
+                    num_examples=num_examples,
+                    rollouts_per_example=rollouts_per_example,
+                    sampling=sampling,
+                    max_concurrent=max_concurrent,
+                    seed=seed,
+                    run=stored,
+                    phase=PHASE,
+                    split=chosen_split,
+                    time_limit_s=time_limit,
+                    retries=retries,
+                    retry_failed=retry_failed,
+                    settings=Settings(pass_threshold=pass_threshold),
+                    on_progress=view.update,
+                )
+
+    config = {
+        "env": env,
+        "env_args": env_arguments,
+        "model": model,
+        "base_url": where,
+        "sampling": sampling,
+        "seed": seed,
+        "split": split,
+        "num_examples": num_examples,
+        "rollouts_per_example": rollouts_per_example,
+        "max_concurrent": max_concurrent,
+    }
+    with Run.open_or_create(
+        folder,
+        config=config,
+        kind="eval",
+        may_change=MAY_CHANGE,
+        secrets=[api_key] if api_key else [],
+    ) as stored:
+        try:
+            report = asyncio.run(measure(stored))
+        except KeyboardInterrupt:
+            say(errors, f"stopped; the same command with --run {folder} continues it")
+            raise
+        out = errors if as_json else Console()
+        ids = dict.fromkeys(outcome.request_id for outcome in report.outcomes)
+        for request_id in islice(ids, transcripts):
+            for result in decode_results(stored.rollouts(request_id=request_id)):
+                out.print(transcript(result))
+        out.print(evaluation_table(report), "", evaluation_facts(report))
+        if save:
+            results = decode_results(stored.rollouts(phase=PHASE))
+            written = write_results(
+                stored.path,
+                (result for result in results if result.request.request_id in ids),
+                report,
+                env_args=env_arguments,
+                base_url=where,
+                rollouts_per_example=rollouts_per_example,
+                sampling_args=sampling,
+            )
+            say(out, f"wrote {written / 'results.jsonl'} and metadata.json")
+        if as_json:
+            print(json.dumps(to_plain(report.as_dict()), indent=2))
+    if report.num_failed == report.num_rollouts:
+        raise typer.Exit(1)
+
+
+@asynccontextmanager
+async def open_client(
+    model: str,
+    *,
+    base_urls: Sequence[str],
+    api_key: str | None,
+    max_concurrent: int,
+    seed: int,
+) -> AsyncIterator[ModelClient]:
+    """Open the client of OpenAI-compatible servers, or of the engine in this process.
+
+    Raises:
+        UnknownName: without `base_urls`: no such local model.
+    """
+    from rolltree.inference import EndpointPool, OpenAIClient
+
+    client: ModelClient
+    if len(base_urls) > 1:
+        client = EndpointPool.of(base_urls, model, api_key=api_key, max_connections=max_concurrent)
+    elif base_urls:
+        client = OpenAIClient(base_urls[0], model, api_key=api_key, max_connections=max_concurrent)
+    else:
+        from rolltree.inference.local import local_client
+        from rolltree.models import load_model
+
+        loaded, tokenizer = load_model(model)
+        client = local_client(
+            loaded,
+            tokenizer,
+            name=model,
+            max_batch=min(max_concurrent, 64),
+            pack_weights=True,
+            seed=seed,
+        )
+    try:
+        yield client
+    finally:
+        await client.aclose()

@@ -1,0 +1,127 @@
+"""`rolltree serve`: an OpenAI-compatible server over the embedded engine; `rolltree models`.
+
+The token is read from the environment variable that `--api-key-env` names, or generated and printed
+once. Torch and the web server are imported when the command runs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rolltree.cli.arguments import one_of, secret
+from rolltree.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rolltree.inference.server.served import ServedLogprobs
+
+MODES: dict[str, ServedLogprobs] = {"processed_logprobs": "processed", "raw_logprobs": "raw"}
+
+
+def serve_model(
+    model: Annotated[str, typer.Argument(help="Model: a name or a local folder.")],
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option("--port", help="Port; 0 takes a free one.", min=0, max=65535)
+    ] = 8000,
+    allow_remote: Annotated[
+        bool, typer.Option("--allow-remote", help="Let other machines reach it.")
+    ] = False,
+    api_key_env: Annotated[
+        str | None,
+        typer.Option("--api-key-env", help="Environment variable that holds the token."),
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option("--served-model-name", help="What requests call the model.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="float32, bfloat16 or float16.")
+    ] = "float32",
+    device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
+    max_batch: Annotated[
+        int, typer.Option("--max-batch", help="Requests that decode together.", min=1)
+    ] = 64,
+    max_context: Annotated[
+        int | None, typer.Option("--max-context", help="Most tokens, prompt and answer.", min=2)
+    ] = None,
+    logprobs_mode: Annotated[
+        str, typer.Option("--logprobs-mode", help="processed_logprobs or raw_logprobs.")
+    ] = "processed_logprobs",
+    batch_invariant: Annotated[
+        bool,
+        typer.Option("--batch-invariant", help="The same bits in any batch; slower (docs/engine)."),
+    ] = False,
+    seed: Annotated[int, typer.Option("--seed", help="For requests that bring none.")] = 0,
+    num_threads: Annotated[
+        int | None, typer.Option("--num-threads", help="CPU threads of torch.", min=1)
+    ] = None,
+) -> None:
+    """Serve a model: OpenAI's API, with token ids, logprobs and weight updates as vLLM has them."""
+    import functools
+    import sys
+
+    mode = MODES[one_of(logprobs_mode, MODES, "--logprobs-mode")]
+    token = secret(api_key_env, "--api-key-env")
+    try:
+        from rolltree.inference.server import ServedModel, ServerOptions, serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the package {error.name} is missing, which the server needs. Install rolltree with "
+            "its extra: pip install 'rolltree[torch,serve]'."
+        ) from error
+    where = ServerOptions(host, port, token, allow_remote)
+
+    import torch
+
+    from rolltree.inference.local import local_client
+    from rolltree.inference.server.receiver import WeightReceiver
+    from rolltree.inference.server.weights import load_weights
+    from rolltree.models import load_model
+
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    name = served_model_name or model
+    loaded, tokenizer = load_model(model, dtype, device=device)
+    client = local_client(
+        loaded,
+        tokenizer,
+        name=name,
+        max_batch=max_batch,
+        max_context=max_context,
+        pack_weights=True,
+        batch_invariant=batch_invariant,
+        seed=seed,
+    )
+    served = ServedModel(
+        client.engine,
+        client.renderer,
+        name,
+        load_weights=functools.partial(load_weights, loaded),
+        receiver=WeightReceiver(loaded),
+        logprobs=mode,
+    )
+
+    def announce(url: str, made_token: str) -> None:
+        print(f"serving {name} at {url}", flush=True)
+        if token is None:
+            print(f"token: {made_token}", flush=True)
+        print("Ctrl-C stops it.", file=sys.stderr)
+
+    serve(served, where, on_ready=announce)
+
+
+def list_models(
+    prepare: Annotated[
+        str | None, typer.Argument(help="Make this model ready now, and print its folder.")
+    ] = None,
+) -> None:
+    """List the models that rolltree makes itself, or make one ready."""
+    from rolltree.models import resolve_model
+    from rolltree.models.load import MADE_MODELS
+
+    if prepare is not None:
+        print(resolve_model(prepare))
+        return
+    for name in sorted(MADE_MODELS):
+        print(name)

@@ -1,0 +1,47 @@
+"""Every extra that a message, a page or a package names is in pyproject.toml."""
+
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+SUFFIXES = (".py", ".md", ".toml")
+
+
+def named_in(*tops):
+    """Return (extra, file) for every `rolltree[...]` in the files below some folders."""
+    files = [file for top in tops for file in [ROOT / top, *(ROOT / top).rglob("*")]]
+    return {
+        (extra.strip(), str(file.relative_to(ROOT)))
+        for file in files
+        if file.suffix in SUFFIXES
+        for named in re.findall(r"\brolltree\[([a-z, ]+)\]", file.read_text(encoding="utf-8"))
+        for extra in named.split(",")
+    }
+
+
+def test_extras_that_are_named_exist():
+    named = named_in(
+        "src", "docs", "design", "examples", "environments", "README.md", "pyproject.toml"
+    )
+    assert len(named) > 20
+    assert {(extra, file) for extra, file in named if extra not in EXTRAS} == set()
+
+
+def test_the_extra_all_has_every_other_but_the_developers():
+    (line,) = EXTRAS["all"]
+    listed = set(re.fullmatch(r"rolltree\[(.*)\]", line)[1].split(","))
+    within = {
+        extra
+        for name in listed
+        for line in EXTRAS[name]
+        for part in re.findall(r"rolltree\[(.*)\]", line)
+        for extra in part.split(",")
+    }
+    assert listed | within == set(EXTRAS) - {"all", "dev"}
+
+
+def test_the_readme_lists_every_extra():
+    line = re.search(r"^Extras: ([^.]*)\.", (ROOT / "README.md").read_text(), re.MULTILINE)[1]
+    assert sorted(re.findall(r"`([a-z]+)`", line)) == sorted(EXTRAS)
