@@ -156,3 +156,8 @@ def test_nothing_heavy_is_imported():
         "print(*sys.modules)"
     ).split()
     assert not set(HEAVY) & set(loaded)
+
+
+def test_trees_and_samples_need_numpy_alone():
+    loaded = run("import sys, rolltree.tokens, rolltree.samples; print(*sys.modules)").split()
+    assert not {*HEAVY, "httpx", "jinja2"} & set(loaded)

@@ -3,18 +3,14 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text()
+from docs_kit import ROOT, blocks, text_of
 
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+README = text_of("README.md")
 
 
 def test_the_python_blocks_run_in_order():
-    code = "\n".join(blocks("python"))
+    code = "\n".join(blocks("README.md"))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
@@ -26,14 +22,14 @@ def test_the_python_blocks_run_in_order():
 
 def test_the_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
-    targets = re.findall(r"^make (\w+)", "\n".join(blocks("sh")), re.MULTILINE)
+    targets = re.findall(r"^make (\w+)", "\n".join(blocks("README.md", "sh")), re.MULTILINE)
     assert targets == ["demo", "test"]
     for target in targets:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
 
 
 def test_the_commands_and_their_flags_exist():
-    lines = re.findall(r"^rolltree (.*)$", "\n".join(blocks("sh")), re.MULTILINE)
+    lines = re.findall(r"^rolltree (.*)$", "\n".join(blocks("README.md", "sh")), re.MULTILINE)
     assert len(lines) == 4
     for line in lines:
         command, *words = line.split()
@@ -49,14 +45,14 @@ def test_the_commands_and_their_flags_exist():
 
 
 def test_the_map_has_one_line_per_room():
-    rooms = {
+    rooms = [
         path.name
         for path in (ROOT / "src" / "rolltree").iterdir()
         if path.is_dir() and (path / "__init__.py").exists()
-    }
+    ]
     table = README[README.index("| room |") : README.index("`environments/` at the top")]
-    named = set(re.findall(r"^\| `(\w+)/`", table, re.MULTILINE))
-    assert named == rooms
+    named = re.findall(r"^\| `(\w+)/`", table, re.MULTILINE)
+    assert sorted(named) == sorted(rooms)
 
 
 def test_links_and_files_exist():

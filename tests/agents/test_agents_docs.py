@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+import docs_kit
 from rolltree.testing import ScriptedClient
-
-DOCS = Path(__file__).parents[2] / "docs" / "agents.md"
 
 
 def test_the_page_of_agents(capsys: pytest.CaptureFixture[str]) -> None:
     way = ["right", "right", "down", "down", "down", "right"]
     answers = ["east", *(f"<move>{move}</move>" for move in way)]
     names: dict[str, Any] = {"client": ScriptedClient(answers)}
-    blocks = re.findall(r"^```python\n(.*?)^```$", DOCS.read_text(), re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 4
-    exec(compile(blocks[0], "agents.md", "exec"), names)
+    assert len(docs_kit.blocks("agents.md")) == 4
+    docs_kit.run("agents.md", names, slice(1))
     assert asyncio.run(names["play"](1)) == 1.0
     assert [step.reward for step in names["agent"].steps] == [-0.1, *[0.0] * 6]
-    for block in blocks[1:]:
-        exec(compile(block, "agents.md", "exec"), names)
+    docs_kit.run("agents.md", names, slice(1, None))
     assert capsys.readouterr().out.splitlines() == [
         "ParseResult(action=4, reward=0.6, obs=None) Put your answer between <n> and </n>.",
         "['multiply', 'ask_expert']",

@@ -2,30 +2,17 @@
 
 import re
 import textwrap
-from pathlib import Path
 
-import pytest
 import typer
 
+import docs_kit
 import rolltree
+from docs_kit import text_of
 from rolltree.cli import app
 from rolltree.evaluation import REDUCERS
 from rolltree.rollouts.record import encode_result
 from rolltree.store.rows import COLUMNS
 from rolltree.types import RolloutRequest, RolloutResult
-
-DOCS = Path(rolltree.__file__).parents[2] / "docs"
-pytestmark = pytest.mark.skipif(not DOCS.is_dir(), reason="docs are not installed")
-
-
-def read(name):
-    return (DOCS / name).read_text(encoding="utf-8")
-
-
-def code(name):
-    return [
-        textwrap.dedent(block) for block in re.findall(r"```python\n(.*?)```", read(name), re.S)
-    ]
 
 
 def commands():
@@ -33,14 +20,14 @@ def commands():
 
 
 def test_every_flag_of_eval_is_documented_and_no_other():
-    section = read("cli.md").partition("## eval")[2].partition("## train")[0]
+    section = text_of("cli.md").partition("## eval")[2].partition("## train")[0]
     said = set(re.findall(r"`(--?[A-Za-z][a-z-]*)`", section))
     real = {flag for p in commands()["eval"].params for flag in p.opts if flag.startswith("-")}
     assert said == real - {"--help"}
 
 
 def test_documented_defaults_are_the_defaults():
-    section = read("cli.md").partition("## eval")[2]
+    section = text_of("cli.md").partition("## eval")[2]
     table = dict(re.findall(r"^\| `-(\w)`, `[^|]*\|[^|]*\| `?([^|`]*?)`? \|$", section, re.M))
     real = {p.opts[0].lstrip("-"): p.default for p in commands()["eval"].params}
     for flag in "mnrc":
@@ -48,18 +35,18 @@ def test_documented_defaults_are_the_defaults():
 
 
 def test_every_command_is_documented():
-    said = set(re.findall(r"^\| `rolltree (\w+)", read("cli.md"), re.M))
+    said = set(re.findall(r"^\| `rolltree (\w+)", text_of("cli.md"), re.M))
     assert said == set(commands())
 
 
 def test_every_column_is_documented():
-    section = read("store.md").partition("## What a row has")[2].partition("## Space")[0]
+    section = text_of("store.md").partition("## What a row has")[2].partition("## Space")[0]
     said = set(re.findall(r"`(\w+)`", section))
     assert set(COLUMNS) <= said
 
 
 def test_every_reducer_is_documented():
-    section = read("evaluation.md").partition("## What is measured")[2]
+    section = text_of("evaluation.md").partition("## What is measured")[2]
     assert set(REDUCERS) <= set(re.findall(r"`(\w+)`", section))
 
 
@@ -72,8 +59,8 @@ def test_the_store_example_runs(tmp_path, monkeypatch):
     states = (rolltree.State(trajectory=rolltree.Trajectory(), reward=1.0),)
     names = {"result": RolloutResult(request, states, None)}
     assert encode_result(names["result"])
-    (example,) = code("store.md")
-    exec(example, names)
+    assert len(docs_kit.blocks("store.md")) == 1
+    docs_kit.run("store.md", names)
     assert names["done"] == {"r"}
     assert (tmp_path / "rollouts.jsonl").read_text().count("\n") == 1
 
@@ -87,7 +74,7 @@ async def test_the_evaluation_example_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("rolltree.environments.load_environment", lambda name: env)
     monkeypatch.setitem(vars(rolltree), "load_environment", lambda name: env)
-    (example,) = code("evaluation.md")
+    (example,) = docs_kit.blocks("evaluation.md")
     with ScriptedServer(lambda messages: "ok", model="my-model") as server:
         text = example.replace("http://127.0.0.1:8000/v1", server.base_url)
         body = textwrap.indent(text, "    ")

@@ -1,27 +1,11 @@
 """The Python blocks of the documentation run."""
 
 import asyncio
-import re
-from pathlib import Path
 
 import pytest
 from env_scripts import ScriptedModel
 
-DOCS = Path(__file__).parents[2] / "docs"
-
-
-def blocks(name):
-    return re.findall(
-        r"^```python\n(.*?)^```$", (DOCS / name).read_text(), re.DOTALL | re.MULTILINE
-    )
-
-
-def run(name, namespace):
-    found = blocks(name)
-    assert len(found) >= 2
-    for block in found:
-        exec(compile(block, name, "exec"), namespace)
-    return namespace
+import docs_kit
 
 
 @pytest.fixture
@@ -31,7 +15,7 @@ def client():
 
 
 def test_environments(client, capsys):
-    names = run("environments.md", {"client": client})
+    names = docs_kit.run("environments.md", {"client": client})
     assert capsys.readouterr().out.splitlines() == [
         "1.0 [{'role': 'assistant', 'content': '<answer>12</answer>'}]",
         "guessed True None",
@@ -57,7 +41,7 @@ def test_rollouts(capsys):
         dataset=[{"question": "q", "answer": "4"}],
         rubric=rt.Rubric([lambda completion, answer: float(completion[-1]["content"] == answer)]),
     )
-    names = run("rollouts.md", {"client": ScriptedModel("4"), "env": env})
+    names = docs_kit.run("rollouts.md", {"client": ScriptedModel("4"), "env": env})
     results = asyncio.run(names["run"]())
     assert [result.states[0]["reward"] for result in results] == [1.0]
     assert len(capsys.readouterr().out.splitlines()) == 4

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from inference_templates import TOOLS, user
 
+import docs_kit
 import rolltree.inference as inference
 from rolltree.errors import ModelError
 from rolltree.inference import ChatRenderer, ModelClient, OpenAIClient, RetryPolicy
@@ -188,8 +188,6 @@ def test_neither_torch_nor_openai_is_imported() -> None:
 
 
 def test_the_documented_kit_works_as_documented() -> None:
-    docs = Path(__file__).parents[2] / "docs" / "inference.md"
-    block = docs.read_text().split("## Testing without a model")[1].split("```")[1]
-    names: dict[str, Any] = {"OpenAIClient": OpenAIClient}
-    exec(block.removeprefix("python\n"), names)
+    below = "## Testing without a model"
+    names = docs_kit.run("inference.md", {"OpenAIClient": OpenAIClient}, slice(1), below)
     assert isinstance(names["client"], OpenAIClient)
