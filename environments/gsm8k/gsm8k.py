@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import rolltree as rt
-from rolltree.environments.hub import benchmark_rows
+from rolltree.environments.dataset import benchmark_rows
 
 SYSTEM = "Think step by step. Then give the final answer, a number, inside \\boxed{}."
 TEMPLATES = (

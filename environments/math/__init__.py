@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import rolltree as rt
-from rolltree.environments.hub import benchmark_rows
+from rolltree.environments.dataset import benchmark_rows
 
 TRAIN = ("DigitalLearningGmbH/MATH-lighteval", None, "train")
 TEST = ("HuggingFaceH4/MATH-500", None, "test")

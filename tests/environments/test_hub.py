@@ -7,10 +7,9 @@ import types
 
 import pytest
 
-import rolltree.environments.hub as module
+import rolltree.environments.dataset as module
 from rolltree.environments import Rows, SingleTurnEnv
-from rolltree.environments.dataset import RowFormat
-from rolltree.environments.hub import GeneratedRowsWarning, benchmark_rows, hub_rows
+from rolltree.environments.dataset import GeneratedRowsWarning, RowFormat, benchmark_rows, hub_rows
 from rolltree.errors import ConfigError
 
 HUB = ("some/data", "main", "test")

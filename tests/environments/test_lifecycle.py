@@ -10,10 +10,9 @@ import threading
 import pytest
 from env_scripts import Echo, ScriptedModel, a_request, single, user
 
-from rolltree.environments import cleanup, closing, stop, teardown
+from rolltree.environments import cleanup, lifecycle, stop, teardown
 from rolltree.environments import environment as environment_module
-from rolltree.environments.closing import close_all
-from rolltree.environments.decorators import discover
+from rolltree.environments.lifecycle import close_all, discover
 from rolltree.errors import ServerError
 from rolltree.rollouts import RolloutEngine
 
@@ -388,7 +387,7 @@ def test_an_environment_can_be_built_in_another_thread():
 
 
 def test_environments_without_teardown_are_not_kept():
-    from rolltree.environments import closing as module
+    from rolltree.environments import lifecycle as module
 
     before = len(module._open)
     single()
@@ -458,11 +457,11 @@ def test_teardown_at_the_end_of_a_process(how, where, lines, status):
 
 
 def test_a_handler_of_the_program_is_left_alone():
-    closing._open[0] = None
+    lifecycle._open[0] = None
     try:
         before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        closing.watch()
+        lifecycle.watch()
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
-        del closing._open[0]
+        del lifecycle._open[0]

@@ -13,7 +13,7 @@ import pytest
 from env_scripts import ScriptedModel
 
 from rolltree.environments import MCPEnv, MCPServer
-from rolltree.environments.mcp_servers import MCPConnection
+from rolltree.environments.mcp_env import MCPConnection
 from rolltree.environments.tools import ToolUnavailable
 from rolltree.errors import ConfigError
 

@@ -9,8 +9,7 @@ import pytest
 from env_scripts import ScriptedModel, a_request
 
 from rolltree.environments import cleanup
-from rolltree.environments.python_env import PythonEnv
-from rolltree.environments.sandbox_env import SandboxEnv
+from rolltree.environments.sandbox_env import PythonEnv, SandboxEnv
 from rolltree.errors import SandboxError, SandboxUnavailable
 from rolltree.rollouts import RolloutEngine
 from rolltree.sandbox import Limits, LocalBackend, SandboxLevel

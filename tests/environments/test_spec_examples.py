@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import rolltree as vf
-from rolltree.environments import hub
-from rolltree.environments.hub import GeneratedRowsWarning
+from rolltree.environments import dataset
+from rolltree.environments.dataset import GeneratedRowsWarning
 
 ROOT = Path(__file__).parents[2]
 SHORT = {"max_tokens": 4}
@@ -38,7 +38,7 @@ def client(loaded):
 @pytest.fixture(autouse=True)
 def _at_home_and_offline(monkeypatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(hub, "_hub_answers", lambda: False)
+    monkeypatch.setattr(dataset, "_hub_answers", lambda: False)
 
 
 def run(client, work):

@@ -15,7 +15,7 @@ from protocol_kit import CountWorld, an_agent
 from rolltree.agents import Agent
 from rolltree.environments import ProtocolEnvironment
 from rolltree.protocols import MultiAgentSyncProtocol, Setting, SingleAgentProtocol
-from rolltree.protocols.worlds import opened
+from rolltree.protocols.episode import opened
 from rolltree.rollouts import RolloutEngine, build_requests
 from rolltree.testing import ScriptedClient
 from rolltree.worlds import ParallelGame

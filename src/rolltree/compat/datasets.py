@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rolltree.environments.hub import hub_rows
+from rolltree.environments.dataset import hub_rows
 from rolltree.errors import UnknownName, did_you_mean
 from rolltree.parsers import extract_boxed_answer
 

@@ -4,16 +4,15 @@ The room knows everything below it. It knows nothing about training or evaluatio
 `RolloutSource`. It leaves out agents and protocols.
 """
 
+from rolltree.environments.batch_runner import GenerateMetadata, GenerateResults
 from rolltree.environments.dataset import Rows
-from rolltree.environments.decorators import cleanup, stop, teardown
 from rolltree.environments.env_group import EnvGroup
 from rolltree.environments.environment import Environment
 from rolltree.environments.gym_env import GymEnv
-from rolltree.environments.mcp_env import MCPEnv
-from rolltree.environments.mcp_servers import MCPServer
+from rolltree.environments.lifecycle import cleanup, stop, teardown
+from rolltree.environments.mcp_env import MCPEnv, MCPServer
 from rolltree.environments.multiturn import MultiTurnEnv, SingleTurnEnv
 from rolltree.environments.protocol_env import ProtocolEnvironment
-from rolltree.environments.python_env import PythonEnv
 from rolltree.environments.reasoning_gym_env import ReasoningGymEnv
 from rolltree.environments.registry import (
     find_environment,
@@ -21,11 +20,9 @@ from rolltree.environments.registry import (
     load_environment,
 )
 from rolltree.environments.responses import ModelResponse
-from rolltree.environments.results import GenerateMetadata, GenerateResults
-from rolltree.environments.sandbox_env import SandboxEnv
-from rolltree.environments.stateful_tool_env import StatefulToolEnv
+from rolltree.environments.sandbox_env import PythonEnv, SandboxEnv
 from rolltree.environments.textarena_env import TextArenaEnv
-from rolltree.environments.tool_env import ToolEnv
+from rolltree.environments.tool_env import StatefulToolEnv, ToolEnv
 from rolltree.environments.worlds import WorldEnv
 from rolltree.tools import Tool, ToolUnavailable, convert_func_to_oai_tool
 

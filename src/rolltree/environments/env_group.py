@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 from rolltree.environments.dataset import Data, Row, Rows
-from rolltree.environments.decorators import teardown
 from rolltree.environments.environment import Environment
+from rolltree.environments.lifecycle import teardown
 from rolltree.errors import ConfigError, UnknownName, did_you_mean
 from rolltree.rollouts.episode import current_episode
 from rolltree.rubrics import Rubric, Scores

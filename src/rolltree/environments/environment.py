@@ -21,14 +21,12 @@ from dataclasses import replace
 from types import CoroutineType
 from typing import Any
 
-from rolltree.environments.closing import forget, register, watch
+from rolltree.environments.batch_runner import Runnable
 from rolltree.environments.completion import render_completion
 from rolltree.environments.dataset import Data, RowFormat
-from rolltree.environments.decorators import Mark, discover
-from rolltree.environments.failures import failure_of
+from rolltree.environments.lifecycle import Mark, discover, failure_of, forget, register, watch
 from rolltree.environments.openai_view import openai_view
 from rolltree.environments.responses import OVERLONG, ModelResponse, to_generation
-from rolltree.environments.runnable import Runnable
 from rolltree.errors import ConfigError, PromptTooLong, record_error
 from rolltree.inference.client import as_client, sampling_from_args
 from rolltree.parsers import Parser

@@ -1,22 +1,262 @@
-"""`MCPEnv`: tools of MCP servers in a `ToolEnv`.
-
-It knows servers, their tools' schemas and which connection a rollout uses. It knows nothing about
-the protocol (`mcp_servers`). It leaves out tools that change while an environment lives.
-"""
+"""`MCPEnv`: the tools of MCP servers, and the connections to them."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
-from rolltree.environments.decorators import cleanup, teardown
-from rolltree.environments.mcp_servers import MCPConnection, MCPServer, MCPTool
+from rolltree.environments.lifecycle import cleanup, teardown
 from rolltree.environments.tool_env import ToolEnv
 from rolltree.errors import ConfigError
 from rolltree.rubrics.functions import in_thread
-from rolltree.tools import Tool
+from rolltree.tools import Tool, ToolUnavailable
 from rolltree.types import State
+
+logger = logging.getLogger("rolltree.environments")
+
+
+@dataclass(frozen=True, slots=True)
+class MCPServer:
+    """How to reach one server: by `command` (stdio), or by `url` (streamable HTTP).
+
+    `env` is all that a server started by `command` sees of this process's environment, beside the
+    few harmless variables that the SDK passes on (PATH, HOME, ...). `timeout_s` limits each call.
+    """
+
+    name: str
+    command: str | None = None
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    url: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if (self.command is None) == (self.url is None):
+            raise ConfigError(
+                f"MCP server {self.name!r} needs either a command (stdio) or a url (HTTP), and "
+                "not both."
+            )
+
+    @classmethod
+    def of(cls, given: MCPServer | Mapping[str, Any]) -> MCPServer:
+        """Return `given`, or the server that a mapping of the same fields describes."""
+        if isinstance(given, MCPServer):
+            return given
+        unknown = sorted(set(given) - set(cls.__dataclass_fields__))
+        if unknown or "name" not in given:
+            what = f"has the unknown key {unknown[0]!r}" if unknown else "has no name"
+            raise ConfigError(
+                f"an MCP server {what}. Its keys are {', '.join(cls.__dataclass_fields__)}."
+            )
+        return cls(**{**given, "args": tuple(given.get("args") or ())})
+
+
+@dataclass(frozen=True, slots=True)
+class MCPTool:
+    """A tool as its server describes it: a JSON schema of its arguments."""
+
+    server: str
+    name: str
+    description: str
+    parameters: dict[str, Any]
+
+
+class MCPConnection:
+    """An open connection to one server. Its methods may be called from any thread or loop."""
+
+    def __init__(self, server: MCPServer) -> None:
+        self.server = server
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name=f"rolltree-mcp-{server.name}", daemon=True
+        )
+        self._opened: Future[Any] = Future()
+        self._closing: asyncio.Event | None = None
+        self._task: Future[None] | None = None
+
+    def open(self) -> MCPConnection:
+        """Start the server, or reach it, and shake hands.
+
+        Raises:
+            ConfigError: the `mcp` package is missing.
+            ToolUnavailable: the server does not answer within its time limit.
+        """
+        _sdk()
+        self._thread.start()
+        self._task = asyncio.run_coroutine_threadsafe(self._live(), self._loop)
+        try:
+            self._opened.result(self.server.timeout_s)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, Exception):
+                raise ToolUnavailable(
+                    f"the MCP server {self.server.name!r} could not be reached: {_reason(error)}. "
+                    "Its tools cannot be offered. Check its command or url."
+                ) from error
+            raise
+        return self
+
+    def tools(self) -> list[MCPTool]:
+        """Return the server's tools, all pages of them.
+
+        Raises:
+            ToolUnavailable: the server is gone.
+        """
+        found: list[MCPTool] = self._submit(self._list()).result()
+        return found
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
+        """Call a tool and return the text of its result, and whether that is an error.
+
+        Raises:
+            ToolUnavailable: the server is gone, or took longer than its time limit.
+        """
+        return await asyncio.wrap_future(self._submit(self._call(name, dict(arguments))))
+
+    def close(self) -> None:
+        """Close the connection; a server that was started by command ends. Twice is harmless."""
+        if self._loop.is_closed():
+            return
+        if self._task is not None:
+            self._loop.call_soon_threadsafe(self._end)
+            try:
+                self._task.result(10.0)
+            except Exception as error:  # noqa: BLE001  it is being given up, whatever it says
+                logger.debug("MCP server %s did not close: %r", self.server.name, error)
+                self._task.cancel()
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(10.0)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def _end(self) -> None:
+        if self._closing is not None:
+            self._closing.set()
+
+    def _submit(self, work: Any) -> Future[Any]:
+        if self._task is None or self._task.done() or self._loop.is_closed():
+            work.close()
+            raise ToolUnavailable(
+                f"the connection to the MCP server {self.server.name!r} is closed."
+            )
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def _live(self) -> None:
+        """Hold the connection open, in this one task."""
+        self._closing = asyncio.Event()
+        try:
+            async with AsyncExitStack() as stack:
+                client = await _enter(stack, self.server)
+                self._opened.set_result(client)
+                await self._closing.wait()
+        except BaseException as error:
+            if not self._opened.done():
+                self._opened.set_exception(error)
+                return
+            raise
+
+    async def _list(self) -> list[MCPTool]:
+        client, found, cursor = self._opened.result(), [], None
+        while True:
+            page = await self._guarded(client.list_tools(cursor=cursor), "listing its tools")
+            for tool in page.tools:
+                schema = {"type": "object", "properties": {}, **tool.input_schema}
+                schema.pop("$schema", None)
+                found.append(MCPTool(self.server.name, tool.name, tool.description or "", schema))
+            cursor = page.next_cursor
+            if not cursor:
+                return found
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+        from mcp import MCPError
+
+        client = self._opened.result()
+        try:
+            result = await self._guarded(client.call_tool(name, arguments), f"calling {name!r}")
+        except MCPError as error:
+            if error.code in _PROTOCOL_ERRORS:  # the server lives and refuses the arguments
+                return str(error), True
+            raise ToolUnavailable(
+                f"the MCP server {self.server.name!r} failed at {name!r}: {error}"
+            ) from error
+        return _result_text(result), bool(result.is_error)
+
+    async def _guarded(self, work: Any, what: str) -> Any:
+        from mcp import MCPError
+
+        try:
+            async with asyncio.timeout(self.server.timeout_s):
+                return await work
+        except MCPError:
+            raise
+        except TimeoutError as error:
+            raise ToolUnavailable(
+                f"the MCP server {self.server.name!r} took more than {self.server.timeout_s:g} s "
+                f"for {what}."
+            ) from error
+        except Exception as error:
+            raise ToolUnavailable(
+                f"the MCP server {self.server.name!r} failed at {what}: {_reason(error)}"
+            ) from error
+
+
+_PROTOCOL_ERRORS = (-32600, -32601, -32602)  # JSON-RPC: invalid request, method, parameters
+
+
+async def _enter(stack: AsyncExitStack, server: MCPServer) -> Any:
+    sdk = _sdk()
+    if server.command is not None:
+        target: Any = sdk.StdioServerParameters(
+            command=server.command, args=list(server.args), env=dict(server.env)
+        )
+    elif server.headers and server.url is not None:
+        import httpx2
+        from mcp.client.streamable_http import streamable_http_client
+
+        http = httpx2.AsyncClient(headers=dict(server.headers), timeout=server.timeout_s)
+        await stack.enter_async_context(http)
+        target = streamable_http_client(server.url, http_client=http)
+    else:
+        target = server.url
+    return await stack.enter_async_context(sdk.Client(target))
+
+
+def _sdk() -> Any:
+    try:
+        import mcp
+    except ImportError as error:
+        raise ConfigError(
+            "MCP tools need the `mcp` package. Install it with `pip install rolltree[mcp]`."
+        ) from error
+    if not hasattr(mcp, "Client"):
+        raise ConfigError("MCP tools need mcp 2 or newer; this one has no `mcp.Client`. Update it.")
+    return mcp
+
+
+def _result_text(result: Any) -> str:
+    parts = [
+        part.text if part.type == "text" else f"[{part.type} content is left out]"
+        for part in result.content
+    ]
+    if not parts and result.structured_content is not None:
+        return str(result.structured_content)
+    return "\n".join(parts)
+
+
+def _reason(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup) and error.exceptions:
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
 
 _SESSION = "mcp_session"
 

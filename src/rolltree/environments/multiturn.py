@@ -12,9 +12,8 @@ from typing import Any
 import msgspec
 
 from rolltree.environments.completion import conversation, new_words
-from rolltree.environments.decorators import stop
 from rolltree.environments.environment import Environment, settle
-from rolltree.environments.failures import in_phase
+from rolltree.environments.lifecycle import in_phase, stop
 from rolltree.environments.openai_view import OpenAIView
 from rolltree.errors import ConfigError
 from rolltree.inference.client import as_client

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
 
-from rolltree.environments.decorators import discover
 from rolltree.environments.environment import Environment, settle
-from rolltree.environments.failures import in_phase
+from rolltree.environments.lifecycle import discover, in_phase
 from rolltree.environments.protocol_states import fill_state
 from rolltree.errors import ConfigError
 from rolltree.inference.client import as_client

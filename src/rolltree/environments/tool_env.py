@@ -1,18 +1,16 @@
-"""`ToolEnv`: a conversation in which the model calls Python functions.
-
-It knows tool calls in assistant messages and tool messages. What a model gets wrong (malformed
-JSON, an unknown tool, wrong arguments) and what a tool raises is an answer to the model, never a
-failed rollout. It leaves out tools with hidden state and sandboxes.
-"""
+"""`ToolEnv` and `StatefulToolEnv`: conversations in which the model calls Python functions."""
 
 from __future__ import annotations
 
+import inspect
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from rolltree.environments.decorators import stop
+from rolltree.environments.completion import conversation
 from rolltree.environments.environment import settle
+from rolltree.environments.lifecycle import stop
 from rolltree.environments.multiturn import MultiTurnEnv
 from rolltree.errors import ConfigError, did_you_mean, record_error
 from rolltree.tools import (
@@ -189,3 +187,77 @@ def calls_of(messages: Messages) -> list[ChatMessage]:
 def name_of(call: Mapping[str, Any]) -> str:
     """Return the name of the tool that a call asks for, "" without one."""
     return str((call.get("function") or {}).get("name") or "")
+
+
+class StatefulToolEnv(ToolEnv):
+    """A `ToolEnv` whose `update_tool_args` completes the arguments of each call from the state.
+
+    Example:
+        >>> class Notes(StatefulToolEnv):
+        ...     def __init__(self, **settings):
+        ...         super().__init__(**settings)
+        ...         self.add_tool(write, args_to_skip=["notes"])
+        ...
+        ...     def update_tool_args(self, tool_name, tool_args, messages, state):
+        ...         return {**tool_args, "notes": state.setdefault("notes", [])}
+    """
+
+    def add_tool(
+        self,
+        tool: Callable[..., Any],
+        args_to_skip: Sequence[str] = (),
+        *,
+        hidden: Sequence[str] = (),
+    ) -> None:
+        """Offer one more tool whose arguments `args_to_skip` the model does not see.
+
+        Raises:
+            ConfigError: there is a tool of that name, or it has no such argument.
+        """
+        skipped = (*args_to_skip, *hidden)
+        known = inspect.signature(tool).parameters
+        unknown = [name for name in skipped if name not in known]
+        if unknown:
+            raise ConfigError(
+                f"tool {getattr(tool, '__name__', tool)!r} has no argument {unknown[0]!r} to skip."
+                f"{did_you_mean(unknown[0], known)}"
+            )
+        super().add_tool(tool, hidden=skipped)
+
+    @abstractmethod
+    def update_tool_args(
+        self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State
+    ) -> Any:
+        """Return the arguments to call the tool with; it may be asynchronous.
+
+        `tool_args` are the model's, checked; `messages` the conversation up to the call.
+        """
+
+    async def complete_arguments(  # type: ignore[override]
+        self, tool: Tool, arguments: dict[str, Any], state: State
+    ) -> dict[str, Any]:
+        """Ask `update_tool_args`.
+
+        Raises:
+            ConfigError: it returned no dict, or an argument without a default is still missing.
+        """
+        messages = conversation(state["trajectory"])
+        updated = await settle(self.update_tool_args(tool.name, arguments, messages, state))
+        if not isinstance(updated, dict):
+            raise ConfigError(
+                f"update_tool_args returned a {type(updated).__name__} for {tool.name!r}; the tool "
+                "has nothing to be called with. Return a dict of arguments."
+            )
+        missing = [
+            parameter.name
+            for parameter in inspect.signature(tool.func).parameters.values()
+            if parameter.default is parameter.empty
+            and parameter.kind is not parameter.VAR_KEYWORD
+            and parameter.name not in updated
+        ]
+        if missing:
+            raise ConfigError(
+                f"argument {missing[0]!r} of tool {tool.name!r} is hidden from the model, and "
+                "update_tool_args did not fill it in. Return it from there."
+            )
+        return updated

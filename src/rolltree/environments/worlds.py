@@ -11,9 +11,8 @@ import functools
 from abc import abstractmethod
 from typing import Any
 
-from rolltree.environments.decorators import cleanup, stop
 from rolltree.environments.environment import settle
-from rolltree.environments.failures import in_phase
+from rolltree.environments.lifecycle import cleanup, in_phase, stop
 from rolltree.environments.multiturn import MultiTurnEnv
 from rolltree.errors import ConfigError
 from rolltree.parsers import text_of

@@ -4,12 +4,16 @@
 `compare` pairs two reports. It leaves out how any of it is shown (`rolltree.reports`).
 """
 
-from rolltree.evaluation.compare import Comparison, compare
 from rolltree.evaluation.estimate import Estimate, estimate, pass_at_k
-from rolltree.evaluation.outcomes import Outcome, outcomes
-from rolltree.evaluation.reducers import REDUCERS, Reducer, Settings
-from rolltree.evaluation.report import EvalReport, build_report, stored_report
-from rolltree.evaluation.results_files import write_results
+from rolltree.evaluation.reducers import REDUCERS, Outcome, Reducer, Settings, outcomes
+from rolltree.evaluation.report import (
+    Comparison,
+    EvalReport,
+    build_report,
+    compare,
+    stored_report,
+    write_results,
+)
 from rolltree.evaluation.runner import EvalProgress, evaluate
 
 __all__ = [

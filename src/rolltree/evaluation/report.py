@@ -1,19 +1,27 @@
-"""What an evaluation found: aggregates, and the light rows that they came from.
-
-Pure: built from rows, wherever these were read. It knows nothing about clients or about how a
-report is shown. It leaves out messages and tokens, which stay in the run store.
-"""
+"""Evaluation reports: built from stored rows, compared, and written as files."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
+from datetime import datetime
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from rolltree.evaluation.estimate import Estimate
-from rolltree.evaluation.outcomes import Outcome, outcomes
-from rolltree.evaluation.reducers import REDUCERS, Reducer, Settings
-from rolltree.store import Run, StoredRollout
+from rolltree.errors import ConfigError
+from rolltree.evaluation.estimate import Estimate, estimate
+from rolltree.evaluation.reducers import (
+    REDUCERS,
+    Outcome,
+    Reducer,
+    Settings,
+    outcomes,
+    rewards_by_example,
+)
+from rolltree.store import Run, StoredRollout, redact, to_plain
+from rolltree.types import RolloutResult, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,3 +153,114 @@ def _data(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _data(item) for key, item in value.items()}
     return value
+
+
+def results_line(result: RolloutResult, state: State | None) -> dict[str, Any]:
+    """Return one line: the input, the completion, the reward, times, and a field per metric."""
+    source = result.request.input if state is None else state["input"]
+    own: Mapping[str, Any] = {} if state is None else state
+    timing = own.get("timing") or {}
+    line = {
+        "example_id": source["example_id"],
+        "prompt": source["prompt"],
+        "completion": own.get("completion"),
+        "task": source["task"],
+        "reward": own.get("reward"),
+        **{name: timing.get(name, 0.0) for name in ("generation_ms", "scoring_ms", "total_ms")},
+    }
+    line.update({name: source[name] for name in ("answer", "info") if source.get(name)})
+    line.update(own.get("metrics") or {})
+    if result.error is not None:
+        line["error"] = redact({"type": result.error.type, "message": result.error.message})
+    return line
+
+
+def write_results(
+    folder: str | Path,
+    results: Iterable[RolloutResult],
+    report: EvalReport,
+    *,
+    env_args: Mapping[str, Any] | None = None,
+    base_url: str | None = None,
+    rollouts_per_example: int = 1,
+    sampling_args: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write both files into `folder` and return it. Secrets in the arguments are cut out.
+
+    `metadata.avg_reward` is the report's mean: over scored rollouts, null when there are none.
+    """
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    with (target / "results.jsonl").open("w", encoding="utf-8") as file:
+        for result in results:
+            for state in result.states or (None,):
+                line = to_plain(results_line(result, state))
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    metadata = {
+        "env_id": report.env_id,
+        "env_args": redact(dict(env_args or {})),
+        "model": report.model,
+        "base_url": redact(base_url),
+        "num_examples": report.num_examples,
+        "rollouts_per_example": rollouts_per_example,
+        "sampling_args": redact(dict(sampling_args or {})),
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "time_ms": 1000.0 * report.elapsed_s,
+        "avg_reward": None if report.reward is None else report.reward.mean,
+        "avg_metrics": {name: metric.mean for name, metric in report.metrics.items()},
+        "num_failed": report.num_failed,
+        "state_columns": [],
+        "path_to_save": str(target),
+    }
+    (target / "metadata.json").write_text(
+        json.dumps(to_plain(metadata), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
+    return target
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Mean reward of A and B on their common examples, and the paired difference B - A.
+
+    `difference` is a t interval over the examples' differences. `num_only_a` and `num_only_b`
+    count scored examples that the other report lacks; they are not used.
+    """
+
+    before: Estimate
+    after: Estimate
+    difference: Estimate
+    num_only_a: int
+    num_only_b: int
+
+    @property
+    def is_significant(self) -> bool:
+        """Whether the interval of the difference leaves out zero."""
+        low, high = self.difference.low, self.difference.high
+        return low is not None and high is not None and (low > 0.0 or high < 0.0)
+
+
+def compare(a: EvalReport, b: EvalReport) -> Comparison:
+    """Compare two reports example by example, at A's confidence.
+
+    Raises:
+        ConfigError: they have no scored example in common.
+    """
+    rewards_a, rewards_b = rewards_by_example(a.outcomes), rewards_by_example(b.outcomes)
+    common = [example for example in rewards_a if example in rewards_b]
+    if not common:
+        raise ConfigError(
+            f"the evaluations {a.phase!r} and {b.phase!r} have no scored example in common, so "
+            "their difference would compare the examples, not the models. Evaluate both on the "
+            "same split with the same num_examples."
+        )
+    confidence = a.settings.confidence
+    before = estimate({key: rewards_a[key] for key in common}, confidence=confidence)
+    after = estimate({key: rewards_b[key] for key in common}, confidence=confidence)
+    gains = {key: [fmean(rewards_b[key]) - fmean(rewards_a[key])] for key in common}
+    difference = estimate(gains, confidence=confidence, are_shares=False)
+    assert before is not None, "a common example has a value"
+    assert after is not None, "a common example has a value"
+    assert difference is not None, "a common example has a difference"
+    return Comparison(
+        before, after, difference, len(rewards_a) - len(common), len(rewards_b) - len(common)
+    )

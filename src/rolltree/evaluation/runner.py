@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rolltree.errors import ConfigError
-from rolltree.evaluation.outcomes import Outcome, outcomes
-from rolltree.evaluation.reducers import REDUCERS, Reducer, Settings
+from rolltree.evaluation.reducers import REDUCERS, Outcome, Reducer, Settings, outcomes
 from rolltree.evaluation.report import EvalReport, build_report
 from rolltree.inference.client import as_client
 from rolltree.rollouts import GroupScorer, RolloutEngine, RolloutSource, Split, build_requests

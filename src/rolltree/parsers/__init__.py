@@ -15,9 +15,14 @@ from rolltree.parsers.actions import (
     tagged,
     without_thinking,
 )
-from rolltree.parsers.extract import extract_boxed_answer, extract_hash_answer
-from rolltree.parsers.parser import Parser, text_of
-from rolltree.parsers.think import MaybeThinkParser, ThinkParser
+from rolltree.parsers.parser import (
+    MaybeThinkParser,
+    Parser,
+    ThinkParser,
+    extract_boxed_answer,
+    extract_hash_answer,
+    text_of,
+)
 from rolltree.parsers.xml import XMLParser
 
 __all__ = [

@@ -19,8 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from rolltree.errors import ConfigError
-from rolltree.parsers.parser import Parser
-from rolltree.parsers.think import CLOSE
+from rolltree.parsers.parser import CLOSE, Parser
 from rolltree.parsers.xml import XMLParser
 from rolltree.steps import ParseResult
 

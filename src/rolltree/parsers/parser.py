@@ -1,9 +1,4 @@
-"""`Parser`: from a completion to an answer, by a function on text.
-
-It knows chat messages and strings. It knows nothing about rewards beyond the format check that a
-parser can do on its own, and nothing about environments. It leaves out tagged text (`xml`) and
-reasoning (`think`).
-"""
+"""`Parser` and `ThinkParser`: from a completion to an answer."""
 
 from __future__ import annotations
 
@@ -98,3 +93,66 @@ class Parser:
 
 def _by_role(completion: list[ChatMessage], role: str) -> list[ChatMessage]:
     return [message for message in completion if message.get("role") == role]
+
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+class ThinkParser(Parser):
+    """The answer is what follows the last `</think>`; without one there is no answer (`""`)."""
+
+    def parse(self, text: str) -> Any:
+        """Return `extract_fn` of the text behind the reasoning."""
+        _, found, answer = text.rpartition(CLOSE)
+        return self.extract_fn(answer.strip() if found else "")
+
+    def score_format(self, text: str) -> float:
+        """Return 1 for one opening tag at the start, one closing tag and text behind it, or 0."""
+        body = text.strip()
+        kept = (
+            body.startswith(OPEN)
+            and body.count(OPEN) == 1
+            and body.count(CLOSE) == 1
+            and not body.endswith(CLOSE)
+        )
+        return float(kept)
+
+
+class MaybeThinkParser(ThinkParser):
+    """Like `ThinkParser`, but a text without reasoning is all answer."""
+
+    def parse(self, text: str) -> Any:
+        """Return `extract_fn` of the text behind the reasoning, or of the whole text."""
+        return super().parse(text) if CLOSE in text else self.extract_fn(text.strip())
+
+    def score_format(self, text: str) -> float:
+        """Return 1 for a text without any tag; otherwise as `ThinkParser`."""
+        return 1.0 if OPEN not in text and CLOSE not in text else super().score_format(text)
+
+
+def extract_boxed_answer(text: str) -> str:
+    r"""Return what the last `\boxed{...}` holds, braces balanced; without one, the text itself.
+
+    >>> extract_boxed_answer(r"so \boxed{\frac{1}{2}}.")
+    '\\frac{1}{2}'
+    """
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return text
+    begin = start + len("\\boxed{")
+    depth = 1
+    for position in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return text[begin:position]
+    return text
+
+
+def extract_hash_answer(text: str) -> str | None:
+    """Return what follows the last `####`, stripped; None without one (GSM8K's convention).
+
+    >>> extract_hash_answer("12 / 4 = 3\\n#### 3")
+    '3'
+    """
+    _, found, answer = text.rpartition("####")
+    return answer.strip() if found else None

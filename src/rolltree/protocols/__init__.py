@@ -6,13 +6,17 @@ knows nothing about datasets, rewards beyond the worlds' own, or training.
 
 from rolltree.protocols.budget import Budget, Meter
 from rolltree.protocols.delegation import DelegatingProtocol, SubAgent, delegate_tool
-from rolltree.protocols.parallel import MultiAgentSyncProtocol
+from rolltree.protocols.episode import (
+    AgentSource,
+    InteractionProtocol,
+    Recording,
+    RolloutBuilder,
+    Setting,
+    opened,
+)
+from rolltree.protocols.multi_agent import MultiAgentSyncProtocol, Opponent, TurnProtocol
 from rolltree.protocols.player import ExternalToolHandler
-from rolltree.protocols.recording import Recording, RolloutBuilder
-from rolltree.protocols.setting import AgentSource, InteractionProtocol, Setting
 from rolltree.protocols.single import SingleAgentProtocol
-from rolltree.protocols.turns import Opponent, TurnProtocol
-from rolltree.protocols.worlds import opened
 
 SingleAgentSyncProtocol = SingleAgentProtocol
 """Another name of `SingleAgentProtocol`."""

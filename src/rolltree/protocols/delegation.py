@@ -21,16 +21,17 @@ from rolltree.errors import ConfigError, record_error
 from rolltree.inference.client import as_client
 from rolltree.inference.timed import Clock, TimedClient
 from rolltree.protocols.budget import Budget
-from rolltree.protocols.player import ExternalToolHandler, Player, seat_seed
-from rolltree.protocols.recording import Recording, RolloutBuilder
-from rolltree.protocols.setting import (
+from rolltree.protocols.episode import (
     AgentSource,
     InteractionProtocol,
+    Recording,
+    RolloutBuilder,
     Setting,
     make_agent,
+    opened,
 )
+from rolltree.protocols.player import ExternalToolHandler, Player, seat_seed
 from rolltree.protocols.single import check_max_steps, play_alone
-from rolltree.protocols.worlds import opened
 from rolltree.steps import AgentStep, ToolAnswer, ToolRequest
 from rolltree.types import ToolSchema
 from rolltree.worlds import World

@@ -20,8 +20,7 @@ from rolltree.errors import BudgetSpent, ModelError, PromptTooLong, did_you_mean
 from rolltree.inference.client import as_client
 from rolltree.inference.timed import TimedClient
 from rolltree.protocols.budget import Budget, Meter
-from rolltree.protocols.recording import RolloutBuilder
-from rolltree.protocols.setting import Setting
+from rolltree.protocols.episode import RolloutBuilder, Setting
 from rolltree.seeds import derive_seed
 from rolltree.steps import (
     PARSE_FEEDBACK,

@@ -10,9 +10,15 @@ interfaces. It leaves out how external tool calls are answered.
 from __future__ import annotations
 
 from rolltree.errors import ConfigError
+from rolltree.protocols.episode import (
+    AgentSource,
+    InteractionProtocol,
+    Recording,
+    RolloutBuilder,
+    Setting,
+    make_agent,
+)
 from rolltree.protocols.player import Cut, ExternalToolHandler, Player
-from rolltree.protocols.recording import Recording, RolloutBuilder
-from rolltree.protocols.setting import AgentSource, InteractionProtocol, Setting, make_agent
 from rolltree.types import TruncationReason
 from rolltree.worlds import World, drive
 

@@ -4,18 +4,19 @@ The room knows requests, clients and the shape of a source; it knows no environm
 leaves out scoring (rubrics), storing (store) and what is learned from a rollout (training).
 """
 
-from rolltree.rollouts.batch import DroppedGroup, GeneratedBatch
-from rolltree.rollouts.engine import Progress, RolloutEngine
+from rolltree.rollouts.engine import DroppedGroup, GeneratedBatch, Progress, RolloutEngine
 from rolltree.rollouts.episode import Clock, Episode, current_episode
 from rolltree.rollouts.requests import (
+    GroupScorer,
     GroupStrategy,
     RequestStrategy,
+    RolloutSource,
+    Split,
     build_requests,
     merge_args,
     repeat,
     resolve_sampling,
 )
-from rolltree.rollouts.source import GroupScorer, RolloutSource, Split
 from rolltree.seeds import derive_seed
 
 __all__ = [

@@ -1,36 +1,100 @@
-"""The rollout engine: many episodes at once, bounded, each failing alone.
-
-It runs what a `RolloutSource` hands it and knows no environment class, no store and no training.
-It leaves out what is done with a result, and request-level retries, which are the client's.
-
-Time limits. An episode that has spent `time_limit_s` (waiting for the server excluded) should end
-at its next turn boundary: sources ask `current_episode().clock.expired` there. One that has not
-ended `grace_s` later is cancelled and becomes a `RolloutTimeout` error that keeps its states.
-"""
+"""The rollout engine: many episodes at once, bounded, each failing alone."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
 from rolltree.errors import ConfigError, RolloutTimeout, record_error
 from rolltree.inference.client import as_client
-from rolltree.rollouts.batch import Credit, GeneratedBatch, make_batch
 from rolltree.rollouts.episode import Clock, Episode, TimedClient, playing
-from rolltree.rollouts.source import GroupScorer, RolloutSource
-from rolltree.samples import TruncationPolicy
+from rolltree.rollouts.requests import GroupScorer, RolloutSource
+from rolltree.samples import SampleBatch, TruncationPolicy, build_samples
+from rolltree.samples.metadata import sample_meta
 from rolltree.tasks import being_cancelled
 from rolltree.types import (
     ErrorRecord,
     RolloutRequest,
     RolloutResult,
+    Sample,
     Scope,
     State,
     TruncationReason,
 )
+
+Credit = Callable[[Sequence[RolloutResult]], Any]
+"""Writes advantages into the states of results, as `rolltree.training.assign_credit` does."""
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedGroup:
+    """A group that is not in the batch, and the failures that are why."""
+
+    group_id: str
+    num_members: int
+    errors: tuple[ErrorRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedBatch:
+    """What became of some requests.
+
+    `results` has one result per request, failed and dropped ones too. `batch` holds the samples,
+    `meta[i]` says what sample i is: one dict per rollout in it, see `samples.metadata`.
+    """
+
+    results: tuple[RolloutResult, ...]
+    batch: SampleBatch
+    meta: tuple[tuple[dict[str, Any], ...], ...]
+    dropped: tuple[DroppedGroup, ...]
+
+    @property
+    def samples(self) -> list[Sample]:
+        """The samples."""
+        return self.batch.samples
+
+    @property
+    def num_failed(self) -> int:
+        """How many episodes failed."""
+        return sum(result.error is not None for result in self.results)
+
+
+def make_batch(
+    results: Sequence[RolloutResult],
+    *,
+    scope: Scope = "turn",
+    credit: Credit | None = None,
+    whole_groups: bool = False,
+    truncation: TruncationPolicy | None = None,
+    max_seq_len: int | None = None,
+) -> GeneratedBatch:
+    """Turn results into samples; see `RolloutEngine.generate_batch`."""
+    failed: dict[str, list[ErrorRecord]] = {}
+    for result in results:
+        if result.error is not None:
+            failed.setdefault(result.request.group_id, []).append(result.error)
+    dropped: list[DroppedGroup] = []
+    kept = [result for result in results if result.error is None]
+    if whole_groups:
+        kept = [result for result in kept if result.request.group_id not in failed]
+        sizes = [result.request.group_id for result in results]
+        dropped = [DroppedGroup(g, sizes.count(g), tuple(e)) for g, e in failed.items()]
+    if credit is not None:
+        credit(kept)
+    states = []
+    for result in kept:
+        for state in result.states:
+            state.setdefault("request_id", result.request.request_id)
+            if state.get("error") is None:  # a delegated rollout may have failed alone
+                states.append(state)
+    batch = build_samples(states, scope, truncation=truncation, max_seq_len=max_seq_len)
+    meta = tuple(tuple(sample_meta(sample, states)) for sample in batch.samples)
+    return GeneratedBatch(tuple(results), batch, meta, tuple(dropped))
+
 
 RETRYABLE = frozenset({"ConnectionFailed", "ServerError", "BadResponse"})
 """Error types that `retries` runs again: the model call failed, not the episode."""

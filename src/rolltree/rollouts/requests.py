@@ -1,21 +1,58 @@
-"""From examples to requests: one request is one episode, more is a transform of requests.
-
-It knows seeds, ids and groups. It knows nothing about how an episode is played or scored, and it
-leaves out which examples a trainer picks. Everything random in a run comes from one
-`run_seed` through `rolltree.seeds`.
-"""
+"""Rollout sources, and the requests that are made from their examples."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from rolltree.errors import ConfigError
-from rolltree.inference.client import sampling_from_args
-from rolltree.rollouts.source import RolloutSource, Split
+from rolltree.inference.client import ModelClient, sampling_from_args
 from rolltree.seeds import derive_seed
-from rolltree.types import RolloutRequest, SamplingArgs, SamplingParams
+from rolltree.types import RolloutInput, RolloutRequest, SamplingArgs, SamplingParams, State
+
+Split: TypeAlias = Literal["train", "eval"]
+
+
+@runtime_checkable
+class RolloutSource(Protocol):
+    """Examples, and one episode of one example.
+
+    Optional: an attribute `sampling_args` (OpenAI fields) with what the source wants where the
+    caller says nothing; `rolltree.rollouts.resolve_sampling` merges it under the caller's fields.
+    """
+
+    env_id: str
+
+    def num_examples(self, split: Split) -> int:
+        """Return how many examples the split holds."""
+        ...
+
+    def example(self, split: Split, index: int) -> RolloutInput:
+        """Return example `index`, a fresh dict that the caller may change."""
+        ...
+
+    async def run_request(self, request: RolloutRequest, client: ModelClient) -> Sequence[State]:
+        """Play one episode, score it, and return its states: one per trajectory.
+
+        A failed rollout is data: `state["error"]` is an `ErrorRecord` and `state["reward"]` None.
+        Only cancellation is raised.
+        """
+        ...
+
+
+@runtime_checkable
+class GroupScorer(Protocol):
+    """A source whose rewards compare the members of a group."""
+
+    @property
+    def has_group_rewards(self) -> bool:
+        """Whether `score_group` must run before a member's reward is known."""
+        ...
+
+    async def score_group(self, states: Sequence[State]) -> None:
+        """Finish the scores of all rollouts of one group, in place. Failed ones are left out."""
+        ...
 
 
 class RequestStrategy(Protocol):

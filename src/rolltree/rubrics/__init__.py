@@ -5,12 +5,10 @@ knows nothing about engines or training. It leaves out normalised advantages, wh
 """
 
 from rolltree.rubrics.functions import RewardFunc, RewardFunction, cheap
-from rolltree.rubrics.group import RubricGroup
+from rolltree.rubrics.groups import PerAgentRubric, RubricGroup
 from rolltree.rubrics.judge import JUDGE_PROMPT, JudgeRubric
 from rolltree.rubrics.math_rubric import MathRubric
-from rolltree.rubrics.per_agent import PerAgentRubric
-from rolltree.rubrics.rubric import Rubric, Scores, write_advantages
-from rolltree.rubrics.tool_rubric import ToolRubric
+from rolltree.rubrics.rubric import Rubric, Scores, ToolRubric, write_advantages
 
 __all__ = [
     "JUDGE_PROMPT",

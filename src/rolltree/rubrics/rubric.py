@@ -1,19 +1,10 @@
-"""`Rubric`: weighted reward functions over a finished rollout.
-
-It knows states, steps and functions. It knows nothing about environments or models. It leaves out
-the comparison of rollouts for training, which is credit's; the advantage it writes for a group is
-the plain difference from the group's mean.
-
-A function that raises scores `None`, never 0: the metric is None, `state["scoring_errors"]` holds
-the error under the function's name, and when the function has a weight the reward is None and
-`state["error"]` says why.
-"""
+"""`Rubric`: weighted reward functions over a finished rollout."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,11 +18,12 @@ from rolltree.rubrics.functions import (
     RewardFunction,
     as_number,
     call_all,
+    cheap,
     group_arguments,
     rollout_arguments,
     without_semaphore,
 )
-from rolltree.types import ErrorRecord, State
+from rolltree.types import ErrorRecord, Messages, State
 
 
 @dataclass(slots=True)
@@ -332,3 +324,63 @@ def write_advantages(states: Sequence[Mapping[str, Any]]) -> None:
         for step in state["trajectory"]:
             if step["advantage"] is None:
                 step["advantage"] = state["advantage"]
+
+
+class ToolRubric(Rubric):
+    """A rubric with metrics about tool calls, of weight 0.
+
+    `total_tool_calls`, `failed_tool_calls` (the tool raised) and, for each tool, `<name>_calls`.
+
+    Args:
+        funcs, weights, parser: as in `Rubric`; the metrics come after these functions.
+        tools: the functions, or their names. Calls of other names count in the total only.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Callable[..., Any] | str] | None = None,
+        funcs: Sequence[RewardFunc] | None = None,
+        weights: Sequence[float] | None = None,
+        parser: Parser | None = None,
+    ) -> None:
+        super().__init__(funcs, weights, parser)
+        self.tool_names = [
+            tool if isinstance(tool, str) else str(getattr(tool, "__name__", tool))
+            for tool in tools or ()
+        ]
+        self.add_metric(total_tool_calls)
+        self.add_metric(failed_tool_calls)
+        for name in self.tool_names:
+            self.add_metric(_counter(name))
+
+
+@cheap
+def total_tool_calls(completion: Messages) -> float:
+    """Return how many tool calls the model wrote."""
+    return float(len(_called(completion)))
+
+
+@cheap
+def failed_tool_calls(state: State) -> float:
+    """Return how many calls ended in an exception of the tool."""
+    return float(len(state.get("tool_errors") or ()))
+
+
+def _counter(tool: str) -> RewardFunc:
+    @cheap
+    def count(completion: Messages) -> float:
+        return float(_called(completion).count(tool))
+
+    count.__name__ = f"{tool}_calls"
+    return count
+
+
+def _called(completion: Messages) -> list[str]:
+    if isinstance(completion, str):
+        return []
+    return [
+        str((call.get("function") or {}).get("name") or "")
+        for message in completion or ()
+        if message.get("role") == "assistant"
+        for call in message.get("tool_calls") or ()
+    ]

@@ -7,11 +7,16 @@ agents, environments wrap single worlds. It leaves out the loop between world an
 """
 
 from rolltree.steps import StepOutcome
-from rolltree.worlds.adapter import BAD_ACTION
-from rolltree.worlds.gym import GymWorld
-from rolltree.worlds.interface import CanSnapshot, ParallelWorld, TurnWorld, World, drive
+from rolltree.worlds.gym import GymWorld, action_reader
+from rolltree.worlds.interface import (
+    BAD_ACTION,
+    CanSnapshot,
+    ParallelWorld,
+    TurnWorld,
+    World,
+    drive,
+)
 from rolltree.worlds.petting import ParallelGame, TurnGame, board_text
-from rolltree.worlds.spaces import action_reader
 from rolltree.worlds.textarena_game import TextArenaWorld
 
 __all__ = [

@@ -1,19 +1,13 @@
-"""What a world is to a protocol: text in, text out, one interface per way of taking turns.
-
-`World` is for one agent, `ParallelWorld` for several that act at once (PettingZoo's
-`ParallelEnv`), `TurnWorld` for several that act one after another (PettingZoo's `AECEnv`).
-`drive` calls a world's method from an event loop. The module knows no library of worlds; the
-adapters beside it do. It leaves out who plays.
-
-A world that can be saved and restored has `snapshot()` and `restore(saved)` (`CanSnapshot`).
-"""
+"""What a world is to a protocol, and the base of the adapters to other libraries' worlds."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
+from rolltree.errors import ConfigError
 from rolltree.steps import StepOutcome
 from rolltree.threads import run_in_thread
 from rolltree.types import Info
@@ -121,3 +115,97 @@ async def drive(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     else:
         result = await run_in_thread(lambda: method(*args, **kwargs), name="rolltree-world")
     return await result if inspect.isawaitable(result) else result
+
+
+BAD_ACTION = "bad_action"
+"""Key of `StepOutcome.info`: why a text was no action. Nothing was done then."""
+
+Snapshots: TypeAlias = Literal["own", "deepcopy"]
+"""How a world is saved: by its own `snapshot` and `restore`, or by `copy.deepcopy`, which is right
+only for worlds that keep nothing outside themselves."""
+
+
+def bad_action(error: ValueError) -> StepOutcome:
+    """Return what a model is told about a text that is no action."""
+    return StepOutcome(f"That is no action: {error}", info={BAD_ACTION: str(error)})
+
+
+class Adapter:
+    """An adapter over `env`, somebody else's world.
+
+    Args:
+        make: a world, or a function that returns one.
+        snapshots: how it can be saved.
+        in_thread: whether its methods block and are called in a thread (`drive`).
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Any] | Any,
+        *,
+        snapshots: Snapshots = "own",
+        in_thread: bool = True,
+    ) -> None:
+        if snapshots not in ("own", "deepcopy"):
+            raise ConfigError(f"snapshots is {snapshots!r}; it is 'own' or 'deepcopy'.")
+        is_world = callable(getattr(make, "step", None)) and not isinstance(make, type)
+        self.env: Any = make if is_world else make()
+        self.in_thread = in_thread
+        self._snapshots = snapshots
+
+    def snapshot(self) -> Any:
+        """Return the state, independent of what happens to the world later.
+
+        Raises:
+            ConfigError: this world cannot be saved.
+        """
+        if self._snapshots == "deepcopy":
+            return copy_world(self.env)
+        return self._own("snapshot")()
+
+    def restore(self, saved: Any) -> None:
+        """Put a state back; it can be put back again later.
+
+        Raises:
+            ConfigError: this world cannot be saved.
+        """
+        if self._snapshots == "deepcopy":
+            self.env = copy_world(saved)
+        else:
+            self._own("restore")(saved)
+
+    def close(self) -> None:
+        """Release what the world holds."""
+        self.env.close()
+
+    def _own(self, name: str) -> Any:
+        method = getattr(getattr(self.env, "unwrapped", self.env), name, None)
+        if method is None:
+            raise ConfigError(
+                f"a {type(self.env).__name__} has no {name}(), so this world cannot be saved. If "
+                "it keeps nothing outside itself, pass snapshots='deepcopy'."
+            )
+        return method
+
+
+def copy_world(world: Any) -> Any:
+    """Return a deep copy of a world and of the worlds that it wraps.
+
+    Many worlds of Gymnasium and PettingZoo say (`EzPickle`) that copying them means making new ones
+    from the arguments that they were made with, which forgets the episode. That is passed over.
+    """
+    inner = _wrapped(world, {})
+    memo: dict[int, Any] = {key: object.__new__(type(each)) for key, each in inner.items()}
+    for key, each in inner.items():
+        vars(memo[key]).update(copy.deepcopy(vars(each), memo))
+    return memo[id(world)]
+
+
+def _wrapped(world: Any, known: dict[int, Any]) -> dict[int, Any]:
+    """Return `world` and all worlds that it holds, by their id."""
+    known[id(world)] = world
+    for value in vars(world).values():
+        is_world = callable(getattr(type(value), "step", None)) and hasattr(value, "__dict__")
+        if is_world and id(value) not in known:
+            _wrapped(value, known)
+    return known

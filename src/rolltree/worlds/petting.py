@@ -16,9 +16,8 @@ from rolltree.errors import ConfigError, did_you_mean
 from rolltree.seeds import MAX_SEED
 from rolltree.steps import StepOutcome
 from rolltree.types import Info
-from rolltree.worlds.adapter import BAD_ACTION, Adapter, bad_action
-from rolltree.worlds.gym import plain_text
-from rolltree.worlds.spaces import action_reader
+from rolltree.worlds.gym import action_reader, plain_text
+from rolltree.worlds.interface import BAD_ACTION, Adapter, bad_action
 
 SeenBy: TypeAlias = Callable[[Any, str], str]
 """From an observation and the name of the agent that sees it to text."""

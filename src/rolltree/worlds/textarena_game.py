@@ -19,7 +19,7 @@ from rolltree.errors import ConfigError, did_you_mean
 from rolltree.seeds import MAX_SEED
 from rolltree.steps import StepOutcome
 from rolltree.types import Info
-from rolltree.worlds.adapter import Adapter, Snapshots
+from rolltree.worlds.interface import Adapter, Snapshots
 
 Opponent = Callable[[str], str]
 _RANDOM = threading.Lock()

@@ -1,21 +1,20 @@
-"""`@stop`, `@cleanup`, `@teardown`: how an environment declares its lifecycle.
-
-It knows marks on methods and their order. It knows nothing about rollouts; `Environment` calls what
-`discover` finds. It leaves out registration with the interpreter's exit (`closing`).
-
-Order: higher priority first; then base classes before derived ones, and in a class the order of
-definition. A method that overrides a marked one is marked too, whether it repeats the decorator or
-not; a class that sets the name to None removes it.
-"""
+"""The lifecycle of an environment: `@stop`, `@cleanup`, `@teardown`, and failures as data."""
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import functools
+import logging
+import signal
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypeVar, overload
+from types import FrameType
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, overload
 
-from rolltree.types import TruncationReason
+from rolltree.errors import ModelError, record_error
+from rolltree.types import ErrorRecord, TruncationReason
 
 Role: TypeAlias = Literal["stop", "cleanup", "teardown"]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -92,3 +91,80 @@ def discover(cls: type) -> dict[Role, tuple[tuple[str, Mark], ...]]:
         role: tuple(item for item in ordered if item[1].role == role)
         for role in ("stop", "cleanup", "teardown")
     }
+
+
+logger = logging.getLogger("rolltree.environments")
+
+
+class Closable(Protocol):
+    """Something with a teardown."""
+
+    async def aclose(self) -> None:
+        """Run the teardown once."""
+        ...
+
+
+_open: dict[int, Closable] = {}
+
+
+def register(environment: Closable) -> None:
+    """Close `environment` when the process ends, unless it was closed before."""
+    if not _open:
+        atexit.register(close_all)
+    _open[id(environment)] = environment
+    watch()
+
+
+def watch() -> None:
+    """Handle SIGTERM, when this is the main thread, something is open and nobody else does."""
+    if not _open or threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _exit_on_signal)
+
+
+def forget(environment: Closable) -> None:
+    """Remove a closed environment."""
+    _open.pop(id(environment), None)
+
+
+def close_all() -> None:
+    """Close every registered environment; one that fails does not keep the others open."""
+    for environment in list(_open.values()):
+        forget(environment)
+        try:
+            asyncio.run(environment.aclose())
+        except Exception:  # told; the other environments must be closed
+            logger.exception("the teardown of %s failed", type(environment).__name__)
+
+
+def _exit_on_signal(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
+
+
+Phase: TypeAlias = Literal["setup", "model", "environment"]
+_PHASE = "rolltree_phase"
+
+
+class in_phase:  # noqa: N801  (a context manager that reads as a phrase)
+    """`with in_phase("model"):` notes on an exception that leaves the block where it arose."""
+
+    __slots__ = ("phase",)
+
+    def __init__(self, phase: Phase) -> None:
+        self.phase: Phase = phase
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and not hasattr(error, _PHASE):
+            setattr(error, _PHASE, self.phase)
+
+
+def failure_of(error: Exception) -> ErrorRecord:
+    """Return an exception as data. Without a noted phase it is "environment"."""
+    if isinstance(error, ModelError):
+        return record_error(error, "model")
+    phase: Phase = getattr(error, _PHASE, "environment")
+    return record_error(error, phase)
