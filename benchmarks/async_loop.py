@@ -48,7 +48,7 @@ def environment(scene: str) -> Any:
         return rt.load_environment("arithmetic")
     rows = [{"question": f"say {n}", "answer": ""} for n in range(50)]
 
-    @rt.cheap
+    @rt.run_inline
     def low_bytes(completion: Any) -> float:
         text = "".join(message["content"] or "" for message in completion)
         return sum(character < "m" for character in text) / max(1, len(text))

@@ -132,7 +132,7 @@ def run_rolltree(folder: Path, seed: int, scope: str) -> list[dict[str, float]]:
             clock.note(metrics["reward/mean"])
 
     parts = build_local(config)
-    environment = rt.SingleTurnEnv(dataset=rows, rubric=rt.Rubric([rt.cheap(correct)]))
+    environment = rt.SingleTurnEnv(dataset=rows, rubric=rt.Rubric([rt.run_inline(correct)]))
     clock.start()
     with open_run(config) as run:
         train(

@@ -28,7 +28,7 @@ from verdict import Bar, conclude, make_parser
 
 from rolltree.agents import ToolAgent
 from rolltree.inference import ChatRenderer
-from rolltree.rubrics import cheap
+from rolltree.rubrics import run_inline
 from rolltree.samples import build_samples
 from rolltree.testing import ByteTokenizer, ScriptedClient
 from rolltree.tools import Tool, call_function
@@ -124,7 +124,7 @@ def measure(name: str, how: str) -> dict[str, Any]:
 async def call_costs() -> dict[str, float]:
     """Return seconds of wall clock for one call, by where it runs."""
 
-    @cheap
+    @run_inline
     def quick() -> int:
         """Do nothing."""
         return 1

@@ -77,7 +77,7 @@ NAMES = [
     "__version__",
     "as_client",
     "build_samples",
-    "cheap",
+    "run_inline",
     "cleanup",
     "compose_parsers",
     "evaluate",

@@ -90,19 +90,19 @@ def solved_at(state: rt.State) -> int:
     return len(steps) if number(last or "") == int(state["answer"]) else 0
 
 
-@rt.cheap
+@rt.run_inline
 def correct(state: rt.State) -> float:
     """1 for the right sum on any try, else 0."""
     return float(solved_at(state) > 0)
 
 
-@rt.cheap
+@rt.run_inline
 def solved_first_try(state: rt.State) -> float:
     """1 when the first answer was right."""
     return float(solved_at(state) == 1)
 
 
-@rt.cheap
+@rt.run_inline
 def solved_second_try(state: rt.State) -> float:
     """1 when the answer after the first feedback was right."""
     return float(solved_at(state) == 2)

@@ -54,7 +54,7 @@ def boxed(text: str) -> str | None:
     return rt.extract_boxed_answer(text) if "\\boxed{" in text else None
 
 
-@rt.cheap
+@rt.run_inline
 def correct(parser: rt.Parser, completion: rt.Messages, answer: str) -> float:
     said = number(parser.parse_answer(completion))
     return float(said is not None and said == number(answer))

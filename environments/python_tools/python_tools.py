@@ -59,11 +59,11 @@ def load_environment(
     rows = make_rows(num_train + num_eval, seed)
     parser = rt.XMLParser(["answer"])
 
-    @rt.cheap
+    @rt.run_inline
     def correct(parser: rt.XMLParser, completion: rt.Messages, answer: str) -> float:
         return float((parser.parse_answer(completion) or "").strip() == answer)
 
-    @rt.cheap
+    @rt.run_inline
     def num_tool_calls(completion: rt.Messages) -> float:
         return float(sum(len(message.get("tool_calls") or ()) for message in completion))
 

@@ -47,18 +47,18 @@ def load_environment(
     rows = [{"question": text, "answer": text[::-1]} for text in texts]
     parser = rt.XMLParser(["reversed_text"], answer_field="reversed_text")
 
-    @rt.cheap
+    @rt.run_inline
     def similarity(parser: rt.XMLParser, completion: rt.Messages, answer: str) -> float:
         given = parser.parse_answer(completion) or ""
         return SequenceMatcher(None, given, answer, autojunk=False).ratio()
 
-    @rt.cheap
+    @rt.run_inline
     def exact(parser: rt.XMLParser, completion: rt.Messages, answer: str) -> float:
         return float(parser.parse_answer(completion) == answer)
 
     rubric = rt.Rubric([similarity], parser=parser)
     rubric.add_metric(exact)
-    rubric.add_metric(parser.get_format_reward_func(), cheap=True)
+    rubric.add_metric(parser.get_format_reward_func(), run_inline=True)
     return rt.SingleTurnEnv(
         dataset=rows[:num_train] or None,
         eval_dataset=rows[num_train:] or None,

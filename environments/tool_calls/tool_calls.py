@@ -56,7 +56,7 @@ def make_rows(num: int, num_items: int, seed: int) -> list[dict[str, Any]]:
     return rows
 
 
-@rt.cheap
+@rt.run_inline
 def correct(parser: rt.Parser, completion: rt.Messages, answer: str) -> float:
     return float((parser.parse_answer(completion) or "").replace(",", "").strip() == answer)
 

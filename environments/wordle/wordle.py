@@ -62,12 +62,12 @@ class WordleEnv(rt.MultiTurnEnv):
         return guesses(self.parser, state)[-1:] == [state["answer"]]
 
 
-@rt.cheap
+@rt.run_inline
 def win(state: rt.State) -> float:
     return float(state["stop_condition"] == "solved")
 
 
-@rt.cheap
+@rt.run_inline
 def best_colours(parser: rt.Parser, state: rt.State, answer: str) -> float:
     """Return the largest share of right letters in one guess."""
     made = [guess for guess in guesses(parser, state) if len(guess) == 5]
@@ -85,7 +85,7 @@ def load_environment(
     rows = [{"question": asked.format(n), "answer": word} for n, word in enumerate(secrets)]
     parser = rt.XMLParser(["guess"], answer_field="guess")
     rubric = rt.Rubric([win, best_colours], weights=[0.8, 0.2], parser=parser)
-    rubric.add_metric(parser.get_format_reward_func(), cheap=True)
+    rubric.add_metric(parser.get_format_reward_func(), run_inline=True)
     return WordleEnv(
         dataset=rows[num_eval:] or None,
         eval_dataset=rows[:num_eval] or None,

@@ -20,7 +20,7 @@ from string import ascii_uppercase
 from typing import Any
 
 import rolltree as rt
-from rolltree.agents import Agent, Spoken, SpokenCall, ToolAgent
+from rolltree.agents import Agent, ParsedCalls, RawToolCall, ToolAgent
 from rolltree.environments import ProtocolEnvironment
 from rolltree.protocols import Budget, DelegatingProtocol, SubAgent, delegate_tool
 
@@ -39,11 +39,11 @@ class AskCalls:
     def instructions(self, tools: Any) -> str:
         return ""
 
-    def read(self, message: rt.ChatMessage) -> Spoken:
+    def read(self, message: rt.ChatMessage) -> ParsedCalls:
         text = str(message.get("content") or "")
         if len(text) != 1 or not text.isalpha():
-            return Spoken()
-        return Spoken((SpokenCall("", "ask", json.dumps({"task": text})),))
+            return ParsedCalls()
+        return ParsedCalls((RawToolCall("", "ask", json.dumps({"task": text})),))
 
     def write(self, answers: Any) -> list[rt.ChatMessage]:
         return [{"role": "user", "content": answer.text.strip()} for answer in answers]
@@ -59,7 +59,7 @@ def parent() -> Agent:
     return ToolAgent(
         name="parent",
         external_tools=[delegate_tool("ask")],
-        spelling=AskCalls(),
+        tool_call_format=AskCalls(),
         max_tool_rounds=1,
         last_call="",
     )
@@ -69,7 +69,7 @@ def child() -> Agent:
     return Agent(name="child")
 
 
-@rt.cheap
+@rt.run_inline
 def right(state: rt.State, answer: str) -> float:
     """1 when the parent's final answer is the wanted digit."""
     steps = state["trajectory"]
@@ -77,7 +77,7 @@ def right(state: rt.State, answer: str) -> float:
     return float(said.strip() == answer)
 
 
-@rt.cheap
+@rt.run_inline
 def known(state: rt.State) -> float:
     """1 when a child said the digit of the letter that it was asked."""
     return float(state["result"].strip() == BOOK.get(state["subtask"].strip()))

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from rolltree.rubrics import Rubric as Rubric
     from rolltree.rubrics import RubricGroup as RubricGroup
     from rolltree.rubrics import ToolRubric as ToolRubric
-    from rolltree.rubrics import cheap as cheap
+    from rolltree.rubrics import run_inline as run_inline
     from rolltree.samples import build_samples as build_samples
     from rolltree.samples import (
         process_trajectories_for_training as process_trajectories_for_training,
@@ -105,7 +105,7 @@ _ROOMS: dict[str, str] = {
     "parsers": "MaybeThinkParser Parser ThinkParser XMLParser compose_parsers extract_boxed_answer "
     "extract_hash_answer",
     "rollouts": "GroupStrategy RolloutEngine RolloutSource",
-    "rubrics": "JudgeRubric MathRubric Rubric RubricGroup ToolRubric cheap",
+    "rubrics": "JudgeRubric MathRubric Rubric RubricGroup ToolRubric run_inline",
     "samples": "build_samples process_trajectories_for_training",
     "steps": "AgentStep EnvironmentStep ParseResult Rollout StepOutcome",
     "tokens": "TokenTree Trajectory",

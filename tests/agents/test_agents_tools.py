@@ -12,7 +12,7 @@ import pytest
 
 from rolltree.agents import ReActAgent, ToolAgent
 from rolltree.errors import BadResponse, ConfigError
-from rolltree.rubrics import cheap
+from rolltree.rubrics import run_inline
 from rolltree.steps import AgentStep, ParseResult, ToolAnswer
 from rolltree.testing import FaultyClient, ScriptedAnswer, ScriptedClient
 from rolltree.tools import ToolUnavailable
@@ -204,7 +204,7 @@ async def test_asynchronous_tools_run_side_by_side_and_plain_ones_in_order() -> 
         order.append(f"{name} {threading.current_thread() is threading.main_thread()}")
         return name
 
-    @cheap
+    @run_inline
     def quick(name: str) -> str:
         """Note the name."""
         return plain(name)

@@ -7,7 +7,7 @@ import json
 import numpy as np
 
 from rolltree.environments import MultiTurnEnv, SingleTurnEnv, stop
-from rolltree.rubrics import Rubric, cheap
+from rolltree.rubrics import Rubric, run_inline
 from rolltree.types import FinishReason, Generation, RolloutRequest, SamplingParams
 
 _ids = itertools.count()
@@ -78,7 +78,7 @@ class ScriptedModel:
         raise AssertionError("the environment does not own the client")
 
 
-@cheap
+@run_inline
 def exact(completion, answer):
     said = [message["content"] for message in completion if message["role"] == "assistant"]
     return float(bool(said) and said[-1] == answer)

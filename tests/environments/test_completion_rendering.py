@@ -3,7 +3,7 @@ from env_scripts import assistant, user
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltree.environments.completion import new_words, render_completion
+from rolltree.environments.completion import appended_messages, render_completion
 
 SYSTEM = [{"role": "system", "content": "s"}]
 PROMPT = [*SYSTEM, *user("q")]
@@ -109,4 +109,4 @@ def test_strings():
     ],
 )
 def test_new_words(before, prompt, new):
-    assert new_words(before, prompt) == new
+    assert appended_messages(before, prompt) == new

@@ -20,7 +20,7 @@ def rows(words=WORDS, hint=""):
     ]
 
 
-@rt.cheap
+@rt.run_inline
 def exact(parser, completion, answer):
     return float(parser.parse_answer(completion) == answer)
 

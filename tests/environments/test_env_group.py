@@ -55,7 +55,7 @@ async def test_a_group_of_groups_keeps_the_rows_own_tasks():
         seen.append(task)
         return 0.0
 
-    inner.envs[0].rubric.add_metric(task_seen, cheap=True)
+    inner.envs[0].rubric.add_metric(task_seen, run_inline=True)
     results = await outer.evaluate(ScriptedModel(replying), "m")
     assert results.reward == [1.0, 1.0, 1.0, 0.0]
     assert results.task == ["both/add/easy", "both/say", "sums", "sums"]

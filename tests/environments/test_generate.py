@@ -9,7 +9,7 @@ from env_scripts import ROWS, Echo, ScriptedModel, single, user
 
 from rolltree.environments import GenerateResults
 from rolltree.errors import ConfigError, ServerError
-from rolltree.rubrics import Rubric, cheap
+from rolltree.rubrics import Rubric, run_inline
 from rolltree.samples import build_samples
 
 MODEL = ScriptedModel("one")
@@ -131,7 +131,7 @@ async def test_run_group():
 
 
 async def test_group_rewards():
-    @cheap
+    @run_inline
     def first_only(states):
         return [float(index == 0) for index in range(len(states))]
 
@@ -251,7 +251,7 @@ async def test_results_can_be_trained_on():
 
 
 async def test_many_rollouts_are_cheap():
-    @cheap
+    @run_inline
     def nothing(completion):
         return 0.0
 

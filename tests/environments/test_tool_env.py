@@ -9,7 +9,7 @@ from env_scripts import ROWS, ScriptedModel, assistant, user
 from rolltree.environments import ToolEnv
 from rolltree.errors import ConfigError
 from rolltree.rollouts import RolloutEngine, build_requests
-from rolltree.rubrics import cheap
+from rolltree.rubrics import run_inline
 
 INPUT = {"prompt": user("say one"), "answer": "one", "example_id": 0, "task": "t"}
 
@@ -153,7 +153,7 @@ async def test_a_rollout_out_of_time_leaves_no_tool_behind():
 async def test_cheap_tools_stay_in_the_loop():
     threads = []
 
-    @cheap
+    @run_inline
     def note(text: str) -> str:
         threads.append(threading.current_thread())
         return text

@@ -10,8 +10,8 @@ from rolltree.errors import ConfigError
 from rolltree.protocols import (
     Budget,
     DelegatingProtocol,
+    EpisodeContext,
     Recording,
-    Setting,
     SubAgent,
     delegate_tool,
 )
@@ -24,12 +24,12 @@ def child(answers, **settings):
     return SubAgent(lambda: an_agent(answers, name="child"), **settings)
 
 
-async def delegate(parent_answers, *, children=None, world=None, setting=None, **settings):
+async def delegate(parent_answers, *, children=None, world=None, context=None, **settings):
     kinds = children or {"delegate": child(["move done"])}
     protocol = DelegatingProtocol(
         lambda: a_delegator(parent_answers, *kinds, name="parent"), kinds, **settings
     )
-    return await protocol.run(world or CountWorld(end=1), setting)
+    return await protocol.run(world or CountWorld(end=1), context)
 
 
 def answers_of(rollout):
@@ -133,7 +133,7 @@ class TestTheFamily:
             await delegate(
                 [a_call(["p", "q"]), "move 1"],
                 children={"delegate": kind},
-                setting=Setting(sampling_seed=5),
+                context=EpisodeContext(sampling_seed=5),
             )
             seeds.append(sorted(call.sampling.seed for call in client.calls))
         assert seeds[0] == seeds[1]

@@ -14,7 +14,7 @@ from protocol_kit import CountWorld, an_agent
 
 from rolltree.agents import Agent
 from rolltree.environments import ProtocolEnvironment
-from rolltree.protocols import MultiAgentSyncProtocol, Setting, SingleAgentProtocol
+from rolltree.protocols import EpisodeContext, MultiAgentSyncProtocol, SingleAgentProtocol
 from rolltree.protocols.episode import opened
 from rolltree.rollouts import RolloutEngine, build_requests
 from rolltree.testing import ScriptedClient
@@ -148,7 +148,7 @@ async def test_a_parallel_game_of_pettingzoo_to_its_end():
         "player_0": Agent(ScriptedClient(lambda messages: "paper"), name="player_0"),
         "player_1": Agent(ScriptedClient(lambda messages: "rock"), name="player_1"),
     }
-    rollouts = await MultiAgentSyncProtocol(agents, max_steps=200).run(game, Setting(seed=1))
+    rollouts = await MultiAgentSyncProtocol(agents, max_steps=200).run(game, EpisodeContext(seed=1))
     game.close()
     first, second = rollouts
     assert (first.reward, second.reward) == (len(first.environment_steps), -len(first.agent_steps))

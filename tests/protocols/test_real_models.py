@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rolltree.agents import Agent, Spoken, SpokenCall
+from rolltree.agents import Agent, ParsedCalls, RawToolCall
 from rolltree.environments import ProtocolEnvironment
 from rolltree.inference.local import local_client
 from rolltree.models import load_model
@@ -147,7 +147,7 @@ def length(state):
 
 
 def asks_always(self, message):
-    return Spoken((SpokenCall("", "ask", '{"task": "K"}'),))
+    return ParsedCalls((RawToolCall("", "ask", '{"task": "K"}'),))
 
 
 def takes_cut_answers(make):

@@ -7,10 +7,10 @@ from protocol_kit import a_call, a_delegator, an_agent
 
 from rolltree.agents import Agent
 from rolltree.protocols import (
+    EpisodeContext,
     MultiAgentProtocol,
     MultiAgentSyncProtocol,
     Opponent,
-    Setting,
     SingleAgentProtocol,
     SingleAgentSyncProtocol,
     TurnProtocol,
@@ -168,7 +168,7 @@ class TestAtOnce:
         clients = {name: ScriptedClient(["move 1"]) for name in "ab"}
         agents = {name: Agent(client, name=name) for name, client in clients.items()}
         await MultiAgentSyncProtocol(agents, max_steps=1).run(
-            Together("a", "b"), Setting(sampling_seed=3)
+            Together("a", "b"), EpisodeContext(sampling_seed=3)
         )
         for name, client in clients.items():
             assert client.calls[0].sampling.seed == derive_seed(3, "seat", name)
@@ -244,7 +244,7 @@ class TestInTurns:
             return lambda obs: "win" if obs.count("y") == 1 else f"saw[{obs}]"
 
         agents = {"x": an_agent(["move a", "move b"]), "y": Opponent(make)}
-        (rollout,) = await TurnProtocol(agents).run(Pick(), Setting(seed=4))
+        (rollout,) = await TurnProtocol(agents).run(Pick(), EpisodeContext(seed=4))
         assert made == [derive_seed(4, "opponent", "y")]
         assert rollout.reward == -0.5  # twice 0.25 for the form, and the loss
         assert rollout.agent_steps[1].prompt[-1]["content"] == "x:a y:saw[x:a]"

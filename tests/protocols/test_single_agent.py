@@ -8,7 +8,7 @@ from protocol_kit import CountWorld, a_call, a_delegator, an_agent, move
 from rolltree.agents import Agent
 from rolltree.errors import ConfigError
 from rolltree.inference.timed import Clock
-from rolltree.protocols import Recording, Setting, SingleAgentProtocol
+from rolltree.protocols import EpisodeContext, Recording, SingleAgentProtocol
 from rolltree.samples import build_samples
 from rolltree.seeds import derive_seed
 from rolltree.steps import AgentStep, EnvironmentStep, ToolAnswer
@@ -16,10 +16,10 @@ from rolltree.testing import ScriptedAnswer, ScriptedClient
 from rolltree.types import FinishReason, State
 
 
-async def play(answers, world=None, *, agent=None, setting=None, **settings):
+async def play(answers, world=None, *, agent=None, context=None, **settings):
     world = world or CountWorld(end=2)
     protocol = SingleAgentProtocol(agent or an_agent(answers), **settings)
-    (rollout,) = await protocol.run(world, setting)
+    (rollout,) = await protocol.run(world, context)
     return rollout
 
 
@@ -37,7 +37,7 @@ def marked(rollout):
 class TestTheLoop:
     async def test_observe_act_step(self):
         world = CountWorld(end=2)
-        rollout = await play(["move 1", "move 2"], world, setting=Setting(seed=7))
+        rollout = await play(["move 1", "move 2"], world, context=EpisodeContext(seed=7))
         assert (world.seeds, world.actions) == ([7], ["1", "2"])
         assert kinds(rollout) == ["agent", "env", "agent", "env"]
         first, second = rollout.environment_steps
@@ -58,8 +58,8 @@ class TestTheLoop:
     async def test_each_call_samples_with_a_seed_of_its_own(self):
         client = ScriptedClient(["move 1", "move 2"])
         agent = Agent(client, parser=move, sampling={"temperature": 0.5, "max_tokens": 9})
-        setting = Setting(sampling_seed=11, sampling={"temperature": 0.25})
-        await play([], agent=agent, setting=setting)
+        context = EpisodeContext(sampling_seed=11, sampling={"temperature": 0.25})
+        await play([], agent=agent, context=context)
         assert [c.sampling.seed for c in client.calls] == [11, derive_seed(11, "turn", 1)]
         first = client.calls[0].sampling
         assert (first.temperature, first.max_tokens) == (0.25, 9)  # field by field
@@ -67,7 +67,7 @@ class TestTheLoop:
     async def test_without_a_world_the_first_answer_with_an_action_is_the_end(self):
         question = [{"role": "user", "content": "2 + 2?"}]
         agent = an_agent(["well", "move 4", "more"])
-        (rollout,) = await SingleAgentProtocol(agent).run(None, Setting(messages=question))
+        (rollout,) = await SingleAgentProtocol(agent).run(None, EpisodeContext(messages=question))
         assert kinds(rollout) == ["agent", "agent"]
         assert rollout.terminated
         assert rollout.steps[-1].parse_result.action == "4"
@@ -163,7 +163,7 @@ class TestTruncation:
 
     async def test_time_limit(self):
         clock = Clock(limit_s=1e-9)
-        rollout = await play(["move 1"], setting=Setting(clocks=(clock,)))
+        rollout = await play(["move 1"], context=EpisodeContext(clocks=(clock,)))
         assert rollout.truncation_reason == "time_limit"
         assert rollout.steps == ()
 
@@ -172,11 +172,11 @@ class TestTruncation:
         clock.call_started()
         clock.call_ended(wait_s=-29.9)  # as if 29.9 s of the 30 were spent
         clock.call_ended(wait_s=29.9)
-        rollout = await play(["move 1", "move 2"], setting=Setting(clocks=(clock,)))
+        rollout = await play(["move 1", "move 2"], context=EpisodeContext(clocks=(clock,)))
         assert rollout.terminated
 
     async def test_max_seq_len(self):
-        rollout = await play(["move 1", "move 2"], setting=Setting(max_seq_len=8))
+        rollout = await play(["move 1", "move 2"], context=EpisodeContext(max_seq_len=8))
         assert kinds(rollout) == ["agent", "env"]
         assert rollout.truncation_reason == "max_seq_len"
         assert marked(rollout) == ([1], (False, True))

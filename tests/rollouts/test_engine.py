@@ -180,7 +180,7 @@ async def test_the_model_of_the_engine_is_asked():
     assert model.models == ["other"]
 
 
-# Progress
+# RolloutProgress
 
 
 async def test_progress_counts():

@@ -7,7 +7,7 @@ import pytest
 from rubric_states import a_state
 
 from rolltree.errors import ConfigError
-from rolltree.rubrics import RewardFunction, Rubric, cheap
+from rolltree.rubrics import RewardFunction, Rubric, run_inline
 from rolltree.rubrics.functions import (
     as_number,
     call_all,
@@ -116,7 +116,7 @@ def test_a_plain_function_may_return_an_awaitable():
         raise KeyError("late")
 
     assert ask(lambda answer: later()) == 0.75
-    assert ask(cheap(lambda answer: later())) == 0.75
+    assert ask(run_inline(lambda answer: later())) == 0.75
     assert ask(lambda answer: failing()).type == "KeyError"
 
 
@@ -197,7 +197,7 @@ async def test_synchronous_functions_leave_the_event_loop_free():
     assert ticks >= 5
 
 
-async def test_cheap_functions_stay_in_the_event_loop():
+async def test_inline_functions_stay_in_the_event_loop():
     threads = []
 
     def here(answer):
@@ -211,8 +211,8 @@ async def test_cheap_functions_stay_in_the_event_loop():
     known = rollout_arguments(state, {})
     for function in (
         RewardFunction.of(here, 1.0),
-        RewardFunction.of(here, 1.0, is_cheap=True),
-        RewardFunction.of(cheap(marked), 1.0),
+        RewardFunction.of(here, 1.0, runs_inline=True),
+        RewardFunction.of(run_inline(marked), 1.0),
     ):
         await call_all([(function, known, state)])
     main = threading.main_thread()

@@ -7,20 +7,20 @@ from rubric_states import a_state, a_step
 
 from rolltree.errors import ConfigError
 from rolltree.parsers import Parser, XMLParser
-from rolltree.rubrics import Rubric, cheap, write_advantages
+from rolltree.rubrics import Rubric, run_inline, write_advantages
 
 
-@cheap
+@run_inline
 def correct(completion, answer):
     return float(completion[-1]["content"] == answer)
 
 
-@cheap
+@run_inline
 def length(completion):
     return len(completion[-1]["content"])
 
 
-@cheap
+@run_inline
 def broken(completion):
     raise RuntimeError("no judge")
 
@@ -51,7 +51,7 @@ def test_weighted_sum_for_any_weights(values, data):
             return value
 
         func.__name__ = f"f{index}"
-        rubric.add_reward_func(func, weight, cheap=True)
+        rubric.add_reward_func(func, weight, run_inline=True)
     state = score(rubric, a_state())
     expected = 0.0
     for value, weight in zip(values, weights, strict=True):
@@ -102,7 +102,7 @@ def test_a_failed_metric_leaves_the_reward():
 
 @pytest.mark.parametrize("value", [None, float("nan"), "1.0", [1.0]])
 def test_a_score_that_is_no_number_is_a_failure(value):
-    @cheap
+    @run_inline
     def odd(completion):
         return value
 
@@ -151,7 +151,7 @@ def test_the_parser_is_an_argument():
     parser = XMLParser(["answer"])
     rubric = Rubric(parser=parser)
 
-    @cheap
+    @run_inline
     def parsed(parser, completion, answer):
         return parser.parse_answer(completion) == answer
 
@@ -206,7 +206,7 @@ def test_step_rewards_that_the_environment_set_stay():
 
 
 def test_step_functions_score_each_step_and_add_up():
-    @cheap
+    @run_inline
     def good(step, step_index):
         return 0.25 if step["completion"][0]["content"] == "b" else 0.1 * step_index
 
@@ -222,7 +222,7 @@ def test_step_functions_score_each_step_and_add_up():
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=6), st.floats(-2, 2))
 def test_step_rewards_always_add_up_to_the_reward(values, weight):
-    @cheap
+    @run_inline
     def each(step_index):
         return values[step_index]
 
@@ -233,7 +233,7 @@ def test_step_rewards_always_add_up_to_the_reward(values, weight):
 
 
 def test_a_failed_step_function_fails_the_reward():
-    @cheap
+    @run_inline
     def sometimes(step_index):
         return 1.0 if step_index == 0 else 1 / 0
 
@@ -247,7 +247,7 @@ def test_a_failed_step_function_fails_the_reward():
 
 
 def test_step_functions_of_a_rollout_without_steps():
-    @cheap
+    @run_inline
     def each(step):
         return 1.0
 
@@ -261,7 +261,7 @@ def test_step_functions_of_a_rollout_without_steps():
 # Groups
 
 
-@cheap
+@run_inline
 def longest(completions):
     sizes = [len(completion[-1]["content"]) for completion in completions]
     return [float(size == max(sizes)) for size in sizes]
@@ -287,7 +287,7 @@ def test_a_group_function_on_one_rollout_scores_a_group_of_one():
 
 @pytest.mark.parametrize("value", [[1.0], [1.0, 2.0, 3.0], 1.0, None])
 def test_a_group_function_must_return_one_score_each(value):
-    @cheap
+    @run_inline
     def odd(states):
         return value
 
@@ -298,7 +298,7 @@ def test_a_group_function_must_return_one_score_each(value):
 
 
 def test_one_bad_score_in_a_group_fails_that_rollout_alone():
-    @cheap
+    @run_inline
     def odd(states):
         return [1.0, None, 3.0]
 
@@ -308,7 +308,7 @@ def test_one_bad_score_in_a_group_fails_that_rollout_alone():
 
 
 def test_a_failing_group_function_fails_the_group():
-    @cheap
+    @run_inline
     def odd(states):
         raise KeyError("gone")
 

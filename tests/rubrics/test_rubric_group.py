@@ -5,11 +5,11 @@ from rubric_states import a_state, a_step
 
 from rolltree.errors import ConfigError
 from rolltree.parsers import Parser
-from rolltree.rubrics import Rubric, RubricGroup, cheap
+from rolltree.rubrics import Rubric, RubricGroup, run_inline
 
 
 def constant(name, value):
-    @cheap
+    @run_inline
     def func(completion):
         return value
 
@@ -18,7 +18,7 @@ def constant(name, value):
 
 
 def each(name, values):
-    @cheap
+    @run_inline
     def func(step_index):
         return values[step_index]
 
@@ -56,7 +56,7 @@ def test_a_rubric_that_only_scores_the_end_adds_to_the_last_step():
 
 
 def test_advantages_come_from_the_total():
-    @cheap
+    @run_inline
     def rank(states):
         return [float(index) for index in range(len(states))]
 
@@ -69,7 +69,7 @@ def test_advantages_come_from_the_total():
 
 
 def test_a_failure_in_one_rubric_fails_the_total():
-    @cheap
+    @run_inline
     def broken(completion):
         raise OSError("down")
 

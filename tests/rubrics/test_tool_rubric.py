@@ -1,6 +1,6 @@
 from rubric_states import a_state
 
-from rolltree.rubrics import ToolRubric, cheap
+from rolltree.rubrics import ToolRubric, run_inline
 
 
 def add(a: int, b: int) -> int:
@@ -16,7 +16,7 @@ def calls(*names):
     }
 
 
-@cheap
+@run_inline
 def half():
     return 0.5
 

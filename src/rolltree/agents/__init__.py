@@ -12,8 +12,14 @@ from rolltree.agents.context import (
     SummaryCompaction,
     TruncatedThinking,
 )
-from rolltree.agents.spelling import NativeCalls, ReActCalls, Spelling, Spoken, SpokenCall
 from rolltree.agents.tool_agent import ReActAgent, ToolAgent
+from rolltree.agents.tool_calls import (
+    NativeCalls,
+    ParsedCalls,
+    RawToolCall,
+    ReActCalls,
+    ToolCallFormat,
+)
 
 __all__ = [
     "Agent",
@@ -23,9 +29,9 @@ __all__ = [
     "ReActAgent",
     "ReActCalls",
     "SlidingWindow",
-    "Spelling",
-    "Spoken",
-    "SpokenCall",
+    "ToolCallFormat",
+    "ParsedCalls",
+    "RawToolCall",
     "SummaryCompaction",
     "ToolAgent",
     "TruncatedThinking",

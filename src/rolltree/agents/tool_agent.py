@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from rolltree.agents.agent import Agent
-from rolltree.agents.spelling import NativeCalls, ReActCalls, Spelling, SpokenCall
+from rolltree.agents.tool_calls import NativeCalls, RawToolCall, ReActCalls, ToolCallFormat
 from rolltree.errors import ConfigError, did_you_mean
 from rolltree.steps import (
     AgentStep,
@@ -48,7 +48,7 @@ class ToolAgent(Agent):
         tool_limit_s: how long one call of an internal tool may take; None: for ever.
         bad_call_penalty: the reward of a call that could not be read or made, or came too late.
         error_formatter: what the model is told about an exception that a tool raised.
-        spelling: how the model writes calls.
+        tool_call_format: how the model writes calls.
         settings: `Agent`'s.
 
     Raises:
@@ -66,7 +66,7 @@ class ToolAgent(Agent):
         tool_limit_s: float | None = 60.0,
         bad_call_penalty: float = 0.0,
         error_formatter: Callable[[Exception], str] = str,
-        spelling: Spelling | None = None,
+        tool_call_format: ToolCallFormat | None = None,
         **settings: Any,
     ) -> None:
         if max_tool_rounds < 0:
@@ -84,7 +84,7 @@ class ToolAgent(Agent):
         self.tool_limit_s = tool_limit_s
         self.bad_call_penalty = bad_call_penalty
         self.error_formatter = error_formatter
-        self.spelling: Spelling = spelling or NativeCalls()
+        self.tool_call_format: ToolCallFormat = tool_call_format or NativeCalls()
         super().__init__(client, **settings)
 
     def _begin(self, *args: Any) -> None:
@@ -92,11 +92,11 @@ class ToolAgent(Agent):
         self._waiting: tuple[ToolRequest, ...] = ()
         self._num_rounds = 0
         schemas = [tool.schema for tool in (*self.tools.values(), *self.external_tools.values())]
-        self.tool_schemas = self.spelling.schemas(schemas)
-        missing = [stop for stop in self.spelling.stop if stop not in self.sampling.stop]
+        self.tool_schemas = self.tool_call_format.schemas(schemas)
+        missing = [stop for stop in self.tool_call_format.stop if stop not in self.sampling.stop]
         if missing:
             self.sampling = replace(self.sampling, stop=(*self.sampling.stop, *missing))
-        self._tell(self.spelling.instructions(schemas))
+        self._tell(self.tool_call_format.instructions(schemas))
 
     def _tell(self, instructions: str) -> None:
         """Put instructions at the end of the system prompt."""
@@ -173,13 +173,13 @@ class ToolAgent(Agent):
     async def _round(self) -> bool:
         """Make one model call and do what it asks; return whether the turn goes on here."""
         generation, record = await self._call()
-        spoken = self.spelling.read(generation.message)
-        requests = tuple(self._request(call, n) for n, call in enumerate(spoken.calls))
+        parsed_calls = self.tool_call_format.read(generation.message)
+        requests = tuple(self._request(call, n) for n, call in enumerate(parsed_calls.calls))
         if self._is_rejected(generation):
             self._refuse(requests)
             self._end_turn(generation, record, requests)
             return False
-        if not requests and not spoken.problems:
+        if not requests and not parsed_calls.problems:
             self._end_turn(generation, record, requests)
             return False
         if self._num_rounds >= self.max_tool_rounds:
@@ -189,8 +189,8 @@ class ToolAgent(Agent):
             return False
         self._num_rounds += 1
         if not requests:
-            return self._complain(generation, record, spoken.problems)
-        return await self._run(generation, record, requests, spoken.problems)
+            return self._complain(generation, record, parsed_calls.problems)
+        return await self._run(generation, record, requests, parsed_calls.problems)
 
     def _complain(
         self, generation: Generation, record: TrajectoryStep, problems: Sequence[str]
@@ -200,7 +200,7 @@ class ToolAgent(Agent):
         self._add_step(
             generation, record, "internal", parsed, info={"tool_problems": list(problems)}
         )
-        self.history.extend(self.spelling.complain(self._with_last_call(text)))
+        self.history.extend(self.tool_call_format.complain(self._with_last_call(text)))
         return True
 
     async def _run(
@@ -236,7 +236,7 @@ class ToolAgent(Agent):
             self._say_answers(answers)
         return not external
 
-    def _request(self, call: SpokenCall, number: int) -> ToolRequest:
+    def _request(self, call: RawToolCall, number: int) -> ToolRequest:
         call_id = call.call_id or f"call_{len(self.steps)}_{number}"
         scopes: dict[ToolScope, Mapping[str, Tool]] = {
             "internal": self.tools,
@@ -271,7 +271,7 @@ class ToolAgent(Agent):
         problems = self.steps[-1].info.get("tool_problems")
         notes = [answers[-1].text, *([_unreadable(problems)] if problems else [])]
         answers[-1] = replace(answers[-1], text=self._with_last_call("\n\n".join(notes)))
-        self.history.extend(self.spelling.write(answers))
+        self.history.extend(self.tool_call_format.write(answers))
 
     def _with_last_call(self, text: str) -> str:
         is_last = self._num_rounds == self.max_tool_rounds
@@ -279,16 +279,16 @@ class ToolAgent(Agent):
 
     def _refuse(self, requests: Sequence[ToolRequest]) -> None:
         """Answer calls that are not made, where the spelling wants an answer to each."""
-        if requests and self.spelling.needs_answers:
+        if requests and self.tool_call_format.needs_answers:
             answers = [ToolAnswer(each.call_id, each.name, _NOT_MADE) for each in requests]
-            self.history.extend(self.spelling.write(answers))
+            self.history.extend(self.tool_call_format.write(answers))
 
     def _end_turn(self, *args: Any) -> None:
         self._finish_turn(*args)
         self._num_rounds = 0
 
     def _final_text(self, message: ChatMessage) -> str:
-        return self.spelling.final(message)
+        return self.tool_call_format.final(message)
 
 
 class ReActAgent(ToolAgent):
@@ -299,7 +299,7 @@ class ReActAgent(ToolAgent):
     """
 
     def __init__(self, client: Any = None, **settings: Any) -> None:
-        settings.setdefault("spelling", ReActCalls())
+        settings.setdefault("tool_call_format", ReActCalls())
         super().__init__(client, **settings)
 
 

@@ -18,8 +18,8 @@ from rolltree.environments.openai_view import OpenAIView
 from rolltree.errors import ConfigError, did_you_mean, record_error
 from rolltree.inference.client import ModelClient, as_client, sampling_to_args
 from rolltree.rollouts import (
-    Progress,
     RolloutEngine,
+    RolloutProgress,
     Split,
     current_episode,
     derive_seed,
@@ -188,7 +188,7 @@ def summarize(
 T = TypeVar("T")
 
 
-class Runnable(ABC):
+class BatchRunner(ABC):
     """The data of an environment, and the ways to run it. A `RolloutSource` and a `GroupScorer`."""
 
     env_id: str
@@ -333,7 +333,7 @@ class Runnable(ABC):
         max_concurrent: int = 64,
         time_limit_s: float | None = None,
         seed: int = 0,
-        on_progress: Callable[[Progress], None] | None = None,
+        on_progress: Callable[[RolloutProgress], None] | None = None,
     ) -> GenerateResults:
         """Run rollouts for rows and return them in the rows' order.
 
@@ -455,7 +455,7 @@ class Runnable(ABC):
 class _Unscored:
     """The source `generate(score_rollouts=False)` runs: it plays and does not score."""
 
-    def __init__(self, environment: Runnable) -> None:
+    def __init__(self, environment: BatchRunner) -> None:
         self.env_id = environment.env_id
         self.num_examples = environment.num_examples
         self.example = environment.example

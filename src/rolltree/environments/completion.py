@@ -49,7 +49,7 @@ def conversation(steps: Sequence[TrajectoryStep]) -> Messages:
     return concat_messages([peek(steps[-1], "prompt"), peek(steps[-1], "completion")])
 
 
-def new_words(before: Messages, prompt: Messages) -> Messages:
+def appended_messages(before: Messages, prompt: Messages) -> Messages:
     """Return what `prompt` adds to the conversation `before`."""
     return _new_part(before, prompt)
 

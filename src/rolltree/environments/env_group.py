@@ -194,7 +194,7 @@ class _GroupRubric(Rubric):
         """Whether some environment's rubric needs whole groups."""
         return any(env.rubric.has_group_rewards for env in self._group.envs)
 
-    def add_reward_func(self, func: Any, weight: float = 1.0, *, cheap: bool = False) -> None:
+    def add_reward_func(self, func: Any, weight: float = 1.0, *, run_inline: bool = False) -> None:
         """Refuse: whose reward it should be is not known."""
         raise ConfigError(
             "a group's rollouts are scored by their own environments' rubrics. Add the function to "

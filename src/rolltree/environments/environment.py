@@ -21,7 +21,7 @@ from dataclasses import replace
 from types import CoroutineType
 from typing import Any
 
-from rolltree.environments.batch_runner import Runnable
+from rolltree.environments.batch_runner import BatchRunner
 from rolltree.environments.completion import render_completion
 from rolltree.environments.dataset import Data, RowFormat
 from rolltree.environments.lifecycle import Mark, discover, failure_of, forget, register, watch
@@ -52,7 +52,7 @@ CLEANUP_LIMIT_S = 30.0
 """A cleanup that takes longer is given up and recorded."""
 
 
-class Environment(Runnable):
+class Environment(BatchRunner):
     """Base of all environments.
 
     Args:

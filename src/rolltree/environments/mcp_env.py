@@ -15,7 +15,7 @@ from typing import Any
 from rolltree.environments.lifecycle import cleanup, teardown
 from rolltree.environments.tool_env import ToolEnv
 from rolltree.errors import ConfigError
-from rolltree.rubrics.functions import in_thread
+from rolltree.rubrics.functions import run_in_pool
 from rolltree.tools import Tool, ToolUnavailable
 from rolltree.types import State
 
@@ -316,7 +316,7 @@ class MCPEnv(ToolEnv):
         """Open the rollout's own connections when it has some."""
         if self.isolated:
             number = next(self._numbers)
-            self._sessions[number] = await in_thread(self._connect)
+            self._sessions[number] = await run_in_pool(self._connect)
             state[_SESSION] = number
         return state
 
@@ -336,7 +336,7 @@ class MCPEnv(ToolEnv):
         """Close the rollout's own connections."""
         own = self._sessions.pop(state.get(_SESSION, -1), None)
         if own:
-            await in_thread(lambda: _close(own))
+            await run_in_pool(lambda: _close(own))
 
     @teardown
     async def close_connections(self) -> None:

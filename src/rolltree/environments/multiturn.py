@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from rolltree.environments.completion import conversation, new_words
+from rolltree.environments.completion import appended_messages, conversation
 from rolltree.environments.environment import Environment, settle
 from rolltree.environments.lifecycle import in_phase, stop
 from rolltree.environments.openai_view import OpenAIView
@@ -167,7 +167,7 @@ class MultiTurnEnv(Environment):
         """Make what `env_response` said last part of the completion."""
         if state["trajectory"] and state.get("final_env_response") is None:
             said = conversation(state["trajectory"])
-            state["final_env_response"] = new_words(said, prompt)
+            state["final_env_response"] = appended_messages(said, prompt)
             await self._render_completion(state)
 
 

@@ -16,7 +16,7 @@ from rolltree.environments.lifecycle import discover, in_phase
 from rolltree.environments.protocol_states import fill_state
 from rolltree.errors import ConfigError
 from rolltree.inference.client import as_client
-from rolltree.protocols import InteractionProtocol, Recording, Setting, opened
+from rolltree.protocols import EpisodeContext, InteractionProtocol, Recording, opened
 from rolltree.rollouts import merge_args
 from rolltree.rollouts.episode import current_episode
 from rolltree.rubrics import PerAgentRubric, Rubric
@@ -109,11 +109,11 @@ class ProtocolEnvironment(Environment):
         try:
             with in_phase("setup"):
                 state = await settle(self.setup_state(first))
-                setting = self._setting(state, client, model, sampling_args)
+                context = self._context(state, client, model, sampling_args)
             make = self.make_world
             world = None if make is None else (lambda: make(input))
             async with opened(world) as place:
-                await self.protocol.run(place, setting, recording)
+                await self.protocol.run(place, context, recording)
         except Exception as error:  # noqa: BLE001  a failed rollout is data
             self.record_failure(first, error)
         finally:
@@ -122,13 +122,13 @@ class ProtocolEnvironment(Environment):
                 await self._cleanup(state)
         return states
 
-    def _setting(
+    def _context(
         self, state: State, client: Any, model: str, sampling_args: SamplingArgs | None
-    ) -> Setting:
+    ) -> EpisodeContext:
         args = dict(merge_args(self.sampling_args, sampling_args))
         seed = args.pop("seed", None)
         episode = current_episode()
-        return Setting(
+        return EpisodeContext(
             seed=state["seed"],
             sampling_seed=seed,
             client=as_client(client, model or None),

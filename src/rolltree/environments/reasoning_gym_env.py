@@ -59,7 +59,7 @@ class ReasoningGymEnv(SingleTurnEnv):
         ]
         parser = XMLParser(["answer"]) if parser is None else parser
         rubric = Rubric([self.task_score], parser=parser)
-        rubric.add_metric(parser.get_format_reward_func(), cheap=True)
+        rubric.add_metric(parser.get_format_reward_func(), run_inline=True)
         if isinstance(parser, XMLParser):
             settings.setdefault("system_prompt", SYSTEM + parser.get_format_str())
         super().__init__(

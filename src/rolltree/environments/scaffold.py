@@ -40,7 +40,7 @@ def make_rows(num: int, seed: int) -> list[dict[str, str]]:
     return [{{"question": f"What is {{a}} + {{b}}?", "answer": str(a + b)}} for a, b in pairs]
 
 
-@rt.cheap
+@rt.run_inline
 def correct(parser: rt.Parser, completion: rt.Messages, answer: str) -> float:
     return float(parser.parse_answer(completion) == answer)
 
@@ -50,7 +50,7 @@ def load_environment(num_train: int = 500, num_eval: int = 100, seed: int = 0) -
     rows = make_rows(num_train + num_eval, seed)
     parser = rt.XMLParser(["answer"])
     rubric = rt.Rubric([correct], parser=parser)
-    rubric.add_metric(parser.get_format_reward_func(), cheap=True)
+    rubric.add_metric(parser.get_format_reward_func(), run_inline=True)
     return rt.SingleTurnEnv(
         dataset=rows[:num_train],
         eval_dataset=rows[num_train:],
@@ -88,7 +88,7 @@ class Game(rt.MultiTurnEnv):
         return bool(state["found"])
 
 
-@rt.cheap
+@rt.run_inline
 def win(state: rt.State) -> float:
     return float(state["found"])
 
@@ -127,7 +127,7 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-@rt.cheap
+@rt.run_inline
 def correct(parser: rt.Parser, completion: rt.Messages, answer: str) -> float:
     return float(parser.parse_answer(completion) == answer)
 

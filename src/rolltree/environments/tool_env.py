@@ -28,8 +28,8 @@ from rolltree.types import ChatMessage, Messages, State
 class ToolEnv(MultiTurnEnv):
     """Let the model call tools until it answers without a call.
 
-    Asynchronous tools of one message run side by side. Synchronous ones run after each other, in
-    the order of the calls, in a thread; `rolltree.rubrics.cheap` keeps a quick one in the loop.
+    Asynchronous tools of one message run side by side. Synchronous ones run one after another in a
+    thread; `@rt.run_inline` keeps a quick one in the event loop.
     The exceptions that tools raised are in `state["tool_errors"]`, with their tracebacks.
 
     Args:

@@ -5,7 +5,7 @@
 """
 
 from rolltree.evaluation.estimate import Estimate, estimate, pass_at_k
-from rolltree.evaluation.reducers import REDUCERS, Outcome, Reducer, Settings, outcomes
+from rolltree.evaluation.reducers import REDUCERS, EpisodeOutcome, Reducer, Settings, outcomes
 from rolltree.evaluation.report import (
     Comparison,
     EvalReport,
@@ -21,7 +21,7 @@ __all__ = [
     "Estimate",
     "EvalProgress",
     "EvalReport",
-    "Outcome",
+    "EpisodeOutcome",
     "REDUCERS",
     "Reducer",
     "Settings",

@@ -17,7 +17,7 @@ ExampleKey: TypeAlias = tuple[str, str, int | str | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class EpisodeOutcome:
     """How one episode ended. `reward` is None when it failed or nothing scored it.
 
     An episode with several agents has the mean of their rewards and metrics, and the sum of all
@@ -47,7 +47,7 @@ class Outcome:
         return self.error_type is not None
 
 
-def outcomes(rows: Iterable[StoredRollout]) -> list[Outcome]:
+def outcomes(rows: Iterable[StoredRollout]) -> list[EpisodeOutcome]:
     """Return one outcome per request, in the order in which requests first appear."""
     requests: dict[str, list[StoredRollout]] = {}
     for row in rows:
@@ -55,7 +55,7 @@ def outcomes(rows: Iterable[StoredRollout]) -> list[Outcome]:
     return [_outcome(trajectories) for trajectories in requests.values()]
 
 
-def _outcome(rows: Sequence[StoredRollout]) -> Outcome:
+def _outcome(rows: Sequence[StoredRollout]) -> EpisodeOutcome:
     first = rows[0]
     failed = next((row for row in rows if row.status == "error"), None)
     own = [row for row in rows if not row.depth]
@@ -65,7 +65,7 @@ def _outcome(rows: Sequence[StoredRollout]) -> Outcome:
         for name, value in row.metrics.items():
             if _is_number(value):
                 metrics.setdefault(name, []).append(float(value))
-    return Outcome(
+    return EpisodeOutcome(
         request_id=first.request_id,
         example=(first.env_id, first.task, first.example_id),
         task=first.task,
@@ -101,10 +101,10 @@ class Settings:
     pass_threshold: float = 1.0
 
 
-Reducer: TypeAlias = Callable[[Sequence[Outcome], Settings], Any]
+Reducer: TypeAlias = Callable[[Sequence[EpisodeOutcome], Settings], Any]
 
 
-def rewards_by_example(outcomes: Iterable[Outcome]) -> dict[Hashable, list[float]]:
+def rewards_by_example(outcomes: Iterable[EpisodeOutcome]) -> dict[Hashable, list[float]]:
     """Return the rewards of the scored episodes, clustered by example."""
     clusters: dict[Hashable, list[float]] = {}
     for outcome in outcomes:
@@ -113,12 +113,12 @@ def rewards_by_example(outcomes: Iterable[Outcome]) -> dict[Hashable, list[float
     return clusters
 
 
-def reward(outcomes: Sequence[Outcome], settings: Settings) -> Estimate | None:
+def reward(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> Estimate | None:
     """Mean reward over examples, scored episodes only."""
     return estimate(rewards_by_example(outcomes), confidence=settings.confidence)
 
 
-def passes(outcomes: Sequence[Outcome], settings: Settings) -> dict[int, Estimate]:
+def passes(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[int, Estimate]:
     """pass@k for k = 1, 2, 4, ... up to the scored rollouts of the best-covered example.
 
     An example with fewer than k scored rollouts says nothing about pass@k and is left out of it.
@@ -140,7 +140,7 @@ def passes(outcomes: Sequence[Outcome], settings: Settings) -> dict[int, Estimat
     return found
 
 
-def tasks(outcomes: Sequence[Outcome], settings: Settings) -> dict[str, Estimate]:
+def tasks(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str, Estimate]:
     """Mean reward of each task that has a scored episode."""
     names = sorted({outcome.task for outcome in outcomes})
     found = {
@@ -150,7 +150,7 @@ def tasks(outcomes: Sequence[Outcome], settings: Settings) -> dict[str, Estimate
     return {name: result for name, result in found.items() if result is not None}
 
 
-def metrics(outcomes: Sequence[Outcome], settings: Settings) -> dict[str, Estimate]:
+def metrics(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str, Estimate]:
     """Mean of every numeric metric, over the episodes that have it."""
     clusters: dict[str, dict[Hashable, list[float]]] = {}
     for outcome in outcomes:
@@ -161,22 +161,22 @@ def metrics(outcomes: Sequence[Outcome], settings: Settings) -> dict[str, Estima
     return {name: result for name, result in found.items() if result is not None}
 
 
-def failures(outcomes: Sequence[Outcome], settings: Settings) -> dict[str, int]:
+def failures(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str, int]:
     """Failed episodes by error type, most frequent first."""
     return dict(Counter(o.error_type for o in outcomes if o.error_type).most_common())
 
 
-def truncations(outcomes: Sequence[Outcome], settings: Settings) -> dict[str, int]:
+def truncations(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str, int]:
     """Truncated episodes by reason, most frequent first."""
     return dict(Counter(o.truncation_reason for o in outcomes if o.truncation_reason).most_common())
 
 
-def stops(outcomes: Sequence[Outcome], settings: Settings) -> dict[str, int]:
+def stops(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str, int]:
     """Episodes by the stop condition that ended them, most frequent first."""
     return dict(Counter(o.stop_condition for o in outcomes if o.stop_condition).most_common())
 
 
-def usage(outcomes: Sequence[Outcome], settings: Settings) -> dict[str, float]:
+def usage(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str, float]:
     """Totals and means per episode of calls, tokens and milliseconds."""
     fields = ("num_calls", "num_prompt_tokens", "num_completion_tokens")
     found: dict[str, float] = {}

@@ -14,7 +14,7 @@ from rolltree.errors import ConfigError
 from rolltree.evaluation.estimate import Estimate, estimate
 from rolltree.evaluation.reducers import (
     REDUCERS,
-    Outcome,
+    EpisodeOutcome,
     Reducer,
     Settings,
     outcomes,
@@ -36,7 +36,7 @@ class EvalReport:
     env_id: str
     model: str
     phase: str
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[EpisodeOutcome, ...]
     results: Mapping[str, Any]
     settings: Settings = field(default_factory=Settings)
     num_resumed: int = 0

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rolltree.errors import ConfigError
-from rolltree.evaluation.reducers import REDUCERS, Outcome, Reducer, Settings, outcomes
+from rolltree.evaluation.reducers import REDUCERS, EpisodeOutcome, Reducer, Settings, outcomes
 from rolltree.evaluation.report import EvalReport, build_report
 from rolltree.inference.client import as_client
 from rolltree.rollouts import GroupScorer, RolloutEngine, RolloutSource, Split, build_requests
@@ -221,7 +221,7 @@ class _Tally:
             self._count(outcome)
         self._tell()
 
-    def _count(self, outcome: Outcome) -> None:
+    def _count(self, outcome: EpisodeOutcome) -> None:
         self._done += 1
         self._failed += outcome.failed
         self._truncated += outcome.truncation_reason is not None

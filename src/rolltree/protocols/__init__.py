@@ -8,10 +8,10 @@ from rolltree.protocols.budget import Budget, Meter
 from rolltree.protocols.delegation import DelegatingProtocol, SubAgent, delegate_tool
 from rolltree.protocols.episode import (
     AgentSource,
+    EpisodeContext,
     InteractionProtocol,
     Recording,
     RolloutBuilder,
-    Setting,
     opened,
 )
 from rolltree.protocols.multi_agent import MultiAgentSyncProtocol, Opponent, TurnProtocol
@@ -35,7 +35,7 @@ __all__ = [
     "Opponent",
     "Recording",
     "RolloutBuilder",
-    "Setting",
+    "EpisodeContext",
     "SingleAgentProtocol",
     "SingleAgentSyncProtocol",
     "SubAgent",

@@ -23,10 +23,10 @@ from rolltree.inference.timed import Clock, TimedClient
 from rolltree.protocols.budget import Budget
 from rolltree.protocols.episode import (
     AgentSource,
+    EpisodeContext,
     InteractionProtocol,
     Recording,
     RolloutBuilder,
-    Setting,
     make_agent,
     opened,
 )
@@ -141,14 +141,16 @@ class DelegatingProtocol(InteractionProtocol):
         self.max_children = max_children
         self.max_concurrent = max_concurrent
 
-    async def play(self, world: World | None, setting: Setting, recording: Recording) -> None:
+    async def play(
+        self, world: World | None, context: EpisodeContext, recording: Recording
+    ) -> None:
         """Play one episode."""
         agent = make_agent(self.agent)
-        builder = recording.begin(RolloutBuilder(agent, setting.episode_id))
+        builder = recording.begin(RolloutBuilder(agent, context.episode_id))
         player = _Delegator(
             agent,
             builder,
-            setting,
+            context,
             handler=self.external_tool_handler,
             max_external_calls=self.max_external_calls,
         )
@@ -216,19 +218,19 @@ class _Delegator(Player):
             },
         )
         self.family.recording.begin(builder)
-        client = self.setting.client
-        setting = replace(
-            self.setting,
-            seed=seat_seed(self.setting, "world", name),
-            sampling_seed=seat_seed(self.setting, "child", name),
+        client = self.context.client
+        context = replace(
+            self.context,
+            seed=seat_seed(self.context, "world", name),
+            sampling_seed=seat_seed(self.context, "child", name),
             messages=(),
-            clocks=(*self.setting.clocks, clock),
+            clocks=(*self.context.clocks, clock),
             client=None if client is None else TimedClient(as_client(client), clock),
         )
         child = _Delegator(
             agent,
             builder,
-            setting,
+            context,
             handler=self.handler,
             max_external_calls=kind.max_external_calls,
             budget=kind.budget,

@@ -163,7 +163,7 @@ AgentSource: TypeAlias = Agent | Callable[[], Agent]
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class EpisodeContext:
     """What one episode is played with; every field has a default for playing by hand.
 
     Fields:
@@ -191,7 +191,7 @@ class InteractionProtocol(ABC):
     """A loop between agents and a world. It keeps nothing of an episode, so it can play many."""
 
     async def run(
-        self, world: Any, setting: Setting | None = None, recording: Recording | None = None
+        self, world: Any, context: EpisodeContext | None = None, recording: Recording | None = None
     ) -> list[Rollout]:
         """Play one episode and return its rollouts, parents before their children.
 
@@ -202,7 +202,7 @@ class InteractionProtocol(ABC):
         """
         recording = recording if recording is not None else Recording()
         try:
-            await self.play(world, setting or Setting(), recording)
+            await self.play(world, context or EpisodeContext(), recording)
         except Exception as error:
             own = [builder for builder in recording.builders if builder.parent is None]
             if not own:
@@ -214,7 +214,7 @@ class InteractionProtocol(ABC):
         return recording.rollouts()
 
     @abstractmethod
-    async def play(self, world: Any, setting: Setting, recording: Recording) -> None:
+    async def play(self, world: Any, context: EpisodeContext, recording: Recording) -> None:
         """Play one episode into `recording`."""
 
 

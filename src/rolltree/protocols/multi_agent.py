@@ -8,14 +8,14 @@ from typing import Any
 
 from rolltree.protocols.episode import (
     AgentSource,
+    EpisodeContext,
     InteractionProtocol,
     Recording,
     RolloutBuilder,
-    Setting,
     make_agent,
 )
 from rolltree.protocols.player import (
-    Cut,
+    EpisodeCut,
     ExternalToolHandler,
     Player,
     at_once,
@@ -60,12 +60,14 @@ class MultiAgentSyncProtocol(InteractionProtocol):
         self.external_tool_handler = external_tool_handler
         self.max_external_calls = max_external_calls
 
-    async def play(self, world: ParallelWorld, setting: Setting, recording: Recording) -> None:
+    async def play(
+        self, world: ParallelWorld, context: EpisodeContext, recording: Recording
+    ) -> None:
         """Play one episode."""
         names = list(world.possible_agents)
         check_names(list(self.agents), names, "give MultiAgentSyncProtocol one agent for each")
-        players = seat_players(self, self.agents, setting, recording)
-        first = await drive(world.reset, seed=setting.seed)
+        players = seat_players(self, self.agents, context, recording)
+        first = await drive(world.reset, seed=context.seed)
         seen: dict[str, str] = {}
         for name, (obs, _) in first.items():
             seen[name] = obs
@@ -97,7 +99,7 @@ class MultiAgentSyncProtocol(InteractionProtocol):
         async def turn(player: Player) -> AgentStep | None:
             try:
                 step = await player.take_turn()
-            except Cut as cut:
+            except EpisodeCut as cut:
                 player.builder.end(reason=cut.reason)
                 return None
             if step.parse_failed and self.stop_on_parse_error:
@@ -123,14 +125,14 @@ class MultiAgentSyncProtocol(InteractionProtocol):
 
 
 def seat_players(
-    protocol: Any, agents: Mapping[str, Any], setting: Setting, recording: Recording
+    protocol: Any, agents: Mapping[str, Any], context: EpisodeContext, recording: Recording
 ) -> dict[str, Player]:
     """Return a player for each seat, begun; seats keep the order in which they were given."""
     players: dict[str, Player] = {}
     for name, source in agents.items():
         agent = make_agent(source)
-        builder = RolloutBuilder(agent, f"{setting.episode_id}/{name}", meta={"seat": name})
-        own = replace(setting, sampling_seed=seat_seed(setting, "seat", name))
+        builder = RolloutBuilder(agent, f"{context.episode_id}/{name}", meta={"seat": name})
+        own = replace(context, sampling_seed=seat_seed(context, "seat", name))
         players[name] = Player(
             agent,
             recording.begin(builder),
@@ -138,7 +140,7 @@ def seat_players(
             handler=protocol.external_tool_handler,
             max_external_calls=protocol.max_external_calls,
         )
-        players[name].begin(setting.messages)
+        players[name].begin(context.messages)
     return players
 
 
@@ -185,19 +187,19 @@ class TurnProtocol(InteractionProtocol):
         self.external_tool_handler = external_tool_handler
         self.max_external_calls = max_external_calls
 
-    async def play(self, world: TurnWorld, setting: Setting, recording: Recording) -> None:
+    async def play(self, world: TurnWorld, context: EpisodeContext, recording: Recording) -> None:
         """Play one episode."""
         check_names(
             list(self.agents), list(world.possible_agents), "give TurnProtocol one agent for each"
         )
         models = {n: a for n, a in self.agents.items() if not isinstance(a, Opponent)}
         scripted = {
-            name: agent.make(derive_seed(setting.seed or 0, "opponent", name))
+            name: agent.make(derive_seed(context.seed or 0, "opponent", name))
             for name, agent in self.agents.items()
             if isinstance(agent, Opponent)
         }
-        players = seat_players(self, models, setting, recording)
-        await drive(world.reset, seed=setting.seed)
+        players = seat_players(self, models, context, recording)
+        await drive(world.reset, seed=context.seed)
         reason = TruncationReason.MAX_STEPS
         try:
             for _ in range(self.max_steps):
@@ -215,7 +217,7 @@ class TurnProtocol(InteractionProtocol):
                         break
                     continue
                 self._tell_others(players, name, outcomes)
-        except Cut as cut:
+        except EpisodeCut as cut:
             reason = cut.reason
         for player in players.values():
             player.builder.end(reason=reason)

@@ -20,7 +20,7 @@ from rolltree.errors import BudgetSpent, ModelError, PromptTooLong, did_you_mean
 from rolltree.inference.client import as_client
 from rolltree.inference.timed import TimedClient
 from rolltree.protocols.budget import Budget, Meter
-from rolltree.protocols.episode import RolloutBuilder, Setting
+from rolltree.protocols.episode import EpisodeContext, RolloutBuilder
 from rolltree.seeds import derive_seed
 from rolltree.steps import (
     PARSE_FEEDBACK,
@@ -44,7 +44,7 @@ raises becomes the answer."""
 NO_MORE_CALLS = "No more tool calls are answered. Give your final answer now."
 
 
-class Cut(Exception):
+class EpisodeCut(Exception):
     """The episode of one agent is over for `reason`; caught by the protocol."""
 
     def __init__(self, reason: TruncationReason) -> None:
@@ -58,7 +58,7 @@ class Player:
     Args:
         agent: was reset by nobody; `begin` does.
         builder: where its steps go.
-        setting: of the episode, or of the part of it that this agent plays.
+        context: of the episode, or of the part of it that this agent plays.
         handler: answers external tool calls. None: they are answered that nobody does.
         max_external_calls: how many are answered in the episode. Later ones are refused; an agent
             that asks again after a refusal has its episode cut for "budget".
@@ -69,7 +69,7 @@ class Player:
         self,
         agent: Agent,
         builder: RolloutBuilder,
-        setting: Setting,
+        context: EpisodeContext,
         *,
         handler: ExternalToolHandler | None = None,
         max_external_calls: int = 32,
@@ -77,7 +77,7 @@ class Player:
     ) -> None:
         self.agent = agent
         self.builder = builder
-        self.setting = setting
+        self.context = context
         self.handler = handler
         self.max_external_calls = max_external_calls
         self.budget = budget
@@ -92,19 +92,19 @@ class Player:
         return self.builder.over
 
     def begin(self, messages: Sequence[ChatMessage] = ()) -> None:
-        """Begin the agent's episode with its own model, or with the setting's."""
-        setting, client = self.setting, self.agent.client
+        """Begin the agent's episode with its own model, or with the context's."""
+        context, client = self.context, self.agent.client
         if client is None:
-            client = setting.client
+            client = context.client
         else:
-            for clock in setting.clocks:
+            for clock in context.clocks:
                 client = TimedClient(as_client(client), clock)
         if client is not None and self.budget is not None:
             client = Meter(as_client(client), self.budget)
         self.agent.reset(
             client=client,
-            sampling=setting.sampling,
-            seed=setting.sampling_seed,
+            sampling=context.sampling,
+            seed=context.sampling_seed,
             messages=messages,
         )
 
@@ -112,7 +112,7 @@ class Player:
         """Let the agent act until its turn ends; return the step meant for the world.
 
         Raises:
-            Cut: time, tokens or calls are spent, or the prompt no longer fits.
+            EpisodeCut: time, tokens or calls are spent, or the prompt no longer fits.
             ModelError: the model gave no usable answer; the rollout's error says so.
         """
         first = len(self.builder.steps)
@@ -121,9 +121,9 @@ class Player:
             try:
                 await self.agent.act()
             except PromptTooLong as error:
-                raise Cut(TruncationReason.MAX_SEQ_LEN) from error
+                raise EpisodeCut(TruncationReason.MAX_SEQ_LEN) from error
             except BudgetSpent as error:
-                raise Cut(TruncationReason.BUDGET) from error
+                raise EpisodeCut(TruncationReason.BUDGET) from error
             except Exception as error:
                 is_model = isinstance(error, ModelError)
                 self.builder.fail(record_error(error, "model" if is_model else "environment"))
@@ -138,20 +138,20 @@ class Player:
             await self._answer(self.agent.waiting)
 
     def _check_limits(self) -> None:
-        if any(clock.expired for clock in self.setting.clocks):
-            raise Cut(TruncationReason.TIME_LIMIT)
-        limit, steps = self.setting.max_seq_len, self.agent.trajectory
+        if any(clock.expired for clock in self.context.clocks):
+            raise EpisodeCut(TruncationReason.TIME_LIMIT)
+        limit, steps = self.context.max_seq_len, self.agent.trajectory
         if limit is not None and steps:
             extras = steps[-1]["extras"]
             if extras["num_prompt_tokens"] + extras["num_completion_tokens"] >= limit:
-                raise Cut(TruncationReason.MAX_SEQ_LEN)
+                raise EpisodeCut(TruncationReason.MAX_SEQ_LEN)
 
     async def _answer(self, requests: Sequence[ToolRequest]) -> None:
         left = self.max_external_calls - self._num_external
         self._num_external += len(requests)
         refused = requests[max(left, 0) :]
         if refused and self._was_refused:
-            raise Cut(TruncationReason.BUDGET)
+            raise EpisodeCut(TruncationReason.BUDGET)
         self._was_refused = bool(refused)
         answers = await self.answer_all(requests[: max(left, 0)])
         answers += [ToolAnswer(r.call_id, r.name, NO_MORE_CALLS) for r in refused]
@@ -232,11 +232,11 @@ async def answer_with(handler: Callable[..., Any], request: ToolRequest, *args: 
     return replace(result, duration_s=time.monotonic() - started)
 
 
-def seat_seed(setting: Setting, *parts: str | int) -> int | None:
+def seat_seed(context: EpisodeContext, *parts: str | int) -> int | None:
     """Return the sampling seed of one seat at the table, None where nothing is seeded."""
-    if setting.sampling_seed is None:
+    if context.sampling_seed is None:
         return None
-    return derive_seed(setting.sampling_seed, *parts)
+    return derive_seed(context.sampling_seed, *parts)
 
 
 def check_names(given: Sequence[str], wanted: Sequence[str], what: str) -> None:

@@ -12,13 +12,13 @@ from __future__ import annotations
 from rolltree.errors import ConfigError
 from rolltree.protocols.episode import (
     AgentSource,
+    EpisodeContext,
     InteractionProtocol,
     Recording,
     RolloutBuilder,
-    Setting,
     make_agent,
 )
-from rolltree.protocols.player import Cut, ExternalToolHandler, Player
+from rolltree.protocols.player import EpisodeCut, ExternalToolHandler, Player
 from rolltree.types import TruncationReason
 from rolltree.worlds import World, drive
 
@@ -26,7 +26,7 @@ from rolltree.worlds import World, drive
 class SingleAgentProtocol(InteractionProtocol):
     """One agent acts in one world until an end.
 
-    Without a world the agent is asked what `setting.messages` ask, and its first answer that holds
+    Without a world the agent is asked what `context.messages` ask, and its first answer that holds
     an action is the end.
 
     Args:
@@ -58,14 +58,16 @@ class SingleAgentProtocol(InteractionProtocol):
         self.external_tool_handler = external_tool_handler
         self.max_external_calls = max_external_calls
 
-    async def play(self, world: World | None, setting: Setting, recording: Recording) -> None:
+    async def play(
+        self, world: World | None, context: EpisodeContext, recording: Recording
+    ) -> None:
         """Play one episode."""
         agent = make_agent(self.agent)
-        builder = recording.begin(RolloutBuilder(agent, setting.episode_id))
+        builder = recording.begin(RolloutBuilder(agent, context.episode_id))
         player = Player(
             agent,
             builder,
-            setting,
+            context,
             handler=self.external_tool_handler,
             max_external_calls=self.max_external_calls,
         )
@@ -89,13 +91,13 @@ async def play_alone(
 
     `task`, when given, is what the agent is told first; the world's first observation follows.
     """
-    player.begin(player.setting.messages)
+    player.begin(player.context.messages)
     obs = ""
     if task is not None:
         player.agent.observe(task)
         obs = task
     if world is not None:
-        obs, _ = await drive(world.reset, seed=player.setting.seed)
+        obs, _ = await drive(world.reset, seed=player.context.seed)
         player.agent.observe(obs)
     try:
         for _ in range(max_steps):
@@ -119,7 +121,7 @@ async def play_alone(
             obs = outcome.obs
             player.agent.observe(obs)
         player.builder.end(reason=TruncationReason.MAX_STEPS)
-    except Cut as cut:
+    except EpisodeCut as cut:
         player.builder.end(reason=cut.reason)
 
 

@@ -4,7 +4,7 @@ The room knows requests, clients and the shape of a source; it knows no environm
 leaves out scoring (rubrics), storing (store) and what is learned from a rollout (training).
 """
 
-from rolltree.rollouts.engine import DroppedGroup, GeneratedBatch, Progress, RolloutEngine
+from rolltree.rollouts.engine import DroppedGroup, GeneratedBatch, RolloutEngine, RolloutProgress
 from rolltree.rollouts.episode import Clock, Episode, current_episode
 from rolltree.rollouts.requests import (
     GroupScorer,
@@ -26,7 +26,7 @@ __all__ = [
     "GeneratedBatch",
     "GroupScorer",
     "GroupStrategy",
-    "Progress",
+    "RolloutProgress",
     "RequestStrategy",
     "RolloutEngine",
     "RolloutSource",

@@ -63,7 +63,7 @@ class GeneratedBatch:
         return sum(result.error is not None for result in self.results)
 
 
-def make_batch(
+def batch_of(
     results: Sequence[RolloutResult],
     *,
     scope: Scope = "turn",
@@ -101,7 +101,7 @@ RETRYABLE = frozenset({"ConnectionFailed", "ServerError", "BadResponse"})
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RolloutProgress:
     """Counts after one more result. `num_total` is None when requests come from an iterator."""
 
     num_done: int
@@ -134,7 +134,7 @@ class RolloutEngine:
         time_limit_s: float | None = None,
         grace_s: float = 5.0,
         retries: int = 0,
-        on_progress: Callable[[Progress], None] | None = None,
+        on_progress: Callable[[RolloutProgress], None] | None = None,
     ) -> None:
         if max_concurrent < 1:
             raise ConfigError(
@@ -190,7 +190,7 @@ class RolloutEngine:
             max_seq_len: cut every path to this many tokens.
         """
         results = await self.run_all(requests)
-        return make_batch(
+        return batch_of(
             results,
             scope=scope,
             credit=credit,
@@ -244,7 +244,7 @@ class RolloutEngine:
                     num_done += 1
                     num_failed += result.error is not None
                     if self.on_progress is not None:
-                        self.on_progress(Progress(num_done, num_failed, total))
+                        self.on_progress(RolloutProgress(num_done, num_failed, total))
                 if results:
                     yield results
             await asyncio.gather(*workers)  # raises what a worker raised: a bad request iterator

@@ -4,7 +4,7 @@ The room knows states, parsers and functions, and of models only a client that a
 knows nothing about engines or training. It leaves out normalised advantages, which are credit's.
 """
 
-from rolltree.rubrics.functions import RewardFunc, RewardFunction, cheap
+from rolltree.rubrics.functions import RewardFunc, RewardFunction, run_inline
 from rolltree.rubrics.groups import PerAgentRubric, RubricGroup
 from rolltree.rubrics.judge import JUDGE_PROMPT, JudgeRubric
 from rolltree.rubrics.math_rubric import MathRubric
@@ -21,6 +21,6 @@ __all__ = [
     "RubricGroup",
     "Scores",
     "ToolRubric",
-    "cheap",
+    "run_inline",
     "write_advantages",
 ]

@@ -37,13 +37,13 @@ _PLURALS: dict[str, str] = {
 _EMPTY: dict[str, Any] = {"answer": "", "info": {}, "task": "default", "completion": None}
 
 
-def cheap(func: F) -> F:
+def run_inline(func: F) -> F:
     """Mark a synchronous reward function as quick enough for the event loop.
 
     Without the mark it runs in a thread, so that a slow one does not hold up every other rollout.
     Use it for functions that take well under a tenth of a millisecond and wait for nothing.
     """
-    func.__rolltree_cheap__ = True  # type: ignore[attr-defined]
+    func.__rolltree_run_inline__ = True  # type: ignore[attr-defined]
     return func
 
 
@@ -63,11 +63,11 @@ class RewardFunction:
     optional: frozenset[str]
     takes_all: bool
     is_async: bool
-    is_cheap: bool
+    runs_inline: bool
 
     @classmethod
     def of(
-        cls, func: RewardFunc, weight: float, *, kind: Kind | None = None, is_cheap: bool = False
+        cls, func: RewardFunc, weight: float, *, kind: Kind | None = None, runs_inline: bool = False
     ) -> RewardFunction:
         """Read `func`. Without a `kind` it is a group function iff it asks for plurals.
 
@@ -101,7 +101,7 @@ class RewardFunction:
             optional=frozenset(p.name for p in by_name if p.default is not p.empty),
             takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters),
             is_async=inspect.iscoroutinefunction(target),
-            is_cheap=is_cheap or getattr(func, "__rolltree_cheap__", False),
+            runs_inline=runs_inline or getattr(func, "__rolltree_run_inline__", False),
         )
 
     def arguments(self, known: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,30 +162,30 @@ def without_semaphore(method: Callable[..., Any]) -> Callable[..., Any]:
     return scored
 
 
-Call: TypeAlias = tuple[RewardFunction, Mapping[str, Any], Mapping[str, Any]]
+FunctionCall: TypeAlias = tuple[RewardFunction, Mapping[str, Any], Mapping[str, Any]]
 """A function, the arguments known by name, and the state to look up the rest in."""
-Outcome: TypeAlias = "Any | ErrorRecord"
+RawScore: TypeAlias = "Any | ErrorRecord"
 
 
-async def call_all(calls: Sequence[Call]) -> list[Outcome]:
+async def call_all(calls: Sequence[FunctionCall]) -> list[RawScore]:
     """Call the functions; each outcome is what one returned, or an `ErrorRecord`.
 
-    Asynchronous functions run side by side, cheap ones here, and the other synchronous ones after
-    each other in one thread.
+    Asynchronous functions run side by side, those marked `run_inline` in this task, and the other
+    synchronous ones one after another in a thread.
     """
-    outcomes: list[Outcome] = [None] * len(calls)
-    waiting: list[tuple[int, Awaitable[Outcome]]] = []
+    outcomes: list[RawScore] = [None] * len(calls)
+    waiting: list[tuple[int, Awaitable[RawScore]]] = []
     blocking: list[int] = []
     for index, call in enumerate(calls):
         function = call[0]
         if function.is_async:
             waiting.append((index, _call_async(call)))
-        elif function.is_cheap:
+        elif function.runs_inline:
             outcomes[index] = await _settle(_call(call))
         else:
             blocking.append(index)
     if blocking:
-        results = await in_thread(lambda: [_call(calls[index]) for index in blocking])
+        results = await run_in_pool(lambda: [_call(calls[index]) for index in blocking])
         for index, outcome in zip(blocking, results, strict=True):
             outcomes[index] = await _settle(outcome)
     if waiting:
@@ -210,7 +210,7 @@ def as_number(value: Any) -> float:
     return number
 
 
-def _call(call: Call) -> Outcome:
+def _call(call: FunctionCall) -> RawScore:
     function, known, state = call
     try:
         return function.func(**function.arguments(known, state))
@@ -218,11 +218,11 @@ def _call(call: Call) -> Outcome:
         return record_error(error, "scoring")
 
 
-async def _call_async(call: Call) -> Outcome:
+async def _call_async(call: FunctionCall) -> RawScore:
     return await _settle(_call(call))
 
 
-async def _settle(outcome: Outcome) -> Outcome:
+async def _settle(outcome: RawScore) -> RawScore:
     """Await what a plain function returned when it is awaitable (a lambda around a coroutine)."""
     if not inspect.isawaitable(outcome):
         return outcome
@@ -238,7 +238,7 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_threads, thread_name_prefix="rolltree-scoring")
 
 
-async def in_thread(work: Callable[[], T]) -> T:
+async def run_in_pool(work: Callable[[], T]) -> T:
     """Run blocking work in a thread of the scoring pool, with this task's context variables."""
     context = contextvars.copy_context()
     return await asyncio.get_running_loop().run_in_executor(_pool(), context.run, work)

@@ -51,18 +51,18 @@ class RubricGroup(Rubric):
         self.parser = self.rubrics[0].parser
 
     def add_reward_func(
-        self, func: RewardFunc, weight: float = 1.0, *, cheap: bool = False
+        self, func: RewardFunc, weight: float = 1.0, *, run_inline: bool = False
     ) -> None:
         """Add a function to the first rubric of the group."""
         self._refuse_twice(func)
-        self.rubrics[0].add_reward_func(func, weight, cheap=cheap)
+        self.rubrics[0].add_reward_func(func, weight, run_inline=run_inline)
 
     def add_step_reward_func(
-        self, func: RewardFunc, weight: float = 1.0, *, cheap: bool = False
+        self, func: RewardFunc, weight: float = 1.0, *, run_inline: bool = False
     ) -> None:
         """Add a step function to the first rubric of the group."""
         self._refuse_twice(func)
-        self.rubrics[0].add_step_reward_func(func, weight, cheap=cheap)
+        self.rubrics[0].add_step_reward_func(func, weight, run_inline=run_inline)
 
     def _refuse_twice(self, func: RewardFunc) -> None:
         name = RewardFunction.of(func, 1.0).name
@@ -175,13 +175,15 @@ class PerAgentRubric(Rubric):
         self.default.adopt_parser(parser)
         self.parser = self.default.parser
 
-    def add_reward_func(self, func: Any, weight: float = 1.0, *, cheap: bool = False) -> None:
+    def add_reward_func(self, func: Any, weight: float = 1.0, *, run_inline: bool = False) -> None:
         """Add a function for the episode's own rollouts."""
-        self.default.add_reward_func(func, weight, cheap=cheap)
+        self.default.add_reward_func(func, weight, run_inline=run_inline)
 
-    def add_step_reward_func(self, func: Any, weight: float = 1.0, *, cheap: bool = False) -> None:
+    def add_step_reward_func(
+        self, func: Any, weight: float = 1.0, *, run_inline: bool = False
+    ) -> None:
         """Add a step function for the episode's own rollouts."""
-        self.default.add_step_reward_func(func, weight, cheap=cheap)
+        self.default.add_step_reward_func(func, weight, run_inline=run_inline)
 
     async def score_rollout(self, state: State, score_sem: object = None) -> None:
         """Score one rollout by its agent's rubric."""

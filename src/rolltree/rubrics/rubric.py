@@ -11,15 +11,15 @@ from typing import Any
 from rolltree.errors import ConfigError, record_error
 from rolltree.parsers import Parser
 from rolltree.rubrics.functions import (
-    Call,
+    FunctionCall,
     Kind,
-    Outcome,
+    RawScore,
     RewardFunc,
     RewardFunction,
     as_number,
     call_all,
-    cheap,
     group_arguments,
+    run_inline,
     rollout_arguments,
     without_semaphore,
 )
@@ -41,7 +41,7 @@ class Scores:
     failed: ErrorRecord | None = None
     scored: bool = False
 
-    def add(self, name: str, weight: float, outcome: Outcome) -> None:
+    def add(self, name: str, weight: float, outcome: RawScore) -> None:
         """Add what one function gave for this rollout."""
         self.scored = True
         value = self._number(name, weight, outcome)
@@ -49,7 +49,7 @@ class Scores:
         if self.reward is not None and value is not None:
             self.reward += weight * value
 
-    def add_steps(self, name: str, weight: float, outcomes: Sequence[Outcome]) -> None:
+    def add_steps(self, name: str, weight: float, outcomes: Sequence[RawScore]) -> None:
         """Add what one function gave for each step; the metric is the sum over the steps."""
         self.scored = True
         values = [self._number(name, weight, outcome) for outcome in outcomes]
@@ -62,7 +62,7 @@ class Scores:
         if self.reward is not None:
             self.reward += weight * sum(known)
 
-    def _number(self, name: str, weight: float, outcome: Outcome) -> float | None:
+    def _number(self, name: str, weight: float, outcome: RawScore) -> float | None:
         if not isinstance(outcome, ErrorRecord):
             try:
                 return as_number(outcome)
@@ -119,24 +119,26 @@ class Rubric:
             self.class_objects["parser"] = parser
 
     def add_reward_func(
-        self, func: RewardFunc, weight: float = 1.0, *, cheap: bool = False
+        self, func: RewardFunc, weight: float = 1.0, *, run_inline: bool = False
     ) -> None:
-        """Add a function that scores a rollout (or a group); `cheap` keeps it in the event loop.
+        """Add a function that scores a rollout or a group; `run_inline`: in the event loop.
 
         Raises:
             ConfigError: the rubric already has a function of that name.
         """
-        self._add(RewardFunction.of(func, weight, is_cheap=cheap))
+        self._add(RewardFunction.of(func, weight, runs_inline=run_inline))
 
-    def add_metric(self, func: RewardFunc, weight: float = 0.0, *, cheap: bool = False) -> None:
+    def add_metric(
+        self, func: RewardFunc, weight: float = 0.0, *, run_inline: bool = False
+    ) -> None:
         """Add a function that is reported and, at weight 0, not rewarded."""
-        self.add_reward_func(func, weight, cheap=cheap)
+        self.add_reward_func(func, weight, run_inline=run_inline)
 
     def add_step_reward_func(
-        self, func: RewardFunc, weight: float = 1.0, *, cheap: bool = False
+        self, func: RewardFunc, weight: float = 1.0, *, run_inline: bool = False
     ) -> None:
         """Add a function that scores every step of a rollout: it may ask for `step`."""
-        self._add(RewardFunction.of(func, weight, kind="step", is_cheap=cheap))
+        self._add(RewardFunction.of(func, weight, kind="step", runs_inline=run_inline))
 
     def _add(self, function: RewardFunction) -> None:
         if function.name in self.get_reward_func_names():
@@ -214,7 +216,7 @@ class Rubric:
     async def evaluate(self, states: Sequence[State]) -> list[Scores]:
         """Return the scores of the rollouts of one group, without writing them."""
         scores = [Scores() for _ in states]
-        calls: list[Call] = []
+        calls: list[FunctionCall] = []
         targets: list[tuple[RewardFunction, int]] = []  # which scores each call belongs to
         kinds: dict[Kind, list[RewardFunction]] = {"rollout": [], "step": [], "group": []}
         for function in self.functions:
@@ -241,10 +243,10 @@ class Rubric:
 def _distribute(
     scores: list[Scores],
     targets: Sequence[tuple[RewardFunction, int]],
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[RawScore],
     step_functions: Sequence[RewardFunction],
 ) -> None:
-    by_step: dict[tuple[int, str], list[Outcome]] = {
+    by_step: dict[tuple[int, str], list[RawScore]] = {
         (index, function.name): [] for index in range(len(scores)) for function in step_functions
     }
     for (function, index), outcome in zip(targets, outcomes, strict=True):
@@ -260,7 +262,7 @@ def _distribute(
             found.add_steps(function.name, function.weight, by_step[index, function.name])
 
 
-def _spread(function: RewardFunction, outcome: Outcome, num: int) -> list[Outcome]:
+def _spread(function: RewardFunction, outcome: RawScore, num: int) -> list[RawScore]:
     if isinstance(outcome, ErrorRecord):
         return [outcome] * num
     try:
@@ -354,20 +356,20 @@ class ToolRubric(Rubric):
             self.add_metric(_counter(name))
 
 
-@cheap
+@run_inline
 def total_tool_calls(completion: Messages) -> float:
     """Return how many tool calls the model wrote."""
     return float(len(_called(completion)))
 
 
-@cheap
+@run_inline
 def failed_tool_calls(state: State) -> float:
     """Return how many calls ended in an exception of the tool."""
     return float(len(state.get("tool_errors") or ()))
 
 
 def _counter(tool: str) -> RewardFunc:
-    @cheap
+    @run_inline
     def count(completion: Messages) -> float:
         return float(_called(completion).count(tool))
 

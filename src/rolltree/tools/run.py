@@ -1,8 +1,8 @@
 """Calling tools: in the event loop, in a thread or in a process, each with a time limit.
 
 Asynchronous tools run in the event loop, side by side. Synchronous ones run in a thread, in the
-order of the calls; `rolltree.rubrics.cheap` keeps a quick one in the loop, `in_process` gives one
-that may hang a process of its own. When the time of a call is over, or the task that waits for it
+order of the calls; `run_inline` keeps a quick one in the loop, `in_process` gives one that may hang
+a process of its own. When the time of a call is over, or the task that waits for it
 is cancelled, the task, thread or process ends (`rolltree.threads` says which threads cannot).
 
 It knows nothing about models or messages. It leaves out which tools there are.
@@ -64,7 +64,7 @@ async def call_function(
     began = time.monotonic()
     if _has_process(tool):
         result: Any = call_in_process(tool.func, arguments)
-    elif tool.is_async or getattr(tool.func, "__rolltree_cheap__", False):
+    elif tool.is_async or getattr(tool.func, "__rolltree_run_inline__", False):
         result = work()
     else:
         try:

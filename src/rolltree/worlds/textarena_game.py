@@ -21,7 +21,7 @@ from rolltree.steps import StepOutcome
 from rolltree.types import Info
 from rolltree.worlds.interface import Adapter, Snapshots
 
-Opponent = Callable[[str], str]
+Reply = Callable[[str], str]
 _RANDOM = threading.Lock()
 
 
@@ -46,7 +46,7 @@ class TextArenaWorld(Adapter):
         self,
         game: str | Callable[..., Any],
         *,
-        opponents: Sequence[Opponent] = (),
+        opponents: Sequence[Reply] = (),
         game_args: dict[str, Any] | None = None,
         snapshots: Snapshots = "own",
         in_thread: bool = True,

@@ -20,7 +20,7 @@ from rolltree.types import ChatMessage, ToolSchema
 
 
 @dataclass(frozen=True, slots=True)
-class SpokenCall:
+class RawToolCall:
     """One call as the model wrote it: `arguments` is text."""
 
     call_id: str
@@ -29,14 +29,14 @@ class SpokenCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Spoken:
+class ParsedCalls:
     """What a message says: its calls, and what looks like a call and cannot be read."""
 
-    calls: tuple[SpokenCall, ...] = ()
+    calls: tuple[RawToolCall, ...] = ()
     problems: tuple[str, ...] = ()
 
 
-class Spelling(Protocol):
+class ToolCallFormat(Protocol):
     """One way to spell tool calls."""
 
     stop: tuple[str, ...]
@@ -52,7 +52,7 @@ class Spelling(Protocol):
         """Return what the system prompt says about the tools, "" for nothing."""
         ...
 
-    def read(self, message: ChatMessage) -> Spoken:
+    def read(self, message: ChatMessage) -> ParsedCalls:
         """Return the calls in an assistant message."""
         ...
 
@@ -83,7 +83,7 @@ class NativeCalls:
         """Return nothing: the template tells the model."""
         return ""
 
-    def read(self, message: ChatMessage) -> Spoken:
+    def read(self, message: ChatMessage) -> ParsedCalls:
         """Read `tool_calls` and `parse_problems`."""
         calls = []
         for call in message.get("tool_calls") or ():
@@ -92,9 +92,9 @@ class NativeCalls:
             if not isinstance(arguments, str):
                 arguments = json.dumps(arguments or {})
             calls.append(
-                SpokenCall(str(call.get("id") or ""), str(function.get("name") or ""), arguments)
+                RawToolCall(str(call.get("id") or ""), str(function.get("name") or ""), arguments)
             )
-        return Spoken(tuple(calls), tuple(message.get("parse_problems") or ()))
+        return ParsedCalls(tuple(calls), tuple(message.get("parse_problems") or ()))
 
     def write(self, answers: Sequence[ToolAnswer]) -> list[ChatMessage]:
         """Return one tool message per answer."""
@@ -151,22 +151,24 @@ class ReActCalls:
             lines.append(f"- {function['name']}({json.dumps(properties)}): {about}")
         return _REACT.format(tools="\n".join(lines))
 
-    def read(self, message: ChatMessage) -> Spoken:
+    def read(self, message: ChatMessage) -> ParsedCalls:
         """Read the first action, unless a final answer comes before it."""
         text = text_of(message)
         found = _ACTION.search(text)
         final = text.find(_FINAL)
         if found is None or 0 <= final < found.start():
-            return Spoken()
+            return ParsedCalls()
         given = _INPUT.search(text, found.end())
         if given is None:
-            return Spoken(problems=("an Action needs a line 'Action Input:' with a JSON object",))
+            return ParsedCalls(
+                problems=("an Action needs a line 'Action Input:' with a JSON object",)
+            )
         body = text[given.end() :].strip()
         try:
             _, end = json.JSONDecoder().raw_decode(body)
         except ValueError:
             end = len(body)  # whoever reads the arguments says what is wrong with them
-        return Spoken((SpokenCall("", found[1], body[:end]),))
+        return ParsedCalls((RawToolCall("", found[1], body[:end]),))
 
     def write(self, answers: Sequence[ToolAnswer]) -> list[ChatMessage]:
         """Return one user message with the observations."""
