@@ -19,8 +19,8 @@ from rolltree.rubrics.functions import (
     as_number,
     call_all,
     group_arguments,
-    run_inline,
     rollout_arguments,
+    run_inline,
     without_semaphore,
 )
 from rolltree.types import ErrorRecord, Messages, State
