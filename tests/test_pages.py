@@ -1,13 +1,49 @@
-"""The pages hang together: links between them lead somewhere, each design page has its own number.
+"""The pages hang together: their links resolve, and the names, files and settings in them exist.
 
-Links to other sites and to headings are left out.
+Links to other sites are left out.
 """
 
+import importlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
+
+import msgspec
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("docs", "design", "examples", "environments")
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(page for top in FOLDERS for page in (ROOT / top).rglob("*.md"))]
+)
+LINK = re.compile(r"\]\(([^()\s#]*)(?:#([^()\s]*))?\)")
+
+
+def each(pattern: str) -> Iterator[tuple[str, str]]:
+    """Yield (page, first group) for each match in a page."""
+    for page in PAGES:
+        for match in re.finditer(pattern, page.read_text(encoding="utf-8"), re.MULTILINE):
+            yield str(page.relative_to(ROOT)), match[1]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the names of a page's headings in links, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def exists(dotted: str) -> bool:
+    """Say whether a dotted path names a module, or an attribute of one."""
+    first, *rest = dotted.split(".")
+    found = importlib.import_module(first)
+    path = first
+    for name in rest:
+        path = f"{path}.{name}"
+        try:
+            found = getattr(found, name, None) or importlib.import_module(path)
+        except ImportError:
+            return False
+    return True
 
 
 def test_the_design_pages_are_numbered_without_a_gap_or_a_twin():
@@ -19,13 +55,57 @@ def test_the_design_pages_are_numbered_without_a_gap_or_a_twin():
     assert numbers == list(range(1, len(pages) + 1))
 
 
-def test_links_lead_to_files():
-    pages = [*ROOT.glob("*.md"), *(page for top in FOLDERS for page in (ROOT / top).rglob("*.md"))]
-    links = {
-        (page, target)
-        for page in pages
-        for target in re.findall(r"\]\(([^()\s#]+\.\w+)", page.read_text())
-        if "://" not in target
+def test_links_lead_to_files_and_headings():
+    links = [
+        (page, *found)
+        for page in PAGES
+        for found in LINK.findall(page.read_text(encoding="utf-8"))
+        if "://" not in found[0]
+    ]
+    assert len(links) > 50
+    for page, target, heading in links:
+        file = (page.parent / target) if target else page
+        assert file.exists(), f"{page.relative_to(ROOT)} links to {target}"
+        if heading:
+            assert heading in anchors(file), f"{page.relative_to(ROOT)}: {target}#{heading}"
+
+
+def test_every_page_of_the_documentation_is_listed():
+    listed = set(re.findall(r"\((\S+\.md)\)", (ROOT / "docs" / "README.md").read_text()))
+    assert listed == {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+
+
+def test_dotted_names_exist():
+    names = {(page, f"rolltree.{name}") for page, name in each(r"(?<![\w.])rt\.([A-Za-z_]\w*)")}
+    names.update(each(r"(?<![\w/.-])(rolltree(?:\.[A-Za-z_]\w*)+)"))
+    for page, line in each(r"^(from rolltree[\w.]* import .+)$"):
+        _, module, _, *imported = re.findall(r"[\w.]+", line)
+        names.update((page, f"{module}.{name}") for name in imported if name != "as")
+    assert len(names) > 50
+    assert [(page, name) for page, name in sorted(names) if not exists(name)] == []
+
+
+def test_files_exist():
+    files = set(each(r"`((?:benchmarks|tests|examples|environments|docs|design)/[\w/]+\.\w+)`"))
+    assert len(files) > 5
+    made_by_the_reader = {"environments/my_env/my_env.py"}
+    missing = [
+        (page, file)
+        for page, file in sorted(files)
+        if not (ROOT / file).exists() and file not in made_by_the_reader
+    ]
+    assert missing == []
+
+
+def test_settings_exist():
+    training = pytest.importorskip("rolltree.training")
+    sections = {
+        section.name: {field.name for field in msgspec.structs.fields(section.type)}
+        for section in msgspec.structs.fields(training.TrainConfig)
     }
-    assert len(links) > 20
-    assert [link for link in links if not (link[0].parent / link[1]).exists()] == []
+    no_settings = {"engine.is_alive", "model.forward", "model.safetensors", "run.db", "run.lock"}
+    keys = set(each(rf"`((?:{'|'.join(sections)})\.\w+)(?: =[^`]*)?`"))
+    assert len(keys) > 30
+    for page, key in sorted(keys):
+        section, _, name = key.partition(".")
+        assert key in no_settings or name in sections[section], f"{page}: no setting {key}"
