@@ -12,9 +12,8 @@ import pytest
 
 from rolltree.errors import ConfigError, StoreError
 from rolltree.store import Run, StoredRollout
-from rolltree.store.config import config_differences, write_config
-from rolltree.store.database import Database
-from rolltree.store.lock import WriterLock
+from rolltree.store.database import Database, WriterLock
+from rolltree.store.run import config_differences, write_config
 
 
 def python(program, *words):
@@ -35,7 +34,7 @@ def finish(process):
 HOLDER = """
     import sys
     from pathlib import Path
-    from rolltree.store.lock import WriterLock
+    from rolltree.store.database import WriterLock
     lock = WriterLock(Path(sys.argv[1]))
     print("held", flush=True)
     sys.stdin.read()

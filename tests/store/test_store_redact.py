@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltree.store import Run, redact, redact_text
-from rolltree.store.redact import REDACTED, is_secret_key
+from rolltree.redact import REDACTED, is_secret_key, redact, redact_text
+from rolltree.store import Run
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltree.store import Run, StoredRollout, dumps, loads, redact
-from rolltree.store.redact import REDACTED, cut_secrets, cut_text, known_secrets
+from rolltree.redact import REDACTED, cut_secrets, cut_text, known_secrets, redact
+from rolltree.store import Run, StoredRollout, dumps, loads
 
 ODD = [
     'pa"ss"word',

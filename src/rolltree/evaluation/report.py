@@ -20,7 +20,8 @@ from rolltree.evaluation.reducers import (
     outcomes,
     rewards_by_example,
 )
-from rolltree.store import Run, StoredRollout, redact, to_plain
+from rolltree.redact import redact
+from rolltree.store import Run, StoredRollout, to_plain
 from rolltree.types import RolloutResult, State
 
 

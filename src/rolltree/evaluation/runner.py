@@ -19,9 +19,10 @@ from rolltree.errors import ConfigError
 from rolltree.evaluation.reducers import REDUCERS, EpisodeOutcome, Reducer, Settings, outcomes
 from rolltree.evaluation.report import EvalReport, build_report
 from rolltree.inference.client import as_client
+from rolltree.redact import redact
 from rolltree.rollouts import GroupScorer, RolloutEngine, RolloutSource, Split, build_requests
 from rolltree.rollouts.record import encode_result
-from rolltree.store import Run, StoredRollout, redact, to_plain
+from rolltree.store import Run, StoredRollout, to_plain
 from rolltree.types import RolloutRequest, RolloutResult, SamplingArgs, SamplingParams
 
 

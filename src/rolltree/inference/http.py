@@ -24,6 +24,7 @@ from rolltree.errors import (
     ServerError,
 )
 from rolltree.inference.retry import Outcome, Retry, RetryPolicy, parse_retry_after, with_retries
+from rolltree.redact import redact_text
 
 ResultT = TypeVar("ResultT")
 
@@ -237,7 +238,7 @@ class HttpServer:
         return status_error(response.status_code, text, url)
 
     def _redacted(self, text: str) -> str:
-        return text.replace(self._api_key, "***") if self._api_key else text
+        return redact_text(text, (self._api_key,) if self._api_key else ())
 
 
 def _proxy(url: httpx.URL) -> str | None:

@@ -1,7 +1,6 @@
 """Reports: evaluations, transcripts, curves and training progress for a terminal, and a PNG.
 
-The room reads the run store, reports and progress values, and imports neither torch nor anything
-that runs a model. The command line prints what it returns.
+The functions return rich renderables or text, which the command line prints.
 """
 
 from rolltree.reports.curves import Curve, save_curve, terminal_curve
@@ -12,15 +11,14 @@ from rolltree.reports.evaluation import (
     evaluation_table,
 )
 from rolltree.reports.formatting import say
-from rolltree.reports.runs import phases_table, run_lines
-from rolltree.reports.train_view import TrainView
+from rolltree.reports.runs import phases_table, run_lines, transcript
 from rolltree.reports.training import (
+    TrainView,
     next_commands,
     reward_curve,
     save_reward_curve,
     training_report,
 )
-from rolltree.reports.transcript import transcript
 
 __all__ = [
     "Curve",

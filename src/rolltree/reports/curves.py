@@ -1,7 +1,6 @@
 """A reward curve in the terminal and as a PNG.
 
-Pure drawing: points in, text or file out; knows nothing about runs. The terminal needs no package,
-the file needs matplotlib (`pip install 'rolltree[train]'`). It leaves out other kinds of plot.
+Points in, text or file out. The PNG needs matplotlib (`pip install 'rolltree[train]'`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""An evaluation in the terminal: its progress while it runs, its table when it is done.
-
-Knows `EvalReport` and `EvalProgress`; reads no files. It leaves out JSON, which is
-`EvalReport.as_dict`.
-"""
+"""An evaluation in the terminal: live progress, result tables, and comparisons."""
 
 from __future__ import annotations
 

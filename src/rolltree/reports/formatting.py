@@ -1,7 +1,7 @@
 """Numbers and untrusted text for a terminal.
 
-Knows nothing about runs. A model's output is data: control characters are made visible, so that
-no answer can move the cursor or recolour the screen.
+A model's output is data: control characters are made visible, so that no answer can move the
+cursor or recolour the screen.
 """
 
 from __future__ import annotations

@@ -1,16 +1,22 @@
-"""Stored runs in the terminal: a list of them, and one at a glance.
-
-Reads the run store only.
-"""
+"""Stored runs in the terminal: a list, a table of phases, and the transcript of one rollout."""
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Mapping
+from typing import Any
 
+from rich.console import RenderableType
+from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 from rolltree.reports.formatting import safe_text
-from rolltree.store import RunSummary
+from rolltree.store import RunSummary, to_plain
+from rolltree.types import RolloutResult, State
+
+_STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
 def run_lines(run: RunSummary) -> list[str]:
@@ -47,3 +53,80 @@ def _mean(value: float | None) -> str:
 
 def _when(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def transcript(result: RolloutResult, *, limit: int = 600, title: str = "") -> RenderableType:
+    """Return a panel with the prompt, the completion and the ending of each trajectory.
+
+    Messages are cut at `limit` characters.
+    """
+    lines = Table.grid(padding=(0, 1))
+    lines.add_column(no_wrap=True, width=9)
+    lines.add_column(overflow="fold")
+    for state in result.states:
+        if len(result.states) > 1:
+            lines.add_row(Text("agent", style="bold"), _speaker(state))
+        for message in [*_messages(state.get("prompt"), "user"), *_completion(state)]:
+            role = str(message.get("role", "?"))
+            style = _STYLES.get(role, "")
+            lines.add_row(safe_text(role, style=f"bold {style}"), _body(message, style, limit))
+        lines.add_row(Text("ending", style="bold"), _ending(state))
+    if result.error is not None:
+        said = safe_text(f"{result.error.type}: {result.error.message}", limit=limit)
+        lines.add_row(Text("failed", style="bold red"), said)
+    name = title or result.request.request_id
+    return Panel(lines, title=safe_text(name), title_align="left", border_style="dim")
+
+
+def _speaker(state: State) -> Text:
+    """Return who made a rollout, and what they were asked if somebody asked them."""
+    name = str(state.get("agent") or "agent")
+    if state.get("parent_rollout") is None:
+        return safe_text(name)
+    return safe_text(f"{name}, asked by {state['parent_rollout']}: {state.get('subtask', '')}")
+
+
+def _messages(value: Any, role: str) -> list[Mapping[str, Any]]:
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    return [item for item in value or () if isinstance(item, Mapping)]
+
+
+def _completion(state: State) -> list[Mapping[str, Any]]:
+    found = _messages(state.get("completion"), "assistant")
+    if found or not state.get("trajectory"):
+        return found
+    last = state["trajectory"][-1]  # a rollout that failed before its completion was rendered
+    start = len(_messages(state.get("prompt"), "user"))
+    prompt = _messages(last["prompt"], "user")[start:]
+    return [*prompt, *_messages(last["completion"], "assistant")]
+
+
+def _body(message: Mapping[str, Any], style: str, limit: int) -> Text:
+    parts = []
+    if message.get("reasoning_content"):
+        thought = str(message["reasoning_content"])
+        parts.append(safe_text(thought, limit=limit, style="dim italic"))
+    content = message.get("content")
+    if isinstance(content, str) and content.strip():
+        parts.append(safe_text(content, limit=limit, style=style))
+    elif content and not isinstance(content, str):
+        parts.append(safe_text(json.dumps(to_plain(content)), limit=limit, style=style))
+    for call in message.get("tool_calls") or ():
+        parts.append(safe_text(f"calls {json.dumps(to_plain(call))}", limit=limit, style="yellow"))
+    return Text("\n").join(parts) if parts else Text("(empty)", style="dim")
+
+
+def _ending(state: State) -> Text:
+    parts = [f"reward {state['reward']:.3f}" if _is_number(state.get("reward")) else "no reward"]
+    metrics = state.get("metrics") or {}
+    parts += [f"{name} {value:.3g}" for name, value in metrics.items() if _is_number(value)]
+    if state.get("stop_condition"):
+        parts.append(f"ended by {state['stop_condition']}")
+    if state.get("truncated"):
+        parts.append(f"truncated: {state.get('truncation_reason')}")
+    return safe_text("   ".join(parts))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)

@@ -17,8 +17,9 @@ from dataclasses import asdict, replace
 from typing import Any, cast
 
 from rolltree.errors import StoreError, TokenError
+from rolltree.redact import redact
 from rolltree.rollouts.message_table import MessageReader, MessageTable
-from rolltree.store import StoredRollout, dumps, loads, redact
+from rolltree.store import StoredRollout, dumps, loads
 from rolltree.tokens import StepTokens, TokenTree, Trajectory, peek
 from rolltree.types import (
     ErrorRecord,

@@ -1,12 +1,10 @@
 """The run directory: one SQLite file per run, append-only rollouts, resume, export.
 
-The only room that writes runs. It takes plain values and blobs, and knows neither tokens, nor
-environments, nor torch.
+The only room that writes runs. It takes plain values and blobs.
 """
 
 from rolltree.store.codec import Opaque, dumps, loads, to_plain
 from rolltree.store.listing import PhaseSummary, RunSummary, list_runs, summarize
-from rolltree.store.redact import redact, redact_text
 from rolltree.store.rows import Event, StepRow, StoredRollout
 from rolltree.store.run import Run
 
@@ -21,8 +19,6 @@ __all__ = [
     "dumps",
     "list_runs",
     "loads",
-    "redact",
-    "redact_text",
     "summarize",
     "to_plain",
 ]

@@ -2,9 +2,8 @@
 
 Plain JSON loses tuples, integer keys, bytes, arrays and non-finite floats. Here such a value is
 written as an object with the one key that marks it, `{"$t": kind, "v": ...}`, so the text stays
-valid JSON that SQLite's own JSON functions can read. The module knows nothing about rollouts or
-files. It leaves out objects with behaviour (sandboxes, games, clients): these become an `Opaque`
-that names their type, never their contents, which may hold secrets.
+valid JSON that SQLite's own JSON functions can read. Objects with behaviour (sandboxes, games,
+clients) become an `Opaque` that names their type, never their contents, which may hold secrets.
 """
 
 from __future__ import annotations

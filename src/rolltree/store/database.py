@@ -1,22 +1,27 @@
-"""One SQLite connection to `run.db`: opening it safely, transactions, paged reads.
+"""The SQLite connection to `run.db` (transactions, paged reads) and the lock of its one writer.
 
 Write-ahead logging, so readers are never blocked and never block; `synchronous=FULL`, so a
-committed batch survives a power cut as well as SIGKILL. One lock makes the connection usable
-from several threads. The module knows nothing about what the tables mean.
+committed batch survives a power cut as well as SIGKILL. The connection may be used from several
+threads. The writer's lock is `flock`, which the kernel releases when its holder dies; network file
+systems that do not implement `flock` are not supported.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
 import os
+import socket
 import sqlite3
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from rolltree.errors import StoreError
-from rolltree.store.schema import check_schema, create_schema, is_empty
+from rolltree.store.rows import check_schema, create_schema, is_empty
 
 PAGE_ROWS = 64
 
@@ -64,7 +69,7 @@ class Database:
             self.close()
             raise
 
-    @contextmanager
+    @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """All statements inside are applied, or none (also when the process dies inside).
 
@@ -166,3 +171,44 @@ def _unreadable(path: Path, error: sqlite3.Error) -> StoreError:
 
 def _has_wal(path: Path) -> bool:
     return path.with_name(path.name + "-wal").exists()
+
+
+class WriterLock:
+    """One writer per run: an advisory lock on `run.lock`, held from construction to `release`.
+
+    The text of the file names the holder for error messages; it decides nothing.
+
+    Raises:
+        StoreError: another process, or another `Run` object of this one, writes to the run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _describe(self._fd)
+            os.close(self._fd)
+            self._fd = None
+            raise StoreError(
+                f"{path.parent} is being written by {holder}; two writers would mix two runs. "
+                "Wait for it or stop it, choose another run directory, or read this one with "
+                'Run.open(path, mode="r").'
+            ) from None
+        note = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, json.dumps(note).encode(), 0)
+
+    def release(self) -> None:
+        """Let another writer in. Doing it twice does nothing."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def _describe(fd: int) -> str:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        note = json.loads(os.pread(fd, 4096, 0))
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(note["since"]))
+        return f"process {note['pid']} on {note['host']} (since {since})"
+    return "another process"

@@ -1,8 +1,4 @@
-"""What runs there are below a directory, and what one run holds, in one SQL pass.
-
-Reads only; knows nothing about what rewards mean. Leaves out confidence intervals and curves
-(`rolltree.evaluation`, `rolltree.reports`).
-"""
+"""The runs below a directory, and a summary of each."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """A run directory: `run.db`, `config.json`, `checkpoints/`, one writer, any number of readers.
 
 Append-only rollouts, metrics per training step, events and metadata, each batch one transaction.
-The module takes plain values and opaque blobs: it knows neither tokens nor environments nor
-torch. It leaves out checkpoints (training writes them below `Run.checkpoints`) and turning a
-rollout into rows (`rolltree.rollouts.record`).
+Training writes checkpoints itself, below `Run.checkpoints`; `rolltree.rollouts.record` turns a
+rollout into rows.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,11 +16,9 @@ from types import TracebackType
 from typing import Any, Literal
 
 from rolltree.errors import ConfigError, StoreError, did_you_mean
+from rolltree.redact import known_secrets, redact
 from rolltree.store.codec import dumps, loads, to_plain
-from rolltree.store.config import config_differences, write_config
-from rolltree.store.database import Database
-from rolltree.store.lock import WriterLock
-from rolltree.store.redact import known_secrets, redact
+from rolltree.store.database import Database, WriterLock
 from rolltree.store.rows import BLOBS, COLUMNS, Event, StepRow, StoredRollout, from_sql, to_sql
 
 _INSERT = (
@@ -28,6 +26,7 @@ _INSERT = (
     "ON CONFLICT (request_id, trajectory_index) DO NOTHING"
 )
 _FILTERS = [name for name in COLUMNS if name not in (*BLOBS, "metrics", "input", "errors")]
+_MISSING = object()
 
 
 class Run:
@@ -365,3 +364,48 @@ def _where(filters: Mapping[str, Any]) -> tuple[str, list[Any]]:
             clauses.append(f"{name} IS ?")
             values.append(value)
     return " AND ".join(clauses), values
+
+
+def write_config(path: Path, config: Mapping[str, Any]) -> None:
+    """Write `config.json` through a temporary file and a rename, if its content would change."""
+    text = json.dumps(config, indent=2) + "\n"
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        return
+    temporary = path.with_suffix(".json.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def config_differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], may_change: Sequence[str] = ()
+) -> list[str]:
+    """Return one text per dotted key in which two configs differ, `may_change` left out.
+
+    >>> config_differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 4}, may_change=["c"])
+    ['a.b was 1 and is now 3']
+    """
+    before, after = _flatten(old), _flatten(new)
+    found = []
+    for key in sorted(before.keys() | after.keys()):
+        allowed = any(key == name or key.startswith(name + ".") for name in may_change)
+        was, now = before.get(key, _MISSING), after.get(key, _MISSING)
+        if not allowed and was != now:
+            found.append(f"{key} was {_show(was)} and is now {_show(now)}")
+    return found
+
+
+def _show(value: object) -> str:
+    return "not set" if value is _MISSING else repr(value)
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,10 +1,9 @@
-"""Keep secrets out of what is written: configs, events and error texts.
+"""Redaction: cut secrets out of configs, events and error texts.
 
-Two nets: keys whose name says that their value is a secret (`api_key`, `hf_token`,
-`Authorization`, ...), and texts that look like one (provider key prefixes, bearer headers,
-passwords inside URLs). The module knows nothing about where the value goes. It leaves out
-secrets that look like ordinary words under ordinary names; a run is told those by
-`Run.protect`.
+Two rules find them: fields whose name marks a secret (`api_key`, `hf_token`, `Authorization`,
+...), and texts that look like one (provider key prefixes, bearer headers, passwords inside URLs).
+A secret that looks like an ordinary word under an ordinary name has to be named; a run is told
+with `Run.protect`.
 """
 
 from __future__ import annotations
