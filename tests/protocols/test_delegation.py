@@ -218,7 +218,7 @@ class TestBudgets:
         kind = child(
             ["move 1"],
             world=lambda arguments: made.append(Hangs()) or made[-1],
-            budget=Budget(time_limit_s=0.01),
+            budget=Budget(time_limit_s=0.5),
         )
         parent, sub = await delegate([a_call("x"), "move 1"], children={"delegate": kind})
         assert (sub.error.type, sub.error.phase) == ("TimeoutError", "timeout")

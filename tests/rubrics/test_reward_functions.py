@@ -12,8 +12,8 @@ from rolltree.rubrics.functions import (
     as_number,
     call_all,
     group_arguments,
-    in_thread,
     rollout_arguments,
+    run_in_pool,
 )
 from rolltree.types import ErrorRecord, State
 
@@ -241,4 +241,4 @@ async def test_threads_see_the_task_context():
 
     variable = contextvars.ContextVar("variable", default="unset")
     variable.set("set")
-    assert await in_thread(variable.get) == "set"
+    assert await run_in_pool(variable.get) == "set"
