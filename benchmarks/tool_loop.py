@@ -32,7 +32,7 @@ from rolltree.rubrics import run_inline
 from rolltree.samples import build_samples
 from rolltree.testing import ByteTokenizer, ScriptedClient
 from rolltree.tools import Tool, call_function
-from rolltree.tools.process import call_in_process
+from rolltree.tools.run import call_in_process
 from rolltree.types import State
 
 TEMPLATES = Path(__file__).parents[1] / "tests" / "samples" / "templates"

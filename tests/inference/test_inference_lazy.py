@@ -25,7 +25,7 @@ def loaded_by(statement: str) -> str:
     [
         ("from rolltree import Environment", "[]"),
         ("from rolltree.inference import ModelClient, as_client", "[]"),
-        ("from rolltree.inference import OpenAIClient", "['httpx', 'jinja2']"),
+        ("from rolltree.inference import OpenAIClient", "['httpx']"),
     ],
 )
 def test_what_a_name_costs(statement: str, heavy: str) -> None:

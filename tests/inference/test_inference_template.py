@@ -1,15 +1,20 @@
 from __future__ import annotations
 
 import resource
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from time import perf_counter
+from typing import Any
 
+import jinja2
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from inference_templates import PARTS, TEXT_ARGUMENTS, assistant, user
+from jinja2.ext import loopcontrols
 
 from rolltree.errors import UnsupportedSetting
 from rolltree.inference import ChatRenderer, ChatTemplate, TemplateError
-from rolltree.inference.guard import Limits, weight
 from rolltree.testing import ByteTokenizer
 
 
@@ -95,6 +100,105 @@ def test_messages_cannot_be_changed_by_a_template() -> None:
     assert messages == [user("hi")]
 
 
+# Templates are programs: honest ones render as in plain Jinja, hostile ones are stopped
+
+
+HONEST = [
+    "plain text\n  with lines\n",
+    "{{ 1 + 2 * 3 - 4 }} {{ 7 // 2 }} {{ 7 % 3 }} {{ 2 ** 10 }} {{ -5 }} {{ 1.5 + 2 }}",
+    "{{ 'a' + 'b' }}{{ 'a' ~ 1 ~ none ~ true }}{{ 'ab' * 3 }}{{ 3 * 'ab' }}",
+    "{{ 'x%sy%d' % ('a', 3) }} {{ '%s' % 'b' }} {{ '%5.2f' | format(3.14159) }}",
+    "{{ '{} {name} {0!r}'.format(1, name='n') if false else 'x' }}",
+    "{{ '{}-{name:>4}'.format(1, name='n') }}",
+    "{% for i in range(5) %}{{ loop.index }}{% if not loop.last %},{% endif %}{% endfor %}",
+    "{% for i in range(9) if i is even %}{{ i }}{% else %}none{% endfor %}",
+    "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}"
+    "{% if i == 4 %}{% break %}{% endif %}{{ i }}{% endfor %}",
+    "{% set ns = namespace(n=0) %}{% for m in items %}{% set ns.n = ns.n + m %}{% endfor %}"
+    "{{ ns.n }}",
+    "{% macro f(x, y='d') %}<{{ x }}|{{ y }}>{% endmacro %}{{ f(1) }}{{ f(2, y=3) }}",
+    "{% macro wrap() %}[{{ caller() }}]{% endmacro %}{% call wrap() %}in{% endcall %}",
+    "{% set block %}captured {{ items }}{% endset %}{{ block | upper }}",
+    "{% filter upper %}loud {{ items[0] }}{% endfilter %}",
+    "{{ items | join('-') }} {{ items | length }} {{ items | first }} {{ items | last }}",
+    "{{ words | map('upper') | list }} {{ words | map(attribute='0') | join }}",
+    "{{ words | select('equalto', 'b') | list }} {{ words | reject('equalto', 'b') | list }}",
+    "{{ ' trim ' | trim }}|{{ ' x '.strip() }}|{{ 'a-b-c'.split('-') }}|{{ 'abc'[1:] }}",
+    "{{ 'a</think>b'.split('</think>')[-1].lstrip('\\n') }}",
+    "{{ 'abc' | replace('b', 'xx') }} {{ 'abc'.replace('b', 'xx') }} {{ 'ab'.center(6) }}|",
+    "{{ 'a\nb' | indent(2) }} {{ 'word wrap' | wordwrap(4) }}",
+    "{{ data.name }} {{ data['name'] }} {{ data.missing is defined }} {{ data.items() | list }}",
+    "{% for key, value in data.items() %}{{ key }}={{ value }};{% endfor %}",
+    "{{ data | dictsort }} {{ items | sort(reverse=true) }} {{ items | sum }} {{ items | max }}",
+    "{{ items is iterable }} {{ 'a' is string }} {{ data is mapping }} {{ 3 in items }}",
+    "{{ (items + [4, 5]) | length }} {{ [1, [2, 'x']] }} {{ {'k': [1]} }} {{ (1, 2) }}",
+    "{{ items[::-1] }} {{ 'yes' if items else 'no' }} {{ missing | default('d') }}",
+    "{{ none }}{{ true }}{{ missing }}{{ '' }}",
+    "{% if data.name == 'n' and not missing %}and{% elif items %}or{% else %}neither{% endif %}",
+    "{# a comment #}{% raw %}{{ raw }}{% endraw %}",
+]
+VALUES: dict[str, Any] = {
+    "items": [3, 1, 2],
+    "words": ["a", "b"],
+    "data": {"name": "n", "other": 2},
+}
+
+
+def in_plain_jinja(source: str, values: dict[str, Any]) -> str:
+    plain = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    return plain.from_string(source).render(**values)
+
+
+@pytest.mark.parametrize("source", HONEST)
+def test_honest_templates_render_as_in_plain_jinja(source: str) -> None:
+    assert ChatTemplate(source, VALUES).render([]) == in_plain_jinja(source, VALUES)
+
+
+_TEXTS = st.text(st.characters(exclude_categories=()), max_size=20)  # lone surrogates too
+
+
+@given(
+    st.lists(_TEXTS, max_size=5),
+    st.recursive(
+        st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), _TEXTS),
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3), st.dictionaries(_TEXTS, inner, max_size=3)
+        ),
+        max_leaves=8,
+    ),
+)
+def test_values_reach_the_worker_unchanged(texts: list[str], value: Any) -> None:
+    source = (
+        "{% for t in texts %}{{ loop.index ~ ':' ~ t + '!' }}{% endfor %}"
+        "{{ texts | join(', ') }}{{ value }}{{ value | string | length }}"
+    )
+    values = {"texts": texts, "value": value}
+    assert ChatTemplate(source, values).render([]) == in_plain_jinja(source, values)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ data.update(a=1) }}",
+        "{{ data.__class__ }}{{ items.__class__.__mro__ }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ raise_exception.__code__ }}",
+        "{{ messages.__init__.__globals__ }}",
+        "{% include 'x' %}",
+        "{% import 'x' as y %}",
+    ],
+)
+def test_nothing_outside_the_template_can_be_reached(source: str) -> None:
+    try:
+        text = ChatTemplate(source, VALUES).render([])
+    except TemplateError as error:
+        text = ""
+        assert str(error)  # noqa: PT017
+    assert text == ""
+
+
 HOSTILE = {
     "endless loop": (
         "{% for i in range(99999) %}{% for i in range(99999) %}{% for i in range(99999) %}"
@@ -133,15 +237,30 @@ HOSTILE = {
     "map": "{{ [1] | map('center', 1000000000) | list }}",
     "lorem ipsum": "{{ lipsum(100000000) }}",
     "attributes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "division of large integers": (
+        "{% set n = namespace(a=7, b=3) %}{% for i in range(23) %}{% set n.a = n.a * n.a %}"
+        "{% set n.b = n.b * n.b %}{% endfor %}{{ n.a // n.b }}"
+    ),
+    "`in` over lists": (
+        "{% set l = [range(99999) | list] * 99999 %}{% for i in range(99999) %}{{ [-1] in l }}"
+        "{% endfor %}"
+    ),
+    "sum of lists": "{{ ([[1] * 100000] * 10000) | sum(start=[]) | length }}",
+    "to_bytes": "{% set b = (1).to_bytes(10**9, 'big') %}{{ b | length }}",
+    "only a long conversation": (
+        "{% if messages | length > 1 %}{% for i in range(99999) %}{% for j in range(99999) %}"
+        "{% endfor %}{% endfor %}{% endif %}"
+    ),
 }
 
 
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE.keys())
 def test_hostile_templates_are_stopped(source: str) -> None:
+    ChatTemplate("a worker is running")
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = perf_counter()
     with pytest.raises(TemplateError):
-        ChatTemplate(source, limits=Limits(time_s=0.3)).render([user("hi")])
+        ChatTemplate(source, time_limit_s=0.3).render([user("hi"), user("again")])
     assert perf_counter() - start < 2.0
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 128 * 1024
 
@@ -159,10 +278,13 @@ def test_long_but_honest_conversations_are_rendered() -> None:
     assert len(ChatTemplate(source).render(messages)) == 1000 * (2000 + len("user: assistant: "))
 
 
-def test_weight_is_about_the_length_of_the_text() -> None:
-    assert weight("abc", 100) == 3
-    assert weight({"a": [1, 2]}, 100) >= len("{'a': [1, 2]}") - 8
-    assert weight(["x" * 60] * 1000, 100) < 300
-    loop: list[object] = []
-    loop.append(loop)
-    assert weight(loop, 100) > 100
+def test_a_value_that_json_cannot_hold_is_refused_by_name() -> None:
+    with pytest.raises(TemplateError, match="values that JSON can hold"):
+        ChatTemplate("{{ x }}", {"x": object()}).render([])
+
+
+def test_threads_render_side_by_side() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(lambda n: template.render([user(str(n))] * 50), range(100)))
+    assert texts == [str(n) * 50 for n in range(100)]

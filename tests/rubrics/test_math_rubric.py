@@ -1,14 +1,11 @@
-import os
-import sys
 import time
-from pathlib import Path
 
 import pytest
 from rubric_states import a_state
 
 from rolltree.parsers import Parser
-from rolltree.rubrics import MathRubric
-from rolltree.rubrics.math_workers import WorkerPool
+from rolltree.rubrics import MathRubric, math_worker
+from rolltree.workers import WorkerPool
 
 
 async def score(said, answer, **settings):
@@ -52,62 +49,56 @@ async def test_another_parser():
     assert state["reward"] == 1.0
 
 
-def test_a_comparison_that_takes_for_ever_is_ended_and_the_next_one_works():
-    pool = WorkerPool(num_workers=1, time_limit_s=1.0)
-    assert pool.compare("4", "2+2").is_equal
+async def test_a_comparison_that_takes_for_ever_is_ended_and_the_next_one_works():
+    settings = {"time_limit_s": 1.0}
+    assert (await score(r"\boxed{2+2}", "4", **settings))["reward"] == 1.0
     started = time.monotonic()
-    verdict = pool.compare("1", r"9^{9^{9^{9}}}")
-    elapsed_s = time.monotonic() - started
-    assert not verdict.is_equal
-    assert elapsed_s < 4.0
-    assert pool.compare("4", "2+2").is_equal
-    assert not pool.compare("4", "5").is_equal
+    state = await score(r"\boxed{9^{9^{9^{9}}}}", "1", **settings)
+    assert time.monotonic() - started < 4.0
+    assert state["reward"] == 0.0
+    assert state["math_gave_up"]
+    assert state["error"] is None
+    assert (await score(r"\boxed{2+2}", "4", **settings))["reward"] == 1.0
 
 
-def test_a_worker_that_hangs_is_killed(monkeypatch):
-    pool = WorkerPool(num_workers=1, time_limit_s=0.2)
-    assert pool.compare("1", "1").is_equal
-    worker = pool._slots.get()
-    os.kill(worker._process.pid, 19)  # SIGSTOP: it never answers again
-    pool._slots.put(worker)
-    started = time.monotonic()
-    verdict = pool.compare("1", "1")
-    assert verdict.gave_up
-    assert time.monotonic() - started < 2.0
-    assert worker._process.poll() is not None
-    assert pool.num_killed == 1
-    pool.time_limit_s = 5.0
-    assert pool.compare("1", "1").is_equal
+def test_what_sympy_raises_for_an_answer_is_no_fault_of_the_reference(monkeypatch):
+    """Such a reward was None: a model could leave the baseline by a senseless answer."""
+
+    def senseless(*args, **kwargs):
+        raise ValueError("sympy is at a loss")
+
+    monkeypatch.setattr(math_worker, "verify", senseless)
+    with pytest.raises(ValueError, match="at a loss"):  # told as an error of the call
+        math_worker.answer(["1", "2"])
+    assert "no expression" in math_worker.answer(["", "2"])["unreadable"]
 
 
-def test_answers_run_no_code_and_workers_see_no_secrets(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    pool = WorkerPool(num_workers=1)
+def test_answers_run_no_code(tmp_path):
+    pool = WorkerPool("rolltree.rubrics.math_worker:answer")
     target = tmp_path / "made"
     for said in (
         f"__import__('os').system('touch {target}')",
         f"$__import__('os').system('touch {target}')$",
         rf"\boxed{{open('{target}', 'w')}}",
     ):
-        assert not pool.compare("1", said).is_equal
+        assert pool.call(["1", said]) == {"equal": False}
     assert not target.exists()
-    if sys.platform == "linux":
-        worker = pool._slots.get()
-        environment = Path(f"/proc/{worker._process.pid}/environ").read_text()
-        assert "HF_TOKEN" not in environment
 
 
-def test_a_worker_ends_with_its_pool():
-    pool = WorkerPool(num_workers=1)
-    pool.compare("1", "1")
-    worker = pool._slots.get()
-    process = worker._process
-    pool._slots.put(worker)
-    del pool, worker
-    assert process.poll() is not None
-
-
-def test_a_worker_that_cannot_start_says_how_to_find_out(monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(RuntimeError, match="the process that compares"):
-        WorkerPool(num_workers=1).compare("1", "2")
+@pytest.mark.parametrize(
+    ("gold", "said", "equal"),
+    [
+        ("2", "2.0", True),
+        (r"\frac{2}{4}", r"\dfrac12", True),
+        ("50%", "0.5", True),
+        (r"\sqrt{8}", r"2\sqrt{2}", True),
+        ("(1,2)", "(2,1)", False),
+        (r"\{1,2\}", r"\{2,1\}", True),
+        ("x=3", "3", True),
+        ("12", "21", False),
+        ("12", "", False),
+        ("12", "no idea", False),
+    ],
+)
+def test_compare(gold, said, equal):
+    assert math_worker.compare(gold, said) is equal

@@ -1,23 +1,23 @@
 """A Hugging Face chat template: messages in, text out, without transformers.
 
-It gives a template the globals and filters that templates of model folders expect
-(`raise_exception`, `strftime_now`, `tojson`, loop controls, the `generation` tag) and the shapes of
-messages they expect (text content, tool arguments as mappings). It knows nothing about tokens.
-It leaves out images and audio: a message with other than text parts is refused.
+Chat templates are programs that come with somebody's weights. They are rendered in a worker process
+(`template_worker`) that is killed when one runs too long or takes too much memory. Messages are
+given the shapes that templates expect: text content, tool arguments as mappings. Images and audio
+are refused.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
-import jinja2
-
 from rolltree.errors import ConfigError, UnsupportedSetting
-from rolltree.inference.guard import GuardedEnvironment, LimitExceeded, Limits, guarded
 from rolltree.types import ChatMessage, ToolSchema
+from rolltree.workers import WorkerCallError, WorkerDied, WorkerPool
+
+MEMORY_BYTES = 512 * 2**20
+"""Address space of the process that renders, Python included."""
 
 
 class TemplateError(ConfigError):
@@ -28,56 +28,32 @@ class TemplateLimitError(TemplateError):
     """The template ran too long or made something too large: it is broken or hostile."""
 
 
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+_pool = WorkerPool("rolltree.inference.template_worker:render", memory_bytes=MEMORY_BYTES)
 
 
 class ChatTemplate:
-    """One compiled chat template.
+    """One chat template.
 
-    `variables` are extra names the template may read: the special tokens (`bos_token`,
-    `eos_token`) and switches such as `enable_thinking`.
+    Args:
+        source: the template's text.
+        variables: extra names that the template may read, values that JSON holds: the special
+            tokens (`bos_token`, `eos_token`) and switches such as `enable_thinking`.
+        time_limit_s: most seconds for one rendering.
+
+    Raises:
+        TemplateError: the template does not compile, or outgrew its limits on a short message.
     """
 
     def __init__(
         self,
         source: str,
         variables: Mapping[str, Any] | None = None,
-        limits: Limits = Limits(),  # noqa: B008  (frozen)
+        *,
+        time_limit_s: float = 2.0,
     ) -> None:
         self.source = source
         self.variables = dict(variables or {})
-        self.limits = limits
-        environment = GuardedEnvironment(limits)
-        environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
-        environment.add_filter("tojson", _to_json)
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise TemplateError(
-                f"the chat template does not compile (line {error.lineno}: {error.message}), so no "
-                "prompt can be rendered. Check the model folder's chat_template."
-            ) from error
+        self.time_limit_s = time_limit_s
         self._parts = self._wants_parts()
 
     def render(
@@ -90,7 +66,7 @@ class ChatTemplate:
         """Return the prompt's text, special tokens spelled out.
 
         Raises:
-            TemplateError: the template refuses these messages or outgrew `limits`.
+            TemplateError: the template refuses these messages or outgrew its limits.
             UnsupportedSetting: a message holds something other than text.
         """
         prepared = [for_template(message, self._parts) for message in messages]
@@ -115,31 +91,28 @@ class ChatTemplate:
         tools: Sequence[ToolSchema] | None,
         add_generation_prompt: bool,
     ) -> str:
+        values = {
+            **self.variables,
+            "messages": messages,
+            "tools": list(tools) if tools else None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            with guarded(self.limits):
-                return self._template.render(
-                    **self.variables,
-                    messages=messages,
-                    tools=list(tools) if tools else None,
-                    documents=None,
-                    add_generation_prompt=add_generation_prompt,
-                )
-        except LimitExceeded as error:
-            raise TemplateLimitError(
-                f"the chat template was stopped: {error}. Its prompts cannot be had; it is broken "
-                "or hostile. Choose another template."
-            ) from error
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            roles = [message.get("role") for message in messages]
+            reply: dict[str, Any] = _pool.call(
+                {"source": self.source, "values": values}, limit_s=self.time_limit_s
+            )
+        except WorkerDied as error:
+            what = f"it ran longer than {self.time_limit_s:g} s"
+            raise _stopped(what if error.why == "time" else "it took too much memory") from error
+        except (WorkerCallError, TypeError, ValueError) as error:
             raise TemplateError(
-                f"the chat template cannot render roles {_shorten(roles)}: {error}. The model "
-                "cannot be asked this way; change the messages or choose another template."
+                f"the messages, tools or variables cannot be given to the chat template: {error}. "
+                "It takes values that JSON can hold."
             ) from error
-        except (RecursionError, MemoryError, OverflowError, ArithmeticError) as error:
-            raise TemplateError(
-                f"the chat template broke with {type(error).__name__}: {error}. It is not one a "
-                "model folder should have; choose another template."
-            ) from error
+        if "text" in reply:
+            return str(reply["text"])
+        raise _problem(reply, [message.get("role") for message in messages])
 
     def _wants_parts(self) -> bool:
         """Whether content must be a list of parts, as templates of vision models have it."""
@@ -149,11 +122,42 @@ class ChatTemplate:
             try:
                 if probe in self._render([message], None, True):
                     return parts
-            except TemplateLimitError:
+            except (TemplateLimitError, TemplateSyntaxError):
                 raise
             except TemplateError:
                 continue
         return False
+
+
+class TemplateSyntaxError(TemplateError):
+    """The template does not compile."""
+
+
+def _stopped(what: str) -> TemplateLimitError:
+    return TemplateLimitError(
+        f"the chat template was stopped: {what}. It is broken or hostile, and gives no prompt. "
+        "Choose another template."
+    )
+
+
+def _problem(reply: Mapping[str, Any], roles: list[Any]) -> TemplateError:
+    problem, message = reply["problem"], reply["message"]
+    if problem == "large":
+        return _stopped(message)
+    if problem == "syntax":
+        return TemplateSyntaxError(
+            f"the chat template does not compile (line {reply['line']}: {message}), so no prompt "
+            "can be rendered. Check the model folder's chat_template."
+        )
+    if problem == "broken":
+        return TemplateError(
+            f"the chat template broke with {message}. It is not one a model folder should have; "
+            "choose another template."
+        )
+    return TemplateError(
+        f"the chat template cannot render roles {_shorten(roles)}: {message}. The model cannot be "
+        "asked this way; change the messages or choose another template."
+    )
 
 
 def for_template(message: ChatMessage, parts: bool = False) -> ChatMessage:
@@ -198,7 +202,7 @@ def _parsed(arguments: Any) -> Any:
 
 
 def _dumped(arguments: Any) -> Any:
-    return _to_json(arguments) if isinstance(arguments, dict) else arguments
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
 def _join_parts(parts: Any) -> str:

@@ -1,7 +1,6 @@
 r"""`MathRubric`: the answer in `\boxed{...}` against the reference, as mathematics.
 
-It knows boxed answers, and that comparing them is another process's work (`math_workers`). It
-leaves out proofs and partial credit.
+Answers are compared in worker processes (`math_worker`) that are killed when one takes too long.
 """
 
 from __future__ import annotations
@@ -15,11 +14,12 @@ from typing import Any
 from rolltree.errors import ConfigError
 from rolltree.parsers import MaybeThinkParser, Parser, extract_boxed_answer
 from rolltree.rubrics.functions import RewardFunc
-from rolltree.rubrics.math_workers import WorkerPool
 from rolltree.rubrics.rubric import Rubric
 from rolltree.types import Messages, State
+from rolltree.workers import WorkerCallError, WorkerDied, WorkerPool
 
 MAX_ANSWER_CHARS = 2000
+MEMORY_BYTES = 2 * 2**30
 
 
 class MathRubric(Rubric):
@@ -71,10 +71,14 @@ class MathRubric(Rubric):
         if len(said) > MAX_ANSWER_CHARS:
             state["math_gave_up"] = True
             return 0.0
-        verdict = self._pool.compare(gold, said)
-        if verdict.gave_up:
+        try:
+            reply = self._pool.call([gold, said])
+        except (WorkerDied, WorkerCallError):  # killed, or sympy cannot make sense of the answer
             state["math_gave_up"] = True
-        return float(verdict.is_equal)
+            return 0.0
+        if "unreadable" in reply:
+            raise ValueError(reply["unreadable"])
+        return float(reply["equal"])
 
 
 def boxed_or_nothing(text: str) -> str:
@@ -84,4 +88,11 @@ def boxed_or_nothing(text: str) -> str:
 
 @functools.cache
 def _pool(time_limit_s: float) -> WorkerPool:
-    return WorkerPool(min(4, os.cpu_count() or 1), time_limit_s)
+    num_workers = min(4, os.cpu_count() or 1)
+    return WorkerPool(
+        "rolltree.rubrics.math_worker:answer",
+        limit_s=time_limit_s,
+        memory_bytes=MEMORY_BYTES,
+        max_workers=num_workers,
+        max_idle=num_workers,
+    )

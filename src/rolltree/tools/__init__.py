@@ -1,7 +1,6 @@
 """Tools: Python functions that a model can call, their schemas, and calling them.
 
-The room knows signatures, threads and time limits. It knows nothing about models, agents or
-environments, and leaves out how a model spells a call (`rolltree.inference`).
+How a model writes a call is `rolltree.inference`'s matter.
 """
 
 from rolltree.tools.describe import (
@@ -11,12 +10,13 @@ from rolltree.tools.describe import (
     convert_func_to_oai_tool,
     result_text,
 )
-from rolltree.tools.process import ToolProcessError, in_process
 from rolltree.tools.run import (
+    ToolProcessError,
     ToolQuit,
     ToolTimeLimit,
     answer_request,
     call_function,
+    in_process,
     is_plain,
     run_all,
 )

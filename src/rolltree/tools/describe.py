@@ -1,8 +1,6 @@
 """Tools: Python functions that a model can call, described and checked by their type hints.
 
-It knows signatures, docstrings and JSON schemas (by msgspec; pydantic models when a hint is one).
-It knows nothing about agents or environments. It leaves out calling them (`rolltree.tools.run`) and
-tools on other machines.
+JSON schemas come from msgspec, or from pydantic where a hint is one of its models.
 """
 
 from __future__ import annotations

@@ -1,27 +1,32 @@
 """Calling tools: in the event loop, in a thread or in a process, each with a time limit.
 
 Asynchronous tools run in the event loop, side by side. Synchronous ones run in a thread, in the
-order of the calls; `run_inline` keeps a quick one in the loop, `in_process` gives one that may hang
-a process of its own. When the time of a call is over, or the task that waits for it
-is cancelled, the task, thread or process ends (`rolltree.threads` says which threads cannot).
-
-It knows nothing about models or messages. It leaves out which tools there are.
+order of the calls; `run_inline` keeps a quick one in the loop, and `in_process` moves one that may
+hang to a worker process. When the time of a call is over, or the task that waits for
+it is cancelled, the task, thread or process ends (`rolltree.threads` says which threads cannot).
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
+import os
+import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any, TypeVar
 
-from rolltree.errors import record_error
+import msgspec
+
+from rolltree.errors import ConfigError, record_error
 from rolltree.steps import ToolAnswer, ToolRequest
 from rolltree.threads import run_in_thread
 from rolltree.tools.describe import Tool, ToolUnavailable, result_text
-from rolltree.tools.process import call_in_process
+from rolltree.workers import WorkerCallError, WorkerDied, WorkerPool
 
+F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 R = TypeVar("R")
 _GRACE_S = 1.0
@@ -29,6 +34,10 @@ _GRACE_S = 1.0
 
 class ToolTimeLimit(Exception):
     """A tool took longer than it may; the message is what the model is told."""
+
+
+class ToolProcessError(Exception):
+    """A tool in a process raised, or its process died; the message is what the model is told."""
 
 
 class ToolQuit(Exception):
@@ -182,3 +191,76 @@ async def _cancel(task: asyncio.Future[Any]) -> None:
 
 def _late(tool: Tool, limit_s: float) -> ToolTimeLimit:
     return ToolTimeLimit(f"{tool.name} took longer than {limit_s:g} s and was stopped.")
+
+
+# Tools in worker processes
+
+
+_pool = WorkerPool(
+    "rolltree.tools.run:_call_by_name", max_idle=os.cpu_count() or 1, inherit_env=True
+)
+
+
+def in_process(func: F) -> F:
+    """Mark a tool to be called in a worker process, which is killed when its time is over.
+
+    The process inherits the environment and is used for later calls, unless a call leaves threads
+    or processes behind. It protects the run from a tool that hangs, not the machine from the tool
+    (`rolltree.sandbox` does). Arguments go there as JSON, and what it returns comes back as text.
+
+    Raises:
+        ConfigError: another process could not import the function.
+    """
+    module, name = getattr(func, "__module__", ""), getattr(func, "__qualname__", "")
+    if module in ("", "__main__") or "<" in name:
+        raise ConfigError(
+            f"tool {name!r} cannot be called in another process: it is defined in "
+            f"{module or 'no module'}, where that process would not find it. Define it at the top "
+            "of a module that can be imported."
+        )
+    func.__rolltree_process__ = True  # type: ignore[attr-defined]
+    return func
+
+
+async def call_in_process(func: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+    """Return the text of what `func(**arguments)` returns in a worker process.
+
+    When the waiting task is cancelled, the process and all its children are killed.
+
+    Raises:
+        ToolProcessError: the function raised, or the process died.
+    """
+    order = {
+        "path": sys.path,
+        "module": func.__module__,
+        "name": func.__qualname__,
+        "arguments": msgspec.to_builtins(dict(arguments), enc_hook=_builtins),
+    }
+    try:
+        return str(await _pool.call_async(order))
+    except WorkerDied as error:
+        what = f"{func.__name__} ended its process (exit status {error.status}). {error.said}"
+        raise ToolProcessError(what.strip()) from None
+    except WorkerCallError as error:
+        raised = ToolProcessError(str(error))
+        raised.add_note(error.traceback)
+        raise raised from None
+
+
+def _call_by_name(order: dict[str, Any]) -> str:
+    """Make one call, in the worker process."""
+    sys.path[:] = order["path"]
+    module = importlib.import_module(order["module"])
+    func: Any = reduce(getattr, order["name"].split("."), module)
+    result = func(**Tool.of(func).read_arguments(order["arguments"]))
+
+    async def settled() -> Any:
+        return await result
+
+    return result_text(asyncio.run(settled()) if inspect.isawaitable(result) else result)
+
+
+def _builtins(value: Any) -> Any:
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    raise TypeError(f"{value!r} has no JSON form")

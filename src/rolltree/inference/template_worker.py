@@ -1,0 +1,87 @@
+"""The worker side of `ChatTemplate`: Jinja as chat templates of model folders expect it.
+
+It imports nothing of rolltree, so that the process is small and starts fast. Jinja's sandbox keeps
+a template from everything but its own values; the process bounds its time and memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_CHARACTERS = 8_000_000
+"""The longest text that one rendering may give."""
+
+
+class GenerationTag(Extension):
+    """`{% generation %}...{% endgeneration %}`: marks assistant text for trainers; prints it."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Return the block's body in place of the block."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def render(order: dict[str, Any]) -> dict[str, Any]:
+    """Render `order["source"]` with `order["values"]`.
+
+    Returns `{"text": ...}`, or a `problem` ("syntax", "refused", "broken" or "large") with its
+    `message` and, for a syntax error, the `line`.
+    """
+    try:
+        text = _compile(order["source"]).render(**order["values"])
+    except jinja2.TemplateSyntaxError as error:
+        return {"problem": "syntax", "message": str(error.message), "line": error.lineno}
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        return {"problem": "refused", "message": str(error)}
+    except (RecursionError, ArithmeticError) as error:
+        return {"problem": "broken", "message": f"{type(error).__name__}: {error}"}
+    if len(text) > MAX_CHARACTERS:
+        return {"problem": "large", "message": f"it wrote over {MAX_CHARACTERS} characters"}
+    return {"text": text}
+
+
+@functools.lru_cache(64)
+def _compile(source: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[GenerationTag, loopcontrols],
+    )
+    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    environment.filters["tojson"] = _to_json
+    return environment.from_string(source)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

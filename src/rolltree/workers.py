@@ -1,0 +1,393 @@
+"""Worker processes that can be killed: every call has a time limit, every process a memory limit.
+
+A `WorkerPool` calls one function, named "package.module:function", in processes that are started
+when they are needed and used again. Arguments and results are JSON values in length-prefixed
+frames; nothing is pickled. A process that overruns a limit, dies or loses its caller is killed with
+its whole process group, and the next call gets another one. This protects the program from work
+that hangs or eats memory; it is not a sandbox (`rolltree.sandbox` is).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import IO, Any, Literal
+
+from rolltree.tasks import outlast
+from rolltree.threads import run_in_thread
+
+START_LIMIT_S = 60.0
+_POLL_S = 0.2
+_HEADER = 4
+_PASSED = (
+    *("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "TMPDIR"),
+    *("LANG", "LC_ALL", "TZ"),
+)
+_BOOT = "import sys; sys.path[:] = sys.argv[4:]; from rolltree.workers import serve; serve()"
+
+
+class WorkerDied(Exception):
+    """The process was killed at a limit, or ended by itself, before it replied.
+
+    `why` is "time", "memory" or "exit"; `status` is the exit status (negative: a signal's number)
+    and `said` the last of what it wrote to standard output and error.
+    """
+
+    def __init__(self, why: Literal["time", "memory", "exit"], status: int | None, said: str):
+        super().__init__(f"the worker process ended ({why}, exit status {status}). {said}".strip())
+        self.why, self.status, self.said = why, status, said
+
+
+class WorkerCallError(Exception):
+    """The function raised: `kind` is the exception's class name, `traceback` is the worker's."""
+
+    def __init__(self, kind: str, message: str, trace: str) -> None:
+        super().__init__(message)
+        self.kind, self.traceback = kind, trace
+
+
+class WorkerPool:
+    """Processes that call one function; safe to use from threads and event loops.
+
+    Args:
+        target: the function, as "package.module:function". Importing its module is part of starting
+            a process and counts towards no limit.
+        limit_s: most seconds for one call; None for no limit.
+        memory_bytes: most address space of one process (`MemoryError` beyond it).
+        max_workers: most processes at once, further calls wait; None for no bound.
+        max_idle: how many processes are kept for later calls.
+        inherit_env: give the processes this process's environment; by default they get only
+            what Python needs to start, so no secrets.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        limit_s: float | None = None,
+        memory_bytes: int | None = None,
+        max_workers: int | None = None,
+        max_idle: int = 1,
+        inherit_env: bool = False,
+    ) -> None:
+        self.target, self.limit_s, self.memory_bytes = target, limit_s, memory_bytes
+        self.max_idle, self.inherit_env = max_idle, inherit_env
+        self._idle: deque[_Worker] = deque()
+        self._free: AbstractContextManager[Any] = contextlib.nullcontext()
+        if max_workers is not None:
+            self._free = threading.Semaphore(max_workers)
+
+    def call(self, value: Any, *, limit_s: float | None = None) -> Any:
+        """Return what the function returns for a JSON value; blocks until it has.
+
+        Raises:
+            WorkerCallError: the function raised.
+            WorkerDied: a limit was reached, or the process ended.
+            RuntimeError: no process can be started.
+        """
+        return self._call(_encode(value), self.limit_s if limit_s is None else limit_s, _Call())
+
+    async def call_async(self, value: Any, *, limit_s: float | None = None) -> Any:
+        """Like `call`, without blocking the event loop; cancellation kills the process."""
+        data, limit = _encode(value), self.limit_s if limit_s is None else limit_s
+        call = _Call()
+        work = run_in_thread(lambda: self._call(data, limit, call), name="rolltree-worker-call")
+        task = asyncio.ensure_future(work)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            call.cancel()
+            await outlast(task)
+            if not task.cancelled():
+                task.exception()  # the worker's death is no news
+            raise
+
+    def _call(self, data: bytes, limit_s: float | None, call: _Call) -> Any:
+        with self._free:
+            worker = self._take()
+            try:
+                call.begin(worker)
+                reply = worker.ask(data, limit_s)
+            except BaseException:
+                call.end()
+                worker.end()
+                raise
+            call.end()
+            if reply["reusable"] and len(self._idle) < self.max_idle:
+                self._idle.append(worker)
+            else:
+                worker.end()
+        if "error" in reply:
+            raise WorkerCallError(**reply["error"])
+        return reply["value"]
+
+    def _take(self) -> _Worker:
+        with contextlib.suppress(IndexError):
+            while True:
+                worker = self._idle.pop()
+                if worker.is_usable():
+                    return worker
+                worker.end()
+        return _Worker(self.target, self.memory_bytes, self.inherit_env)
+
+
+class _Call:
+    """Which process works on a call, so that another thread can kill it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._worker: _Worker | None = None
+        self._is_cancelled = False
+
+    def begin(self, worker: _Worker) -> None:
+        with self._lock:
+            self._worker = worker
+            if self._is_cancelled:
+                worker.kill()
+
+    def end(self) -> None:
+        with self._lock:
+            self._worker = None
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._is_cancelled = True
+            if self._worker is not None:
+                self._worker.kill()
+
+
+class _Worker:
+    """One process and the pipes to it; used by one thread at a time, except for `kill`.
+
+    The process has the reading end of a pipe, the lifeline, whose other end is only here: the
+    kernel tells it when this process is gone, however it died.
+    """
+
+    def __init__(self, target: str, memory_bytes: int | None, inherit_env: bool) -> None:
+        passed = None if inherit_env else _scrubbed()
+        lifeline, held = os.pipe()
+        said = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the process is
+        try:
+            arguments = [
+                target,
+                str(lifeline),
+                str(memory_bytes or 0),
+                *(p or os.getcwd() for p in sys.path),
+            ]
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _BOOT, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=said,
+                pass_fds=(lifeline,),
+                env=passed,
+                start_new_session=True,
+                bufsize=0,
+            )
+        except BaseException:
+            os.close(held)
+            said.close()
+            raise
+        finally:
+            os.close(lifeline)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._to, False)
+        os.set_blocking(self._from, False)
+        self._said_fd = said.fileno()
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(self._from, select.POLLIN)
+        self._writable.register(self._to, select.POLLOUT)
+        self._owner = os.getpid()
+        self.end = weakref.finalize(self, _end, self._process, held, said, self._owner)
+        try:
+            self._receive(time.monotonic() + START_LIMIT_S)
+        except WorkerDied as error:
+            self.end()
+            raise RuntimeError(
+                f"the worker process for {target} did not start (exit status {error.status}), so "
+                f"nothing can be called in it: {error.said or 'it said nothing'}"
+            ) from None
+
+    def is_usable(self) -> bool:
+        """Whether it can be asked: it is alive, and was not inherited by a fork."""
+        return self._owner == os.getpid() and self._process.poll() is None
+
+    def kill(self) -> None:
+        """Kill the process group; whoever waits for a reply gets `WorkerDied`."""
+        _kill(self._process)
+
+    def ask(self, data: bytes, limit_s: float | None) -> dict[str, Any]:
+        """Send a request and return the reply."""
+        until = None if limit_s is None else time.monotonic() + limit_s
+        os.ftruncate(self._said_fd, 0)
+        os.lseek(self._said_fd, 0, os.SEEK_SET)  # the process shares the position
+        self._send(memoryview(data), until)
+        reply: dict[str, Any] = json.loads(self._receive(until))
+        if reply.get("out_of_memory"):
+            raise WorkerDied("memory", None, "")
+        return reply
+
+    def _send(self, data: memoryview, until: float | None) -> None:
+        while data:
+            try:
+                data = data[os.write(self._to, data) :]
+            except BlockingIOError:
+                self._wait(self._writable, until)
+            except BrokenPipeError:
+                raise self._death() from None
+
+    def _receive(self, until: float | None) -> bytes:
+        data, size = bytearray(), _HEADER
+        while len(data) < size:
+            self._wait(self._readable, until)
+            read = os.read(self._from, max(65536, size - len(data)))
+            if not read:
+                raise self._death()
+            data += read
+            if size == _HEADER and len(data) >= _HEADER:
+                size += int.from_bytes(data[:_HEADER], "big")
+        return bytes(data[_HEADER:])
+
+    def _wait(self, ready: select.poll, until: float | None) -> None:
+        while True:
+            left_s = _POLL_S if until is None else min(_POLL_S, until - time.monotonic())
+            if ready.poll(max(0.0, left_s) * 1000):
+                return
+            if self._process.poll() is not None:  # a process that it left holds the pipe
+                raise self._death()
+            if until is not None and time.monotonic() >= until:
+                self.kill()
+                raise WorkerDied("time", None, self._said())
+
+    def _death(self) -> WorkerDied:
+        return WorkerDied("exit", self._process.wait(), self._said())
+
+    def _said(self) -> str:
+        end = os.lseek(self._said_fd, 0, os.SEEK_END)
+        said = os.pread(self._said_fd, 2000, max(0, end - 2000))
+        return said.decode(errors="replace").strip()[-500:]
+
+
+def _scrubbed() -> dict[str, str]:
+    """Return what Python needs of this environment; one thread for numerical libraries."""
+    kept = {name: os.environ[name] for name in _PASSED if name in os.environ}
+    return {**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def _encode(value: Any) -> bytes:
+    """Return a frame; ASCII, because JSON of models has lone surrogates that UTF-8 has not."""
+    data = json.dumps(value).encode()
+    return len(data).to_bytes(_HEADER, "big") + data
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _end(process: subprocess.Popen[bytes], held: int, said: IO[bytes], owner: int) -> None:
+    if owner == os.getpid():
+        _kill(process)
+        process.wait()
+    os.close(held)
+    for file in (process.stdin, process.stdout, said):
+        if file is not None:
+            file.close()
+
+
+# In the worker process
+
+
+def serve() -> None:
+    """Answer requests until the other side is gone; arguments are those of `_Worker`."""
+    target, lifeline, memory_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    _end_with_parent(lifeline)
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    os.close(null)
+    function = _find(target)
+    if memory_bytes:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    out_of_memory = _encode({"out_of_memory": True})
+    _reply(replies, _encode({"ready": True}))
+    while header := requests.read(_HEADER):
+        try:
+            frame = _answer(function, requests.read(int.from_bytes(header, "big")))
+        except MemoryError:
+            _reply(replies, out_of_memory)
+            os._exit(1)
+        _reply(replies, frame)
+
+
+def _answer(function: Callable[[Any], Any], request: bytes) -> bytes:
+    reply: dict[str, Any]
+    try:
+        frame = _encode({"value": function(json.loads(request)), "reusable": _is_clean()})
+    except MemoryError:
+        raise
+    except BaseException as error:  # noqa: BLE001  a function that exits is one that fails
+        message = str(error) or type(error).__name__
+        trace = traceback.format_exc()
+        reply = {"kind": type(error).__name__, "message": message, "trace": trace}
+        frame = _encode({"error": reply, "reusable": _is_clean()})
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return frame
+
+
+def _reply(fd: int, frame: bytes) -> None:
+    data = memoryview(frame)
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _find(target: str) -> Callable[[Any], Any]:
+    module, _, name = target.partition(":")
+    function: Callable[[Any], Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def _is_clean() -> bool:
+    """Whether the call left neither threads nor processes behind."""
+    if threading.active_count() > 1:
+        return False
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return True
+    return False
+
+
+def _end_with_parent(lifeline: int) -> None:
+    """Have the kernel end this process group when the other end of the lifeline is closed.
+
+    A signal, because work that hangs in C would never read an end of file. Not the parent's death
+    signal: Linux sends that one when the thread that started the process ends.
+    """
+    os.set_inheritable(lifeline, False)
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)  # SIGIO ends who ignores it
+    with contextlib.suppress(BlockingIOError):
+        if not os.read(lifeline, 1):
+            os._exit(1)  # it was closed before
