@@ -14,7 +14,7 @@ from rolltree.cli.arguments import one_of, secret
 from rolltree.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rolltree.inference.server.served import ServedLogprobs
+    from rolltree.inference.server.model_server import ServedLogprobs
 
 MODES: dict[str, ServedLogprobs] = {"processed_logprobs": "processed", "raw_logprobs": "raw"}
 
@@ -75,8 +75,7 @@ def serve_model(
     import torch
 
     from rolltree.inference.local import local_client
-    from rolltree.inference.server.receiver import WeightReceiver
-    from rolltree.inference.server.weights import load_weights
+    from rolltree.inference.server.weights import WeightReceiver, load_weights
     from rolltree.models import load_model
 
     if num_threads is not None:

@@ -13,11 +13,17 @@ from hypothesis import strategies as st
 
 from rolltree.errors import ConfigError, TokenError
 from rolltree.inference.chat import ChatRenderer
-from rolltree.inference.server.deltas import MessageDeltas, TextDeltas, settled_text
-from rolltree.inference.server.errors import RequestError, error_body
-from rolltree.inference.server.fields import CHAT_FIELDS, TEXT_FIELDS, asked, check_fields
-from rolltree.inference.server.run import ServerOptions, is_loopback
-from rolltree.inference.server.served import ServedModel, choice_seeds, spans
+from rolltree.inference.server.app import ServerOptions, is_loopback
+from rolltree.inference.server.model_server import ServedModel, choice_seeds
+from rolltree.inference.server.requests import (
+    CHAT_FIELDS,
+    TEXT_FIELDS,
+    RequestError,
+    check_fields,
+    error_body,
+    parse_request,
+)
+from rolltree.inference.server.responses import MessageDeltas, TextDeltas, settled_text, spans
 from rolltree.inference.token_in import sampling_params
 from rolltree.inference.versions import extract_versions
 from rolltree.testing.tokenizer import ByteTokenizer
@@ -54,7 +60,7 @@ def test_deltas_add_up_to_the_message(
     served = served_with(tool_parser="hermes", reasoning=reasoning)
     tools: list[dict[str, Any]] | None = [{"type": "function"}] if with_tools else None
     ids = list("".join(pieces).encode())
-    deltas = MessageDeltas(served, tools)
+    deltas = MessageDeltas(served.renderer, tools)
     found: dict[str, str] = {"content": "", "reasoning_content": ""}
     for end in range(step, len(ids), step):
         text = settled_text(served.renderer, ids[:end], SamplingParams())
@@ -108,14 +114,14 @@ def test_versions_without_numbers_or_spans() -> None:
             extract_versions({"choices": [{"weight_versions": broken}]}, 2, 0)
 
 
-def test_what_is_asked() -> None:
+def test_fields_become_a_request() -> None:
     body = {"model": "m", "messages": [], "max_tokens": None, "logprobs": True, "user": "x"}
-    got = asked(check_fields(body, CHAT_FIELDS, "m"), chat=True, body=body)
+    got = parse_request(check_fields(body, CHAT_FIELDS, "m"), chat=True, body=body)
     assert (got.sampling.max_tokens, got.logprobs, got.n, got.stream) == (None, True, 1, False)
     for body, tokens in (({}, 16), ({"max_tokens": None}, None), ({"max_tokens": 3}, 3)):
-        got = asked(check_fields(body, TEXT_FIELDS, "m"), chat=False, body=body)
+        got = parse_request(check_fields(body, TEXT_FIELDS, "m"), chat=False, body=body)
         assert got.sampling.max_tokens == tokens
-    got = asked(check_fields({"logprobs": 0}, TEXT_FIELDS, "m"), chat=False, body={})
+    got = parse_request(check_fields({"logprobs": 0}, TEXT_FIELDS, "m"), chat=False, body={})
     assert got.logprobs  # zero further tokens, but the sampled one's own
     with pytest.raises(RequestError) as caught:
         check_fields({"promt": 1}, TEXT_FIELDS, "m")

@@ -10,8 +10,8 @@ from rolltree.errors import BadResponse, ConfigError
 from rolltree.inference.transfer.buckets import (
     TensorSpec,
     checksum,
+    fill_buckets,
     pack,
-    plan,
     specs_from_data,
     specs_to_data,
     unpack,
@@ -22,24 +22,24 @@ def spec(name, size, dtype="int8"):
     return TensorSpec(name, dtype, (size,))
 
 
-def described(plan):
-    return [([s.name for s in b.specs], b.starts, b.num_bytes) for b in plan]
+def described(found):
+    return [([s.name for s in b.specs], b.starts, b.num_bytes) for b in found]
 
 
 def test_buckets_are_filled_in_order():
     # 20 bytes take 32, 16 take 16; 8 more are the checksum. 32 + 16 + 8 fill 56 exactly.
     specs = [spec("a", 20), spec("b", 4, "float32"), spec("c", 1), spec("big", 100), spec("d", 0)]
-    assert described(plan(specs, 56)) == [
+    assert described(fill_buckets(specs, 56)) == [
         (["a", "b"], (0, 32), 56),
         (["c"], (0,), 24),
         (["big"], (0,), 120),  # larger than a bucket: one of its own
         (["d"], (0,), 8),
     ]
-    assert described(plan(specs[:3], 55)) == [
+    assert described(fill_buckets(specs[:3], 55)) == [
         (["a"], (0,), 40),
         (["b", "c"], (0, 16), 40),
     ]
-    assert plan([], 64) == []
+    assert fill_buckets([], 64) == []
 
 
 @pytest.mark.parametrize("size", [64, 300, 2048, 10**6])
@@ -49,14 +49,14 @@ def test_what_is_packed_comes_out_again(size):
     assert specs_from_data(specs_to_data(specs)) == specs
     found = {}
     memory = torch.full((10**5,), 99, dtype=torch.uint8)  # what was there before is no matter
-    for bucket in plan(specs, size):
+    for bucket in fill_buckets(specs, size):
         held = [given[each.name] for each in bucket.specs]
         found |= {name: t.clone() for name, t in unpack(bucket, pack(bucket, held, memory))}
     assert same(found, given)
 
 
 def test_each_single_bit_is_missed_by_nobody():
-    (bucket,) = plan([spec("a", 40)], 64)
+    (bucket,) = fill_buckets([spec("a", 40)], 64)
     given = torch.arange(40, dtype=torch.int8)
     packed = pack(bucket, [given], torch.zeros(64, dtype=torch.uint8))
     assert torch.equal(unpack(bucket, packed)[0][1], given)

@@ -64,11 +64,13 @@ class Worker:
 
     def update_weights(self, body):
         info = body["update_info"]
-        plan = buckets.plan(buckets.specs_from_data(info["tensors"]), info["bucket_bytes"])
+        expected = buckets.fill_buckets(
+            buckets.specs_from_data(info["tensors"]), info["bucket_bytes"]
+        )
         if self.fault == "unwilling":
             raise ValueError("no such parameter")
         try:
-            for number, found in enumerate(receive(self.channel, plan)):
+            for number, found in enumerate(receive(self.channel, expected)):
                 self.held.update((name, tensor.clone()) for name, tensor in found)
                 if number == 1 and self.fault == "die":
                     os._exit(9)

@@ -1,16 +1,20 @@
-"""The application: which path is answered by what.
+"""The application and its process: which path is answered by what, where it listens.
 
 OpenAI's `/v1/models`, `/v1/chat/completions` and `/v1/completions`; vLLM's `/tokenize`,
-`/detokenize`, `/inference/v1/generate` and, from `admin`, its weight updates; `/health`. It knows
-starlette and the served model. It leaves out sockets and processes (`run`).
+`/detokenize`, `/inference/v1/generate` and, from `weights`, its weight updates; `/health`. By
+default only this machine can reach it.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import secrets
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -19,21 +23,6 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from rolltree.errors import ConfigError
-from rolltree.inference.server import answers
-from rolltree.inference.server.admin import AdminHandlers
-from rolltree.inference.server.errors import RequestError
-from rolltree.inference.server.fields import (
-    CHAT_FIELDS,
-    GENERATE_FIELDS,
-    SAMPLING_PARAMS_FIELDS,
-    TEXT_FIELDS,
-    TOKENIZE_FIELDS,
-    asked,
-    check_fields,
-    num_choices,
-    sampling_of,
-    tools_of,
-)
 from rolltree.inference.server.http import (
     Handler,
     Unauthorized,
@@ -43,8 +32,24 @@ from rolltree.inference.server.http import (
     json_response,
     while_connected,
 )
-from rolltree.inference.server.served import ServedModel
-from rolltree.inference.server.stream import AnswerStream
+from rolltree.inference.server.model_server import ServedModel
+from rolltree.inference.server.requests import (
+    CHAT_FIELDS,
+    GENERATE_FIELDS,
+    SAMPLING_PARAMS_FIELDS,
+    TEXT_FIELDS,
+    TOKENIZE_FIELDS,
+    ParsedRequest,
+    RequestError,
+    check_fields,
+    num_choices,
+    parse_request,
+    sampling_of,
+    tools_of,
+)
+from rolltree.inference.server.responses import Responses, ResponseStream, ids_answer
+from rolltree.inference.server.weights import WeightHandlers
+from rolltree.types import IntArray
 
 _MAX_PROMPTS = 1024
 
@@ -70,27 +75,32 @@ class Handlers:
 
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
-        served, body = self._served, await json_body(request)
-        given = check_fields(body, CHAT_FIELDS, served.name)
-        wanted, tools = asked(given, chat=True, body=body), tools_of(given)
-        prompt = served.chat_prompt(given.get("messages"), tools)
-        if wanted.stream:
-            return _streamed(AnswerStream(served, wanted, [prompt], chat=True, tools=tools))
-        sampling = served.sample([prompt], wanted.sampling, wanted.n)
-        outputs = await while_connected(request, sampling)
-        return json_response(answers.chat_answer(served, wanted, tools, prompt, outputs))
+        body = await json_body(request)
+        given = check_fields(body, CHAT_FIELDS, self._served.name)
+        parsed = parse_request(given, chat=True, body=body)
+        prompt = self._served.chat_prompt(given.get("messages"), parsed.tools)
+        return await self._complete(request, parsed, [prompt])
 
     async def text(self, request: Request) -> Response:
         """`POST /v1/completions`: one string or list of ids, or several of either."""
-        served, body = self._served, await json_body(request)
-        given = check_fields(body, TEXT_FIELDS, served.name)
-        wanted = asked(given, chat=False, body=body)
-        prompts = [served.text_prompt(prompt) for prompt in _prompts(given.get("prompt"))]
-        if wanted.stream:
-            return _streamed(AnswerStream(served, wanted, prompts, chat=False))
-        sampling = served.sample(prompts, wanted.sampling, wanted.n)
-        outputs = await while_connected(request, sampling)
-        return json_response(answers.text_answer(served, wanted, prompts, outputs))
+        body = await json_body(request)
+        given = check_fields(body, TEXT_FIELDS, self._served.name)
+        parsed = parse_request(given, chat=False, body=body)
+        prompts = [self._served.text_prompt(prompt) for prompt in _prompts(given.get("prompt"))]
+        return await self._complete(request, parsed, prompts)
+
+    async def _complete(
+        self, request: Request, parsed: ParsedRequest, prompts: list[IntArray]
+    ) -> Response:
+        served = self._served
+        if parsed.stream:
+            return StreamingResponse(
+                ResponseStream(served, parsed, prompts).events(),
+                media_type="text/event-stream",
+                headers={"Cache-Control": "no-cache"},
+            )
+        outputs = await while_connected(request, served.sample(prompts, parsed.sampling, parsed.n))
+        return json_response(Responses(served, parsed).whole(prompts, outputs))
 
     async def generate(self, request: Request) -> Response:
         """`POST /inference/v1/generate`: ids in, ids out, with the version of each span."""
@@ -111,7 +121,7 @@ class Handlers:
         prompt = served.text_prompt(given["token_ids"])
         sampling = served.sample([prompt], sampling_of(params), num_choices(params))
         outputs = await while_connected(request, sampling)
-        answer = answers.ids_answer(
+        answer = ids_answer(
             served,
             prompt,
             outputs,
@@ -166,7 +176,7 @@ def create_app(served: ServedModel, token: str) -> Starlette:
             "the token is empty, so anybody who reaches the port could use the model and replace "
             "its weights. Generate one, or name the variable that holds one with --api-key-env."
         )
-    handlers, admin = Handlers(served), AdminHandlers(served)
+    handlers = Handlers(served)
     paths: dict[tuple[str, str], Handler] = {
         ("GET", "/v1/models"): handlers.models,
         ("POST", "/v1/chat/completions"): handlers.chat,
@@ -174,7 +184,7 @@ def create_app(served: ServedModel, token: str) -> Starlette:
         ("POST", "/inference/v1/generate"): handlers.generate,
         ("POST", "/tokenize"): handlers.tokenize,
         ("POST", "/detokenize"): handlers.detokenize,
-        **admin.paths,
+        **WeightHandlers(served).paths,
     }
 
     @asynccontextmanager
@@ -200,12 +210,6 @@ async def _unknown_path(request: Request, error: Exception) -> Response:
     return failure(RequestError(what, status=status))
 
 
-def _streamed(stream: AnswerStream) -> Response:
-    return StreamingResponse(
-        stream.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-    )
-
-
 def _prompts(prompt: object) -> list[object]:
     """Return the prompts of a text completion, which may be one or a list of them."""
     several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
@@ -213,3 +217,99 @@ def _prompts(prompt: object) -> list[object]:
     if len(prompts) > _MAX_PROMPTS:
         raise RequestError(f"more than {_MAX_PROMPTS} prompts in one request.", param="prompt")
     return prompts
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Where to listen and what to ask for.
+
+    `port` 0 takes a free one. `token` None generates one, which only a loopback address allows;
+    any other `host` needs `allow_remote` as well as a token.
+
+    Raises:
+        ConfigError: the host is not loopback, and `allow_remote` or the token is missing.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    token: str | None = None
+    allow_remote: bool = False
+
+    def __post_init__(self) -> None:
+        if is_loopback(self.host):
+            return
+        if not self.allow_remote:
+            raise ConfigError(
+                f"--host {self.host} can be reached from other machines, and whoever reaches it "
+                "with the token can use the model and replace its weights. Connections are not "
+                "encrypted. If that is meant, add --allow-remote."
+            )
+        if self.token is None:
+            raise ConfigError(
+                "a server that other machines can reach needs a token of your own. Put one into "
+                "an environment variable and name it: --api-key-env ROLLTREE_SERVE_TOKEN."
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def serve(
+    served: ServedModel, options: ServerOptions, *, on_ready: Callable[[str, str], None]
+) -> None:
+    """Serve until the process is told to stop (SIGINT, SIGTERM).
+
+    `on_ready(url, token)` is called when the first request can come; `url` ends in `/v1`.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+    token = options.token or secrets.token_urlsafe(24)
+    listener = _listen(options)
+    port = listener.getsockname()[1]
+    name = f"[{options.host}]" if ":" in options.host else options.host
+    config = uvicorn.Config(
+        create_app(served, token),
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=5,
+        ws="none",
+    )
+    with listener:
+        _Announcing(config, lambda: on_ready(f"http://{name}:{port}/v1", token)).run([listener])
+
+
+class _Announcing(uvicorn.Server):
+    """A server that says when it is ready."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start listening, then say so."""
+        await super().startup(sockets)
+        self._on_ready()
+
+
+def _listen(options: ServerOptions) -> socket.socket:
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((options.host, options.port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"{options.host}:{options.port} cannot be listened on ({error}). Another server may "
+            "run there: choose another --port, or 0 for a free one."
+        ) from error
+    return listener

@@ -1,7 +1,4 @@
-"""Requests in, JSON out: the bearer token, body limits, and clients that leave.
-
-It knows starlette. It knows nothing about what is asked.
-"""
+"""Requests in, JSON out: the bearer token, body limits, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rolltree.inference.server.errors import RequestError, error_body
+from rolltree.inference.server.requests import RequestError, error_body
 
 logger = logging.getLogger("rolltree.inference")
 

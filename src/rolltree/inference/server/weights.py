@@ -1,20 +1,256 @@
-"""Weights into a model that runs, in place: from a folder of safetensors, and the check of them.
+"""Weight updates of a served model: endpoints, folders of safetensors, transfers from a trainer.
 
-Names and shapes are checked before anything is changed. It needs torch, and imports it when it is
-called. It knows nothing about engines; whoever calls it sees to it that no step runs meanwhile.
-Weights that a trainer sends are `receiver`'s.
+Paths and bodies are vLLM's, so that one publisher (`rolltree.inference.publish`, `.transfer`) works
+on both; LoRA adapters are not supported. Names and shapes are checked before anything is changed,
+each received bucket before it is copied. When a transfer breaks off, what has been copied stays:
+the publisher leaves the server paused. torch is imported when weights come.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 
 from rolltree.errors import ConfigError
+from rolltree.inference.server.http import Handler, json_body, json_response
+from rolltree.inference.server.model_server import ServedModel
+from rolltree.inference.server.requests import RequestError
+
+if TYPE_CHECKING:
+    from rolltree.inference.transfer.channel import Channel
 
 INDEX = "model.safetensors.index.json"
+
+
+class WeightHandlers:
+    """Weight updates of one served model; `paths` says which request is answered by what."""
+
+    def __init__(self, served: ServedModel) -> None:
+        self._served = served
+        self.paths: dict[tuple[str, str], Handler] = {
+            ("GET", "/health"): self.health,
+            ("POST", "/pause"): self.pause,
+            ("POST", "/resume"): self.resume,
+            ("GET", "/is_paused"): self.is_paused,
+            ("POST", "/collective_rpc"): self.collective_rpc,
+            ("POST", "/reset_prefix_cache"): self.reset_prefix_cache,
+            ("POST", "/update_weight_version"): self.update_weight_version,
+            ("GET", "/weight_info"): self.weight_info,
+            ("GET", "/get_world_size"): self.get_world_size,
+            ("POST", "/init_weight_transfer_engine"): self.init_weight_transfer,
+            ("POST", "/start_weight_update"): self.start_weight_update,
+            ("POST", "/update_weights"): self.update_weights,
+            ("POST", "/finish_weight_update"): self.finish_weight_update,
+        }
+
+    async def health(self, request: Request) -> Response:
+        """Answer 200 while the engine decodes, 503 when its thread has ended."""
+        if self._served.is_alive:
+            return Response()
+        raise RequestError(
+            "the engine does not run, so no request can be answered; the server's log says why. "
+            "Start it again.",
+            status=503,
+        )
+
+    async def pause(self, request: Request) -> Response:
+        """Let no step run until `/resume`; requests in flight stay (`mode=keep`)."""
+        mode = request.query_params.get("mode", "abort")
+        if mode != "keep":
+            raise RequestError(
+                f"mode = {mode!r} (vLLM's default is abort): this server only freezes requests "
+                "where they are. Use mode=keep.",
+                param="mode",
+            )
+        await self._served.pause()
+        return json_response({"status": "paused"})
+
+    async def resume(self, request: Request) -> Response:
+        """Go on after a pause."""
+        await self._served.resume()
+        return json_response({"status": "resumed"})
+
+    async def is_paused(self, request: Request) -> Response:
+        """Say whether the server is paused."""
+        return json_response({"is_paused": self._served.is_paused})
+
+    async def collective_rpc(self, request: Request) -> Response:
+        """Load the weights of a folder: method `reload_weights`, kwargs `{"weights_path": DIR}`."""
+        body = await json_body(request)
+        kwargs = body.get("kwargs", {})
+        if body.get("method") != "reload_weights":
+            raise RequestError("the only method here is reload_weights.", param="method")
+        given = kwargs.get("weights_path") if isinstance(kwargs, dict) else None
+        if not isinstance(given, str) or kwargs.keys() != {"weights_path"} or body.get("args"):
+            raise RequestError(
+                'reload_weights takes kwargs {"weights_path": DIR} and nothing else.',
+                param="kwargs",
+            )
+        if not self._served.can_reload:
+            raise RequestError("this server was started without weight updates.", status=404)
+        await self._served.reload(Path(given))
+        return json_response({"results": [None]})
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """Forget the keys of earlier prompts."""
+        await self._served.set_version()
+        return json_response({"success": True})
+
+    async def update_weight_version(self, request: Request) -> Response:
+        """Give the weights a version: `{"new_version": "3"}`, a whole number as text."""
+        version = (await json_body(request)).get("new_version")
+        if not isinstance(version, str) or not version.isdecimal() or int(version) >= 2**31:
+            raise RequestError(
+                f"new_version = {version!r} is no whole number as text, and tokens carry their "
+                'policy version as a number. Send {"new_version": "3"}.',
+                param="new_version",
+            )
+        await self._served.set_version(int(version))
+        return json_response({"success": True, "new_version": version})
+
+    async def weight_info(self, request: Request) -> Response:
+        """Say which version the weights have."""
+        return json_response({"weight_version": str(self._served.engine.version)})
+
+    async def get_world_size(self, request: Request) -> Response:
+        """Say how many processes take part in a transfer."""
+        return json_response({"world_size": self._receiver().world_size})
+
+    async def init_weight_transfer(self, request: Request) -> Response:
+        """Meet a trainer: `{"init_info": ...}`, as `WeightTransfer` sends it."""
+        info = await _object_in(request, "init_info")
+        await asyncio.to_thread(self._receiver().meet, info)
+        return json_response({"message": "met"})
+
+    async def start_weight_update(self, request: Request) -> Response:
+        """Begin an update."""
+        self._receiver().start()
+        return json_response({"message": "started"})
+
+    async def update_weights(self, request: Request) -> Response:
+        """Receive weights: `{"update_info": ...}` says which; it lasts as long as the transfer."""
+        info = await _object_in(request, "update_info")
+        self._receiver()
+        await self._served.receive(info)
+        return json_response({"message": "received"})
+
+    async def finish_weight_update(self, request: Request) -> Response:
+        """End an update; the weights are in their places already."""
+        self._receiver()
+        return json_response({"message": "finished"})
+
+    def _receiver(self) -> WeightReceiver:
+        if self._served.receiver is None:
+            raise RequestError(
+                "this server was started without weight transfers; `rolltree serve` has them.",
+                status=404,
+            )
+        return self._served.receiver
+
+
+async def _object_in(request: Request, name: str) -> dict[str, Any]:
+    value = (await json_body(request)).get(name)
+    if not isinstance(value, dict):
+        raise RequestError(f"{name} is not an object.", param=name)
+    return value
+
+
+class WeightReceiver:
+    """The receiving end of `rolltree.inference.transfer` for one model.
+
+    Calls come one at a time; `close` may come at any time, and ends a transfer.
+    """
+
+    world_size = 1
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._device = next(model.parameters()).device
+        self._channel: Channel | None = None
+        self._is_started = False
+
+    def meet(self, info: Mapping[str, Any]) -> None:
+        """Meet the trainer that `info` names; an earlier one is forgotten.
+
+        Raises:
+            ConfigError: it is no invitation.
+            ConnectionFailed: the trainer cannot be reached.
+        """
+        self.close()
+        from rolltree.inference.transfer.channel import Invitation, accept
+
+        try:
+            invitation = msgspec.convert(info, Invitation)
+        except msgspec.ValidationError as error:
+            raise ConfigError(
+                f"init_info is none that `rolltree.inference.WeightTransfer` sends ({error}), and "
+                "no other trainer can be received from."
+            ) from error
+        self._channel = accept(invitation, 1, self._device)
+
+    def start(self) -> None:
+        """Begin an update.
+
+        Raises:
+            ConfigError: no trainer was met.
+        """
+        self._met()
+        self._is_started = True
+
+    def receive(self, info: Mapping[str, Any]) -> None:
+        """Copy what the trainer sends into the model.
+
+        Raises:
+            ConfigError: no update was begun, or the weights do not fit the model.
+            BadResponse: a bucket's checksum differs.
+            ConnectionFailed: the trainer is gone.
+        """
+        import torch
+
+        from rolltree.inference.transfer.buckets import fill_buckets, specs_from_data
+        from rolltree.inference.transfer.channel import receive
+
+        channel = self._met()
+        if not self._is_started:
+            raise ConfigError("/update_weights came before /start_weight_update.")
+        self._is_started = False
+        try:
+            specs = specs_from_data(info.get("tensors"))
+            size = info.get("bucket_bytes")
+            if type(size) is not int or size < 1:
+                raise ConfigError(f"update_info has bucket_bytes = {size!r}, which is no size.")
+            own = self._model.state_dict()
+            check_fit(own, {spec.name: spec.shape for spec in specs}, "that were announced")
+            with torch.no_grad():
+                for tensors in receive(channel, fill_buckets(specs, size)):
+                    for name, tensor in tensors:
+                        own[name].copy_(tensor)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the trainer."""
+        channel, self._channel = self._channel, None
+        self._is_started = False
+        if channel is not None:
+            channel.close()
+
+    def _met(self) -> Channel:
+        if self._channel is None:
+            raise ConfigError(
+                "no trainer has been met, so there is nobody to receive weights from. Send "
+                "/init_weight_transfer_engine first, as `WeightTransfer.open` and `publish` of "
+                "rolltree.inference do."
+            )
+        return self._channel
 
 
 def load_weights(model: Any, folder: Path) -> None:

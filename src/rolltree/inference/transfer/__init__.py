@@ -4,6 +4,6 @@
     channel.py    one process group per server: how its members meet, send and receive
     publisher.py  `WeightTransfer`: the trainer's side, with vLLM's endpoints as its control
 
-The servers' sides are `rolltree.inference.vllm.transfer` and `rolltree.inference.server.receiver`.
+The servers' sides are `rolltree.inference.vllm.transfer` and `rolltree.inference.server.weights`.
 The package needs torch. It knows nothing about training.
 """

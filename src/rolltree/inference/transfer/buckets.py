@@ -83,11 +83,11 @@ def specs_from_data(data: object) -> list[TensorSpec]:
     return specs
 
 
-def plan(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[Bucket]:
+def fill_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[Bucket]:
     """Fill buckets of at most `bucket_bytes` in order; a larger tensor is a bucket of its own.
 
     >>> two = [TensorSpec("a", "float32", (3,)), TensorSpec("b", "int8", (5,))]
-    >>> [(bucket.starts, bucket.num_bytes) for bucket in plan(two, 1024)]
+    >>> [(bucket.starts, bucket.num_bytes) for bucket in fill_buckets(two, 1024)]
     [((0, 16), 40)]
     """
     buckets: list[Bucket] = []

@@ -24,7 +24,7 @@ from rolltree.errors import BadResponse, ConfigError, ConnectionFailed, ModelErr
 from rolltree.inference.http import HttpServer
 from rolltree.inference.publish import HasServer, call, publish_by, update_server
 from rolltree.inference.retry import RetryPolicy
-from rolltree.inference.transfer.buckets import Bucket, TensorSpec, plan, specs_to_data
+from rolltree.inference.transfer.buckets import Bucket, TensorSpec, fill_buckets, specs_to_data
 from rolltree.inference.transfer.channel import (
     BackendName,
     Channel,
@@ -123,7 +123,7 @@ class WeightTransfer:
         specs = [TensorSpec.of(*pair) for pair in zip(names, tensors, strict=True)]
         info = {"tensors": specs_to_data(specs), "bucket_bytes": self._bucket_bytes}
         servers = [client.server for client in self._clients]
-        sending = _Sending(servers, plan(specs, self._bucket_bytes), tensors, self._device)
+        sending = _Sending(servers, fill_buckets(specs, self._bucket_bytes), tensors, self._device)
 
         async def update(server: HttpServer) -> None:
             try:

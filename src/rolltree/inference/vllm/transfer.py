@@ -20,7 +20,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from rolltree.inference.transfer.buckets import plan, specs_from_data
+from rolltree.inference.transfer.buckets import fill_buckets, specs_from_data
 from rolltree.inference.transfer.channel import Channel, Invitation, accept, receive
 from rolltree.inference.vllm.worker import renew_output_layer
 
@@ -77,7 +77,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
         reported = True
         try:
             specs = specs_from_data(update_info.tensors)
-            for tensors in receive(self._channel, plan(specs, update_info.bucket_bytes)):
+            for tensors in receive(self._channel, fill_buckets(specs, update_info.bucket_bytes)):
                 names = self.model.load_weights(iter(tensors))
                 reported = reported and names is not None
                 loaded |= names or set()

@@ -1,8 +1,4 @@
-"""The model being served: prompts to ids, ids to answers, and its weights.
-
-It joins an engine (ids to ids) and a renderer (messages to ids, ids to messages). It knows nothing
-about HTTP, nor what fields a request has.
-"""
+"""The model being served: prompts to ids, ids to answers, and its weights."""
 
 from __future__ import annotations
 
@@ -10,16 +6,16 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from rolltree.errors import TokenError
 from rolltree.inference.chat import ChatRenderer
-from rolltree.inference.engine import EngineOutput, SampledToken
+from rolltree.inference.engine import EngineOutput, EngineThread, SampledToken
 from rolltree.inference.session import check_message_type
 from rolltree.types import (
     ChatMessage,
@@ -31,67 +27,11 @@ from rolltree.types import (
     ToolSchema,
 )
 
+if TYPE_CHECKING:
+    from rolltree.inference.server.weights import WeightReceiver
+
 ServedLogprobs = Literal["processed", "raw"]
 """Whose logprobs are returned: the distribution's that was sampled from, or the model's own."""
-
-
-class Engine(Protocol):
-    """What is needed of an engine; `rolltree.inference.local.LocalEngine` is one."""
-
-    max_context: int
-
-    @property
-    def version(self) -> int:
-        """The policy version that tokens sampled from now on carry."""
-        ...
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether requests are answered."""
-        ...
-
-    def submit(
-        self, request: GenerateRequest, on_token: Callable[[SampledToken], None] | None = None
-    ) -> Future[EngineOutput]:
-        """Queue a request; `on_token` is told of every token but the last."""
-        ...
-
-    def paused(self) -> AbstractAsyncContextManager[None]:
-        """Return a block in which no step runs."""
-        ...
-
-    def publish(self, version: int) -> None:
-        """Drop all cached keys; tokens from now on carry `version`."""
-        ...
-
-    async def aclose(self) -> None:
-        """Stop."""
-        ...
-
-
-class Receiver(Protocol):
-    """What is needed to take weights from a trainer; `receiver.WeightReceiver` is one.
-
-    Its methods block, and raise `ConfigError` and `ModelError`.
-    """
-
-    world_size: int
-
-    def meet(self, info: Mapping[str, Any]) -> None:
-        """Meet a trainer."""
-        ...
-
-    def start(self) -> None:
-        """Begin an update."""
-        ...
-
-    def receive(self, info: Mapping[str, Any]) -> None:
-        """Put what the trainer sends into the engine's model, in place."""
-        ...
-
-    def close(self) -> None:
-        """Let go, at any time."""
-        ...
 
 
 class ServedModel:
@@ -109,12 +49,12 @@ class ServedModel:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineThread[Any],
         renderer: ChatRenderer,
         name: str,
         *,
         load_weights: Callable[[Path], None] | None = None,
-        receiver: Receiver | None = None,
+        receiver: WeightReceiver | None = None,
         logprobs: ServedLogprobs = "processed",
     ) -> None:
         self.engine, self.renderer, self.name = engine, renderer, name
@@ -272,19 +212,3 @@ def choice_seeds(seed: int | None, n: int) -> list[int | None]:
         return [None] * n
     derived = [np.random.SeedSequence([seed % 2**64, index]) for index in range(1, n)]
     return [seed, *(int(sequence.generate_state(1, np.uint64)[0]) for sequence in derived)]
-
-
-def spans(versions: IntArray) -> list[dict[str, Any]]:
-    """Return policy versions int32 `[_C]` as vLLM's spans: tokens `[start, end)` had `version`.
-
-    >>> spans(np.array([3, 3, 4], np.int32))
-    [{'version': '3', 'start': 0, 'end': 2}, {'version': '4', 'start': 2, 'end': 3}]
-    """
-    if not len(versions):
-        return []
-    starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist()]
-    ends = [*starts[1:], len(versions)]
-    return [
-        {"version": str(int(versions[start])), "start": start, "end": end}
-        for start, end in zip(starts, ends, strict=True)
-    ]

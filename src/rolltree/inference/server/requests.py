@@ -1,8 +1,7 @@
-"""The fields of a request: what each may hold, and what it means for sampling.
+"""Requests of the server: the fields of each endpoint, what they mean for sampling, and errors.
 
 A field is used, or it must hold the value that asks for what happens anyway, or it says nothing
-about the answer (`user`, `metadata`). Anything else is an error that names the field. It knows
-OpenAI's and vLLM's names. It knows nothing about HTTP or engines.
+about the answer (`user`, `metadata`). Anything else is an error that names the field.
 """
 
 from __future__ import annotations
@@ -11,39 +10,55 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rolltree.errors import ConfigError, did_you_mean
+from rolltree.errors import (
+    ConfigError,
+    PromptTooLong,
+    TokenError,
+    UnsupportedSetting,
+    did_you_mean,
+)
 from rolltree.inference.client import sampling_from_args
-from rolltree.inference.server.errors import RequestError
+from rolltree.inference.template import TemplateError
 from rolltree.types import SamplingParams
 
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "max_tokens",
-    "max_completion_tokens",
-    "stop",
-    "stop_token_ids",
-    "seed",
-    "min_p",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
+_CALLERS_FAULT = (ConfigError, PromptTooLong, TokenError, UnsupportedSetting, TemplateError)
+"""Errors that the same request would meet again."""
+_CODES = {401: "invalid_api_key", 404: "not_found", 413: "request_too_large"}
+
+
+class RequestError(Exception):
+    """The request is answered with `status` and `message`; `param` names the field at fault."""
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param = status, param
+
+
+def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Return the status, and OpenAI's error object, that say what happened."""
+    status, code = 500, "internal_error"
+    if isinstance(error, RequestError):
+        status, code = error.status, _CODES.get(error.status, "invalid_request")
+    elif isinstance(error, PromptTooLong):
+        status, code = 400, "context_length_exceeded"
+    elif isinstance(error, _CALLERS_FAULT):
+        status, code = 400, "invalid_request"
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    param = getattr(error, "param", None)
+    return status, {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_SAMPLING = _names(
+    "temperature top_p top_k max_tokens max_completion_tokens stop stop_token_ids seed min_p "
+    "min_tokens presence_penalty frequency_penalty repetition_penalty logit_bias"
 )
-_HARMLESS = frozenset(
-    (
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "request_id",
-        "cache_salt",
-    )
+_HARMLESS = _names(
+    "user metadata store service_tier safety_identifier prompt_cache_key "
+    "prompt_cache_retention request_id cache_salt"
 )
 """Fields that say nothing about the answer."""
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -69,43 +84,29 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
 }
 """Values that ask for what this server does anyway."""
-_COMMON = (*_SAMPLING, *_HARMLESS, *_NEUTRAL, "model", "n")
-_ANSWER = (
-    "stream",
-    "stream_options",
-    "logprobs",
-    "return_token_ids",
-    "return_tokens_as_token_ids",
+_COMMON = _SAMPLING | _HARMLESS | _NEUTRAL.keys() | {"model", "n"}
+_ANSWER = _names("stream stream_options logprobs return_token_ids return_tokens_as_token_ids")
+CHAT_FIELDS = _COMMON | _ANSWER | {"messages", "tools", "tool_choice"}
+TEXT_FIELDS = _COMMON | _ANSWER | {"prompt"}
+SAMPLING_PARAMS_FIELDS = _COMMON - {"model"} | {"logprobs"}
+GENERATE_FIELDS = _HARMLESS | _names(
+    "token_ids sampling_params model return_token_ids stream priority"
 )
-CHAT_FIELDS = frozenset((*_COMMON, *_ANSWER, "messages", "tools", "tool_choice"))
-TEXT_FIELDS = frozenset((*_COMMON, *_ANSWER, "prompt"))
-SAMPLING_PARAMS_FIELDS = frozenset((*_COMMON, "logprobs")) - {"model"}
-GENERATE_FIELDS = frozenset(
-    ("token_ids", "sampling_params", "model", "return_token_ids", "stream", *_HARMLESS, "priority")
-)
-TOKENIZE_FIELDS = frozenset(
-    (
-        "model",
-        "prompt",
-        "messages",
-        "tools",
-        "tool_choice",
-        "add_generation_prompt",
-        "return_token_strs",
-        "add_special_tokens",
-        "continue_final_message",
-        "chat_template_kwargs",
-    )
+TOKENIZE_FIELDS = _names(
+    "model prompt messages tools tool_choice add_generation_prompt return_token_strs "
+    "add_special_tokens continue_final_message chat_template_kwargs"
 )
 _TEXT_MAX_TOKENS = 16  # OpenAI's default for text completions
 _MAX_CHOICES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What one request asks for beside its prompt."""
+class ParsedRequest:
+    """What a chat or text completion asks for beside its prompt."""
 
     sampling: SamplingParams
+    chat: bool
+    tools: list[dict[str, Any]] | None = None
     n: int = 1
     stream: bool = False
     include_usage: bool = False
@@ -143,8 +144,10 @@ def check_fields(body: Mapping[str, Any], known: frozenset[str], model: str) -> 
     return given
 
 
-def asked(given: Mapping[str, Any], *, chat: bool, body: Mapping[str, Any]) -> Asked:
-    """Return what checked fields of a chat or text completion ask for.
+def parse_request(
+    given: Mapping[str, Any], *, chat: bool, body: Mapping[str, Any]
+) -> ParsedRequest:
+    """Return what the checked fields of a chat or text completion ask for.
 
     `body` is the request as it came: `max_tokens: null` means no limit, leaving it out of a text
     completion means 16.
@@ -152,10 +155,10 @@ def asked(given: Mapping[str, Any], *, chat: bool, body: Mapping[str, Any]) -> A
     Raises:
         RequestError: a value cannot be used.
     """
-    wanted = given.get("logprobs", False)
-    if wanted not in ((True, False) if chat else (0, 1)):
+    logprobs = given.get("logprobs", False)
+    if logprobs not in ((True, False) if chat else (0, 1)):
         raise RequestError(
-            f"logprobs = {wanted!r}: only the sampled tokens' own logprobs can be had. Use "
+            f"logprobs = {logprobs!r}: only the sampled tokens' own logprobs can be had. Use "
             + ("true." if chat else "0 or 1."),
             param="logprobs",
         )
@@ -169,12 +172,14 @@ def asked(given: Mapping[str, Any], *, chat: bool, body: Mapping[str, Any]) -> A
     sampling = sampling_of(given)
     if not chat and not {"max_tokens", "max_completion_tokens"} & body.keys():
         sampling = replace(sampling, max_tokens=_TEXT_MAX_TOKENS)
-    return Asked(
+    return ParsedRequest(
         sampling=sampling,
+        chat=chat,
+        tools=tools_of(given) if chat else None,
         n=num_choices(given),
         stream=_flag(given, "stream"),
         include_usage=bool(options.get("include_usage")),
-        logprobs=bool(wanted) if chat else "logprobs" in given and wanted is not False,
+        logprobs=bool(logprobs) if chat else "logprobs" in given and logprobs is not False,
         token_ids=_flag(given, "return_token_ids"),
         tokens_as_ids=_flag(given, "return_tokens_as_token_ids"),
     )
@@ -187,7 +192,7 @@ def sampling_of(given: Mapping[str, Any]) -> SamplingParams:
         RequestError: a value cannot be used.
     """
     try:
-        return sampling_from_args({name: given[name] for name in _SAMPLING if name in given})
+        return sampling_from_args({name: given[name] for name in given if name in _SAMPLING})
     except ConfigError as error:
         raise RequestError(str(error)) from error
 

@@ -1,0 +1,384 @@
+"""Completions as OpenAI's JSON with vLLM's token fields, whole or streamed as server-sent events.
+
+Ids and logprobs have one entry per sampled token, end token included. A stream gives out every
+token when it is sampled; text that a later token may change (half a character, half a stop string,
+half a reasoning tag, a tool call) is held back until it is settled, so nothing is ever taken back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rolltree.inference.chat import ChatRenderer
+from rolltree.inference.completion import REASONING_TAGS, cut_at_stop
+from rolltree.inference.engine import EngineOutput, SampledToken
+from rolltree.inference.server.model_server import ServedModel, choice_seeds
+from rolltree.inference.server.requests import ParsedRequest, error_body
+from rolltree.types import (
+    ChatMessage,
+    FinishReason,
+    FloatArray,
+    GenerateRequest,
+    IntArray,
+    SamplingParams,
+    ToolSchema,
+)
+
+logger = logging.getLogger("rolltree.inference")
+DONE = b"data: [DONE]\n\n"
+_MAY_BE_A_CALL = re.compile(r"[<\[{]")
+_CONTROL = "<|"
+"""Where a model's own markup may begin that its parser reads at the end (harmony's headers)."""
+_TAGS = (_CONTROL, *(tag for tags in REASONING_TAGS.values() for tag in tags if tag))
+
+
+class Responses:
+    """Writes the answers to one request of one served model."""
+
+    def __init__(self, served: ServedModel, request: ParsedRequest) -> None:
+        self.served, self.request = served, request
+        kind = "chat.completion" if request.chat else "text_completion"
+        self.head = {
+            "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "object": f"{kind}.chunk" if request.chat and request.stream else kind,
+            "created": int(time.time()),
+            "model": served.name,
+        }
+
+    def whole(self, prompts: Sequence[IntArray], outputs: Sequence[EngineOutput]) -> dict[str, Any]:
+        """Return a completion: `n` outputs for each prompt (chat has one) in turn."""
+        request, choices = self.request, []
+        for index, output in enumerate(outputs):
+            values = self.served.logprobs_of(output)
+            choice = {"index": index, "logprobs": None, **self.ending(output)}
+            choice |= self.tokens(output.completion_ids, values)
+            if request.chat:
+                message, reason = self.served.message(output, request.tools)
+                choice |= {"message": outgoing_message(message), "finish_reason": reason.value}
+            else:
+                choice["text"] = self.served.text(output)
+                if request.token_ids:
+                    choice["prompt_token_ids"] = prompts[index // request.n].tolist()
+            choices.append(choice)
+        answer = self.head | {"choices": choices, "usage": usage(prompts, outputs)}
+        if request.chat and request.token_ids:
+            answer["prompt_token_ids"] = prompts[0].tolist()
+        return answer
+
+    def ending(self, output: EngineOutput) -> dict[str, Any]:
+        """Return what is known of a choice when it ends."""
+        fields = {"finish_reason": output.finish_reason.value, "stop_reason": output.stop}
+        versions = {"weight_versions": spans(output.versions)} if self.request.token_ids else {}
+        return fields | versions
+
+    def tokens(self, ids: IntArray, values: FloatArray) -> dict[str, Any]:
+        """Return the fields for sampled tokens that were asked for, int32 and float32 `[_T]`."""
+        request, fields = self.request, dict[str, Any]()
+        if request.token_ids:
+            fields["token_ids"] = ids.tolist()
+        if not request.logprobs:
+            return fields
+        texts = [
+            f"token_id:{token}" if request.tokens_as_ids else self.served.renderer.decode([token])
+            for token in ids.tolist()
+        ]
+        if not request.chat:
+            listed = {"tokens": texts, "token_logprobs": values.tolist()}
+            return fields | {"logprobs": {**listed, "top_logprobs": None, "text_offset": []}}
+        content = [
+            {
+                "token": text,
+                "logprob": value,
+                "bytes": None if "\ufffd" in text else list(text.encode()),
+                "top_logprobs": [],
+            }
+            for text, value in zip(texts, values.tolist(), strict=True)
+        ]
+        return fields | {"logprobs": {"content": content, "refusal": None}}
+
+
+def usage(prompts: Sequence[IntArray], outputs: Sequence[EngineOutput]) -> dict[str, Any]:
+    """Return how many tokens were read and sampled; a prompt counts once for all its choices."""
+    num_prompt = sum(map(len, prompts))
+    num_completion = sum(len(output.completion_ids) for output in outputs)
+    num_cached = sum(output.num_cached_tokens for output in outputs)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
+
+
+def ids_answer(
+    served: ServedModel,
+    prompt: IntArray,
+    outputs: Sequence[EngineOutput],
+    *,
+    request_id: str,
+    logprobs: bool,
+    prompt_ids: bool,
+) -> dict[str, Any]:
+    """Return the answer of vLLM's token-in endpoint: ids, logprobs, and spans of versions."""
+    choices = []
+    for index, output in enumerate(outputs):
+        choice: dict[str, Any] = {
+            "index": index,
+            "finish_reason": output.finish_reason.value,
+            "stop_reason": output.stop,
+            "token_ids": output.completion_ids.tolist(),
+            "logprobs": None,
+            "weight_versions": spans(output.versions),
+        }
+        if logprobs:
+            pairs = zip(choice["token_ids"], served.logprobs_of(output).tolist(), strict=True)
+            content = [{"token_id": i, "logprob": value, "top_logprobs": []} for i, value in pairs]
+            choice["logprobs"] = {"content": content}
+        choices.append(choice)
+    answer = {
+        "request_id": request_id,
+        "model": served.name,
+        "created": int(time.time()),
+        "choices": choices,
+        "usage": usage([prompt], outputs),
+    }
+    return answer | {"prompt_token_ids": prompt.tolist()} if prompt_ids else answer
+
+
+def spans(versions: IntArray) -> list[dict[str, Any]]:
+    """Return policy versions int32 `[_C]` as vLLM's spans: tokens `[start, end)` had `version`.
+
+    >>> spans(np.array([3, 3, 4], np.int32))
+    [{'version': '3', 'start': 0, 'end': 2}, {'version': '4', 'start': 2, 'end': 3}]
+    """
+    if not len(versions):
+        return []
+    starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist()]
+    ends = [*starts[1:], len(versions)]
+    return [
+        {"version": str(int(versions[start])), "start": start, "end": end}
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def outgoing_message(message: ChatMessage) -> ChatMessage:
+    """Return a parsed message as servers send it: no notes, no empty content beside calls."""
+    sent = {name: value for name, value in message.items() if name != "parse_problems"}
+    if sent.get("tool_calls") and not sent["content"]:
+        sent["content"] = None
+    return sent
+
+
+def settled_text(renderer: ChatRenderer, ids: Sequence[int], sampling: SamplingParams) -> str:
+    """Return the part of an unfinished answer's text that no later token can change."""
+    if ids and ids[-1] in sampling.stop_token_ids:
+        ids = ids[:-1]
+    text = cut_at_stop(renderer.decode_answer(ids), sampling.stop).rstrip("\ufffd")
+    return text[: len(text) - _unsettled(text, sampling.stop)]
+
+
+class TextDeltas:
+    """The new text of one choice, from one look to the next."""
+
+    def __init__(self) -> None:
+        self._given = ""
+
+    def next(self, text: str) -> str:
+        """Return what `text` has beyond what was given out before; nothing where they differ."""
+        if not text.startswith(self._given):
+            return ""
+        new = text[len(self._given) :]
+        self._given = text
+        return new
+
+
+class MessageDeltas:
+    """The new parts of one choice's message, as OpenAI's `delta` objects."""
+
+    def __init__(self, renderer: ChatRenderer, tools: Sequence[ToolSchema] | None) -> None:
+        self._renderer, self._tools = renderer, tools
+        self._reasoning, self._content = TextDeltas(), TextDeltas()
+        self._is_new = True
+
+    def next(self, text: str) -> dict[str, Any]:
+        """Return what an unfinished answer's settled text adds."""
+        text = text[: len(text) - _unsettled(text, _TAGS)]
+        parsed = self._renderer.parse_text(text, FinishReason.LENGTH, None)
+        content = str(parsed.message["content"]).partition(_CONTROL)[0]
+        if self._tools:
+            content = _before_calls(content)
+        if content.isspace():  # the space before a reasoning tag is no content
+            content = ""
+        return self._delta(str(parsed.message.get("reasoning_content", "")), content)
+
+    def last(self, message: ChatMessage) -> dict[str, Any]:
+        """Return what the finished message adds; tool calls come whole, each in one piece."""
+        sent = outgoing_message(message)
+        content = str(sent["content"] or "")
+        delta = self._delta(str(sent.get("reasoning_content", "")), content)
+        if sent.get("tool_calls"):
+            calls = enumerate(sent["tool_calls"])
+            delta["tool_calls"] = [{"index": index, **call} for index, call in calls]
+        return delta
+
+    def _delta(self, reasoning: str, content: str) -> dict[str, Any]:
+        delta: dict[str, Any] = {"role": "assistant"} if self._is_new else {}
+        self._is_new = False
+        parts = {
+            "reasoning_content": self._reasoning.next(reasoning),
+            "content": self._content.next(content),
+        }
+        return delta | {name: part for name, part in parts.items() if part}
+
+
+def _before_calls(content: str) -> str:
+    """Return what stays content whatever follows: calls strip the space around it."""
+    if content[:1].isspace():
+        return ""
+    call = _MAY_BE_A_CALL.search(content)
+    return (content[: call.start()] if call else content).rstrip()
+
+
+def _unsettled(text: str, strings: Sequence[str]) -> int:
+    """Return the length of the longest end of `text` that may be the start of one of `strings`.
+
+    >>> _unsettled("12</th", ["</think>"])
+    4
+    """
+    longest = max(map(len, strings), default=1) - 1
+    for size in range(min(longest, len(text)), 0, -1):
+        if any(string.startswith(text[-size:]) for string in strings):
+            return size
+    return 0
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One choice: its tokens so far, and what it is when it is finished."""
+
+    index: int
+    prompt: IntArray
+    deltas: MessageDeltas | TextDeltas
+    ids: list[int] = field(default_factory=list)
+    output: EngineOutput | None = None
+
+
+class ResponseStream:
+    """The chunks of one chat completion (one prompt) or text completion.
+
+    Requests are queued when the stream is made, so what cannot be answered is an error of the
+    request. To be made where an event loop runs.
+
+    Raises:
+        ModelError: as the engine's `submit`.
+    """
+
+    def __init__(
+        self, served: ServedModel, request: ParsedRequest, prompts: Sequence[IntArray]
+    ) -> None:
+        self._served, self._request, self._prompts = served, request, prompts
+        self._responses = Responses(served, request)
+        self._loop = asyncio.get_running_loop()
+        self._news: asyncio.Queue[tuple[_Choice, SampledToken | Future[EngineOutput]]]
+        self._news = asyncio.Queue()
+        self._choices: list[_Choice] = []
+        self._answers: list[Future[EngineOutput]] = []
+        try:
+            for prompt in prompts:
+                for seed in choice_seeds(request.sampling.seed, request.n):
+                    self._begin(prompt, replace(request.sampling, seed=seed))
+        except BaseException:
+            self._cancel()
+            raise
+
+    def _begin(self, prompt: IntArray, sampling: SamplingParams) -> None:
+        tools, renderer = self._request.tools, self._served.renderer
+        deltas = MessageDeltas(renderer, tools) if self._request.chat else TextDeltas()
+        choice = _Choice(len(self._choices), prompt, deltas)
+        tell = partial(self._tell, choice)
+        answer = self._served.engine.submit(GenerateRequest(prompt, sampling), tell)
+        answer.add_done_callback(tell)
+        self._choices.append(choice)
+        self._answers.append(answer)
+
+    def _tell(self, choice: _Choice, news: SampledToken | Future[EngineOutput]) -> None:
+        """Hand news from the engine's thread over to the loop, unless that has ended."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._news.put_nowait, (choice, news))
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield the chunks as server-sent events, the last one being `[DONE]`."""
+        try:
+            while any(choice.output is None for choice in self._choices):
+                choice, news = await self._news.get()
+                if isinstance(news, Future):
+                    choice.output = news.result()
+                    yield _event(self._last_chunk(choice, choice.output))
+                else:
+                    yield _event(self._chunk(choice, news))
+            if self._request.include_usage:
+                outputs = [choice.output for choice in self._choices if choice.output is not None]
+                counted = usage(self._prompts, outputs)
+                yield _event(self._responses.head | {"choices": [], "usage": counted})
+        except Exception as error:  # told to the client, since the status is long sent
+            status, body = error_body(error)
+            if status >= 500:
+                logger.error("a stream of %s broke off", self._served.name, exc_info=error)
+            yield _event(body)
+        finally:
+            self._cancel()
+        yield DONE
+
+    def _cancel(self) -> None:
+        for answer in self._answers:
+            answer.cancel()
+
+    def _chunk(self, choice: _Choice, token: SampledToken) -> dict[str, Any]:
+        """Return what one more token adds."""
+        is_first = not choice.ids
+        choice.ids.append(token.id)
+        text = settled_text(self._served.renderer, choice.ids, self._request.sampling)
+        new = {"delta" if self._request.chat else "text": choice.deltas.next(text)}
+        ids, values = np.array([token.id], np.int32), self._served.logprobs_of(token)
+        return self._with_tokens(choice, ids, values, new, is_first)
+
+    def _last_chunk(self, choice: _Choice, output: EngineOutput) -> dict[str, Any]:
+        """Return what the rest of an answer adds, and how it ended."""
+        new = slice(len(choice.ids), None)
+        values = self._served.logprobs_of(output)[new]
+        part = self._responses.ending(output)
+        if isinstance(choice.deltas, TextDeltas):
+            part["text"] = choice.deltas.next(self._served.text(output))
+        else:
+            message, reason = self._served.message(output, self._request.tools)
+            part |= {"delta": choice.deltas.last(message), "finish_reason": reason.value}
+        return self._with_tokens(choice, output.completion_ids[new], values, part, not choice.ids)
+
+    def _with_tokens(
+        self, choice: _Choice, ids: IntArray, values: FloatArray, new: dict[str, Any], first: bool
+    ) -> dict[str, Any]:
+        """Return a chunk: what is `new` of a choice, with its new tokens as they were asked for."""
+        part = {"index": choice.index, "logprobs": None, "finish_reason": None, **new}
+        part |= self._responses.tokens(ids, values)
+        chunk = {**self._responses.head, "choices": [part]}
+        if self._request.token_ids and first:
+            holder = chunk if self._request.chat else part
+            holder["prompt_token_ids"] = choice.prompt.tolist()
+        return chunk
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
