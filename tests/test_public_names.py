@@ -77,7 +77,6 @@ NAMES = [
     "__version__",
     "as_client",
     "build_samples",
-    "run_inline",
     "cleanup",
     "compose_parsers",
     "evaluate",
@@ -87,6 +86,7 @@ NAMES = [
     "parse_response_messages",
     "parse_response_tokens",
     "process_trajectories_for_training",
+    "run_inline",
     "stop",
     "teardown",
 ]

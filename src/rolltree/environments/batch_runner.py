@@ -23,6 +23,8 @@ from rolltree.rollouts import (
     Split,
     current_episode,
     derive_seed,
+    example_request,
+    group_member,
     merge_args,
     resolve_sampling,
 )
@@ -432,23 +434,17 @@ class BatchRunner(ABC):
         requests: list[RolloutRequest] = []
         for row in rows:
             group = f"{row['task']}/{row['example_id']}"
-            world = derive_seed(seed, self.env_id, group)
+            request = example_request(
+                self.env_id,
+                as_input(row),
+                group_id=group,
+                seed=derive_seed(seed, self.env_id, group),
+                sampling=sampling,
+                phase="generate",
+            )
             for _ in range(rollouts_per_example):
-                index = met[group]
+                requests.append(group_member(request, met[group]))
                 met[group] += 1
-                requests.append(
-                    RolloutRequest(
-                        request_id=f"{group}/{index}",
-                        env_id=self.env_id,
-                        input=as_input(row),
-                        seed=world,
-                        sampling_seed=derive_seed(world, "sample", index),
-                        group_id=group,
-                        index_in_group=index,
-                        sampling=sampling,
-                        phase="generate",
-                    )
-                )
         return requests
 
 

@@ -82,15 +82,46 @@ class GroupStrategy:
     def expand(self, requests: Iterable[RolloutRequest]) -> list[RolloutRequest]:
         """Return `group_size` requests for each request, group after group."""
         return [
-            replace(
-                request,
-                request_id=f"{request.request_id}/{member}",
-                sampling_seed=derive_seed(request.sampling_seed, "member", member),
-                index_in_group=member,
-            )
-            for request in requests
-            for member in range(self.group_size)
+            group_member(request, index) for request in requests for index in range(self.group_size)
         ]
+
+
+def example_request(
+    env_id: str,
+    input: RolloutInput,
+    *,
+    group_id: str,
+    seed: int,
+    sampling: SamplingParams,
+    phase: str,
+    train_step: int | None = None,
+) -> RolloutRequest:
+    """Return the request of one example; `group_member` and strategies make the rollouts of it.
+
+    `seed` is the world's. The sampling seed is derived from it.
+    """
+    return RolloutRequest(
+        request_id=group_id,
+        env_id=env_id,
+        input=input,
+        seed=seed,
+        sampling_seed=derive_seed(seed, "sampling"),
+        group_id=group_id,
+        index_in_group=0,
+        sampling=sampling,
+        phase=phase,
+        train_step=train_step,
+    )
+
+
+def group_member(request: RolloutRequest, index: int) -> RolloutRequest:
+    """Return member `index` of the request's group: the same world, another sampling seed."""
+    return replace(
+        request,
+        request_id=f"{request.request_id}/{index}",
+        sampling_seed=derive_seed(request.sampling_seed, "member", index),
+        index_in_group=index,
+    )
 
 
 def repeat(request: RolloutRequest, num: int) -> list[RolloutRequest]:
@@ -177,16 +208,12 @@ def build_requests(
     when: tuple[str | int, ...] = () if train_step is None or split == "eval" else (train_step,)
     requests = []
     for index in indices:
-        seed = derive_seed(run_seed, source.env_id, split, index, *when)
         requests.append(
-            RolloutRequest(
-                request_id=f"{stem}/{index}",
-                env_id=source.env_id,
-                input=source.example(split, index),
-                seed=seed,
-                sampling_seed=derive_seed(seed, "sampling"),
+            example_request(
+                source.env_id,
+                source.example(split, index),
                 group_id=f"{stem}/{index}",
-                index_in_group=0,
+                seed=derive_seed(run_seed, source.env_id, split, index, *when),
                 sampling=params,
                 phase=phase,
                 train_step=train_step,

@@ -11,7 +11,13 @@ from collections.abc import Mapping
 import numpy as np
 
 from rolltree.errors import ConfigError
-from rolltree.rollouts import GroupStrategy, RolloutSource, derive_seed, resolve_sampling
+from rolltree.rollouts import (
+    GroupStrategy,
+    RolloutSource,
+    derive_seed,
+    example_request,
+    resolve_sampling,
+)
 from rolltree.training.config import TrainConfig
 from rolltree.types import RolloutRequest, SamplingParams
 
@@ -117,16 +123,12 @@ def _requests(
     groups = []
     for label, (index, parts) in chosen.items():
         name = f"{PHASE}/{step:06d}/{label}"
-        seed = derive_seed(config.run.seed, PHASE, step, *parts)
         groups.append(
-            RolloutRequest(
-                request_id=name,
-                env_id=source.env_id,
-                input=source.example("train", index),
-                seed=seed,
-                sampling_seed=derive_seed(seed, "sampling"),
+            example_request(
+                source.env_id,
+                source.example("train", index),
                 group_id=name,
-                index_in_group=0,
+                seed=derive_seed(config.run.seed, PHASE, step, *parts),
                 sampling=sampling,
                 phase=PHASE,
                 train_step=step,
