@@ -10,7 +10,7 @@ import time
 import pytest
 
 from rolltree import threads
-from rolltree.threads import Stopped, run_in_thread
+from rolltree.threads import ThreadInterrupt, run_in_pool, run_in_thread
 
 NAME = "rolltree-test-work"
 
@@ -79,7 +79,7 @@ async def test_one_that_catches_everything_is_stopped_again(monkeypatch):
 
     with pytest.raises(TimeoutError):
         await run_in_thread(stubborn, limit_s=0.01, name=NAME)
-    assert caught == [Stopped] * 3
+    assert caught == [ThreadInterrupt] * 3
     assert num_running() == 0
 
 
@@ -131,7 +131,7 @@ async def test_an_exception_raised_at_the_very_end_does_not_come_out_of_the_thre
     def tell_and_stop(self, settle, value):
         tell(self, settle, value)
         ident = ctypes.c_ulong(threading.get_ident())  # met at one of the next bytecodes
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(Stopped))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(ThreadInterrupt))
 
     monkeypatch.setattr(threads._Work, "_tell", tell_and_stop)
     unhandled = []
@@ -140,3 +140,10 @@ async def test_an_exception_raised_at_the_very_end_does_not_come_out_of_the_thre
         assert await run_in_thread(lambda number=number: number, name=NAME) == number
     await all_ended()
     assert unhandled == []
+
+
+async def test_threads_of_the_pool_see_the_task_context():
+    variable = contextvars.ContextVar("variable", default="unset")
+    variable.set("set")
+    assert await run_in_pool(variable.get) == "set"
+    assert await run_in_pool(threading.current_thread) is not threading.main_thread()

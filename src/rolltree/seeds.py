@@ -1,7 +1,7 @@
 """Seeds: everything random in a run comes from one number through a hash.
 
 No seed depends on how many were drawn before it, so a run that is killed and resumed draws the same
-ones. It knows nothing about requests, worlds or engines.
+ones.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 
 MAX_SEED = 2**31
-"""Seeds are below it: numpy's old interface and several servers take no more than 31 bits."""
+"""Seeds are below it: numpy's legacy interface and several servers take at most 31 bits."""
 
 
 def derive_seed(run_seed: int, *parts: str | int) -> int:

@@ -1,10 +1,8 @@
-"""Cancellation where something must still happen: work that has to end, errors that look like it.
+"""Cancellation of asyncio tasks: work that must be finished all the same.
 
-asyncio cancels a task where it waits, more than once if need be. `outlast` and `uninterrupted` wait
-for what must not be left half done; `being_cancelled` tells somebody's wish to end this task from a
-`CancelledError` that user code raised itself, for example by awaiting a task that it cancelled.
-
-It knows asyncio. It leaves out threads, and what the work is.
+`outlast` and `uninterrupted` wait for what must not be left half done, however often the task is
+cancelled. `being_cancelled` tells a cancellation of this task from a `CancelledError` that user
+code raised itself, for example by awaiting a task that it cancelled.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ T = TypeVar("T")
 
 
 def being_cancelled() -> bool:
-    """Whether somebody has asked the current task to end."""
+    """Whether the current task has been cancelled and has not ended yet."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

@@ -1,12 +1,11 @@
-"""Blocking work in a thread of its own that ends when the caller no longer waits.
+"""Blocking work in threads, so that the event loop goes on.
 
-`run_in_thread` runs a function in a new daemon thread. When its time is over, or the waiting task
-is cancelled, the thread is stopped by raising `Stopped` in it, which Python code meets at its next
-bytecode. Code that hangs inside one call of C (a lock, a socket without a time limit, a long
-sleep) cannot be stopped from outside: the thread is given up, with a warning, and ends when that
-call returns. What may hang like that belongs into a process (`rolltree.tools`).
-
-It knows nothing about tools or worlds. It leaves out bounds on how many threads there are.
+`run_in_thread` gives work a thread of its own that ends when the caller no longer waits: once its
+time is over, or the waiting task is cancelled, `ThreadInterrupt` is raised in it, which Python code
+meets at its next bytecode. Code that hangs inside one call of C (a lock, a socket without a time
+limit, a long sleep) cannot be stopped from outside: the thread is given up, with a warning, and
+ends when that call returns. What may hang like that belongs in a process (`rolltree.workers`).
+`run_in_pool` is for short work that needs no stopping.
 """
 
 from __future__ import annotations
@@ -14,10 +13,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import ctypes
+import functools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
@@ -28,7 +30,7 @@ _GRACE_S = 1.0
 _POLL_S = 0.002
 
 
-class Stopped(BaseException):
+class ThreadInterrupt(BaseException):
     """Raised inside a thread whose caller no longer waits. Code should let it pass."""
 
 
@@ -41,14 +43,18 @@ class _Work(Generic[T]):
         self._context = contextvars.copy_context()
         self.future: asyncio.Future[T] = self._loop.create_future()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._lock = threading.Lock()  # held while `Stopped` is raised, and while that is ended
+        self._lock = (
+            threading.Lock()
+        )  # held while `ThreadInterrupt` is raised, and while that is ended
         self._is_over = False
 
     def _run(self) -> None:
-        with suppress(Stopped, RuntimeError):  # stopped on its way out, or the loop is closed
+        with suppress(
+            ThreadInterrupt, RuntimeError
+        ):  # stopped on its way out, or the loop is closed
             self._work_and_tell()
         while not self._is_over:
-            with suppress(Stopped), self._lock:
+            with suppress(ThreadInterrupt), self._lock:
                 self._is_over = True
                 self._raise_in_thread(None)  # what was not met yet must not be met outside
 
@@ -78,12 +84,12 @@ class _Work(Generic[T]):
         )
 
     async def stop(self) -> None:
-        """Raise `Stopped` in the thread until it ends, or give it up after a second."""
+        """Raise `ThreadInterrupt` in the thread until it ends, or give it up after a second."""
         until = time.monotonic() + _GRACE_S
         while self.thread.is_alive() and time.monotonic() < until:
             with self._lock:
                 if not self._is_over:
-                    self._raise_in_thread(Stopped)
+                    self._raise_in_thread(ThreadInterrupt)
             await asyncio.sleep(_POLL_S)
         if self.thread.is_alive():
             _LOGGER.warning(
@@ -110,3 +116,19 @@ async def run_in_thread(
     except (TimeoutError, asyncio.CancelledError):
         await running.stop()
         raise
+
+
+async def run_in_pool(work: Callable[[], T]) -> T:
+    """Return what `work()` returns, from a thread of a shared pool, with this task's context.
+
+    The pool is not asyncio's: functions of users that are slow must not keep files from being
+    written. Cancellation leaves the work running.
+    """
+    context = contextvars.copy_context()
+    return await asyncio.get_running_loop().run_in_executor(_pool(), context.run, work)
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    num_threads = min(16, (os.cpu_count() or 1) + 4)
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="rolltree-pool")

@@ -13,7 +13,6 @@ from rolltree.rubrics.functions import (
     call_all,
     group_arguments,
     rollout_arguments,
-    run_in_pool,
 )
 from rolltree.types import ErrorRecord, State
 
@@ -234,11 +233,3 @@ async def test_asynchronous_functions_run_side_by_side():
     state = a_state()
     await rubric.score_rollout(state)
     assert state["reward"] == 3.0
-
-
-async def test_threads_see_the_task_context():
-    import contextvars
-
-    variable = contextvars.ContextVar("variable", default="unset")
-    variable.set("set")
-    assert await run_in_pool(variable.get) == "set"

@@ -15,7 +15,7 @@ from typing import Any
 from rolltree.environments.lifecycle import cleanup, teardown
 from rolltree.environments.tool_env import ToolEnv
 from rolltree.errors import ConfigError
-from rolltree.rubrics.functions import run_in_pool
+from rolltree.threads import run_in_pool
 from rolltree.tools import Tool, ToolUnavailable
 from rolltree.types import State
 

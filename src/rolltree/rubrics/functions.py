@@ -7,18 +7,16 @@ written. It leaves out time limits: a function that never returns keeps its roll
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import functools
 import inspect
 import math
-import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from rolltree.errors import ConfigError, did_you_mean, record_error
+from rolltree.threads import run_in_pool
 from rolltree.types import ErrorRecord, State
 
 RewardFunc: TypeAlias = Callable[..., Any]
@@ -230,18 +228,6 @@ async def _settle(outcome: RawScore) -> RawScore:
         return await outcome
     except Exception as error:  # noqa: BLE001  a failed score is data
         return record_error(error, "scoring")
-
-
-@functools.cache
-def _pool() -> ThreadPoolExecutor:
-    num_threads = min(16, (os.cpu_count() or 1) + 4)
-    return ThreadPoolExecutor(num_threads, thread_name_prefix="rolltree-scoring")
-
-
-async def run_in_pool(work: Callable[[], T]) -> T:
-    """Run blocking work in a thread of the scoring pool, with this task's context variables."""
-    context = contextvars.copy_context()
-    return await asyncio.get_running_loop().run_in_executor(_pool(), context.run, work)
 
 
 def _asks_for_group(func: RewardFunc, names: Iterable[str]) -> bool:
