@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training_kit import Call, flat, group
 
-from rolltree.training.handover import Handover, in_thread
+from rolltree.tasks import uninterrupted
+from rolltree.training.handover import Handover
 from rolltree.training.metrics import RecordStats
 from rolltree.training.places import by_place
 from rolltree.training.staleness import mask_stale
@@ -170,7 +171,7 @@ class TestHandover:
                 engine.log.append(("write", threading.current_thread() is threading.main_thread()))
             return 7
 
-        assert await in_thread(work) == 7
+        assert await uninterrupted(asyncio.to_thread(work)) == 7
         assert engine.log == ["pause", ("write", False), ("publish", True), "go"]
         assert handover.paused_s > 0
 
@@ -182,7 +183,7 @@ class TestHandover:
                 raise RuntimeError("half written")
 
         with pytest.raises(RuntimeError, match="half written"):
-            await in_thread(work)
+            await uninterrupted(asyncio.to_thread(work))
         assert engine.log == ["pause"]
         await handover.aclose()
         assert engine.log == ["pause", "go"]
@@ -197,7 +198,7 @@ class TestHandover:
             with handover():
                 engine.log.append("write")
 
-        task = asyncio.create_task(in_thread(work))
+        task = asyncio.create_task(uninterrupted(asyncio.to_thread(work)))
         await asyncio.to_thread(began.wait, 5)
         task.cancel()
         await asyncio.sleep(0.05)

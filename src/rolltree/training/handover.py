@@ -13,11 +13,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
-from typing import Any, TypeVar
-
-from rolltree.tasks import uninterrupted
-
-ResultT = TypeVar("ResultT")
+from typing import Any
 
 
 class Handover:
@@ -61,8 +57,3 @@ class Handover:
             await awaitable
 
         asyncio.run_coroutine_threadsafe(run(), self._loop).result()
-
-
-async def in_thread(call: Callable[[], ResultT]) -> ResultT:
-    """Run `call` in a thread to its end, also when the awaiting task is cancelled meanwhile."""
-    return await uninterrupted(asyncio.to_thread(call))

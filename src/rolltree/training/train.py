@@ -27,11 +27,12 @@ from rolltree.errors import ConfigError, TrainingError
 from rolltree.rollouts import RolloutEngine, RolloutSource
 from rolltree.samples import SampleBatch, build_samples
 from rolltree.store import Run
+from rolltree.tasks import uninterrupted
 from rolltree.training.assign import assign_credit
 from rolltree.training.checkpoint import Checkpoints, TrainState
 from rolltree.training.config import TrainConfig
 from rolltree.training.feed import Feed, StepRollouts, SyncFeed
-from rolltree.training.handover import Handover, in_thread
+from rolltree.training.handover import Handover
 from rolltree.training.leading import (
     export_together,
     make_checkpoints,
@@ -331,7 +332,9 @@ class _Loop:
         self.handover = handover = Handover(
             self.engine.paused, lambda: self.publisher.publish(step)
         )
-        trained = await in_thread(lambda: self.trainer.step(samples, step, exclusive=handover))
+        trained = await uninterrupted(
+            asyncio.to_thread(self.trainer.step, samples, step, exclusive=handover)
+        )
         self.handover = None
         verified = await self.publisher.verify(step)
         return trained | stale | verified | {"time/paused_s": handover.paused_s}
