@@ -18,8 +18,7 @@ from inference_templates import (
     user,
 )
 
-from rolltree.inference.ends import SENTINEL, learn_ends, stand_in
-from rolltree.inference.glue import Glue, GlueError
+from rolltree.inference.glue import SENTINEL, Glue, GlueError, learn_turn_tokens, stand_in
 from rolltree.inference.template import ChatTemplate
 from rolltree.inference.vocabulary import Vocabulary
 from rolltree.testing import ByteTokenizer
@@ -53,27 +52,29 @@ def named(vocabulary: Vocabulary, ids: Any) -> list[str]:
 )
 def test_ends_and_closes(tokenizer: ByteTokenizer, ends: list[str], closes: list[str]) -> None:
     vocabulary = Vocabulary(tokenizer)
-    learned = learn_ends(ChatTemplate(str(tokenizer.chat_template)), vocabulary)
+    learned = learn_turn_tokens(ChatTemplate(str(tokenizer.chat_template)), vocabulary)
     assert named(vocabulary, learned.end_ids) == ends
     assert named(vocabulary, learned.close_ids) == closes
 
 
 def test_configured_ends_are_kept() -> None:
     vocabulary = Vocabulary(ByteTokenizer())
-    learned = learn_ends(ChatTemplate(str(ByteTokenizer().chat_template)), vocabulary, [256, 65])
+    learned = learn_turn_tokens(
+        ChatTemplate(str(ByteTokenizer().chat_template)), vocabulary, [256, 65]
+    )
     assert learned.end_ids == (258, 256, 65)
     assert learned.close_ids == {258}
 
 
 def test_the_start_of_an_answer_is_known() -> None:
     vocabulary = Vocabulary(ByteTokenizer())
-    learned = learn_ends(ChatTemplate(STRIPPING), vocabulary)
+    learned = learn_turn_tokens(ChatTemplate(STRIPPING), vocabulary)
     assert learned.start.endswith("<|im_start|>assistant\n<think>\n")
 
 
 def test_a_template_that_refuses_probes_still_has_the_tokenizers_end() -> None:
     vocabulary = Vocabulary(ByteTokenizer())
-    learned = learn_ends(ChatTemplate("{{ raise_exception('never') }}"), vocabulary)
+    learned = learn_turn_tokens(ChatTemplate("{{ raise_exception('never') }}"), vocabulary)
     assert (learned.start, learned.end_ids, learned.close_ids) == ("", (258,), frozenset())
 
 

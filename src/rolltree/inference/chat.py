@@ -2,8 +2,7 @@
 
 The first prompt of a conversation is the rendered template. Each later one is the exact ids of the
 previous prompt and completion plus only what is new, so nothing that was sampled is ever
-re-tokenized. It knows nothing about engines, servers or which calls were made before (that is
-`rolltree.inference.session`), and leaves out text parsing by environments (`rolltree.parsers`).
+re-tokenized.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from typing import Any, Literal
 import numpy as np
 
 from rolltree.errors import ConfigError, did_you_mean
-from rolltree.inference.completion import CompletionParser, ParsedCompletion
+from rolltree.inference.completion import CompletionParser, ParsedCompletion, cut_at_stop
 from rolltree.inference.glue import Glue, GlueError
 from rolltree.inference.template import ChatTemplate
 from rolltree.inference.vocabulary import Tokenizer, Vocabulary
-from rolltree.types import ChatMessage, FinishReason, IntArray, ToolSchema
+from rolltree.types import ChatMessage, FinishReason, IntArray, SamplingParams, ToolSchema
 
 History = Literal["keep", "template"]
 
@@ -83,35 +82,37 @@ class ChatRenderer:
         self.tokenizer = tokenizer
         self.vocabulary = Vocabulary(tokenizer)
         names = {**self.vocabulary.variables, **(variables or {})}
-        self._faces = {
-            kind: _Face(ChatTemplate(source, names), self.vocabulary, end_ids)
+        self._variants = {
+            kind: _TemplateVariant(ChatTemplate(source, names), self.vocabulary, end_ids)
             for kind, source in _sources(tokenizer, template).items()
         }
-        known = [end for face in self._faces.values() for end in face.glue.ends.end_ids]
+        known = [
+            end for variant in self._variants.values() for end in variant.glue.turn_tokens.end_ids
+        ]
         self.end_ids = tuple(dict.fromkeys((*known, *end_ids, *self.vocabulary.end_ids)))
         """Token ids that end a turn: an engine stops after sampling one of them."""
-        default = self._faces.get("tool_use") or self._faces.get("default")
+        default = self._variants.get("tool_use") or self._variants.get("default")
         self._parser = CompletionParser(
             default.template.source if default else "",
             tool_parser=tool_parser,
             reasoning=reasoning,
-            start=default.glue.ends.start if default else "",
+            start=default.glue.turn_tokens.start if default else "",
         )
 
-    def _face(self, tools: Sequence[ToolSchema] | None) -> _Face:
+    def _variant(self, tools: Sequence[ToolSchema] | None) -> _TemplateVariant:
         """Return the template for a call with or without tools.
 
         Raises:
             ConfigError: there is none.
         """
-        face = self._faces.get("tool_use") if tools else None
-        face = face or self._faces.get("default")
-        if face is None:
+        variant = self._variants.get("tool_use") if tools else None
+        variant = variant or self._variants.get("default")
+        if variant is None:
             raise ConfigError(
                 "the tokenizer has no chat template, so messages cannot become a prompt. Pass "
                 "template=..., or use message_type='completion' with a base model."
             )
-        return face
+        return variant
 
     def render(
         self,
@@ -125,7 +126,7 @@ class ChatRenderer:
         Raises:
             TemplateError: the template refuses these messages.
         """
-        text = self._face(tools).template.render(
+        text = self._variant(tools).template.render(
             messages, tools, add_generation_prompt=add_generation_prompt
         )
         return self.vocabulary.encode_start(text)
@@ -145,14 +146,14 @@ class ChatRenderer:
         O(new tokens) with `history="keep"`.
         """
         assistant, new = messages[num_old - 1], messages[num_old:]
-        face = self._face(tools)
+        variant = self._variant(tools)
         try:
             last_id = int(previous_ids[-1]) if len(previous_ids) else None
-            ids, text = face.glue.suffix(last_id, assistant, new, tools)
+            ids, text = variant.glue.suffix(last_id, assistant, new, tools)
         except GlueError as error:
             return Continuation(None, self.render(messages, tools), str(error))
         if self.history == "template":
-            whole = face.template.render(messages, tools)
+            whole = variant.template.render(messages, tools)
             kept = self.vocabulary.decode(previous_ids)
             if whole != kept + text:
                 at = _first_difference(whole, kept + text)
@@ -201,12 +202,18 @@ class ChatRenderer:
         ended = len(ids) > 0 and int(ids[-1]) in self.end_ids
         return self.vocabulary.decode(ids[:-1] if ended else ids)
 
+    def answer_text(self, ids: Sequence[int] | IntArray, sampling: SamplingParams) -> str:
+        """Return the text of a finished answer without what stopped it."""
+        if len(ids) and int(ids[-1]) in sampling.stop_token_ids:
+            return self.decode(ids[:-1])
+        return cut_at_stop(self.decode_answer(ids), sampling.stop)
+
     def decode(self, ids: Sequence[int] | IntArray) -> str:
         """Return the text of `ids`, special tokens spelled out."""
         return self.vocabulary.decode(ids)
 
 
-class _Face:
+class _TemplateVariant:
     """One of a model's templates, with what was learned about it."""
 
     def __init__(

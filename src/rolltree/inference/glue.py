@@ -1,32 +1,121 @@
-"""Template glue: the text that a chat template puts between a sampled answer and the next one.
+"""What a chat template writes around an assistant's turn, learned by rendering short probes.
 
-The glue (assistant close, new messages, next opener) is found by rendering a short probe
-conversation whose assistant message is a sentinel, and cutting the result behind the sentinel. So
-its cost is that of the new messages, whatever the length of the history. For each shape of
-continuation (roles of the new messages, tools, kind of assistant message) the cut is checked once:
-it must not depend on what came before, and its tokens must be the ones that the tokenizer gives in
-context.
-
-It knows templates and tokenizers. It knows nothing about engines or sessions, and it leaves out
-what to do when the glue cannot be found: `GlueError` says why, the caller renders everything.
+`learn_turn_tokens` finds the tokens that end a turn. `Glue` finds the text between a sampled answer
+and the next one (assistant close, new messages, next opener): it renders a short probe conversation
+whose assistant message is a sentinel, and cuts the result behind it, so its cost is that of the new
+messages, whatever the length of the history. For each shape of continuation (roles of the new
+messages, tools, kind of assistant message) the cut is checked once: it must not depend on what came
+before, and its tokens must be the ones that the tokenizer gives in context. Where no such cut
+exists, `GlueError` says why and the caller renders everything.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rolltree.errors import RolltreeError
-from rolltree.inference.ends import PROBE, SENTINEL, TurnEnds, learn_ends, render, stand_in
-from rolltree.inference.template import ChatTemplate, TemplateError
+from rolltree.inference.template import ChatTemplate, TemplateError, TemplateLimitError
 from rolltree.inference.vocabulary import Vocabulary
 from rolltree.types import ChatMessage, IntArray, ToolSchema
+
+SENTINEL = f"Qz{secrets.token_hex(6)}Zq"
+"""A text that stands for what an assistant said last; no message holds it."""
+PROBE: list[ChatMessage] = [{"role": "user", "content": "Probe."}]
+_TOOL: ChatMessage = {
+    "role": "tool",
+    "name": "probe",
+    "content": "Probe.",
+    "tool_call_id": "probe0000",
+}
+_CALLER: ChatMessage = {
+    "role": "assistant",
+    "tool_calls": [{"id": "probe0000", "function": {"name": "probe", "arguments": "{}"}}],
+}
 
 _LONG_PROBE: list[ChatMessage] = [
     {"role": "user", "content": "Earlier."},
     {"role": "assistant", "content": "Before."},
     *PROBE,
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTokens:
+    """The tokens of one template around a turn.
+
+    `start` is a rendered prompt up to where an answer begins. `end_ids` are the tokens that end a
+    turn when they are sampled. `close_ids` are those that the template itself writes behind an
+    assistant message, in the middle or at the end of a conversation.
+    """
+
+    start: str
+    end_ids: tuple[int, ...]
+    close_ids: frozenset[int]
+
+
+def learn_turn_tokens(
+    template: ChatTemplate, vocabulary: Vocabulary, configured: Sequence[int] = ()
+) -> TurnTokens:
+    """Learn the ends of turns; `configured` ids and the tokenizer's own are end tokens too.
+
+    Where the template writes nothing behind a last assistant message, the role markers that follow
+    one end a turn (GLM stops at `<|user|>` and `<|observation|>`).
+    """
+
+    def tail(messages: list[ChatMessage], behind: str = "") -> list[int]:
+        """Return the ids of what follows the sentinel and the text `behind` it."""
+        text = render(template, [*PROBE, *messages]).rpartition(SENTINEL)[2]
+        return [int(token) for token in vocabulary.encode(text.removeprefix(behind))]
+
+    answer, caller = stand_in({}), stand_in(_CALLER)
+    behind_call = render(template, [*PROBE, caller]).rpartition(SENTINEL)[2]
+    closes = [token for token in tail([answer])[:1] if vocabulary.is_special(token)]
+    if closes:
+        learned = closes + [i for i in tail([caller]) if vocabulary.is_special(i)][-1:]
+        inner = [token for token in tail([answer, *PROBE])[:1] if vocabulary.is_special(token)]
+        closes = [*learned, *inner]
+    else:
+        following = tail([answer, *PROBE])[:1] + tail([caller, _TOOL], behind_call)[:1]
+        learned = [token for token in following if vocabulary.is_special(token)]
+    end_ids = tuple(dict.fromkeys((*learned, *configured, *vocabulary.end_ids)))
+    return TurnTokens(
+        render(template, PROBE, add_generation_prompt=True), end_ids, frozenset(closes)
+    )
+
+
+def stand_in(assistant: ChatMessage) -> ChatMessage:
+    """Return a message like `assistant` with the sentinel where its text would end."""
+    calls = assistant.get("tool_calls")
+    if not calls:
+        return {"role": "assistant", "content": SENTINEL}
+    probes = [
+        {
+            "id": call.get("id", "call_0"),
+            "type": "function",
+            "function": {"name": call["function"]["name"], "arguments": {"probe": "x"}},
+        }
+        for call in calls
+    ]
+    probes[-1]["function"]["arguments"] = {"probe": SENTINEL}
+    return {"role": "assistant", "content": "", "tool_calls": probes}
+
+
+def render(
+    template: ChatTemplate,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[ToolSchema] | None = None,
+    *,
+    add_generation_prompt: bool = False,
+) -> str:
+    """Return the rendered messages, or nothing where the template refuses them."""
+    try:
+        return template.render(messages, tools, add_generation_prompt=add_generation_prompt)
+    except TemplateLimitError:
+        raise
+    except TemplateError:
+        return ""
 
 
 class GlueError(RolltreeError):
@@ -49,8 +138,8 @@ class Glue:
     ) -> None:
         self._template = template
         self._vocabulary = vocabulary
-        self.ends: TurnEnds = learn_ends(template, vocabulary, end_ids)
-        self._end_texts = tuple(vocabulary.decode([token]) for token in self.ends.end_ids)
+        self.turn_tokens: TurnTokens = learn_turn_tokens(template, vocabulary, end_ids)
+        self._end_texts = tuple(vocabulary.decode([token]) for token in self.turn_tokens.end_ids)
         self._verdicts: dict[tuple[object, ...], _Verdict] = {}
 
     def suffix(
@@ -77,9 +166,9 @@ class Glue:
             raise GlueError(verdict.problem)
         text = self._cut(PROBE, probe, new_messages, tools if verdict.show_tools else None)
         ids = self._vocabulary.encode(text)
-        if last_id in self.ends.end_ids and len(ids):
+        if last_id in self.turn_tokens.end_ids and len(ids):
             first = int(ids[0])
-            if first == last_id or first in self.ends.close_ids:
+            if first == last_id or first in self.turn_tokens.close_ids:
                 return ids[1:], text[len(self._vocabulary.decode([first])) :]
         return ids, text
 
