@@ -8,7 +8,7 @@ from rolltree.rubrics.functions import RewardFunc, RewardFunction, run_inline
 from rolltree.rubrics.groups import PerAgentRubric, RubricGroup
 from rolltree.rubrics.judge import JUDGE_PROMPT, JudgeRubric
 from rolltree.rubrics.math_rubric import MathRubric
-from rolltree.rubrics.rubric import Rubric, Scores, ToolRubric, write_advantages
+from rolltree.rubrics.rubric import Rubric, Scores, ToolRubric, centred_rewards, write_advantages
 
 __all__ = [
     "JUDGE_PROMPT",
@@ -21,6 +21,7 @@ __all__ = [
     "RubricGroup",
     "Scores",
     "ToolRubric",
+    "centred_rewards",
     "run_inline",
     "write_advantages",
 ]

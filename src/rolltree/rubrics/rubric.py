@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rolltree.errors import ConfigError, record_error
 from rolltree.parsers import Parser
@@ -313,19 +316,32 @@ def write_scores(state: State, scores: Scores, elapsed_s: float) -> None:
         timing["total_ms"] = timing["generation_ms"] + timing["scoring_ms"]
 
 
-def write_advantages(states: Sequence[Mapping[str, Any]]) -> None:
-    """Fill each advantage of one group: the reward minus the mean of the known rewards."""
-    rewards = [state["reward"] for state in states if state["reward"] is not None]
-    if not rewards:
-        return
-    mean = sum(rewards) / len(rewards)
-    for state in states:
-        if state["reward"] is None:
-            continue
-        state["advantage"] = state["reward"] - mean  # type: ignore[index]
+def centred_rewards(
+    rewards: Sequence[float] | NDArray[np.float64], weights: NDArray[np.float64] | None = None
+) -> NDArray[np.float64]:
+    """Return each reward minus the group's mean, float64 `[num_rollouts]`.
+
+    `weights` add up to 1; without them all count the same. Equal rewards give exactly 0.
+    """
+    values = np.asarray(rewards, np.float64)
+    if not len(values) or values.max() == values.min():
+        return np.zeros_like(values)
+    mean = values.mean() if weights is None else (weights * values).sum()
+    return np.asarray(values - mean)
+
+
+def write_advantages(states: Sequence[State]) -> None:
+    """Fill the advantages of one group as spec 1 says: the reward minus the mean.
+
+    Rollouts without a reward have none and do not count. Training's credit replaces them.
+    """
+    known = [state for state in states if state["reward"] is not None]
+    advantages = centred_rewards([state["reward"] for state in known]).tolist()
+    for state, advantage in zip(known, advantages, strict=True):
+        state["advantage"] = advantage
         for step in state["trajectory"]:
             if step["advantage"] is None:
-                step["advantage"] = state["advantage"]
+                step["advantage"] = advantage
 
 
 class ToolRubric(Rubric):

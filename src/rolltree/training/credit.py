@@ -25,6 +25,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rolltree.rubrics import centred_rewards
+
 STD_EPSILON = 1e-6
 
 
@@ -87,9 +89,9 @@ def _weights(owners: np.ndarray) -> np.ndarray:
 
 def _centred(rewards: np.ndarray, owners: np.ndarray) -> np.ndarray:
     """Subtract the mean over episodes; exactly zero when nothing can be compared."""
-    if owners.max() == 0 or rewards.max() == rewards.min():
+    if owners.max() == 0:
         return np.zeros_like(rewards)
-    return np.asarray(rewards - (_weights(owners) * rewards).sum())
+    return centred_rewards(rewards, _weights(owners))
 
 
 def grpo(episodes: Sequence[Episode], discount: float = 1.0) -> list[list[float]]:
