@@ -25,7 +25,7 @@ from verdict import Bar, conclude, make_parser
 
 from rolltree.samples import build_samples
 from rolltree.tokens import StepTokens, TokenTree, Trajectory
-from rolltree.types import FinishReason, Generation
+from rolltree.types import FinishReason, ModelResponse
 
 NEW_TOKENS, SAMPLED_TOKENS, REASONING_TOKENS = 400, 300, 200
 TURNS = (8, 32, 128)
@@ -141,7 +141,7 @@ def num_unique_tokens(calls: list[RecordedCall]) -> int:
 def trajectory_bytes(calls: list[RecordedCall]) -> int:
     """Return what a `Trajectory` of these calls holds: tree, steps and message lists."""
     generations = [
-        Generation(
+        ModelResponse(
             message={"role": "assistant", "content": ""},
             text="",
             finish_reason=FinishReason.STOP,
@@ -159,11 +159,11 @@ def trajectory_bytes(calls: list[RecordedCall]) -> int:
     gc.collect()
     tracemalloc.start()
     trajectory = Trajectory()
-    for index, generation in enumerate(generations):
+    for index, response in enumerate(generations):
         trajectory.append_call(
             prompt=messages[: 2 * index + 1],
             completion=messages[2 * index + 1 : 2 * index + 2],
-            generation=generation,
+            response=response,
         )
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()

@@ -37,7 +37,7 @@ from rolltree.training import Trainer, load_train_config
 from rolltree.training.batches import make_batch
 from rolltree.training.layout import key_blocks
 from rolltree.training.tree_attention import Block, TreeLayout, forest_attention
-from rolltree.types import FinishReason, Generation, State
+from rolltree.types import FinishReason, ModelResponse, State
 
 VOCABULARY = 4096
 NEW_TOKENS, SAMPLED_TOKENS, REASONING_TOKENS = 40, 60, 30
@@ -85,7 +85,7 @@ def rollout(
             prompt=[],
             completion=[],
             turn=turn,
-            generation=Generation(
+            response=ModelResponse(
                 message={},
                 text="",
                 finish_reason=FinishReason.STOP,

@@ -20,7 +20,6 @@ NAMES = [
     "FinishReason",
     "GenerateMetadata",
     "GenerateResults",
-    "Generation",
     "GroupStrategy",
     "GymEnv",
     "Info",

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from rolltree.environments import GenerateResults as GenerateResults
     from rolltree.environments import GymEnv as GymEnv
     from rolltree.environments import MCPEnv as MCPEnv
-    from rolltree.environments import ModelResponse as ModelResponse
     from rolltree.environments import MultiTurnEnv as MultiTurnEnv
     from rolltree.environments import PythonEnv as PythonEnv
     from rolltree.environments import ReasoningGymEnv as ReasoningGymEnv
@@ -77,10 +76,10 @@ if TYPE_CHECKING:
     from rolltree.types import ChatMessage as ChatMessage
     from rolltree.types import ErrorRecord as ErrorRecord
     from rolltree.types import FinishReason as FinishReason
-    from rolltree.types import Generation as Generation
     from rolltree.types import Info as Info
     from rolltree.types import Messages as Messages
     from rolltree.types import MessageType as MessageType
+    from rolltree.types import ModelResponse as ModelResponse
     from rolltree.types import RolloutInput as RolloutInput
     from rolltree.types import RolloutRequest as RolloutRequest
     from rolltree.types import RolloutResult as RolloutResult
@@ -97,7 +96,7 @@ if TYPE_CHECKING:
 _ROOMS: dict[str, str] = {
     "agents": "Agent ReActAgent ToolAgent",
     "environments": "EnvGroup Environment GenerateMetadata GenerateResults GymEnv MCPEnv "
-    "ModelResponse MultiTurnEnv PythonEnv ReasoningGymEnv SandboxEnv SingleTurnEnv StatefulToolEnv "
+    "MultiTurnEnv PythonEnv ReasoningGymEnv SandboxEnv SingleTurnEnv StatefulToolEnv "
     "TextArenaEnv ToolEnv WorldEnv cleanup load_environment stop teardown",
     "errors": "ConfigError ModelError PromptTooLong RolloutTimeout RolltreeError UnknownName",
     "evaluation": "evaluate",
@@ -109,7 +108,7 @@ _ROOMS: dict[str, str] = {
     "samples": "build_samples process_trajectories_for_training",
     "steps": "AgentStep EnvironmentStep ParseResult Rollout StepOutcome",
     "tokens": "TokenTree Trajectory",
-    "types": "BaseRolloutInput ChatMessage ErrorRecord FinishReason Generation Info Messages "
+    "types": "BaseRolloutInput ChatMessage ErrorRecord FinishReason ModelResponse Info Messages "
     "MessageType RolloutInput RolloutRequest RolloutResult RolloutTiming Sample SamplingArgs "
     "SamplingParams State TrainingExample TrajectoryStep TrajectoryStepTokens "
     "TruncationReason",

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import count
+from types import SimpleNamespace
 from typing import Any, Literal, NotRequired, TypeAlias, TypedDict, cast
 
 import numpy as np
@@ -151,9 +153,13 @@ class GenerateRequest:
     model: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """One model call, token-out. What the engine was given, what it sampled, and how likely.
+OVERLONG_PROMPT = "overlong-prompt"
+"""The `id` of the response that stands for a prompt that does not fit the model (spec 1)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelResponse:
+    """One model call: what the engine was given, what it sampled, and how likely.
 
     Shapes: `prompt_ids` int32 `[_P]`, `completion_ids` int32 `[_C]`, `logprobs` float32 `[_C]`,
     `versions` int32 `[_C]` (policy version per sampled token). The ids are None when the server
@@ -162,6 +168,11 @@ class Generation:
 
     `call_id` is unique in the process. `extends` names the earlier call whose prompt and completion
     are, id for id, a prefix of this prompt; it is a hint that makes storing cost O(new tokens).
+    `raw` is the response object of a client that wraps another one (the openai package's).
+
+    It also reads like OpenAI's response objects: `choices[0].message`, `.text`, `.finish_reason`,
+    `.logprobs` and `.token_ids`, `usage`, `prompt_token_ids` and `model_dump()` are built when they
+    are read.
     """
 
     message: ChatMessage
@@ -172,13 +183,149 @@ class Generation:
     logprobs: FloatArray | None
     versions: IntArray | None
     temperature: float
-    call_id: int
+    call_id: int = field(default_factory=count().__next__)
     extends: int | None = None
-    response: Any = None  # the raw response where a server sent one
+    raw: Any = None
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0
     wait_s: float = 0.0  # time in queues and retries, excluded from time limits
     info: Mapping[str, Any] = field(default_factory=dict)  # `num_retries`, `rerendered`: why, ...
+    id: str = ""
+    model: str | None = None
+
+    @classmethod
+    def overlong_prompt(cls) -> ModelResponse:
+        """Return the response to a prompt that does not fit: empty, with its `id` saying so."""
+        message = {"role": "assistant", "content": ""}
+        reason = FinishReason.LENGTH
+        return cls(message, "", reason, None, None, None, None, 1.0, id=OVERLONG_PROMPT)
+
+    @property
+    def choices(self) -> list[ResponseChoice]:
+        """The one choice."""
+        return [ResponseChoice(self)]
+
+    @property
+    def usage(self) -> ResponsePart:
+        """Token counts as OpenAI names them."""
+        prompt, completion = self.num_prompt_tokens, self.num_completion_tokens
+        return ResponsePart(
+            prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion
+        )
+
+    @property
+    def prompt_token_ids(self) -> list[int] | None:
+        """The prompt's ids, as vLLM names them."""
+        return None if self.prompt_ids is None else self.prompt_ids.tolist()
+
+    def model_dump(self) -> dict[str, Any]:
+        """Return the response as a dict of OpenAI's shape, with vLLM's fields for token ids."""
+        (choice,) = self.choices
+        return {
+            "id": self.id,
+            "object": "chat.completion",
+            "model": self.model,
+            "choices": [
+                {
+                    "index": 0,
+                    "message": choice.message.model_dump(),
+                    "text": self.text,
+                    "finish_reason": choice.finish_reason,
+                    "logprobs": None if choice.logprobs is None else choice.logprobs.model_dump(),
+                    "token_ids": choice.token_ids,
+                }
+            ],
+            "usage": self.usage.model_dump(),
+            "prompt_token_ids": self.prompt_token_ids,
+        }
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not ModelResponse:
+            return NotImplemented
+        names = (name for name in self.__slots__ if name != "raw")
+        return all(_equal(getattr(self, name), getattr(other, name)) for name in names)
+
+    def __hash__(self) -> int:
+        return hash((self.call_id, self.id))
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        return left is not None and right is not None and np.array_equal(left, right)
+    return bool(left == right)
+
+
+class ResponsePart(SimpleNamespace):
+    """A part of a response that reads like OpenAI's objects: attributes and `model_dump()`."""
+
+    def model_dump(self) -> dict[str, Any]:
+        """Return the part as plain dicts and lists."""
+        return {name: _dumped(value) for name, value in vars(self).items()}
+
+
+def _dumped(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_dumped(item) for item in value]
+    return value.model_dump() if isinstance(value, ResponsePart) else value
+
+
+class ResponseChoice:
+    """The one choice of a `ModelResponse`, with OpenAI's attributes for chat and for text."""
+
+    __slots__ = ("_response",)
+    index = 0
+
+    def __init__(self, response: ModelResponse) -> None:
+        self._response = response
+
+    @property
+    def message(self) -> ResponsePart:
+        """The assistant message: `content`, `reasoning_content`, `tool_calls`."""
+        message = self._response.message
+        calls = [
+            ResponsePart(
+                id=call.get("id"),
+                type="function",
+                function=ResponsePart(**call.get("function", {})),
+            )
+            for call in message.get("tool_calls") or ()
+        ]
+        return ResponsePart(
+            role="assistant",
+            content=message.get("content"),
+            reasoning_content=message.get("reasoning_content"),
+            tool_calls=calls or None,
+        )
+
+    @property
+    def text(self) -> str:
+        """The text that was sampled."""
+        return self._response.text
+
+    @property
+    def finish_reason(self) -> str:
+        """Why the model stopped."""
+        return self._response.finish_reason.value
+
+    @property
+    def token_ids(self) -> list[int] | None:
+        """The sampled ids, as vLLM names them."""
+        ids = self._response.completion_ids
+        return None if ids is None else ids.tolist()
+
+    @property
+    def logprobs(self) -> ResponsePart | None:
+        """Logprobs in both of OpenAI's shapes: `content` for chat, `token_logprobs` for text."""
+        ids, logprobs = self._response.completion_ids, self._response.logprobs
+        if ids is None or logprobs is None:
+            return None
+        tokens = [f"token_id:{token}" for token in ids.tolist()]
+        values = logprobs.tolist()
+        content = [
+            ResponsePart(token=token, logprob=value, bytes=None, top_logprobs=[])
+            for token, value in zip(tokens, values, strict=True)
+        ]
+        return ResponsePart(content=content, tokens=tokens, token_logprobs=values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from rolltree.errors import ServerError, record_error
 from rolltree.rollouts.record import encode_result
 from rolltree.store import Run
 from rolltree.tokens import Trajectory
-from rolltree.types import FinishReason, Generation, RolloutRequest, RolloutResult, State
+from rolltree.types import FinishReason, ModelResponse, RolloutRequest, RolloutResult, State
 
 
 def rollout(phase, example, *, reward=1.0, error=None, train_step=None, answer="12"):
@@ -32,7 +32,7 @@ def rollout(phase, example, *, reward=1.0, error=None, train_step=None, answer="
     trajectory.append_call(
         prompt=given["prompt"],
         completion=[message],
-        generation=Generation(
+        response=ModelResponse(
             message=message,
             text=answer,
             finish_reason=FinishReason.STOP,

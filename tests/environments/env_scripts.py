@@ -8,7 +8,7 @@ import numpy as np
 
 from rolltree.environments import MultiTurnEnv, SingleTurnEnv, stop
 from rolltree.rubrics import Rubric, run_inline
-from rolltree.types import FinishReason, Generation, RolloutRequest, SamplingParams
+from rolltree.types import FinishReason, ModelResponse, RolloutRequest, SamplingParams
 
 _ids = itertools.count()
 ROWS = [{"question": f"say {word}", "answer": word} for word in ("one", "two", "three")]
@@ -56,7 +56,7 @@ class ScriptedModel:
         text = message.get("content") or ""
         prompt_ids = np.frombuffer(json.dumps(messages).encode(), np.uint8).astype(np.int32)
         ids = np.frombuffer(text.encode() or b".", np.uint8).astype(np.int32)
-        return Generation(
+        return ModelResponse(
             message=message,
             text=text,
             finish_reason=FinishReason.STOP,

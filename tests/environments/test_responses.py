@@ -1,5 +1,7 @@
 """`add_model_response` takes what old environments and tests hand it."""
 
+import json
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -7,10 +9,9 @@ import numpy as np
 import pytest
 from env_scripts import single, user
 
-from rolltree.environments import ModelResponse
-from rolltree.environments.responses import OVERLONG, to_generation
 from rolltree.errors import BadResponse, TokenError
-from rolltree.types import FinishReason, Generation
+from rolltree.inference.parse import parse_response
+from rolltree.types import OVERLONG_PROMPT, FinishReason, ModelResponse
 
 
 def chat_dict(**more):
@@ -157,12 +158,12 @@ async def test_what_is_no_response(response):
 
 async def test_a_completion_without_text():
     with pytest.raises(BadResponse, match="no text"):
-        to_generation({"choices": [{"message": {}}]}, "completion")
+        parse_response({"choices": [{"message": {}}]}, "completion")
 
 
 @pytest.mark.parametrize(
     "response",
-    [ModelResponse(None, "chat", OVERLONG), {"id": OVERLONG}, SimpleNamespace(id=OVERLONG)],
+    [ModelResponse.overlong_prompt(), {"id": OVERLONG_PROMPT}, SimpleNamespace(id=OVERLONG_PROMPT)],
 )
 async def test_an_overlong_prompt_adds_no_step(response):
     env = single()
@@ -178,10 +179,10 @@ async def test_an_overlong_prompt_adds_no_step(response):
 )
 def test_finish_reasons(given, reason):
     response = {"choices": [{"message": {"content": ""}, "finish_reason": given}]}
-    assert to_generation(response, "chat").finish_reason is reason
+    assert parse_response(response, "chat").finish_reason is reason
 
 
-def a_generation(**more):
+def a_response(**more):
     fields = {
         "message": {"role": "assistant", "content": "one"},
         "text": "one",
@@ -195,29 +196,48 @@ def a_generation(**more):
         "num_prompt_tokens": 1,
         "num_completion_tokens": 1,
     }
-    return Generation(**{**fields, **more})
+    return ModelResponse(**{**fields, **more})
 
 
-def test_generations_pass_through():
-    generation = a_generation()
-    assert to_generation(generation, "chat") is generation
-    assert to_generation(ModelResponse(generation, "chat"), "chat") is generation
+def test_a_record_passes_through():
+    response = a_response()
+    assert parse_response(response, "chat") is response
 
 
-def test_call_ids_of_converted_responses_are_never_a_clients():
-    ids = [to_generation(chat_dict(), "chat").call_id for _ in range(3)]
+def test_call_ids_are_unique():
+    ids = [parse_response(chat_dict(), "chat").call_id for _ in range(3)]
     assert len(set(ids)) == 3
-    assert all(call_id < 0 for call_id in ids)
 
 
 def test_a_response_reads_like_openais():
     call = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
     message = {"role": "assistant", "content": "x", "tool_calls": [call], "reasoning_content": "r"}
-    response = ModelResponse(a_generation(message=message), "chat", "id")
+    response = a_response(message=message)
     spoken = response.choices[0].message
     assert (spoken.content, spoken.reasoning_content) == ("x", "r")
     assert spoken.tool_calls[0].function.name == "f"
     assert response.usage.total_tokens == 2
     assert response.choices[0].text == "one"
-    assert ModelResponse(None, "chat", OVERLONG).choices == []
-    assert ModelResponse(None, "chat", OVERLONG).usage.total_tokens == 0
+    assert response.choices[0].token_ids == [2]
+    assert response.choices[0].logprobs.content[0].logprob == -0.5
+    assert response.choices[0].logprobs.token_logprobs == [-0.5]
+    assert response.prompt_token_ids == [1]
+
+
+def test_a_dumped_response_can_be_parsed_again():
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    message = {"role": "assistant", "content": "x", "tool_calls": [call], "reasoning_content": "r"}
+    response = a_response(message=message, id="chatcmpl-1", model="m")
+    parsed = parse_response(json.loads(json.dumps(response.model_dump())), "chat")
+    again = replace(parsed, call_id=response.call_id, versions=None, text=response.text)
+    assert again == response
+
+
+def test_an_overlong_prompt_is_an_empty_response():
+    response = ModelResponse.overlong_prompt()
+    assert response.id == "overlong-prompt"
+    assert (response.choices[0].message.content, response.choices[0].finish_reason) == (
+        "",
+        "length",
+    )
+    assert response.usage.total_tokens == 0

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 from env_scripts import ROWS, Echo, ScriptedModel, a_request, assistant, single, user
 
-from rolltree.environments import ModelResponse, MultiTurnEnv, SingleTurnEnv, stop
+from rolltree.environments import MultiTurnEnv, SingleTurnEnv, stop
 from rolltree.errors import ConfigError, PromptTooLong, ServerError
 from rolltree.rollouts import RolloutEngine, RolloutSource, derive_seed
 from rolltree.rubrics import Rubric
 from rolltree.tokens import Trajectory
-from rolltree.types import SamplingParams, State, TruncationReason
+from rolltree.types import ModelResponse, SamplingParams, State, TruncationReason
 
 INPUT = {"prompt": user("say one"), "answer": "one", "example_id": 0, "task": "t"}
 
@@ -461,8 +461,7 @@ async def test_tokens_that_contradict_each_other_are_the_models_failure():
     class Wrong(Echo):
         async def get_model_response(self, *args, **kwargs):
             response = await super().get_model_response(*args, **kwargs)
-            generation = replace(response.generation, logprobs=response.generation.logprobs[:1])
-            return ModelResponse(generation, "chat")
+            return replace(response, logprobs=response.logprobs[:1])
 
     state = await play(Wrong(), ScriptedModel("two"))
     assert (state["error"].type, state["error"].phase) == ("TokenError", "model")

@@ -11,7 +11,7 @@ from rolltree.rollouts import RolloutSource
 from rolltree.rollouts.record import decode_results
 from rolltree.store import Run
 from rolltree.tokens import Trajectory
-from rolltree.types import FinishReason, Generation, State
+from rolltree.types import FinishReason, ModelResponse, State
 
 
 class EchoClient:
@@ -26,7 +26,7 @@ class EchoClient:
         text = messages[-1]["content"]
         if text == "hang up":
             raise ConnectionError("the server hung up")
-        return Generation(
+        return ModelResponse(
             message={"role": "assistant", "content": text},
             text=text,
             finish_reason=FinishReason.STOP,
@@ -78,7 +78,7 @@ class EchoSource:
             state["error"] = record_error(error, "model")
             return [state]
         state["trajectory"].append_call(
-            prompt=request.input["prompt"], completion=[generation.message], generation=generation
+            prompt=request.input["prompt"], completion=[generation.message], response=generation
         )
         state["completion"] = [generation.message]
         state["reward"] = float(index % 2 == 0)

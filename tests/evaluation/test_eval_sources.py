@@ -40,7 +40,7 @@ class Source:
             state["trajectory"].append_call(
                 prompt=request.input["prompt"],
                 completion=[generation.message],
-                generation=generation,
+                response=generation,
                 agent=agent,
             )
             state["reward"] = self.reward(agent, request)

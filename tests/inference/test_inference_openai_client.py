@@ -53,9 +53,9 @@ async def test_a_call_brings_message_ids_and_logprobs() -> None:
     assert got.versions is not None
     assert got.versions.tolist() == [5, 5, 5]
     assert (got.num_prompt_tokens, got.num_completion_tokens) == (len(got.prompt_ids), 3)
-    assert got.response["id"] == got.response.id == "chatcmpl-0"
-    assert dict(got.response) == {"id": "chatcmpl-0", "model": client.model, "stop_reason": None}
-    assert "choices" not in got.response
+    assert got.raw["id"] == got.raw.id == "chatcmpl-0"
+    assert dict(got.raw) == {"id": "chatcmpl-0", "model": client.model, "stop_reason": None}
+    assert "choices" not in got.raw
     assert got.info == {}
 
 

@@ -18,7 +18,7 @@ from rolltree.errors import (
 )
 from rolltree.inference import EndpointPool, OpenAIClient, RetryPolicy, as_client
 from rolltree.testing import FaultyClient, HttpFault, ScriptedClient, ScriptedServer
-from rolltree.types import Generation
+from rolltree.types import ModelResponse
 
 FAST = RetryPolicy(max_retries=3, first_wait_s=0.0)
 
@@ -41,10 +41,10 @@ class Recording:
     def session(self) -> Any:
         return _Session(self, self.inner.session())
 
-    async def chat(self, *args: Any, **options: Any) -> Generation:
+    async def chat(self, *args: Any, **options: Any) -> ModelResponse:
         return await self.session().chat(*args, **options)
 
-    async def generate(self, request: Any) -> Generation:
+    async def generate(self, request: Any) -> ModelResponse:
         return await self.inner.generate(request)
 
     async def aclose(self) -> None:
@@ -55,10 +55,10 @@ class _Session:
     def __init__(self, owner: Recording, inner: Any) -> None:
         self.owner, self.inner = owner, inner
 
-    async def chat(self, messages: Any, **options: Any) -> Generation:
+    async def chat(self, messages: Any, **options: Any) -> ModelResponse:
         self.owner.asked.append(messages)
         await asyncio.sleep(0)
-        got: Generation = await self.inner.chat(messages, **options)
+        got: ModelResponse = await self.inner.chat(messages, **options)
         return got
 
 

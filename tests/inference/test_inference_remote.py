@@ -13,7 +13,7 @@ from inference_templates import TOOLS, assistant, user
 from rolltree.errors import BadResponse, TokenError
 from rolltree.inference.dialect import TokenFields
 from rolltree.inference.remote import Answer, MessageSession, generated
-from rolltree.types import FinishReason, GenerateRequest, Generation, SamplingParams
+from rolltree.types import FinishReason, GenerateRequest, ModelResponse, SamplingParams
 
 PLAIN = SamplingParams()
 
@@ -43,7 +43,9 @@ def answer(
     return Answer(response, "raw", **options)
 
 
-def complete(session: MessageSession, messages: Any, given: Answer, **options: Any) -> Generation:
+def complete(
+    session: MessageSession, messages: Any, given: Answer, **options: Any
+) -> ModelResponse:
     return session.complete(
         messages,
         options.get("tools"),
@@ -63,7 +65,7 @@ def test_everything_known_is_in_the_generation() -> None:
     assert (got.prompt_ids.tolist(), got.completion_ids.tolist()) == ([1, 2], [3, 4])
     assert (got.versions.tolist(), got.wait_s, got.info) == ([7, 7], 1.5, {"num_retries": 2})
     assert (got.num_prompt_tokens, got.num_completion_tokens) == (2, 2)
-    assert (got.response, got.finish_reason) == ("raw", FinishReason.STOP)
+    assert (got.raw, got.finish_reason) == ("raw", FinishReason.STOP)
 
 
 def test_without_ids_the_servers_counts_are_taken() -> None:
@@ -184,7 +186,7 @@ def test_extends_is_said_exactly_when_it_is_true(
     session = session_of()
     messages: list[dict[str, Any]] = [user("go")]
     before: list[int] = []
-    calls: list[Generation] = []
+    calls: list[ModelResponse] = []
     for new, completion, kept in turns:
         prompt = [*before, *new] if kept else new
         got = complete(session, messages, answer(prompt, completion))

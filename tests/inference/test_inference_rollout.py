@@ -16,7 +16,7 @@ from rolltree.errors import ModelError
 from rolltree.inference import ChatRenderer, ModelClient, OpenAIClient, RetryPolicy
 from rolltree.testing import ByteTokenizer, FaultyClient, HttpFault, ScriptedClient, ScriptedServer
 from rolltree.tokens import Trajectory
-from rolltree.types import Generation, SamplingParams
+from rolltree.types import ModelResponse, SamplingParams
 
 RENDERER = ChatRenderer(ByteTokenizer())
 PATIENT = RetryPolicy(max_retries=45, first_wait_s=0.001, max_wait_s=0.01)  # more than faults
@@ -35,7 +35,7 @@ async def rollout(client: ModelClient, first: str, num_turns: int) -> Trajectory
     messages: list[dict[str, Any]] = [user(first)]
     for turn in range(num_turns):
         got = await session.chat(messages, sampling=SamplingParams(max_tokens=20))
-        trajectory.append_call(prompt=messages, completion=[got.message], generation=got, turn=turn)
+        trajectory.append_call(prompt=messages, completion=[got.message], response=got, turn=turn)
         messages = [*messages, got.message, user(f"turn {turn}")]
     return trajectory
 
@@ -107,7 +107,7 @@ async def test_many_rollouts_through_faults_lose_and_mix_nothing() -> None:
 async def test_two_agents_and_a_compaction_share_one_session() -> None:
     session = ScriptedClient(lambda _: "ok").session()
 
-    async def ask(messages: list[dict[str, Any]], tools: Any = None) -> Generation:
+    async def ask(messages: list[dict[str, Any]], tools: Any = None) -> ModelResponse:
         return await session.chat(messages, tools=tools)
 
     boss = [{"role": "system", "content": "You are the boss."}, user("Plan.")]
@@ -151,7 +151,6 @@ def test_the_public_names_are_these() -> None:
         "Continuation",
         "EndpointPool",
         "ModelClient",
-        "next_call_id",
         "OpenAIClient",
         "parse_response_messages",
         "parse_response_tokens",

@@ -9,7 +9,7 @@ from inference_templates import COUNTING, STRIPPING, TOOLS, assistant, user
 from rolltree.errors import ConfigError, TokenError
 from rolltree.inference import ChatRenderer, Prompt, Sampled, TokenSession
 from rolltree.testing import ByteTokenizer
-from rolltree.types import FinishReason, Generation
+from rolltree.types import FinishReason, ModelResponse
 
 RENDERER = ChatRenderer(ByteTokenizer())
 STOP = FinishReason.STOP
@@ -17,12 +17,12 @@ STOP = FinishReason.STOP
 
 def answer(
     session: TokenSession, prompt: Prompt, text: str, reason: FinishReason = STOP
-) -> Generation:
+) -> ModelResponse:
     ids = session.renderer.encode_text(text, start=False)
     return session.complete(prompt, Sampled(ids, [-0.5] * len(ids), reason), temperature=0.7)
 
 
-def full(generation: Generation) -> list[int]:
+def full(generation: ModelResponse) -> list[int]:
     assert generation.prompt_ids is not None
     assert generation.completion_ids is not None
     return [*generation.prompt_ids.tolist(), *generation.completion_ids.tolist()]
@@ -228,7 +228,7 @@ def test_whatever_branch_is_continued_its_ids_come_first(
 ) -> None:
     """Continue any earlier call, from any branch: its exact ids are the prompt's first."""
     session = TokenSession(RENDERER)
-    calls: list[tuple[list[dict[str, object]], Generation | None]] = [([], None)]
+    calls: list[tuple[list[dict[str, object]], ModelResponse | None]] = [([], None)]
     for which, question, said, truncated in turns:
         history, parent = calls[which % len(calls)]
         messages = [*history, user(question)]

@@ -23,7 +23,7 @@ from inference_templates import (
 
 from rolltree.inference import ChatRenderer, Sampled, TokenSession
 from rolltree.testing import ByteTokenizer
-from rolltree.types import FinishReason, Generation
+from rolltree.types import FinishReason, ModelResponse
 
 NUM_TURNS = 20
 
@@ -80,7 +80,7 @@ def sample(renderer: ChatRenderer, text: str, *, ended: bool = True) -> list[int
 
 def converse(
     renderer: ChatRenderer, style: Style, *, truncated: frozenset[int] = frozenset()
-) -> tuple[list[Generation], list[dict[str, Any]]]:
+) -> tuple[list[ModelResponse], list[dict[str, Any]]]:
     session = TokenSession(renderer)
     messages: list[dict[str, Any]] = [user("Start at 10.")]
     calls = []
@@ -94,13 +94,13 @@ def converse(
     return calls, messages
 
 
-def ids_of(call: Generation) -> list[int]:
+def ids_of(call: ModelResponse) -> list[int]:
     assert call.prompt_ids is not None
     assert call.completion_ids is not None
     return [*call.prompt_ids.tolist(), *call.completion_ids.tolist()]
 
 
-def extension_rate(prompts: list[list[int]], calls: list[Generation]) -> float:
+def extension_rate(prompts: list[list[int]], calls: list[ModelResponse]) -> float:
     """Return the share of prompts that begin with all ids of the call before."""
     kept = [
         prompt[: len(ids_of(before))] == ids_of(before)
@@ -198,7 +198,7 @@ def test_any_mix_of_turns_extends(turns: list[tuple[str, bool, str]]) -> None:
     renderer = STYLE_RENDERER
     session = TokenSession(renderer)
     messages: list[dict[str, Any]] = [user("Go.")]
-    before: Generation | None = None
+    before: ModelResponse | None = None
     for kind, ended, said in turns:
         prompt = session.prepare(messages)
         if before is not None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltree.errors import BadResponse, TokenError
-from rolltree.inference.extract import extract_tokens
+from rolltree.inference.parse import extract_tokens
 from rolltree.inference.wire import PromptReader, decode_response
 
 

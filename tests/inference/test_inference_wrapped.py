@@ -40,7 +40,7 @@ async def test_a_mock_is_asked_as_the_openai_client_would_be() -> None:
     assert got.message == {"role": "assistant", "content": "12"}
     assert got.finish_reason == FinishReason.STOP
     assert got.prompt_ids is None
-    assert got.response is mock.chat.completions.create.return_value
+    assert got.raw is mock.chat.completions.create.return_value
     sent = mock.chat.completions.create.call_args.kwargs
     assert sent["model"] == "small"
     assert sent["messages"] == [user("7 + 5 =")]
@@ -107,8 +107,8 @@ async def test_the_official_client_over_http() -> None:
     assert first.completion_ids.tolist() == [49, 50, 258]
     assert first.logprobs is not None
     assert second.extends == first.call_id
-    assert first.response.choices[0].message.content == "12"
-    assert first.response.usage.completion_tokens == 3
+    assert first.raw.choices[0].message.content == "12"
+    assert first.raw.usage.completion_tokens == 3
 
 
 async def test_a_kept_response_does_not_restate_the_tokens() -> None:
@@ -123,15 +123,15 @@ async def test_a_kept_response_does_not_restate_the_tokens() -> None:
         await client.aclose()
     for got in (plain, other, wider, text):
         assert got.prompt_ids is not None
-        assert getattr(got.response, "prompt_token_ids", None) is None
-        (choice,) = got.response.choices
+        assert getattr(got.raw, "prompt_token_ids", None) is None
+        (choice,) = got.raw.choices
         assert getattr(choice, "token_ids", None) is None
         assert getattr(choice, "prompt_token_ids", None) is None
-    assert plain.response.choices[0].logprobs is None
-    assert text.response.choices[0].logprobs is None
+    assert plain.raw.choices[0].logprobs is None
+    assert text.raw.choices[0].logprobs is None
     assert other.logprobs is None  # the server's are raw: the generation has no use for them
-    assert len(other.response.choices[0].logprobs.content) == 3
-    assert len(wider.response.choices[0].logprobs.content) == 3
+    assert len(other.raw.choices[0].logprobs.content) == 3
+    assert len(wider.raw.choices[0].logprobs.content) == 3
 
 
 async def test_the_official_client_with_text_and_ids() -> None:

@@ -6,13 +6,13 @@ import itertools
 import numpy as np
 
 from rolltree.rollouts import current_episode
-from rolltree.types import ErrorRecord, FinishReason, Generation, RolloutRequest, State
+from rolltree.types import ErrorRecord, FinishReason, ModelResponse, RolloutRequest, State
 
 _ids = itertools.count()
 
 
 def a_generation(text="hi", wait_s=0.0):
-    return Generation(
+    return ModelResponse(
         message={"role": "assistant", "content": text},
         text=text,
         finish_reason=FinishReason.STOP,

@@ -17,7 +17,7 @@ from rolltree.tokens import TokenStream, TokenTree, Trajectory
 from rolltree.types import (
     ErrorRecord,
     FinishReason,
-    Generation,
+    ModelResponse,
     RolloutRequest,
     RolloutResult,
     SamplingParams,
@@ -40,7 +40,7 @@ def generation(prompt, completion, call_id=0, *, extends=None, version=0, **fiel
         "call_id": call_id,
         "extends": extends,
     }
-    return Generation(**{**given, **fields})
+    return ModelResponse(**{**given, **fields})
 
 
 def request(**fields):
@@ -74,7 +74,7 @@ def conversation(num_turns, *, ids_per_turn=3):
         trajectory.append_call(
             prompt=messages,
             completion=answer,
-            generation=generation(ids, sampled, turn, extends=turn - 1 if turn else None),
+            response=generation(ids, sampled, turn, extends=turn - 1 if turn else None),
             turn=turn,
         )
         messages, ids = [*messages, *answer], [*ids, *sampled]
@@ -148,14 +148,14 @@ def trajectories(draw):
         step = trajectory.append_call(
             prompt=prompt,
             completion=completion,
-            generation=generation(
+            response=generation(
                 ids if known else None,
                 sampled if known else None,
                 call,
                 version=draw(st.integers(0, 3)),
                 logprobs=None if draw(st.booleans()) else np.full(len(sampled), -0.5, np.float32),
                 finish_reason=draw(st.sampled_from(FinishReason)),
-                response={"id": "r", "choices": [1]} if draw(st.booleans()) else None,
+                raw={"id": "r", "choices": [1]} if draw(st.booleans()) else None,
             ),
             agent=draw(st.sampled_from(["", "a", "b"])),
             extras=draw(st.dictionaries(texts, json_values, max_size=2)),
@@ -235,7 +235,7 @@ class TestColumns:
         state["trajectory"].append_call(
             prompt="p",
             completion="c",
-            generation=generation([1], [2], 77, version=4, finish_reason=FinishReason.LENGTH),
+            response=generation([1], [2], 77, version=4, finish_reason=FinishReason.LENGTH),
             agent="critic",
         )
         result = RolloutResult(request(phase="train", train_step=2), (state,), None, 2)
@@ -369,7 +369,7 @@ class TestOddTrajectories:
         trajectory = Trajectory()
         experts = np.arange(6, dtype=np.int16).reshape(2, 3)
         trajectory.append_call(
-            prompt=[], completion=[], generation=generation([1], [2, 3]),
+            prompt=[], completion=[], response=generation([1], [2, 3]),
             streams={"experts": experts},
         )  # fmt: skip
         back = stored_and_read(RolloutResult(request(), (state_of(trajectory),), None), tmp_path)
@@ -399,7 +399,7 @@ class TestWhatIsLeftOut:
             ({"id": "a", "usage": {"n": 1}, "choices": []}, Response())
         ):
             trajectory.append_call(
-                prompt=[], completion=[], generation=generation([1], [2], call, response=response)
+                prompt=[], completion=[], response=generation([1], [2], call, raw=response)
             )
         back = stored_and_read(RolloutResult(request(), (state_of(trajectory),), None), tmp_path)
         assert [step["response"] for step in back.states[0]["trajectory"]] == [

@@ -24,7 +24,7 @@ from rolltree.testing import (
     ScriptedServer,
     scripted_logprobs,
 )
-from rolltree.types import FinishReason, GenerateRequest, Generation, SamplingParams
+from rolltree.types import FinishReason, GenerateRequest, ModelResponse, SamplingParams
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 RENDERER = ChatRenderer(ByteTokenizer())
@@ -43,7 +43,7 @@ async def served(script: Any, **options: Any) -> AsyncIterator[tuple[ScriptedSer
             await client.aclose()
 
 
-def facts(made: Generation) -> dict[str, Any]:
+def facts(made: ModelResponse) -> dict[str, Any]:
     """Return what must not depend on how the model was reached."""
     arrays = {
         name: None if (value := getattr(made, name)) is None else value.tolist()
@@ -157,7 +157,7 @@ async def test_a_failed_turn_can_be_asked_again_with_the_same_tokens() -> None:
         inner, lambda number: ConnectionFailed("gone") if number % 2 == 0 else None
     ).session()
     messages: list[Any] = []
-    found: list[Generation] = []
+    found: list[ModelResponse] = []
     for text in turns:
         messages.append({"role": "user", "content": text})
         with pytest.raises(ConnectionFailed):

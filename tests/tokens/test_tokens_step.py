@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltree.tokens import RecordedStep, StepTokens, Trajectory, peek
-from rolltree.types import FinishReason, Generation
+from rolltree.types import FinishReason, ModelResponse
 
 KEYS = ["prompt", "completion", "response", "tokens", "reward", "advantage", "extras"]
 
@@ -28,7 +28,7 @@ def record(trajectory: Trajectory, prompt: Any, answer: str = "a", **more: Any) 
     number = len(trajectory)
     text = isinstance(prompt, str)
     message = say("assistant", answer)
-    generation = Generation(
+    generation = ModelResponse(
         message=message,
         text=answer,
         finish_reason=FinishReason.LENGTH,
@@ -38,12 +38,12 @@ def record(trajectory: Trajectory, prompt: Any, answer: str = "a", **more: Any) 
         versions=np.array([3, 4], np.int32),
         temperature=1 / 3,
         call_id=1000 + number,
-        response={"id": number},
+        raw={"id": number},
     )
     return trajectory.append_call(
         prompt=prompt,
         completion=answer if text else [message],
-        generation=generation,
+        response=generation,
         turn=number,
         **more,
     )
@@ -194,7 +194,7 @@ def test_caller_extras_win_and_a_call_without_versions_has_none() -> None:
     trajectory = Trajectory()
     step = record(trajectory, [say("user", "q")], extras={"turn": 9, "note": 1})
     assert (step["extras"]["turn"], step["extras"]["note"]) == (9, 1)
-    bare = Generation(
+    bare = ModelResponse(
         message=say("assistant", "a"),
         text="a",
         finish_reason=FinishReason.STOP,
@@ -205,7 +205,7 @@ def test_caller_extras_win_and_a_call_without_versions_has_none() -> None:
         temperature=1.0,
         call_id=7,
     )
-    step = trajectory.append_call(prompt="q", completion="a", generation=bare)
+    step = trajectory.append_call(prompt="q", completion="a", response=bare)
     assert "policy_version_min" not in step["extras"]
     assert step["tokens"]["completion_ids"] == [2]
 

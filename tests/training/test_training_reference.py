@@ -17,7 +17,7 @@ from rolltree.training import Trainer, load_train_config
 from rolltree.training.batches import make_batch
 from rolltree.training.corrections import CORRECTIONS
 from rolltree.training.losses import LOSSES
-from rolltree.types import FinishReason, Generation, State
+from rolltree.types import FinishReason, ModelResponse, State
 
 MODEL = tiny_model("llama")
 CLIP = {"clip_low": 0.3, "clip_high": 0.6}
@@ -52,7 +52,7 @@ def states_of(rollouts):
     for index, (advantage, calls) in enumerate(rollouts):
         trajectory = Trajectory()
         for turn, (agent, prompt, answer, logprobs, temperature) in enumerate(calls):
-            generation = Generation(
+            generation = ModelResponse(
                 message={},
                 text="",
                 finish_reason=FinishReason.STOP,
@@ -64,7 +64,7 @@ def states_of(rollouts):
                 call_id=0,
             )
             trajectory.append_call(
-                prompt=[], completion=[], generation=generation, agent=agent, turn=turn
+                prompt=[], completion=[], response=generation, agent=agent, turn=turn
             )
         state = State(trajectory=trajectory, request_id=f"r{index}", advantage=advantage)
         for step in trajectory:

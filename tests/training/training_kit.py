@@ -15,7 +15,7 @@ from rolltree.training.batches import make_batch
 from rolltree.types import (
     ErrorRecord,
     FinishReason,
-    Generation,
+    ModelResponse,
     Records,
     Sample,
     SampleOrigin,
@@ -206,7 +206,7 @@ def states(num_rollouts=4, seed=0, rewrite=True, model=None):
                 prompt=[],
                 completion=[],
                 turn=turn // 2,
-                generation=Generation(
+                response=ModelResponse(
                     message={},
                     text="",
                     finish_reason=FinishReason.STOP,
@@ -264,7 +264,7 @@ class LetterSource:
             sampling = replace(request.sampling, seed=request.sampling_seed + turn)
             answer = await session.chat(messages, sampling=sampling)
             trajectory.append_call(
-                prompt=list(messages), completion=[answer.message], generation=answer, turn=turn
+                prompt=list(messages), completion=[answer.message], response=answer, turn=turn
             )
             self.versions += answer.versions.tolist()
             good += int((answer.completion_ids < 64).sum())

@@ -31,8 +31,8 @@ from rolltree.tokens import Trajectory
 from rolltree.types import (
     ChatMessage,
     FinishReason,
-    Generation,
     Info,
+    ModelResponse,
     SamplingArgs,
     SamplingParams,
     ToolSchema,
@@ -186,33 +186,33 @@ class Agent:
                 The calls before it are in `steps`.
         """
         first = len(self.steps)
-        generation, record = await self._call()
-        self._finish_turn(generation, record)
+        response, record = await self._call()
+        self._finish_turn(response, record)
         return self.steps[first:]
 
     # -- parts of a turn ---------------------------------------------------------------------
 
-    async def _call(self) -> tuple[Generation, TrajectoryStep]:
+    async def _call(self) -> tuple[ModelResponse, TrajectoryStep]:
         """Ask the model for the next message, record the call, and append the message."""
         self.history = list(await self.context.prepare(self.history, self._num_tokens, self._ask))
         shown = self.context.view(self.history)
-        generation, record = await self._sample(shown)
-        self.history.append(generation.message)
-        self._num_tokens = generation.num_prompt_tokens + generation.num_completion_tokens
-        return generation, record
+        response, record = await self._sample(shown)
+        self.history.append(response.message)
+        self._num_tokens = response.num_prompt_tokens + response.num_completion_tokens
+        return response, record
 
     async def _ask(
         self, messages: Sequence[ChatMessage], kind: str, *, max_tokens: int | None = None
     ) -> str:
         """Make a model call beside the dialog, recorded as an internal step of this turn."""
-        generation, record = await self._sample(list(messages), max_tokens)
-        text = text_of(generation.message) or generation.text
-        self._add_step(generation, record, "internal", ParseResult(text), info={"kind": kind})
+        response, record = await self._sample(list(messages), max_tokens)
+        text = text_of(response.message) or response.text
+        self._add_step(response, record, "internal", ParseResult(text), info={"kind": kind})
         return text
 
     async def _sample(
         self, messages: list[ChatMessage], max_tokens: int | None = None
-    ) -> tuple[Generation, TrajectoryStep]:
+    ) -> tuple[ModelResponse, TrajectoryStep]:
         if self._session is None:
             raise ConfigError(
                 f"agent {self.name!r} has no client, so there is no model to ask. Pass client=... "
@@ -225,46 +225,46 @@ class Agent:
             number = len(self.trajectory)
             seed = derive_seed(self._seed, "turn", number) if number else self._seed
             sampling = replace(sampling, seed=seed)
-        generation = await self._session.chat(
+        response = await self._session.chat(
             messages, tools=self.tool_schemas or None, sampling=sampling, model=self._model
         )
         record = self.trajectory.append_call(
             prompt=messages,
-            completion=[generation.message],
-            generation=generation,
+            completion=[response.message],
+            response=response,
             agent=self.name,
             turn=self.turn,
         )
-        return generation, record
+        return response, record
 
     def _finish_turn(
         self,
-        generation: Generation,
+        response: ModelResponse,
         record: TrajectoryStep,
         tool_calls: tuple[ToolRequest, ...] = (),
         parsed: ParseResult | None = None,
     ) -> None:
         """Read the action out of the final answer, unless `parsed` says it, and end the turn."""
         info: Info = {}
-        if self._is_rejected(generation):
+        if self._is_rejected(response):
             info[INCOMPLETE] = True
             parsed = ParseResult(None, self.incomplete_penalty, self.incomplete_feedback)
         elif parsed is None:
             try:
-                parsed = self.parser(self._final_text(generation.message))
+                parsed = self.parser(self._final_text(response.message))
             except Exception:  # a mistake in the parser: it fails the episode, the call is kept
-                self._add_step(generation, record, "env", ParseResult(None), tool_calls)
+                self._add_step(response, record, "env", ParseResult(None), tool_calls)
                 raise
         if parsed.failed and parsed.obs is None:
             parsed = replace(parsed, obs=self.parse_feedback)
         if parsed.failed:
             info[PARSE_FEEDBACK] = parsed.obs
-        self._add_step(generation, record, "env", parsed, tool_calls, info=info)
+        self._add_step(response, record, "env", parsed, tool_calls, info=info)
         self.turn += 1
 
-    def _is_rejected(self, generation: Generation) -> bool:
+    def _is_rejected(self, response: ModelResponse) -> bool:
         """Whether an answer counts as none because it was cut off."""
-        return self.reject_incomplete_completions and generation.finish_reason in _CUT
+        return self.reject_incomplete_completions and response.finish_reason in _CUT
 
     def _final_text(self, message: ChatMessage) -> str:
         """Return the part of an answer that the parser reads."""
@@ -272,7 +272,7 @@ class Agent:
 
     def _add_step(
         self,
-        generation: Generation,
+        response: ModelResponse,
         record: TrajectoryStep,
         target: ActionTarget,
         parsed: ParseResult | None,
@@ -282,13 +282,13 @@ class Agent:
         reward: float = 0.0,
     ) -> None:
         """Append a step to `steps`, with what the record's readers want in its extras."""
-        info = {"finish_reason": str(generation.finish_reason), **(info or {})}
+        info = {"finish_reason": str(response.finish_reason), **(info or {})}
         record["extras"].update(info, action_target=target)
         step = AgentStep(
             agent=self.name,
             turn=self.turn,
             record=record,
-            finish_reason=generation.finish_reason,
+            finish_reason=response.finish_reason,
             action_target=target,
             parse_result=parsed,
             reward=reward if parsed is None else parsed.reward,

@@ -25,7 +25,7 @@ from rolltree.steps import (
     ToolScope,
 )
 from rolltree.tools import Tool, ToolArgumentError, answer_request, is_plain, run_all
-from rolltree.types import ChatMessage, Generation, ToolSchema, TrajectoryStep
+from rolltree.types import ChatMessage, ModelResponse, ToolSchema, TrajectoryStep
 
 ToolLike: TypeAlias = "Callable[..., Any] | Tool"
 
@@ -172,40 +172,40 @@ class ToolAgent(Agent):
 
     async def _round(self) -> bool:
         """Make one model call and do what it asks; return whether the turn goes on here."""
-        generation, record = await self._call()
-        parsed_calls = self.tool_call_format.read(generation.message)
+        response, record = await self._call()
+        parsed_calls = self.tool_call_format.read(response.message)
         requests = tuple(self._request(call, n) for n, call in enumerate(parsed_calls.calls))
-        if self._is_rejected(generation):
+        if self._is_rejected(response):
             self._refuse(requests)
-            self._end_turn(generation, record, requests)
+            self._end_turn(response, record, requests)
             return False
         if not requests and not parsed_calls.problems:
-            self._end_turn(generation, record, requests)
+            self._end_turn(response, record, requests)
             return False
         if self._num_rounds >= self.max_tool_rounds:
             self._refuse(requests)
             parsed = ParseResult(None, self.bad_call_penalty, self.last_call)
-            self._end_turn(generation, record, requests, parsed)
+            self._end_turn(response, record, requests, parsed)
             return False
         self._num_rounds += 1
         if not requests:
-            return self._complain(generation, record, parsed_calls.problems)
-        return await self._run(generation, record, requests, parsed_calls.problems)
+            return self._complain(response, record, parsed_calls.problems)
+        return await self._run(response, record, requests, parsed_calls.problems)
 
     def _complain(
-        self, generation: Generation, record: TrajectoryStep, problems: Sequence[str]
+        self, response: ModelResponse, record: TrajectoryStep, problems: Sequence[str]
     ) -> bool:
         text = _unreadable(problems)
-        parsed = ParseResult(generation.text, self.bad_call_penalty, text)
+        parsed = ParseResult(response.text, self.bad_call_penalty, text)
         self._add_step(
-            generation, record, "internal", parsed, info={"tool_problems": list(problems)}
+            response, record, "internal", parsed, info={"tool_problems": list(problems)}
         )
         self.history.extend(self.tool_call_format.complain(self._with_last_call(text)))
         return True
 
     async def _run(
         self,
-        generation: Generation,
+        response: ModelResponse,
         record: TrajectoryStep,
         requests: tuple[ToolRequest, ...],
         problems: Sequence[str],
@@ -219,10 +219,10 @@ class ToolAgent(Agent):
             num_bad = len(problems) + sum(request.problem is not None for request in requests)
             reward = self.bad_call_penalty * num_bad
             self._add_step(
-                generation,
+                response,
                 record,
                 "external" if external else "internal",
-                None if external else ParseResult(generation.text, reward),
+                None if external else ParseResult(response.text, reward),
                 requests,
                 answers,
                 info={

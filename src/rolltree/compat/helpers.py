@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
-from rolltree.environments.responses import to_generation
+from rolltree.inference.parse import parse_response
 from rolltree.parsers import text_of
 from rolltree.types import ChatMessage, Messages, MessageType
 
@@ -111,8 +111,8 @@ async def parse_response_messages(response: Any, message_type: MessageType) -> M
     Raises:
         BadResponse: the response holds no answer.
     """
-    generation = to_generation(response, message_type)
-    return [generation.message] if message_type == "chat" else generation.text
+    answer = parse_response(response, message_type)
+    return [answer.message] if message_type == "chat" else answer.text
 
 
 async def parse_response_tokens(
@@ -123,7 +123,7 @@ async def parse_response_tokens(
     With `max_seq_len` they are cut there: `is_truncated` says so, and `overlong_prompt` that
     already the prompt was too long.
     """
-    found = to_generation(response, message_type)
+    found = parse_response(response, message_type)
     if found.prompt_ids is None or found.completion_ids is None or found.logprobs is None:
         return None
     limit = len(found.prompt_ids) + len(found.completion_ids)

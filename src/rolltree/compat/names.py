@@ -10,12 +10,12 @@ _SHIMS = "rolltree.compat"
 
 SOURCES: dict[str, str] = {
     "rolltree.environments": "EnvGroup Environment MultiTurnEnv PythonEnv ReasoningGymEnv "
-    "SandboxEnv SingleTurnEnv StatefulToolEnv TextArenaEnv ToolEnv ModelResponse cleanup "
+    "SandboxEnv SingleTurnEnv StatefulToolEnv TextArenaEnv ToolEnv cleanup "
     "convert_func_to_oai_tool load_environment stop teardown GenerateMetadata",
     "rolltree.rubrics": "MathRubric Rubric RubricGroup ToolRubric RewardFunc",
     "rolltree.parsers": "MaybeThinkParser Parser ThinkParser XMLParser extract_boxed_answer",
-    "rolltree.types": "ChatMessage Info Messages MessageType RolloutInput BaseRolloutInput "
-    "RolloutTiming SamplingArgs State TrajectoryStep TrajectoryStepTokens",
+    "rolltree.types": "ChatMessage Info Messages MessageType ModelResponse RolloutInput "
+    "BaseRolloutInput RolloutTiming SamplingArgs State TrajectoryStep TrajectoryStepTokens",
     f"{_SHIMS}.judge": "JudgeRubric",
     f"{_SHIMS}.datasets": "BOXED_SYSTEM_PROMPT THINK_BOXED_SYSTEM_PROMPT extract_hash_answer "
     "load_example_dataset strip_non_numeric",
@@ -37,7 +37,7 @@ SOURCE_OF = {name: module for module, names in SOURCES.items() for name in names
 _TYPES = (
     SOURCES["rolltree.types"].split()
     + SOURCES[f"{_SHIMS}.types"].split()
-    + ["RewardFunc", "ModelResponse", "GenerateMetadata", "AsyncOpenAI", "ChatCompletion"]
+    + ["RewardFunc", "GenerateMetadata", "AsyncOpenAI", "ChatCompletion"]
     + ["ChatCompletionMessageToolCall", "ChatCompletionRole", "ChatCompletionToolParam"]
     + ["Completion", "FunctionDefinition", "FunctionParameters"]
 )

@@ -19,7 +19,6 @@ from rolltree.environments.registry import (
     known_environments,
     load_environment,
 )
-from rolltree.environments.responses import ModelResponse
 from rolltree.environments.sandbox_env import PythonEnv, SandboxEnv
 from rolltree.environments.textarena_env import TextArenaEnv
 from rolltree.environments.tool_env import StatefulToolEnv, ToolEnv
@@ -34,7 +33,6 @@ __all__ = [
     "GymEnv",
     "MCPEnv",
     "MCPServer",
-    "ModelResponse",
     "MultiTurnEnv",
     "ReasoningGymEnv",
     "ProtocolEnvironment",

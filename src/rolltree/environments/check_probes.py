@@ -12,9 +12,9 @@ from rolltree.parsers import Parser, XMLParser
 from rolltree.types import (
     FinishReason,
     GenerateRequest,
-    Generation,
     Messages,
     MessageType,
+    ModelResponse,
     SamplingParams,
     ToolSchema,
 )
@@ -63,7 +63,7 @@ class Probe:
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
         model: str | None = None,
         message_type: MessageType = "chat",
-    ) -> Generation:
+    ) -> ModelResponse:
         """Answer.
 
         Raises:
@@ -80,7 +80,7 @@ class Probe:
         if self._error is not None:
             raise self._error
         text = self._reply(messages) if callable(self._reply) else self._reply
-        return Generation(
+        return ModelResponse(
             message={"role": "assistant", "content": text},
             text=text,
             finish_reason=FinishReason.STOP,
@@ -92,7 +92,7 @@ class Probe:
             call_id=next(_call_ids),
         )
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest) -> ModelResponse:
         """Refuse: a probe has no tokens."""
         raise UnsupportedSetting("a probe answers chats only; it has no tokenizer.")
 

@@ -26,9 +26,9 @@ from rolltree.environments.completion import render_completion
 from rolltree.environments.dataset import Data, RowFormat
 from rolltree.environments.lifecycle import Mark, discover, failure_of, forget, register, watch
 from rolltree.environments.openai_view import openai_view
-from rolltree.environments.responses import OVERLONG, ModelResponse, to_generation
 from rolltree.errors import ConfigError, PromptTooLong, record_error
 from rolltree.inference.client import as_client, sampling_from_args
+from rolltree.inference.parse import parse_response
 from rolltree.parsers import Parser
 from rolltree.rollouts import derive_seed, merge_args
 from rolltree.rollouts.episode import current_episode
@@ -36,9 +36,11 @@ from rolltree.rubrics import Rubric
 from rolltree.tasks import being_cancelled, uninterrupted
 from rolltree.tokens import Trajectory
 from rolltree.types import (
+    OVERLONG_PROMPT,
     ChatMessage,
     Messages,
     MessageType,
+    ModelResponse,
     RolloutInput,
     RolloutTiming,
     SamplingArgs,
@@ -265,7 +267,7 @@ class Environment(BatchRunner):
         kind = message_type or self.message_type
         args = merge_args(self.sampling_args, sampling_args)
         try:
-            generation = await as_client(client, model).chat(
+            return await as_client(client, model).chat(
                 prompt,
                 tools=oai_tools or None,
                 sampling=sampling_from_args(args),
@@ -273,8 +275,7 @@ class Environment(BatchRunner):
                 message_type=kind,
             )
         except PromptTooLong:
-            return ModelResponse(None, kind, OVERLONG)
-        return ModelResponse(generation, kind)
+            return ModelResponse.overlong_prompt()
 
     async def add_model_response(
         self, state: State, prompt_messages: Messages, response: Any
@@ -285,16 +286,16 @@ class Environment(BatchRunner):
         a mock of one.
         """
         given = response.get("id") if isinstance(response, Mapping) else response
-        if (given if isinstance(given, str) else getattr(given, "id", None)) == OVERLONG:
+        if (given if isinstance(given, str) else getattr(given, "id", None)) == OVERLONG_PROMPT:
             state["prompt_too_long"] = True
             return
-        generation = to_generation(response, self.message_type)
+        answer = parse_response(response, self.message_type)
         chat = self.message_type == "chat"
         trajectory = state["trajectory"]
         trajectory.append_call(
             prompt=prompt_messages,
-            completion=[generation.message] if chat else generation.text,
-            generation=generation,
+            completion=[answer.message] if chat else answer.text,
+            response=answer,
             turn=len(trajectory),
         )
 

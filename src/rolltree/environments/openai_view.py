@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rolltree.environments.responses import ModelResponse
 from rolltree.errors import UnsupportedSetting
 from rolltree.inference.client import ModelClient, sampling_from_args
-from rolltree.types import Messages, MessageType, ToolSchema
+from rolltree.types import Messages, MessageType, ModelResponse, ToolSchema
 
 
 class OpenAIView:
@@ -81,14 +80,13 @@ class _Endpoint:
                 "pieces that nobody records. Call create() without stream."
             )
         asked = messages if self._type == "chat" else prompt
-        generation = await self._client.chat(
+        return await self._client.chat(
             asked if asked is not None else [],
             tools=tools or None,
             sampling=sampling_from_args(fields),
             model=model,
             message_type=self._type,
         )
-        return ModelResponse(generation, self._type)
 
 
 class _Chat:

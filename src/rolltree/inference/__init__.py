@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from rolltree.inference.client import sampling_from_args as sampling_from_args
     from rolltree.inference.completion import REASONING_TAGS as REASONING_TAGS
     from rolltree.inference.completion import ParsedCompletion as ParsedCompletion
-    from rolltree.inference.extract import parse_response_messages as parse_response_messages
-    from rolltree.inference.extract import parse_response_tokens as parse_response_tokens
     from rolltree.inference.openai_client import OpenAIClient as OpenAIClient
+    from rolltree.inference.parse import parse_response_messages as parse_response_messages
+    from rolltree.inference.parse import parse_response_tokens as parse_response_tokens
     from rolltree.inference.pool import EndpointPool as EndpointPool
     from rolltree.inference.publish import publish_adapter as publish_adapter
     from rolltree.inference.publish import publish_weights as publish_weights
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from rolltree.inference.session import Prompt as Prompt
     from rolltree.inference.session import Sampled as Sampled
     from rolltree.inference.session import TokenSession as TokenSession
-    from rolltree.inference.session import next_call_id as next_call_id
     from rolltree.inference.sglang import SGLangClient as SGLangClient
     from rolltree.inference.template import ChatTemplate as ChatTemplate
     from rolltree.inference.template import TemplateError as TemplateError
@@ -44,12 +43,12 @@ _MODULES: dict[str, str] = {
     "chat": "ChatRenderer Continuation",
     "client": "ModelClient as_client sampling_from_args",
     "completion": "REASONING_TAGS ParsedCompletion",
-    "extract": "parse_response_messages parse_response_tokens",
+    "parse": "parse_response_messages parse_response_tokens",
     "openai_client": "OpenAIClient",
     "pool": "EndpointPool",
     "publish": "publish_adapter publish_weights served_version",
     "retry": "RetryPolicy",
-    "session": "Prompt Sampled TokenSession next_call_id",
+    "session": "Prompt Sampled TokenSession",
     "sglang": "SGLangClient",
     "template": "ChatTemplate TemplateError",
     "transfer.publisher": "WeightTransfer",

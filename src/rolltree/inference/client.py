@@ -13,9 +13,9 @@ from typing import Any, Protocol, cast, runtime_checkable
 from rolltree.errors import ConfigError
 from rolltree.types import (
     GenerateRequest,
-    Generation,
     Messages,
     MessageType,
+    ModelResponse,
     SamplingArgs,
     SamplingParams,
     ToolSchema,
@@ -39,7 +39,7 @@ class ModelClient(Protocol):
         """Return a client for one rollout.
 
         It remembers its calls: a prompt that continues an earlier call is sent as that call's exact
-        ids plus only what is new, and `Generation.extends` names the call.
+        ids plus only what is new, and `ModelResponse.extends` names the call.
         """
         ...
 
@@ -51,11 +51,11 @@ class ModelClient(Protocol):
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
         model: str | None = None,
         message_type: MessageType = "chat",
-    ) -> Generation:
+    ) -> ModelResponse:
         """Sample the next assistant message, or continue a string (`message_type="completion"`)."""
         ...
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest) -> ModelResponse:
         """Sample one completion after exactly `request.prompt_ids`."""
         ...
 

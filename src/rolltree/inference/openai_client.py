@@ -25,22 +25,26 @@ from rolltree.inference.dialect import (
     outgoing,
     sampling_fields,
 )
-from rolltree.inference.extract import extract_finish_reason, extract_message, extract_tokens
 from rolltree.inference.http import HttpServer
+from rolltree.inference.parse import (
+    extract_finish_reason,
+    extract_message,
+    extract_tokens,
+    extract_versions,
+)
 from rolltree.inference.remote import Answer, AnswerHead, MessageSession, ask_for_tokens, generated
 from rolltree.inference.retry import Outcome, RetryPolicy
 from rolltree.inference.room import DEFAULT_MAX_TOKENS, Room, cut_by_default
 from rolltree.inference.session import Prompt, Sampled, TokenSession, check_message_type
 from rolltree.inference.token_in import TokenEndpoint, TokenInEndpoint
-from rolltree.inference.versions import extract_versions
 from rolltree.inference.wire import Decode, Response, decode_response
 from rolltree.types import (
     FinishReason,
     GenerateRequest,
-    Generation,
     IntArray,
     Messages,
     MessageType,
+    ModelResponse,
     SamplingParams,
     ToolSchema,
 )
@@ -133,13 +137,13 @@ class OpenAIClient:
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
         model: str | None = None,
         message_type: MessageType = "chat",
-    ) -> Generation:
+    ) -> ModelResponse:
         """Ask once, with no memory of earlier calls. See `ModelClient.chat`."""
         return await self.session().chat(
             messages, tools=tools, sampling=sampling, model=model, message_type=message_type
         )
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest) -> ModelResponse:
         """Sample one completion after exactly these ids. See `ModelClient.generate`."""
         version = self.version
         outcome = await self.ask_ids(request.prompt_ids.tolist(), request.sampling, request.model)
@@ -270,7 +274,7 @@ class OpenAISession:
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
         model: str | None = None,
         message_type: MessageType = "chat",
-    ) -> Generation:
+    ) -> ModelResponse:
         """Sample the next message, continuing an earlier call where one fits."""
         check_message_type(messages, message_type)
         if self._by_token is not None and self._client.tokens.wanted:
@@ -289,7 +293,7 @@ class OpenAISession:
         answer = self._client._answer(outcome, version)
         return self._by_message.complete(messages, tools, message_type, model, sampling, answer)
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest) -> ModelResponse:
         """Sample one completion after exactly these ids."""
         return await self._client.generate(request)
 
@@ -298,7 +302,7 @@ class OpenAISession:
 
     async def _chat_by_token(
         self, session: TokenSession, prompt: Prompt, sampling: SamplingParams
-    ) -> Generation:
+    ) -> ModelResponse:
         client = self._client
         version = client.version
         asked = _with_ends(sampling, session.renderer.end_ids)
@@ -323,7 +327,7 @@ class OpenAISession:
                 text,
                 reason,
                 temperature=sampling.temperature,
-                response=answer.raw,
+                raw=answer.raw,
                 wait_s=answer.wait_s,
                 info=info,
             )
@@ -335,7 +339,7 @@ class OpenAISession:
             finish_reason=reason,
             versions=extract_versions(outcome.value, len(found.completion_ids), answer.version),
             text=_text(session.renderer, found.completion_ids, sampling) if stopped else None,
-            response=answer.raw,
+            raw=answer.raw,
             wait_s=answer.wait_s,
             info=info,
         )

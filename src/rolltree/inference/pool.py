@@ -25,9 +25,9 @@ from rolltree.inference.openai_client import OpenAIClient
 from rolltree.inference.retry import Retry, RetryPolicy, with_retries
 from rolltree.types import (
     GenerateRequest,
-    Generation,
     Messages,
     MessageType,
+    ModelResponse,
     SamplingParams,
     ToolSchema,
 )
@@ -136,13 +136,13 @@ class EndpointPool:
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
         model: str | None = None,
         message_type: MessageType = "chat",
-    ) -> Generation:
+    ) -> ModelResponse:
         """Ask once, with no memory of earlier calls. See `ModelClient.chat`."""
         return await self.session().chat(
             messages, tools=tools, sampling=sampling, model=model, message_type=message_type
         )
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest) -> ModelResponse:
         """Sample one completion after exactly these ids. See `ModelClient.generate`."""
         return await self.session().generate(request)
 
@@ -221,24 +221,24 @@ class PooledSession:
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
         model: str | None = None,
         message_type: MessageType = "chat",
-    ) -> Generation:
+    ) -> ModelResponse:
         """Sample the next message where this rollout is at home, or on the next best server."""
         if self._key is None:
             self._key = msgspec.json.encode([model, messages, tools])
 
-        async def ask(session: Any) -> Generation:
-            answer: Generation = await session.chat(
+        async def ask(session: Any) -> ModelResponse:
+            answer: ModelResponse = await session.chat(
                 messages, tools=tools, sampling=sampling, model=model, message_type=message_type
             )
             return answer
 
         return await self._ask(ask, self._key)
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest) -> ModelResponse:
         """Sample one completion after exactly these ids."""
 
-        async def ask(session: Any) -> Generation:
-            answer: Generation = await session.generate(request)
+        async def ask(session: Any) -> ModelResponse:
+            answer: ModelResponse = await session.generate(request)
             return answer
 
         return await self._ask(ask, self._key or request.prompt_ids.tobytes())
@@ -246,10 +246,12 @@ class PooledSession:
     async def aclose(self) -> None:
         """Do nothing: the connections are the pool's."""
 
-    async def _ask(self, ask: Callable[[Any], Awaitable[Generation]], key: bytes) -> Generation:
+    async def _ask(
+        self, ask: Callable[[Any], Awaitable[ModelResponse]], key: bytes
+    ) -> ModelResponse:
         failed: list[str] = []
 
-        async def attempt() -> tuple[Generation, Endpoint]:
+        async def attempt() -> tuple[ModelResponse, Endpoint]:
             endpoint = await self._pool.choose(key, self._at)
             session = self._on(endpoint)
             endpoint.num_in_flight += 1

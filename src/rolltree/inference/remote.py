@@ -1,8 +1,7 @@
 """The message side of a rollout: a server renders the prompt, this side keeps track of the tokens.
 
-`MessageSession.complete` turns a response into a `Generation`: message, finish reason, and the ids
-and logprobs if the server gave them. A prompt whose ids begin with an earlier call's ids is said to
-extend it, after comparing them. It knows nothing about how the response came here.
+`MessageSession.complete` turns a server's response into a `ModelResponse`. A prompt whose ids begin
+with an earlier call's ids is said to extend it, after comparing them.
 """
 
 from __future__ import annotations
@@ -17,24 +16,23 @@ import numpy as np
 from rolltree.errors import ServerError
 from rolltree.inference.buffer import IdPath
 from rolltree.inference.dialect import TokenFields
-from rolltree.inference.extract import (
+from rolltree.inference.memory import CallMemory
+from rolltree.inference.parse import (
     extract_finish_reason,
     extract_message,
     extract_tokens,
     extract_usage,
+    extract_versions,
 )
-from rolltree.inference.memory import CallMemory
-from rolltree.inference.session import next_call_id
-from rolltree.inference.versions import extract_versions
 from rolltree.inference.wire import PromptReader
 from rolltree.types import (
     ChatMessage,
     FinishReason,
     GenerateRequest,
-    Generation,
     IntArray,
     Messages,
     MessageType,
+    ModelResponse,
     SamplingParams,
     ToolSchema,
 )
@@ -50,7 +48,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A response and what it cost: `raw` is what is kept in the generation, `version` the policy's.
+    """A response and what it cost: `raw` is what is kept in the record, `version` the policy's.
 
     `retries` and `wait_s` are those of the request.
     """
@@ -113,8 +111,8 @@ async def ask_for_tokens(
     return answer
 
 
-def generated(request: GenerateRequest, tokens: TokenFields, answer: Answer) -> Generation:
-    """Return the `Generation` that `answer` to `request` is; its ids are None if none came back.
+def generated(request: GenerateRequest, tokens: TokenFields, answer: Answer) -> ModelResponse:
+    """Return the `ModelResponse` that `answer` to `request` is; its ids are None if none came back.
 
     Raises:
         TokenError: the answer's token data contradicts itself.
@@ -129,7 +127,7 @@ def generated(request: GenerateRequest, tokens: TokenFields, answer: Answer) -> 
     elif tokens.wanted:
         tokens.refuse("the answer holds none")
     usable = found is not None and tokens.usable_logprobs(request.sampling)
-    return Generation(
+    return ModelResponse(
         message=message,
         text=text,
         finish_reason=extract_finish_reason(response),
@@ -138,8 +136,7 @@ def generated(request: GenerateRequest, tokens: TokenFields, answer: Answer) -> 
         logprobs=found.logprobs if found and usable else None,
         versions=extract_versions(response, num_completion, answer.version) if found else None,
         temperature=request.sampling.temperature,
-        call_id=next_call_id(),
-        response=answer.raw,
+        raw=answer.raw,
         num_prompt_tokens=len(request.prompt_ids),
         num_completion_tokens=num_completion,
         wait_s=answer.wait_s,
@@ -163,8 +160,8 @@ class MessageSession:
         model: str | None,
         sampling: SamplingParams,
         answer: Answer,
-    ) -> Generation:
-        """Return the `Generation` that `answer` to `messages` is, and remember the call.
+    ) -> ModelResponse:
+        """Return the `ModelResponse` that `answer` to `messages` is, and remember the call.
 
         Raises:
             BadResponse: the response has no answer in it.
@@ -195,9 +192,7 @@ class MessageSession:
             path = path.extended(completion_ids)
             if match is not None and extends is None:
                 info["rerendered"] = "the server's prompt does not begin with the earlier ids"
-        call = _Call(next_call_id(), path)
-        self._memory.add(history, message, call, tools, model)
-        return Generation(
+        made = ModelResponse(
             message=message,
             text=text,
             finish_reason=_finish_reason(
@@ -208,14 +203,15 @@ class MessageSession:
             logprobs=logprobs,
             versions=versions,
             temperature=sampling.temperature,
-            call_id=call.call_id,
             extends=extends,
-            response=answer.raw,
+            raw=answer.raw,
             num_prompt_tokens=num_prompt,
             num_completion_tokens=num_completion,
             wait_s=answer.wait_s,
             info=info,
         )
+        self._memory.add(history, message, _Call(made.call_id, path), tools, model)
+        return made
 
 
 def _continue(call: _Call | None, prompt_ids: IntArray) -> tuple[int | None, IdPath]:

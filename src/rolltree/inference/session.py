@@ -1,14 +1,13 @@
 """The token side of a rollout: from messages to exact prompt ids, from sampled ids to a message.
 
 `TokenSession.prepare` gives the ids to send, `TokenSession.complete` turns what was sampled into a
-`Generation` and remembers the call. A prompt that continues an earlier call is that call's exact
+`ModelResponse` and remembers the call. A prompt that continues an earlier call is that call's exact
 ids plus only what is new. It knows nothing about where the ids go: an engine in this process, a
 server, a script. It leaves out retries and HTTP.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,24 +18,17 @@ from rolltree.errors import ConfigError, TokenError
 from rolltree.inference.buffer import IdPath
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.memory import CallMemory
-from rolltree.tokens import checked_logprobs
+from rolltree.tokens.buffers import checked_logprobs
 from rolltree.types import (
     ChatMessage,
     FinishReason,
     FloatArray,
-    Generation,
     IntArray,
     Messages,
     MessageType,
+    ModelResponse,
     ToolSchema,
 )
-
-_CALL_IDS = itertools.count()
-
-
-def next_call_id() -> int:
-    """Return a number that no other call of this process has."""
-    return next(_CALL_IDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +45,7 @@ class Sampled:
     finish_reason: FinishReason
     versions: int | Sequence[int] | IntArray = 0
     text: str | None = None
-    response: Any = None
+    raw: Any = None
     wait_s: float = 0.0
     info: Mapping[str, Any] = field(default_factory=dict)
 
@@ -125,18 +117,17 @@ class TokenSession:
         path = IdPath.of(found.rendered)
         return Prompt(path.ids, None, found.reason, path, messages, tools, model)
 
-    def complete(self, prompt: Prompt, sampled: Sampled, *, temperature: float) -> Generation:
-        """Return the `Generation` for what was sampled after `prompt`, and remember the call.
+    def complete(self, prompt: Prompt, sampled: Sampled, *, temperature: float) -> ModelResponse:
+        """Return the `ModelResponse` for what was sampled after `prompt`, and remember the call.
 
         Raises:
             TokenError: the sampled arrays contradict each other.
         """
         ids = np.array(sampled.ids, np.int32)
         logprobs, versions = check_sampled(ids, sampled.logprobs, sampled.versions)
-        call = _Call(next_call_id(), prompt.path.extended(ids))
         text = self.renderer.decode_answer(ids) if sampled.text is None else sampled.text
         message, finish_reason = self._message(prompt, text, sampled.finish_reason)
-        generation = Generation(
+        made = ModelResponse(
             message=message,
             text=text,
             finish_reason=finish_reason,
@@ -145,21 +136,21 @@ class TokenSession:
             logprobs=logprobs,
             versions=versions,
             temperature=temperature,
-            call_id=call.call_id,
             extends=prompt.extends,
-            response=sampled.response,
+            raw=sampled.raw,
             num_prompt_tokens=len(prompt.ids),
             num_completion_tokens=len(ids),
             wait_s=sampled.wait_s,
             info={**sampled.info, **({"rerendered": prompt.reason} if prompt.reason else {})},
         )
+        call = _Call(made.call_id, prompt.path.extended(ids))
         if isinstance(prompt.messages, str):
             num_kept, kept_text = self._spelled_out(ids, text)
             path = prompt.path.extended(ids[:num_kept]) if num_kept < len(ids) else call.path
             self._texts.append((prompt.model, prompt.messages + kept_text, path, call))
         else:
             self._memory.add(prompt.messages, message, call, prompt.tools, prompt.model)
-        return generation
+        return made
 
     def complete_text(
         self,
@@ -168,13 +159,13 @@ class TokenSession:
         finish_reason: FinishReason,
         *,
         temperature: float,
-        response: Any = None,
+        raw: Any = None,
         wait_s: float = 0.0,
         info: Mapping[str, Any] | None = None,
-    ) -> Generation:
-        """Return the `Generation` for an answer without ids. No later call can continue it."""
+    ) -> ModelResponse:
+        """Return the `ModelResponse` for an answer without ids. No later call can continue it."""
         message, finish_reason = self._message(prompt, text, finish_reason)
-        return Generation(
+        return ModelResponse(
             message=message,
             text=text,
             finish_reason=finish_reason,
@@ -183,8 +174,7 @@ class TokenSession:
             logprobs=None,
             versions=None,
             temperature=temperature,
-            call_id=next_call_id(),
-            response=response,
+            raw=raw,
             num_prompt_tokens=len(prompt.ids),
             wait_s=wait_s,
             info=dict(info or {}),

@@ -20,17 +20,17 @@ from rolltree.errors import BadResponse, ConfigError, TokenError, UnsupportedSet
 from rolltree.inference.buffer import IdPath
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.completion import cut_at_stop
-from rolltree.inference.extract import finish_reason_named
 from rolltree.inference.http import HttpServer
+from rolltree.inference.parse import finish_reason_named
 from rolltree.inference.retry import RetryPolicy
 from rolltree.inference.session import Prompt, Sampled, TokenSession
 from rolltree.types import (
     FinishReason,
     GenerateRequest,
-    Generation,
     IntArray,
     Messages,
     MessageType,
+    ModelResponse,
     SamplingParams,
     ToolSchema,
 )
@@ -105,7 +105,7 @@ def sampled_of(answer: GenerateAnswer, version: int) -> Sampled:
         logprobs=np.array([value for value, _, _ in triples], np.float32),  # None: NaN, refused
         finish_reason=finish_reason_named(finish.type),
         versions=int(label) if label.isdecimal() else version,
-        response={"id": meta.id, "stop_reason": finish.matched},
+        raw={"id": meta.id, "stop_reason": finish.matched},
     )
 
 
@@ -170,13 +170,13 @@ class SGLangClient:
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
         model: str | None = None,
         message_type: MessageType = "chat",
-    ) -> Generation:
+    ) -> ModelResponse:
         """Ask once, with no memory of earlier calls. See `ModelClient.chat`."""
         return await self.session().chat(
             messages, tools=tools, sampling=sampling, model=model, message_type=message_type
         )
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest) -> ModelResponse:
         """Sample one completion after exactly these ids. See `ModelClient.generate`."""
         ids = request.prompt_ids
         prompt = Prompt(ids, None, None, IdPath.of(ids), "", None, request.model)
@@ -255,13 +255,13 @@ class SGLangSession:
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
         model: str | None = None,
         message_type: MessageType = "chat",
-    ) -> Generation:
+    ) -> ModelResponse:
         """Sample the next message, continuing an earlier call where one fits."""
         prompt = self._calls.prepare(messages, tools, message_type=message_type, model=model)
         sampled = await self._client.ask(prompt.ids, sampling, model)
         return self._calls.complete(prompt, sampled, temperature=sampling.temperature)
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest) -> ModelResponse:
         """Sample one completion after exactly these ids."""
         return await self._client.generate(request)
 

@@ -1,8 +1,7 @@
 """Time that was spent and time that was waited: a clock, and a client that tells it.
 
 The clock counts the seconds that an episode, or a part of one, spent itself; what a model call
-waited in queues and retries (`Generation.wait_s`) is taken out. It knows the client interface. It
-leaves out what happens when the time is over.
+waited in queues and retries (`ModelResponse.wait_s`) is taken out.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from contextlib import contextmanager
 from rolltree.inference.client import ModelClient
 from rolltree.types import (
     GenerateRequest,
-    Generation,
     Messages,
     MessageType,
+    ModelResponse,
     SamplingParams,
     ToolSchema,
 )
@@ -118,31 +117,31 @@ class TimedClient:
         sampling: SamplingParams = _DEFAULT,
         model: str | None = None,
         message_type: MessageType = "chat",
-    ) -> Generation:
+    ) -> ModelResponse:
         """Pass the call on, timed."""
         wait_s = 0.0
         self._clock.call_started()
         try:
-            generation = await self._inner.chat(
+            response = await self._inner.chat(
                 messages,
                 tools=tools,
                 sampling=sampling,
                 model=model or self._model,
                 message_type=message_type,
             )
-            wait_s = generation.wait_s
-            return generation
+            wait_s = response.wait_s
+            return response
         finally:
             self._clock.call_ended(wait_s)
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest) -> ModelResponse:
         """Pass the call on, timed."""
         wait_s = 0.0
         self._clock.call_started()
         try:
-            generation = await self._inner.generate(request)
-            wait_s = generation.wait_s
-            return generation
+            response = await self._inner.generate(request)
+            wait_s = response.wait_s
+            return response
         finally:
             self._clock.call_ended(wait_s)
 

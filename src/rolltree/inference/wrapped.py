@@ -1,7 +1,7 @@
 """Somebody else's client as a `ModelClient`: `openai.AsyncOpenAI`, or anything shaped like it.
 
 Requests go through `client.chat.completions.create` and `client.completions.create`; the response
-object is kept in `Generation.response`, without the token data that the generation has: a server
+object is kept in `ModelResponse.raw`, without the token data that the record has: a server
 restates the whole prompt's ids in every turn. It knows the openai package only by the attributes of
 its objects and exceptions and imports nothing of it. It leaves out token-in: give `OpenAIClient` a
 renderer.
@@ -37,9 +37,9 @@ from rolltree.inference.retry import (
 from rolltree.inference.session import check_message_type
 from rolltree.types import (
     GenerateRequest,
-    Generation,
     Messages,
     MessageType,
+    ModelResponse,
     SamplingParams,
     ToolSchema,
 )
@@ -101,19 +101,19 @@ class WrappedClient:
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
         model: str | None = None,
         message_type: MessageType = "chat",
-    ) -> Generation:
+    ) -> ModelResponse:
         """Ask once, with no memory of earlier calls. See `ModelClient.chat`."""
         return await self.session().chat(
             messages, tools=tools, sampling=sampling, model=model, message_type=message_type
         )
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest) -> ModelResponse:
         """Sample one completion after exactly these ids. See `ModelClient.generate`."""
         content = {"prompt": request.prompt_ids.tolist()}
         answer = await self.ask(content, "completion", request.sampling, request.model)
-        generation = generated(request, self.tokens, answer)
-        _drop_tokens(answer.raw, generation, request.sampling)
-        return generation
+        made = generated(request, self.tokens, answer)
+        _drop_tokens(answer.raw, made, request.sampling)
+        return made
 
     async def aclose(self) -> None:
         """Close the wrapped client if it can be closed."""
@@ -221,7 +221,7 @@ class WrappedSession:
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
         model: str | None = None,
         message_type: MessageType = "chat",
-    ) -> Generation:
+    ) -> ModelResponse:
         """Sample the next message; `extends` is set where the server's ids continue a call's."""
         check_message_type(messages, message_type)
         content: dict[str, Any] = {"prompt": messages}
@@ -231,13 +231,11 @@ class WrappedSession:
             if tools:
                 content["tools"] = list(tools)
         answer = await self._client.ask(content, message_type, sampling, model)
-        generation = self._by_message.complete(
-            messages, tools, message_type, model, sampling, answer
-        )
-        _drop_tokens(answer.raw, generation, sampling)
-        return generation
+        made = self._by_message.complete(messages, tools, message_type, model, sampling, answer)
+        _drop_tokens(answer.raw, made, sampling)
+        return made
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest) -> ModelResponse:
         """Sample one completion after exactly these ids."""
         return await self._client.generate(request)
 
@@ -245,16 +243,16 @@ class WrappedSession:
         """Do nothing: the connections are the client's."""
 
 
-def _drop_tokens(response: Any, generation: Generation, sampling: SamplingParams) -> None:
-    """Set to None what an object of the openai package says and `generation` has as arrays.
+def _drop_tokens(response: Any, made: ModelResponse, sampling: SamplingParams) -> None:
+    """Set to None what an object of the openai package says and `made` has as arrays.
 
-    Logprobs that the generation has no use for, and alternatives that the caller asked for, stay.
+    Logprobs that the made has no use for, and alternatives that the caller asked for, stay.
     """
-    if generation.prompt_ids is None or type(response).__module__.partition(".")[0] != "openai":
+    if made.prompt_ids is None or type(response).__module__.partition(".")[0] != "openai":
         return
     choice = response.choices[0]
     dropped = [(response, "prompt_token_ids"), (choice, "prompt_token_ids"), (choice, "token_ids")]
-    if generation.logprobs is not None and "top_logprobs" not in sampling.extra:
+    if made.logprobs is not None and "top_logprobs" not in sampling.extra:
         dropped.append((choice, "logprobs"))
     for holder, name in dropped:
         if getattr(holder, name, None) is not None:

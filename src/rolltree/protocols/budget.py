@@ -14,9 +14,9 @@ from rolltree.errors import BudgetSpent, ConfigError
 from rolltree.inference.client import ModelClient
 from rolltree.types import (
     GenerateRequest,
-    Generation,
     Messages,
     MessageType,
+    ModelResponse,
     SamplingParams,
     ToolSchema,
 )
@@ -88,30 +88,30 @@ class Meter:
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
         model: str | None = None,
         message_type: MessageType = "chat",
-    ) -> Generation:
+    ) -> ModelResponse:
         """Pass the call on, counted.
 
         Raises:
             BudgetSpent: there is nothing left for it.
         """
         sampling = self._begin(sampling)
-        generation = await self._inner.chat(
+        response = await self._inner.chat(
             messages, tools=tools, sampling=sampling, model=model, message_type=message_type
         )
-        self._spent.tokens += generation.num_completion_tokens
-        return generation
+        self._spent.tokens += response.num_completion_tokens
+        return response
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest) -> ModelResponse:
         """Pass the call on, counted.
 
         Raises:
             BudgetSpent: there is nothing left for it.
         """
-        generation = await self._inner.generate(
+        response = await self._inner.generate(
             replace(request, sampling=self._begin(request.sampling))
         )
-        self._spent.tokens += generation.num_completion_tokens
-        return generation
+        self._spent.tokens += response.num_completion_tokens
+        return response
 
     async def aclose(self) -> None:
         """Do nothing: the connections belong to whoever made the inner client."""

@@ -134,10 +134,10 @@ class JudgeRubric(Rubric):
         return replies[said]
 
     async def _ask(self, said: str) -> str:
-        generation = await self._client.session().chat(
+        verdict = await self._client.session().chat(
             [{"role": "user", "content": said}], sampling=self._sampling, model=self.judge_model
         )
-        return generation.text
+        return verdict.text
 
 
 def _default_client() -> Any:

@@ -15,9 +15,9 @@ from typing import Generic, Literal, TypeAlias, TypeVar
 from rolltree.inference.client import ModelClient
 from rolltree.types import (
     GenerateRequest,
-    Generation,
     Messages,
     MessageType,
+    ModelResponse,
     SamplingParams,
     ToolSchema,
 )
@@ -113,14 +113,14 @@ class FaultyClient:
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
         model: str | None = None,
         message_type: MessageType = "chat",
-    ) -> Generation:
+    ) -> ModelResponse:
         """Meet the next fault, then ask the inner client."""
         await self._meet()
         return await self._client.chat(
             messages, tools=tools, sampling=sampling, model=model, message_type=message_type
         )
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest) -> ModelResponse:
         """Meet the next fault, then ask the inner client."""
         await self._meet()
         return await self._client.generate(request)

@@ -17,15 +17,14 @@ from rolltree.inference.session import (
     Sampled,
     TokenSession,
     check_sampled,
-    next_call_id,
 )
 from rolltree.testing.script import Script, ScriptSource, tokens_of
 from rolltree.testing.tokenizer import ByteTokenizer
 from rolltree.types import (
     GenerateRequest,
-    Generation,
     Messages,
     MessageType,
+    ModelResponse,
     SamplingParams,
     ToolSchema,
 )
@@ -88,13 +87,13 @@ class ScriptedClient:
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
         model: str | None = None,
         message_type: MessageType = "chat",
-    ) -> Generation:
+    ) -> ModelResponse:
         """Give the next answer, with no memory of earlier calls."""
         return await ScriptedSession(self, self._script).chat(
             messages, tools=tools, sampling=sampling, model=model, message_type=message_type
         )
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest) -> ModelResponse:
         """Give the next answer; a function is asked with the decoded prompt."""
         return await self.answer_ids(self._script, request)
 
@@ -102,14 +101,14 @@ class ScriptedClient:
         """Note that the client was closed."""
         self.is_closed = True
 
-    async def answer_ids(self, script: Script, request: GenerateRequest) -> Generation:
+    async def answer_ids(self, script: Script, request: GenerateRequest) -> ModelResponse:
         """Give `script`'s next answer to a prompt of ids."""
         text = self.renderer.decode(request.prompt_ids)
         await asyncio.sleep(self.delay_s)
         self.note(text, (), request.sampling, request.model, None)
         said = tokens_of(await script.next(text), self.renderer, request.sampling)
         logprobs, versions = check_sampled(said.ids, said.logprobs, self.version)
-        return Generation(
+        return ModelResponse(
             message={"role": "assistant", "content": said.text},
             text=said.text,
             finish_reason=said.finish_reason,
@@ -118,7 +117,6 @@ class ScriptedClient:
             logprobs=logprobs,
             versions=versions,
             temperature=request.sampling.temperature,
-            call_id=next_call_id(),
             num_prompt_tokens=len(request.prompt_ids),
             num_completion_tokens=len(said.ids),
         )
@@ -162,7 +160,7 @@ class ScriptedSession:
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
         model: str | None = None,
         message_type: MessageType = "chat",
-    ) -> Generation:
+    ) -> ModelResponse:
         """Give the script's next answer."""
         client = self._client
         prompt = self._tokens.prepare(messages, tools, message_type=message_type, model=model)
@@ -175,7 +173,7 @@ class ScriptedSession:
         )
         return self._tokens.complete(prompt, sampled, temperature=sampling.temperature)
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest) -> ModelResponse:
         """Give the script's next answer to a prompt of ids."""
         return await self._client.answer_ids(self._script, request)
 

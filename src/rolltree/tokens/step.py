@@ -17,7 +17,7 @@ from typing import Any
 
 from rolltree.tokens.tree import TokenTree
 from rolltree.tokens.view import StepTokens
-from rolltree.types import ChatMessage, Generation, Messages
+from rolltree.types import ChatMessage, Messages, ModelResponse
 
 
 class _Unread:
@@ -29,7 +29,7 @@ _UNREAD: Any = _Unread()
 
 
 class RecordedStep(dict[str, Any]):
-    """A `TrajectoryStep` that a client's `Generation` was recorded as.
+    """A `TrajectoryStep` that a client's `ModelResponse` was recorded as.
 
     `head` is the step that this one's prompt continues, or None; `added` is what the prompt has
     beyond it. The dict below holds a marker for what was not read yet: readers that bypass Python
@@ -51,7 +51,7 @@ class RecordedStep(dict[str, Any]):
         self,
         tree: TokenTree,
         call: int,
-        generation: Generation,
+        response: ModelResponse,
         head: RecordedStep | None,
         added: Messages,
         completion: Messages,
@@ -59,7 +59,7 @@ class RecordedStep(dict[str, Any]):
         super().__init__(
             prompt=_UNREAD,
             completion=_UNREAD,
-            response=generation.response,
+            response=response.raw,
             tokens=_UNREAD,
             reward=None,
             advantage=None,
@@ -70,9 +70,9 @@ class RecordedStep(dict[str, Any]):
         self.head = head
         self._added = _packed(added)
         self._answer = _packed(completion)
-        self._call_id = generation.call_id
-        self._finish_reason = generation.finish_reason
-        self._temperature = generation.temperature
+        self._call_id = response.call_id
+        self._finish_reason = response.finish_reason
+        self._temperature = response.temperature
 
     @property
     def has_own_tokens(self) -> bool:

@@ -1,6 +1,6 @@
 """`state["trajectory"]`: a list of spec-1 step dicts whose tokens live in one token tree.
 
-Knows `Generation` and the step's shape. Steps appended by hand with plain token lists are taken
+Knows `ModelResponse` and the step's shape. Steps appended by hand with plain token lists are taken
 into the tree too, so every step costs O(new tokens). Leaves out what a step means to an
 environment or a trainer.
 """
@@ -15,7 +15,7 @@ from rolltree.errors import TokenError
 from rolltree.tokens.step import RecordedStep, peek
 from rolltree.tokens.tree import TokenTree
 from rolltree.tokens.view import TOKEN_KEYS, StepTokens
-from rolltree.types import Generation, Messages, TrajectoryStep, concat_messages
+from rolltree.types import Messages, ModelResponse, TrajectoryStep, concat_messages
 
 
 class Trajectory(list[TrajectoryStep]):
@@ -41,7 +41,7 @@ class Trajectory(list[TrajectoryStep]):
         *,
         prompt: Messages,
         completion: Messages,
-        generation: Generation,
+        response: ModelResponse,
         agent: str = "",
         turn: int | None = None,
         extras: dict[str, Any] | None = None,
@@ -49,32 +49,32 @@ class Trajectory(list[TrajectoryStep]):
     ) -> TrajectoryStep:
         """Record one model call as a step and return the step.
 
-        The ids go into the tree: O(new tokens) when `generation.extends` names a call recorded
+        The ids go into the tree: O(new tokens) when `response.extends` names a call recorded
         here, one scan of the prompt otherwise. Without ids `step["tokens"]` is None. `extras` wins
         over what is derived: `agent`, `turn`, `call_id`, `finish_reason`, `temperature`,
         `num_prompt_tokens`, `num_completion_tokens` and, with ids, `policy_version_min` and
         `policy_version_max`.
 
         Raises:
-            TokenError: the generation's arrays contradict each other.
+            TokenError: the response's arrays contradict each other.
         """
-        has_ids = generation.prompt_ids is not None and generation.completion_ids is not None
-        call = self._insert(generation, agent, turn, streams) if has_ids else None
+        has_ids = response.prompt_ids is not None and response.completion_ids is not None
+        call = self._insert(response, agent, turn, streams) if has_ids else None
         chat = isinstance(prompt, list) and isinstance(completion, list)
         text = isinstance(prompt, str) and isinstance(completion, str)
-        if call is not None and generation.versions is not None and (chat or text):
-            step: dict[str, Any] = self._record(call, prompt, completion, generation)
+        if call is not None and response.versions is not None and (chat or text):
+            step: dict[str, Any] = self._record(call, prompt, completion, response)
             if extras:
                 step["extras"] |= extras
         else:
-            step = _plain_step(prompt, completion, generation, agent, turn, extras)
+            step = _plain_step(prompt, completion, response, agent, turn, extras)
             if call is not None:
                 step["tokens"] = StepTokens(self.tree, call)
         super().append(cast(TrajectoryStep, step))
         return cast(TrajectoryStep, step)
 
     def _record(
-        self, call: int, prompt: Messages, completion: Messages, generation: Generation
+        self, call: int, prompt: Messages, completion: Messages, response: ModelResponse
     ) -> RecordedStep:
         """Return the step of a call; it shares what its prompt has in common with the last one."""
         head, said = self._last_said()
@@ -83,7 +83,7 @@ class Trajectory(list[TrajectoryStep]):
             added = prompt[len(said) :]
         else:
             head = None
-        step = RecordedStep(self.tree, call, generation, head, added, completion)
+        step = RecordedStep(self.tree, call, response, head, added, completion)
         if head is not None and isinstance(said, list):
             said += added  # type: ignore[arg-type]
             said += completion  # type: ignore[arg-type]
@@ -120,26 +120,26 @@ class Trajectory(list[TrajectoryStep]):
 
     def _insert(
         self,
-        generation: Generation,
+        response: ModelResponse,
         agent: str,
         turn: int | None,
         streams: Mapping[str, Any] | None,
     ) -> int:
         parent = None
-        if generation.extends is not None:
-            parent = self._handles.get(generation.extends)
+        if response.extends is not None:
+            parent = self._handles.get(response.extends)
         call = self.tree.insert(
-            cast(Any, generation.prompt_ids),
-            cast(Any, generation.completion_ids),
-            logprobs=generation.logprobs,
-            temperature=generation.temperature,
-            versions=0 if generation.versions is None else generation.versions,
+            cast(Any, response.prompt_ids),
+            cast(Any, response.completion_ids),
+            logprobs=response.logprobs,
+            temperature=response.temperature,
+            versions=0 if response.versions is None else response.versions,
             agent=agent,
             turn=turn,
             parent=parent,
             streams=streams,
         )
-        self._handles[generation.call_id] = call
+        self._handles[response.call_id] = call
         return call
 
     def call_of(self, step_index: int) -> int | None:
@@ -219,7 +219,7 @@ class Trajectory(list[TrajectoryStep]):
 def _plain_step(
     prompt: Messages,
     completion: Messages,
-    generation: Generation,
+    response: ModelResponse,
     agent: str,
     turn: int | None,
     extras: dict[str, Any] | None,
@@ -228,19 +228,19 @@ def _plain_step(
     derived: dict[str, Any] = {
         "agent": agent,
         "turn": turn,
-        "call_id": generation.call_id,
-        "finish_reason": generation.finish_reason.value,
-        "temperature": generation.temperature,
-        "num_prompt_tokens": generation.num_prompt_tokens,
-        "num_completion_tokens": generation.num_completion_tokens,
+        "call_id": response.call_id,
+        "finish_reason": response.finish_reason.value,
+        "temperature": response.temperature,
+        "num_prompt_tokens": response.num_prompt_tokens,
+        "num_completion_tokens": response.num_completion_tokens,
     }
-    if generation.prompt_ids is not None and generation.completion_ids is not None:
-        derived["num_prompt_tokens"] = len(generation.prompt_ids)
-        derived["num_completion_tokens"] = len(generation.completion_ids)
+    if response.prompt_ids is not None and response.completion_ids is not None:
+        derived["num_prompt_tokens"] = len(response.prompt_ids)
+        derived["num_completion_tokens"] = len(response.completion_ids)
     return {
         "prompt": list(prompt) if isinstance(prompt, list) else prompt,
         "completion": completion,
-        "response": generation.response,
+        "response": response.raw,
         "tokens": None,
         "reward": None,
         "advantage": None,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rolltree.errors import TrainingError
-from rolltree.types import GenerateRequest, Generation, IntArray, SamplingParams
+from rolltree.types import GenerateRequest, IntArray, ModelResponse, SamplingParams
 
 _PROBE_TOKENS = 16
 _SAMPLED_TOKENS = 2
@@ -131,7 +131,7 @@ class Publisher:
         return error
 
     @torch.no_grad()
-    def _own_logprobs(self, answer: Generation) -> Any:
+    def _own_logprobs(self, answer: ModelResponse) -> Any:
         """Return the trainer's logprobs of what a probe sampled, by the model's plain forward."""
         assert answer.completion_ids is not None
         path = np.concatenate([self._prompt, answer.completion_ids]).astype(np.int64)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolltree.tokens import Trajectory
-from rolltree.types import FinishReason, Generation, State
+from rolltree.types import FinishReason, ModelResponse, State
 
 TokenIds = Sequence[int] | NDArray[np.integer]
 
@@ -32,7 +32,7 @@ def supervised_states(conversations: Iterable[Iterable[tuple[TokenIds, TokenIds]
     for index, conversation in enumerate(conversations):
         trajectory = Trajectory()
         for turn, (prompt, completion) in enumerate(conversation):
-            generation = Generation(
+            response = ModelResponse(
                 message={},
                 text="",
                 finish_reason=FinishReason.STOP,
@@ -43,7 +43,7 @@ def supervised_states(conversations: Iterable[Iterable[tuple[TokenIds, TokenIds]
                 temperature=1.0,
                 call_id=turn,
             )
-            trajectory.append_call(prompt=[], completion=[], generation=generation, turn=turn)
+            trajectory.append_call(prompt=[], completion=[], response=response, turn=turn)
         for step in trajectory:
             step["advantage"] = 0.0
         states.append(State(trajectory=trajectory, request_id=f"data/{index}", advantage=0.0))

@@ -25,7 +25,6 @@ from rolltree.inference.server.requests import (
 )
 from rolltree.inference.server.responses import MessageDeltas, TextDeltas, settled_text, spans
 from rolltree.inference.token_in import sampling_params
-from rolltree.inference.versions import extract_versions
 from rolltree.testing.tokenizer import ByteTokenizer
 from rolltree.types import FinishReason, SamplingParams
 

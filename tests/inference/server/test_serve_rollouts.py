@@ -14,7 +14,7 @@ from serve_kit import ADD, TOKEN, Served
 from conftest import ASKED
 from rolltree.errors import ConnectionFailed, PromptTooLong, ServerError
 from rolltree.inference import ChatRenderer, EndpointPool, OpenAIClient, RetryPolicy
-from rolltree.types import FinishReason, GenerateRequest, Generation, SamplingParams
+from rolltree.types import FinishReason, GenerateRequest, ModelResponse, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=90)
 FAST = RetryPolicy(max_retries=1, first_wait_s=0.01)
@@ -39,7 +39,7 @@ def tokenized(served: Served, messages: list[dict[str, Any]], tools: Any = None)
     return ids
 
 
-def ids(generation: Generation) -> list[int]:
+def ids(generation: ModelResponse) -> list[int]:
     assert generation.prompt_ids is not None
     assert generation.completion_ids is not None
     return [*generation.prompt_ids.tolist(), *generation.completion_ids.tolist()]

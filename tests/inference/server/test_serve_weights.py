@@ -26,7 +26,7 @@ from rolltree.inference import (
 )
 from rolltree.inference.server import ServedModel, create_app
 from rolltree.inference.transfer.buckets import TensorSpec, specs_to_data
-from rolltree.types import Generation, SamplingParams
+from rolltree.types import ModelResponse, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 QUESTIONS = ("7 + 5 =", "capital?", "count")
@@ -56,7 +56,7 @@ async def client(server: Served, reference: Any) -> Any:
     await made.aclose()
 
 
-def versions_of(generation: Generation) -> list[int]:
+def versions_of(generation: ModelResponse) -> list[int]:
     assert generation.versions is not None
     found: list[int] = generation.versions.tolist()
     return found

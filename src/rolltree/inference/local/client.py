@@ -12,12 +12,12 @@ from rolltree.errors import UnsupportedSetting
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.engine import EngineOutput, EngineThread
 from rolltree.inference.local.engine import LocalEngine
-from rolltree.inference.session import Sampled, TokenSession, next_call_id
+from rolltree.inference.session import Sampled, TokenSession
 from rolltree.types import (
     GenerateRequest,
-    Generation,
     Messages,
     MessageType,
+    ModelResponse,
     SamplingParams,
     ToolSchema,
 )
@@ -65,7 +65,7 @@ class LocalClient:
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
         model: str | None = None,
         message_type: MessageType = "chat",
-    ) -> Generation:
+    ) -> ModelResponse:
         """Sample the next assistant message, or continue a string (`message_type="completion"`).
 
         Raises:
@@ -86,14 +86,14 @@ class LocalClient:
         )
         return session.complete(prompt, sampled, temperature=sampling.temperature)
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest) -> ModelResponse:
         """Sample one completion after exactly `request.prompt_ids`; raises as `chat` does."""
         self._check_model(request.model)
         output = await self.engine.generate(request)
         text = self._text_before_stop(output)
         if text is None:
             text = self.renderer.parse(output.completion_ids, output.finish_reason).text
-        return Generation(
+        return ModelResponse(
             message={"role": "assistant", "content": text},
             text=text,
             finish_reason=output.finish_reason,
@@ -102,7 +102,6 @@ class LocalClient:
             logprobs=output.logprobs,
             versions=output.versions,
             temperature=request.sampling.temperature,
-            call_id=next_call_id(),
             num_prompt_tokens=output.num_prompt_tokens,
             num_completion_tokens=len(output.completion_ids),
             wait_s=output.wait_s,

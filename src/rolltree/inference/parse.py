@@ -9,6 +9,7 @@ raise `TokenError`; arrays that are missing give None.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -19,20 +20,19 @@ import numpy as np
 
 from rolltree.errors import BadResponse, TokenError
 from rolltree.inference.wire import TokenLogprob
-from rolltree.tokens import checked_logprobs
+from rolltree.tokens.buffers import as_ids, checked_logprobs
 from rolltree.types import (
     ChatMessage,
     FinishReason,
     FloatArray,
-    Generation,
     IntArray,
     Messages,
     MessageType,
+    ModelResponse,
     TrajectoryStepTokens,
 )
 
 _PREFIX = "token_id:"
-_MAX_ID = 2**31 - 1
 _FINISH_REASONS = {reason.value: reason for reason in FinishReason} | {
     "function_call": FinishReason.TOOL_CALLS,
     "eos_token": FinishReason.STOP,
@@ -62,12 +62,12 @@ def extract_tokens(
     """
     choice = first_choice(response)
     logprobs = read(choice, "logprobs")
-    completion = _integers(read(choice, "token_ids"))
+    completion = _ids(read(choice, "token_ids"), "token_ids")
     if completion is None:
         completion = _spelled_ids(_entries(logprobs, message_type, "token", "tokens") or [])
-    prompt = _integers(read(response, "prompt_token_ids"))
+    prompt = _ids(read(response, "prompt_token_ids"), "prompt_token_ids")
     if prompt is None:
-        prompt = _integers(read(choice, "prompt_token_ids"))
+        prompt = _ids(read(choice, "prompt_token_ids"), "prompt_token_ids")
     if prompt is None:
         prompt = sent_ids
     if prompt is None or completion is None:
@@ -87,13 +87,18 @@ def extract_message(response: object, message_type: MessageType) -> tuple[ChatMe
     """Return the assistant message and its text."""
     choice = first_choice(response)
     if message_type == "completion":
-        text = _text(read(choice, "text"))
+        text = read(choice, "text")
+        if not isinstance(text, str):
+            raise BadResponse(
+                "the response's first choice has no text, so there is no answer. Is this URL that "
+                "of a text completions endpoint?"
+            )
         return {"role": "assistant", "content": text}, text
     source = read(choice, "message")
     if source is None:
         raise BadResponse(
-            "the server's first choice has no message, so there is no answer. Is this URL that of "
-            "a chat completions endpoint?"
+            "the response's first choice has no message, so there is no answer. Is this URL that "
+            "of a chat completions endpoint?"
         )
     message: ChatMessage = {"role": "assistant", "content": _text(read(source, "content"))}
     for name in ("reasoning_content", "reasoning"):
@@ -139,12 +144,82 @@ def extract_usage(response: object) -> tuple[int, int]:
     return first, second
 
 
+def parse_response(
+    response: object, message_type: MessageType, *, temperature: float = 1.0, version: int = 0
+) -> ModelResponse:
+    """Return the record of a call that was answered with `response`.
+
+    `response` may be a record already (it is returned as it is), an object of the openai package,
+    a dict of its shape, or a mock of one. `temperature` and `version` are those of the request;
+    `version` is used for tokens of which the response says no policy version.
+
+    Raises:
+        BadResponse: there is no answer in it.
+        TokenError: its token data contradicts itself.
+    """
+    if isinstance(response, ModelResponse):
+        return response
+    message, text = extract_message(response, message_type)
+    tokens = extract_tokens(response, message_type)
+    num_prompt, num_completion = extract_usage(response)
+    versions = None
+    if tokens is not None:
+        num_prompt, num_completion = len(tokens.prompt_ids), len(tokens.completion_ids)
+        versions = extract_versions(response, num_completion, version)
+    identifier, model = read(response, "id"), read(response, "model")
+    return ModelResponse(
+        message=message,
+        text=text,
+        finish_reason=extract_finish_reason(response),
+        prompt_ids=tokens.prompt_ids if tokens else None,
+        completion_ids=tokens.completion_ids if tokens else None,
+        logprobs=tokens.logprobs if tokens else None,
+        versions=versions,
+        temperature=temperature,
+        raw=response,
+        num_prompt_tokens=num_prompt,
+        num_completion_tokens=num_completion,
+        id=identifier if isinstance(identifier, str) else "",
+        model=model if isinstance(model, str) else None,
+    )
+
+
+def extract_versions(response: object, num_tokens: int, otherwise: int) -> IntArray:
+    """Return the version of each sampled token, int32 `[_C]`.
+
+    `otherwise` is what tokens get where the server reports no spans, or a label that is no number
+    (vLLM's first weights are called "default").
+
+    Raises:
+        TokenError: the spans do not cover every token exactly once.
+    """
+    spans = read(first_choice(response), "weight_versions")
+    versions = np.full(num_tokens, otherwise, np.int32)
+    if not isinstance(spans, list | tuple):
+        return versions
+    at = 0
+    for span in spans:
+        start, end, label = (read(span, name) for name in ("start", "end", "version"))
+        if start != at or not isinstance(end, int) or not at <= end <= num_tokens:
+            raise TokenError(
+                f"the server's spans of weight versions jump from token {at} to {start}:{end} of "
+                f"{num_tokens}, so staleness would be counted wrongly. Check the server."
+            )
+        if isinstance(label, str) and label.isdecimal():
+            versions[start:end] = int(label)
+        at = end
+    if at != num_tokens:
+        raise TokenError(
+            f"the server's spans of weight versions end at token {at} of {num_tokens}, so "
+            "staleness would be counted wrongly. Check the server."
+        )
+    return versions
+
+
 async def parse_response_messages(response: object, message_type: MessageType) -> Messages:
     """Return a response's answer: a list with one message, or a string for text completions."""
-    if isinstance(response, Generation):
-        return response.text if message_type == "completion" else [response.message]
-    message, text = extract_message(response, message_type)
-    return text if message_type == "completion" else [message]
+    record = parse_response(response, message_type)
+    return record.text if message_type == "completion" else [record.message]
 
 
 async def parse_response_tokens(
@@ -155,14 +230,8 @@ async def parse_response_tokens(
     Raises:
         TokenError: the token data contradicts itself.
     """
-    found: ResponseTokens | Generation | None
-    if isinstance(response, Generation):
-        found = response
-    else:
-        found = extract_tokens(response, message_type)
-    if found is None or found.prompt_ids is None or found.completion_ids is None:
-        return None
-    if found.logprobs is None:
+    found = parse_response(response, message_type)
+    if found.prompt_ids is None or found.completion_ids is None or found.logprobs is None:
         return None
     return TrajectoryStepTokens(
         prompt_ids=found.prompt_ids.tolist(),
@@ -212,25 +281,15 @@ def _entries(
     return [read(entry, field) for entry in content]
 
 
-def _integers(value: Any) -> IntArray | None:
-    if type(value) is np.ndarray and value.dtype == np.int32:  # `PromptReader` has checked them
-        return value
-    if not isinstance(value, list | tuple | np.ndarray):
-        return None
-    ids = np.array(value, np.int64)
-    if len(ids) and ids.view(np.uint64).max() > _MAX_ID:  # seen so, a negative id is a huge one
-        raise TokenError(
-            f"a token id lies outside 0 to 2**31 - 1 (from {ids.min()} to {ids.max()}); it cannot "
-            "be an id of any vocabulary. Check the server."
-        )
-    return ids.astype(np.int32)
+def _ids(value: Any, name: str) -> IntArray | None:
+    return as_ids(value, name) if isinstance(value, list | tuple | np.ndarray) else None
 
 
 def _spelled_ids(texts: list[Any]) -> IntArray | None:
     """Return ids given as token texts `"token_id:504"`, or None."""
     if not texts or not all(isinstance(text, str) and text.startswith(_PREFIX) for text in texts):
         return None
-    return np.array([int(text.removeprefix(_PREFIX)) for text in texts], np.int32)
+    return as_ids([int(text.removeprefix(_PREFIX)) for text in texts], "token_id")
 
 
 def _text(value: Any) -> str:
@@ -238,6 +297,8 @@ def _text(value: Any) -> str:
 
 
 def _tool_call(call: object, index: int) -> dict[str, Any]:
+    if isinstance(call, str):  # a call that a data set stored as JSON
+        call = json.loads(call)
     function = read(call, "function")
     identifier = read(call, "id")
     return {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rolltree.errors import BadResponse, TokenError
 from rolltree.inference import parse_response_messages, parse_response_tokens
-from rolltree.inference.extract import (
+from rolltree.inference.parse import (
     extract_finish_reason,
     extract_message,
     extract_tokens,
