@@ -109,12 +109,19 @@ async def test_mocks_with_tokens():
     assert step["tokens"]["completion_ids"] == [3]
 
 
-@pytest.mark.parametrize("missing", ["prompt_token_ids", "token_ids", "logprobs"])
-async def test_ids_and_logprobs_belong_together(missing):
+@pytest.mark.parametrize("missing", ["prompt_token_ids", "token_ids"])
+async def test_without_one_of_the_ids_there_are_no_tokens(missing):
     response = with_tokens()
     response.pop(missing, None)
     response["choices"][0].pop(missing, None)
     assert (await step_of(response))["tokens"] is None
+
+
+async def test_ids_without_logprobs_are_recorded_as_a_clients_are():
+    response = with_tokens()
+    response["choices"][0].pop("logprobs")
+    tokens = (await step_of(response))["tokens"]
+    assert (tokens["completion_ids"], tokens["completion_logprobs"]) == ([7, 8], [])
 
 
 async def test_lengths_that_contradict_each_other_are_an_error():

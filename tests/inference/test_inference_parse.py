@@ -138,9 +138,9 @@ def test_logprobs_that_contradict_the_tokens_are_refused(values: list[Any], what
         extract_tokens(chat_response(logprobs={"content": content}), "chat")
 
 
-@pytest.mark.parametrize("ids", [[-1], [2**31]])
-def test_ids_of_no_vocabulary_are_refused(ids: list[int]) -> None:
-    with pytest.raises(TokenError, match="outside 0"):
+@pytest.mark.parametrize("ids", [[-1], [2**31], [2**63], [2**70], [1.5]])
+def test_ids_of_no_vocabulary_are_refused(ids: list[Any]) -> None:
+    with pytest.raises(TokenError, match="token_ids"):
         extract_tokens(chat_response(token_ids=ids, logprobs=None), "chat")
 
 

@@ -197,9 +197,7 @@ class ToolAgent(Agent):
     ) -> bool:
         text = _unreadable(problems)
         parsed = ParseResult(response.text, self.bad_call_penalty, text)
-        self._add_step(
-            response, record, "internal", parsed, info={"tool_problems": list(problems)}
-        )
+        self._add_step(response, record, "internal", parsed, info={"tool_problems": list(problems)})
         self.history.extend(self.tool_call_format.complain(self._with_last_call(text)))
         return True
 
