@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rolltree.inference.parse import extract_tokens
 from tokens_kit import examples
 
 from rolltree.errors import TokenError
+from rolltree.inference.parse import extract_tokens
 from rolltree.tokens import TokenTree
 from rolltree.tokens.buffers import (
     GrowBuffer,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rolltree.errors import ConfigError, TokenError
 from rolltree.inference.chat import ChatRenderer
+from rolltree.inference.parse import extract_versions
 from rolltree.inference.server.app import ServerOptions, is_loopback
 from rolltree.inference.server.model_server import ServedModel, choice_seeds
 from rolltree.inference.server.requests import (
