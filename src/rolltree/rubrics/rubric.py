@@ -326,8 +326,8 @@ def centred_rewards(
     values = np.asarray(rewards, np.float64)
     if not len(values) or values.max() == values.min():
         return np.zeros_like(values)
-    mean = values.mean() if weights is None else (weights * values).sum()
-    return np.asarray(values - mean)
+    shares = np.float64(1.0 / len(values)) if weights is None else weights
+    return np.asarray(values - (shares * values).sum())
 
 
 def write_advantages(states: Sequence[State]) -> None:
