@@ -34,7 +34,7 @@ from verdict import Bar, conclude, make_parser
 from rolltree.samples import build_samples
 from rolltree.tokens import Trajectory
 from rolltree.training import Trainer, load_train_config
-from rolltree.training.batches import make_batch
+from rolltree.training.batches import build_batch
 from rolltree.training.layout import key_blocks
 from rolltree.training.tree_attention import Block, TreeLayout, forest_attention
 from rolltree.types import FinishReason, ModelResponse, State
@@ -148,7 +148,7 @@ class Pass:
         """Compute the gradient once and return it."""
         self.trainer.optimizer.zero_grad()
         wall, cpu = time.perf_counter(), time.process_time()
-        batch = make_batch(self.samples, self.trainer.algorithm, max_tokens)
+        batch = build_batch(self.samples, self.trainer.algorithm, max_tokens)
         self.trainer._gradients(batch)
         self.cpu_s.append(time.process_time() - cpu)
         self.wall_s.append(time.perf_counter() - wall)
@@ -165,7 +165,7 @@ def peak_mb(states: list[State], row: str, module: Any) -> float:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)  # what is freed is given back
         work = Pass(states, row, module)
         before = _status_kb("VmRSS")
-        work.trainer._gradients(make_batch(work.samples, work.trainer.algorithm, MEMORY_BUDGET))
+        work.trainer._gradients(build_batch(work.samples, work.trainer.algorithm, MEMORY_BUDGET))
         sender.send((_status_kb("VmHWM") - before) / 1000)
 
     process = context.Process(target=child)

@@ -26,7 +26,7 @@ from rolltree.environments import load_environment
 from rolltree.inference.local import local_client
 from rolltree.models import load_model
 from rolltree.rollouts import RolloutEngine, build_requests
-from rolltree.samples import build_samples, pack, prune_sample
+from rolltree.samples import build_samples, pack_samples, prune_sample
 from rolltree.training.forward import LogprobModel
 from rolltree.training.layout import collate
 from rolltree.types import RolloutResult, Sample, State
@@ -99,7 +99,7 @@ def accumulate(logprobs: LogprobModel, samples: Sequence[Sample], max_tokens: in
     Returns the loss.
     """
     total = 0.0
-    for chosen in pack(samples, max_tokens):
+    for chosen in pack_samples(samples, max_tokens):
         with logprobs.context():
             loss = loss_of(logprobs, chosen)
             loss.backward()

@@ -143,23 +143,6 @@ def test_origins_name_rollout_agent_and_finish_reason() -> None:
     ]
 
 
-def test_a_steps_own_flags_are_kept_apart_from_the_episodes() -> None:
-    steps = [
-        step([1], [2], finish_reason="length"),
-        step([1, 2, 3], [4], finish_reason="stop", truncated=True),
-    ]
-    one = state(steps, terminated=False, truncated=True, truncation_reason="max_steps")
-    for scope in ("interleave", "tree"):
-        (sample,) = build_samples([one], scope).samples  # type: ignore[arg-type]
-        spans = sample.info["spans"]
-        assert [(s.finish_reason, s.terminated, s.truncated) for s in spans] == [
-            ("length", False, False),
-            ("stop", False, True),
-        ]
-        (origin,) = sample.origins
-        assert (origin.finish_reason, origin.truncated) == ("stop", True)
-
-
 def test_the_report_by_hand() -> None:
     steps = [step([1, 2], [3]), step([1, 2, 3, 4], [5, 6]), step([7], [8], mask=[0])]
     report = build_samples([state(steps, reward=2.0), state([step(None)])], "interleave").report

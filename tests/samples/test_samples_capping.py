@@ -9,7 +9,7 @@ import pytest
 from samples_kit import SCOPES, check_structure, flat_of, state, step
 
 from rolltree.errors import ConfigError
-from rolltree.samples import build_samples, to_examples
+from rolltree.samples import build_samples, sample_meta, to_examples
 from rolltree.tokens import PlacedStream, Trajectory
 
 
@@ -24,10 +24,10 @@ def test_a_flat_sample_is_cut_from_the_right_and_says_so() -> None:
         "seq_len_original": 8,
         "seq_len_kept": 6,
         "seq_len_lost": 2,
+        "seq_len_cut": (True,),
     }
     (origin,) = sample.origins
     assert (origin.truncated, origin.truncation_reason) == (True, "max_seq_len")
-    assert [(s.call, s.start, s.end) for s in sample.info["spans"]] == [(0, 2, 4), (1, 5, 6)]
 
 
 def test_the_lost_tokens_are_reported_per_call() -> None:
@@ -78,6 +78,20 @@ def test_only_the_cut_rollouts_of_a_group_are_marked() -> None:
     batch = build_samples(group, "tree", max_seq_len=3, group_key=lambda _: 0)
     (sample,) = batch.samples
     assert [o.truncated for o in sample.origins] == [True, False]
+
+
+def test_an_episode_that_ended_early_by_itself_is_not_said_to_be_cut() -> None:
+    """Its sample lost tokens, but another rollout's."""
+    group = [
+        state([step([1], [2, 3, 4])]),
+        state([step([1], [5])], truncated=True, truncation_reason="max_steps"),
+    ]
+    (sample,) = build_samples(group, "tree", max_seq_len=3, group_key=lambda _: 0).samples
+    cut, whole = sample_meta(sample, group)
+    assert (cut["seq_len_truncated"], cut["truncation_reason"]) == (True, "max_seq_len")
+    assert (cut["seq_len_kept"], cut["seq_len_original"]) == (4, 5)
+    assert (whole["seq_len_truncated"], whole["truncation_reason"]) == (False, "max_steps")
+    assert "seq_len_kept" not in whole
 
 
 def test_a_sample_that_fits_is_untouched() -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 from samples_kit import state, step
 
 from rolltree.errors import TokenError
-from rolltree.samples.grouping import OpenEnds, by_prefix, turn_calls
-from rolltree.samples.records import concat_records, empty_records, make_records, take_records
-from rolltree.samples.rollout import resolve
-from rolltree.samples.scopes import share_tree, threads_of
+from rolltree.samples import TruncationPolicy, concat_records, take_records, truncation_effect
+from rolltree.samples.assemble import make_records, on_one_tree
+from rolltree.samples.build import OpenEnds, by_prefix, turns_of
+from rolltree.samples.resolve import ResolvedRollout, resolve_rollout
 from rolltree.tokens import ROOT, StepTokens, TokenTree, Trajectory
+
+
+def resolve(index: int, trajectory: Any) -> ResolvedRollout:
+    effect = truncation_effect(trajectory, TruncationPolicy())
+    return resolve_rollout(index, trajectory, effect)
 
 
 def tree_with(*paths: list[int]) -> TokenTree:
@@ -57,12 +65,10 @@ def test_groups_of_a_rollout_and_of_its_turns() -> None:
         step([1, 2, 3, 4], [5], agent="b", turn=1, advantage=4.0),
     ]
     rollout = resolve(0, steps)
-    (group,) = by_prefix(rollout, rollout.calls)
-    assert [call.step for call in group] == [0, 1, 2, 3]
-    turns = [([call.step for call in calls], credit) for calls, credit in turn_calls(rollout)]
-    assert turns == [([0, 1], 2.0), ([2], 3.0), ([3], 4.0)]
-    assert len(threads_of(rollout, "interleave")) == 1
-    assert [thread.credit for thread in threads_of(rollout, "turn")] == [2.0, 3.0, 4.0]
+    (group,) = by_prefix(rollout.tree, rollout.calls)
+    assert [call.index for call in group] == [0, 1, 2, 3]
+    turns = [[(call.index, call.advantage) for call in calls] for calls in turns_of(rollout)]
+    assert turns == [[(0, 2.0), (1, 2.0)], [(2, 3.0)], [(3, 4.0)]]
 
 
 def test_resolve_reads_a_state() -> None:
@@ -79,19 +85,17 @@ def test_resolve_reads_a_state() -> None:
     assert (rollout.terminated, rollout.truncated, rollout.truncation_reason) == (
         False, True, "env",
     )  # fmt: skip
-    assert rollout.credit == (0.25, 0.25)
-    assert rollout.steps_without_tokens == (0,)
+    assert [step.advantage for step in rollout.steps] == [0.25, 0.25]
     (call,) = rollout.calls
-    assert (call.step, call.agent, call.turn, call.reward) == (1, "a", None, 0.5)
-    assert rollout.trains
+    assert (call.index, call.agent, call.turn, call.finish_reason) == (1, "a", None, "stop")
+    assert not rollout.failed
 
 
 def test_labels_of_the_tree_fill_in_for_missing_extras() -> None:
     tree = TokenTree()
     tree.insert([1], [2], agent="solver", turn=4)
-    rollout = resolve(0, [{"tokens": StepTokens(tree, 0)}])  # type: ignore[list-item]
+    rollout = resolve(0, [{"tokens": StepTokens(tree, 0)}])
     assert (rollout.calls[0].agent, rollout.calls[0].turn) == ("solver", 4)
-    assert rollout.turns == (("solver", 4),)
 
 
 def test_a_recorded_trajectory_is_used_as_it_is() -> None:
@@ -125,13 +129,12 @@ def test_a_broken_plain_step_is_named() -> None:
 
 def test_sharing_a_tree_moves_handles_once_per_tree() -> None:
     one, two = Trajectory([step([1], [2])]), Trajectory([step([1], [3]), step([1, 3], [4])])
-    rollouts = [resolve(0, one), resolve(1, two), resolve(2, two[1:])]
-    tree, shared = share_tree(rollouts)
-    assert tree.num_calls == 3
+    shared = on_one_tree([resolve(0, one), resolve(1, two), resolve(2, two[1:])])
+    assert shared[0].tree.num_calls == 3
     assert [[call.handle for call in rollout.calls] for rollout in shared] == [[0], [1, 2], [2]]
-    same, untouched = share_tree([resolve(0, one), resolve(1, one)])
-    assert same is one.tree
-    assert untouched[0].calls[0].handle == 0
+    same = on_one_tree([resolve(0, one), resolve(1, one)])
+    assert same[0].tree is one.tree
+    assert same[0].calls[0].handle == 0
 
 
 def test_records_mix_constants_arrays_and_missing_values() -> None:
@@ -140,9 +143,11 @@ def test_records_mix_constants_arrays_and_missing_values() -> None:
         step([1, 2, 3], [4], policy_version=7, temperature=0.5),
         step([1, 2, 3, 4], []),
     ]
+    for made_step, advantage in zip(steps, [1.5, None, 9.0], strict=True):
+        made_step["advantage"] = advantage
     rollout = resolve(5, steps)
     source = np.array([0, 1, 2], np.int32)
-    made = make_records(rollout, rollout.calls, source, [1.5, None, 9.0], 1.0)
+    made = make_records(rollout, rollout.calls, source)
     assert made.target.tolist() == [2, 3, 4]
     assert np.isnan(made.logprob).tolist() == [True, True, False]
     assert made.weight.tolist() == [0.5, 1.0, 1.0]
@@ -151,17 +156,18 @@ def test_records_mix_constants_arrays_and_missing_values() -> None:
     assert made.advantage.tolist() == [1.5, 1.5, 0.0]
     assert (made.rollout.tolist(), made.call.tolist()) == ([5] * 3, [0, 0, 1])
     assert made.offset.tolist() == [0, 1, 0]
-    assert make_records(rollout, rollout.calls, source, [0, 0, 0], 0.0).weight.tolist() == [0] * 3
-    cut = make_records(rollout, rollout.calls, np.array([-1, 0, 1], np.int32), [0, 0, 0], 1.0)
+    failed = make_records(replace(rollout, failed=True), rollout.calls, source)
+    assert failed.weight.tolist() == [0] * 3
+    cut = make_records(rollout, rollout.calls, np.array([-1, 0, 1], np.int32))
     assert cut.target.tolist() == [3, 4]
 
 
 def test_taking_and_joining_records() -> None:
     rollout = resolve(0, [step([1], [2, 3])])
-    made = make_records(rollout, rollout.calls, np.array([0, 1], np.int32), [1.0], 1.0)
+    made = make_records(rollout, rollout.calls, np.array([0, 1], np.int32))
     second = take_records(made, np.array([False, True]), source=np.array([9], np.int32))
     assert (second.source.tolist(), second.target.tolist()) == ([9], [3])
-    joined = concat_records([made, empty_records(), second])
+    joined = concat_records([made, concat_records([]), second])
     assert joined.target.tolist() == [2, 3, 3]
     assert len(concat_records([])) == 0
     for name in ("source", "target", "version"):

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from samples_kit import check_structure, examples, flat_of, groups, state, step
 
 from rolltree.samples import build_samples
-from rolltree.samples.flat import path_positions
-from rolltree.samples.forest import layout
+from rolltree.samples.assemble import _arange, layout
 from rolltree.tokens import TokenTree, Trajectory
 from rolltree.types import State
 
@@ -80,10 +79,10 @@ def test_flat_samples_of_one_path_share_memory_and_cannot_be_written() -> None:
 
 
 def test_shared_positions_grow() -> None:
-    long = path_positions(5000)
+    long = _arange(5000)
     assert np.array_equal(long, np.arange(5000))
-    assert path_positions(3).tolist() == [0, 1, 2]
-    assert path_positions(0).tolist() == []
+    assert _arange(3).tolist() == [0, 1, 2]
+    assert _arange(0).tolist() == []
 
 
 def test_a_thousand_nested_branches_do_not_recurse() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from samples_kit import check_records, check_structure, context, examples, groups, state, step
 
 from rolltree.errors import ConfigError, TokenError
-from rolltree.samples import build_samples, join_samples, pack, prune_sample, split_sample
+from rolltree.samples import build_samples, join_samples, pack_samples, prune_sample, split_sample
 from rolltree.samples.packing import _fill_empty
 from rolltree.tokens import PlacedStream, StepTokens, TokenTree
 from rolltree.types import Sample, State
@@ -28,7 +28,7 @@ def sizes(batch: tuple[Sample, ...]) -> list[int]:
 
 
 def test_first_fit_decreasing_fills_the_budget() -> None:
-    packed = pack(flat(2, 7, 3, 5, 8, 5), 10)
+    packed = pack_samples(flat(2, 7, 3, 5, 8, 5), 10)
     assert sorted(map(sizes, packed)) == [[2, 8], [3, 7], [5, 5]]
     assert packed.report["num_micro_batches"] == 3
     assert packed.report["padding_waste"] == 0.0
@@ -36,13 +36,13 @@ def test_first_fit_decreasing_fills_the_budget() -> None:
 
 
 def test_padding_waste_by_hand() -> None:
-    packed = pack(flat(6, 6), 10)
+    packed = pack_samples(flat(6, 6), 10)
     assert packed.report["num_tokens"] == 12
     assert packed.report["padding_waste"] == pytest.approx(0.4)
 
 
 def test_ranks_have_equally_many_micro_batches_of_equal_weight() -> None:
-    packed = pack(flat(9, 8, 7, 6, 5, 4), 10, num_ranks=2)
+    packed = pack_samples(flat(9, 8, 7, 6, 5, 4), 10, num_ranks=2)
     assert [len(rank) for rank in packed.ranks] == [3, 3]
     totals = [sum(s.num_tokens for batch in rank for s in batch) for rank in packed.ranks]
     assert sum(totals) == 39
@@ -51,11 +51,11 @@ def test_ranks_have_equally_many_micro_batches_of_equal_weight() -> None:
 
 
 def test_a_rank_without_work_gets_a_filler() -> None:
-    packed = pack(flat(3), 10, num_ranks=3)
+    packed = pack_samples(flat(3), 10, num_ranks=3)
     assert [len(rank) for rank in packed.ranks] == [1, 1, 1]
     fillers = [batch for batch in packed if batch[0].info.get("filler")]
     assert len(fillers) == packed.report["num_filler_batches"] == 2
-    assert (fillers[0][0].num_tokens, len(fillers[0][0].records)) == (1, 0)
+    assert (fillers[0][0].num_tokens, fillers[0][0].records.weight.tolist()) == (1, [0])
     check_structure(fillers[0][0])
 
 
@@ -66,7 +66,7 @@ def test_a_rank_without_work_gets_a_filler() -> None:
     budget=st.integers(12, 20),
 )
 def test_fillers_only_where_there_is_no_work(lengths: list[int], ranks: int, budget: int) -> None:
-    packed = pack(flat(*lengths), budget, ranks)
+    packed = pack_samples(flat(*lengths), budget, ranks)
     parts = [s.num_tokens for batch in packed for s in batch if not s.info.get("filler")]
     assert sorted(parts) == sorted(lengths)
     assert all(sum(sizes(batch)) <= budget for batch in packed)
@@ -85,11 +85,11 @@ def test_bins_that_cannot_be_evened_out_share_with_empty_ones() -> None:
 
 def test_what_trains_nothing_is_left_out_and_counted() -> None:
     failed = build_samples([state([step([1], [2])], error={})], "step").samples
-    packed = pack(flat(4) + failed, 10)
+    packed = pack_samples(flat(4) + failed, 10)
     assert packed.report["num_untrained_samples"] == 1
     assert packed.report["num_untrained_tokens"] == 2
     assert [sizes(batch) for batch in packed] == [[4]]
-    nothing = pack(failed, 10, num_ranks=2)
+    nothing = pack_samples(failed, 10, num_ranks=2)
     assert nothing.ranks == ((), ())
     assert nothing.report["num_micro_batches"] == 0
 
@@ -97,12 +97,12 @@ def test_what_trains_nothing_is_left_out_and_counted() -> None:
 @pytest.mark.parametrize(("budget", "ranks"), [(0, 1), (5, 0)])
 def test_impossible_numbers_are_errors(budget: int, ranks: int) -> None:
     with pytest.raises(ConfigError, match="at least 1"):
-        pack([], budget, ranks)
+        pack_samples([], budget, ranks)
 
 
 def test_a_path_over_the_budget_is_an_error_with_a_way_out() -> None:
     with pytest.raises(TokenError, match="max_seq_len"):
-        pack(flat(11), 10)
+        pack_samples(flat(11), 10)
 
 
 def comb() -> Sample:
@@ -115,11 +115,10 @@ def test_a_tree_is_split_where_branches_end_and_repeats_its_prompt() -> None:
     parts = split_sample(comb(), 13)
     assert [part.num_tokens for part in parts] == [13, 13]
     assert [part.info["num_repeated"] for part in parts] == [0, 4]
-    assert [part.info["interval"] for part in parts] == [(0, 13), (13, 22)]
     for part in parts:
         check_structure(part)
         assert part.ids[:4].tolist() == [1, 2, 3, 4]
-    packed = pack([comb()], 13)
+    packed = pack_samples([comb()], 13)
     assert packed.report["num_repeated_tokens"] == 4
     assert packed.report["repetition_waste"] == pytest.approx(4 / 26)
 
@@ -141,20 +140,20 @@ def test_what_fits_is_not_split() -> None:
 def test_context_without_records_is_not_computed() -> None:
     steps = [step([1, 2], [3]), step([1, 2], [4], mask=[0]), step([1, 2], [5])]
     sample = build_samples([steps], "tree").samples[0]
-    packed = pack([sample], 3)
+    packed = pack_samples([sample], 3)
     targets = [s.records.target[s.records.weight > 0].tolist() for batch in packed for s in batch]
     assert sorted(t for group in targets for t in group) == [3, 5]
 
 
-def test_parts_know_where_their_calls_lie() -> None:
-    """The first token of every branch is trained where the prompt is: in the first part."""
+def test_a_branchs_first_token_is_trained_where_its_prompt_is() -> None:
     first, second = split_sample(comb(), 13)
     assert sorted(first.records.target.tolist()) == sorted([*range(10, 16), *[20, 30] * 3])
     assert sorted(second.records.target.tolist()) == sorted([20, 30] * 3)
     for part in (first, second):
-        assert len(part.info["spans"]) == 3
-        for span in part.info["spans"]:
-            assert part.ids[span.start : span.end].tolist() == [10 + span.call, 20, 30]
+        records = part.records
+        assert part.ids[records.source[records.offset == 1]].tolist() == [
+            10 + call for call in records.call[records.offset == 1]
+        ]
 
 
 def test_pruning_by_hand() -> None:
@@ -164,7 +163,6 @@ def test_pruning_by_hand() -> None:
     assert pruned.subtree_end.tolist() == [3, 3, 3]
     assert pruned.records.source.tolist() == [1, 1, 2]
     assert pruned.records.target.tolist() == [7, 8, 9]
-    assert [(s.call, s.start, s.end) for s in pruned.info["spans"]] == [(1, 2, 3)]
     assert prune_sample(pruned) is pruned
 
 
@@ -187,7 +185,6 @@ def test_joined_samples_do_not_see_each_other() -> None:
     assert joined.ids.tolist() == [0, 0, 0, 1, 2, 3]
     assert joined.records.source.tolist() == [1, 3, 3]
     assert context(joined, 5) == [1, 3]
-    assert joined.info["part_starts"] == (0, 3)
     assert len(joined.origins) == 2
     assert join_samples([]).num_tokens == 0
 
@@ -223,7 +220,7 @@ def test_packing_keeps_every_trained_token_exactly_once(
 ) -> None:
     samples = build_samples(states, "tree", group_key=lambda _: 0).samples
     budget = max([int(s.positions.max()) + 1 for s in samples], default=1) + extra
-    packed = pack(samples, budget, ranks)
+    packed = pack_samples(samples, budget, ranks)
     parts = [part for batch in packed for part in batch]
     for part in parts:
         check_structure(part)

@@ -22,7 +22,7 @@ from samples_kit import (
 )
 
 from rolltree.samples import SkipReason, build_samples
-from rolltree.samples.rollout import resolve
+from rolltree.samples.resolve import resolve_tokens
 from rolltree.types import Records, State
 
 
@@ -207,15 +207,14 @@ def _plain(made: Any) -> Any:
 @given(states=groups)
 def test_breaks_are_what_opens_interleaved_samples(states: list[State]) -> None:
     batch = build_samples(states, "interleave")
-    rollouts = [resolve(index, one) for index, one in enumerate(states)]
+    resolved = [resolve_tokens(i, one["trajectory"]) for i, one in enumerate(states)]
     opened = sum(max(0, len(naive_interleave(one["trajectory"])) - 1) for one in states)
     assert len(batch.breaks) == opened == batch.report["num_breaks"]
     causes = [value for key, value in batch.report.items() if key.startswith("breaks/")]
     assert sum(causes) == opened
     for item in batch.breaks:
-        tree = rollouts[item.rollout].tree
-        handle = next(c.handle for c in rollouts[item.rollout].calls if c.step == item.call)
-        prompt = tree.prompt_ids(handle).tolist()
+        tree, handles = resolved[item.rollout]
+        prompt = tree.prompt_ids(handles[item.call]).tolist()
         low = max(0, item.position - 16)
         assert item.current_ids.tolist() == prompt[low : item.position + 16]
         shared = item.position - low

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from samples_kit import exact_groups, examples, groups, state, step
@@ -23,7 +25,8 @@ def spec_1(states: list[State], mask_prompts: bool = True) -> list[TrainingExamp
                 prompt_ids = made["tokens"]["prompt_ids"]
                 completion_ids = made["tokens"]["completion_ids"]
                 token_ids = prompt_ids + completion_ids
-                logprobs = [0.0] * len(prompt_ids) + made["tokens"]["completion_logprobs"]
+                known = made["tokens"]["completion_logprobs"] or [math.nan] * len(completion_ids)
+                logprobs = [0.0] * len(prompt_ids) + known
                 if mask_prompts:
                     mask = made["tokens"]["prompt_mask"] + made["tokens"]["completion_mask"]
                 else:
@@ -58,6 +61,21 @@ def test_prompt_masks_of_the_step_are_used() -> None:
     assert row.mask == [0, 1, 1]
 
 
+def test_rows_have_equal_lengths_also_without_logprobs_and_masks() -> None:
+    made = step([1, 2], [3, 4], logprobs=[], mask=[])
+    made["tokens"]["prompt_mask"] = []
+    for trajectory in ([made], Trajectory([made])):
+        (row,) = process_trajectories_for_training([state(trajectory)])
+        assert row.logprobs[:2] == [0.0, 0.0]
+        assert [math.isnan(value) for value in row.logprobs] == [False, False, True, True]
+        assert row.mask == [0, 0, 1, 1]
+
+
+def test_rows_of_contradicting_lists_are_refused() -> None:
+    with pytest.raises(TokenError, match="completion_logprobs"):
+        process_trajectories_for_training([state([step([1], [2, 3], logprobs=[-0.5])])])
+
+
 def test_states_without_a_trajectory_give_nothing() -> None:
     assert process_trajectories_for_training([State(), state([]), State(trajectory=None)]) == []
 
@@ -66,7 +84,9 @@ def test_states_without_a_trajectory_give_nothing() -> None:
 @given(states=groups)
 def test_equal_to_the_documents_loop(states: list[State]) -> None:
     for masked in (True, False):
-        assert process_trajectories_for_training(states, masked) == spec_1(states, masked)
+        assert repr(process_trajectories_for_training(states, masked)) == repr(
+            spec_1(states, masked)
+        )
 
 
 @examples(100)

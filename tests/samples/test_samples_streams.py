@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from samples_kit import SCOPES, examples
 
 from rolltree.samples import build_samples
-from rolltree.samples.stream_views import SampleStream, join_streams, move_streams
-from rolltree.tokens import PlacedStream, StepTokens, TokenStream, TokenTree
+from rolltree.samples.streams import SampleStream, join_streams, move_streams
+from rolltree.tokens import PlacedStream, StepTokens, TokenStream, TokenTree, Trajectory
+from rolltree.types import Sample
 
 IMAGE_A = np.arange(12, dtype=np.float32).reshape(3, 4)
 IMAGE_B = np.ones((2, 2), np.float32)
@@ -68,7 +69,8 @@ def test_a_merged_sample_has_one_value_per_position() -> None:
     assert pixels.positions.tolist() == [1, 5]
     assert [item.shape for item in pixels.values] == [(3, 4), (2, 2)]
     assert first.ids[pixels.positions].tolist() == [PLACEHOLDER, PLACEHOLDER]
-    assert second.info["streams"]["experts"].values[:, 0, 0].tolist() == [100, 101, 102, 103]
+    assert second.ids.tolist() == [1, PLACEHOLDER, 9, 6]
+    assert second.info["streams"]["experts"].values[:, 0, 0].tolist() == [0, 1, 102, 103]
 
 
 def test_in_a_tree_the_first_call_speaks_for_shared_tokens() -> None:
@@ -135,6 +137,87 @@ def test_every_sampled_tokens_value_arrives_at_its_token(
             stream = sample.info["streams"]["x"]
             assert sample.ids[stream.positions].tolist() == stream.values[:, 0].tolist()
             assert sample.positions[stream.positions].tolist() == stream.values[:, 1].tolist()
-            covered = set(stream.positions.tolist())
-            for span in sample.info["spans"]:
-                assert {span.start, span.end - 1} <= covered
+            assert {*(sample.records.source + 1)} <= {*stream.positions} or scope == "tree"
+
+
+def context(sample: Sample, position: int) -> tuple[int, ...]:
+    order = np.arange(sample.num_tokens)
+    return tuple(sample.ids[(order <= position) & (position < sample.subtree_end)].tolist())
+
+
+@examples(100)
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 2), max_size=4),  # prompt
+            st.integers(1, 3),  # sampled tokens
+            st.integers(0, 3),  # the first position with a value
+            st.integers(0, 2),  # the turn
+        ),
+        max_size=6,
+    )
+)
+def test_every_scope_carries_the_streams_of_every_token_on_its_paths(
+    calls: list[tuple[list[int], int, int, int]],
+) -> None:
+    """Also of prefix tokens that an earlier call gave values for; the first call's value wins."""
+    tree = TokenTree()
+    first: dict[tuple[int, ...], int] = {}
+    for number, (prompt, count, start, turn) in enumerate(calls):
+        path = [*prompt, *[(len(prompt) + n) % 3 for n in range(count)]]
+        start = min(start, len(path))
+        values = np.full(len(path) - start, number)
+        placed = PlacedStream([np.full(number, number)], [start] if start < len(path) else [])
+        if start == len(path):
+            placed = PlacedStream([], [])
+        tree.insert(
+            prompt,
+            path[len(prompt) :],
+            turn=turn,
+            streams={"x": TokenStream(values, start=start), "image": placed},
+        )
+        for depth in range(start, len(path)):
+            first.setdefault(tuple(path[: depth + 1]), number)
+    for scope in SCOPES:
+        for sample in build_samples([steps(tree)], scope).samples:
+            wanted = {
+                position: first[context(sample, position)]
+                for position in range(sample.num_tokens)
+                if context(sample, position) in first
+            }
+            stream = sample.info["streams"].get("x", SampleStream(np.empty(0), np.empty(0)))
+            got = zip(stream.positions.tolist(), np.asarray(stream.values).tolist(), strict=True)
+            assert dict(got) == wanted
+
+
+def test_an_image_of_the_prompt_reaches_calls_after_a_break_in_every_scope() -> None:
+    """The second call restates the image's token, and only the first call carries the image."""
+    tree = TokenTree()
+    image = {"pixels": PlacedStream([IMAGE_A], [1])}
+    tree.insert([1, PLACEHOLDER, 2], [3, 4], turn=0, streams=image)
+    tree.insert([1, PLACEHOLDER, 2, 4], [5], turn=1)
+    for scope in SCOPES:
+        for sample in build_samples([steps(tree)], scope).samples:
+            pixels = sample.info["streams"]["pixels"]
+            assert sample.ids[pixels.positions].tolist() == [PLACEHOLDER]
+            assert pixels.values[0] is not None
+
+
+def test_an_edited_step_keeps_versions_and_streams() -> None:
+    """Masking a token by hand used to lose the versions and the streams of the whole call."""
+    trajectory = Trajectory()
+    tree = trajectory.tree
+    tree.insert([1], [2, 3], versions=[4, 5], temperature=0.5, streams={"x": np.array([7, 8])})
+    made: Any = {"tokens": StepTokens(tree, 0), "extras": {}}
+    made["tokens"]["completion_mask"] = [0, 1]
+    (sample,) = build_samples([[made]], "step").samples
+    assert sample.records.weight.tolist() == [0, 1]
+    assert sample.records.version.tolist() == [4, 5]
+    assert sample.records.temperature.tolist() == [0.5, 0.5]
+    assert sample.info["streams"]["x"].values.tolist() == [7, 8]
+    made["tokens"]["completion_ids"] = [9]
+    made["tokens"]["completion_mask"] = [1]
+    made["tokens"]["completion_logprobs"] = [-0.5]
+    (changed,) = build_samples([[made]], "step").samples
+    assert (changed.records.target.tolist(), changed.records.version.tolist()) == ([9], [4])
+    assert changed.info["streams"] == {}

@@ -12,10 +12,12 @@ from rolltree.samples import (
     TruncationPolicy,
     build_samples,
     truncation_effect,
-    truncation_effects,
 )
 from rolltree.tokens import Trajectory
-from rolltree.types import State
+from rolltree.training import CreditPolicy, assign_credit
+from rolltree.types import RolloutRequest, RolloutResult, State
+
+REQUEST = RolloutRequest("r", "env", {"prompt": "p", "example_id": 0, "task": "t"}, 0, 0, "g", 0)
 
 
 def rollouts(**fields: Any) -> list[State]:
@@ -29,31 +31,29 @@ def rollouts(**fields: Any) -> list[State]:
 
 
 TABLE = [
-    # policy, reward for credit, in loss, in baseline, in statistics
-    (TruncationPolicy(), 0.25, True, True, True),
-    (TruncationPolicy("drop"), 0.25, False, False, False),
-    (TruncationPolicy("mask"), 0.25, False, True, True),
-    (TruncationPolicy("penalise", penalty=0.5), -0.25, True, True, True),
-    (TruncationPolicy("bootstrap", discount=0.5), 0.75, True, True, True),
+    # policy, reward for credit, in loss, counts elsewhere
+    (TruncationPolicy(), 0.25, True, True),
+    (TruncationPolicy("drop"), 0.25, False, False),
+    (TruncationPolicy("mask"), 0.25, False, True),
+    (TruncationPolicy("penalise", penalty=0.5), -0.25, True, True),
+    (TruncationPolicy("bootstrap", discount=0.5), 0.75, True, True),
 ]
 
 
-@pytest.mark.parametrize(("policy", "reward", "loss", "baseline", "statistics"), TABLE)
-def test_the_table(
-    policy: TruncationPolicy, reward: float, loss: bool, baseline: bool, statistics: bool
-) -> None:
-    done, cut = truncation_effects(rollouts(bootstrap_value=1.0), policy)
+@pytest.mark.parametrize(("policy", "reward", "loss", "counts"), TABLE)
+def test_the_table(policy: TruncationPolicy, reward: float, loss: bool, counts: bool) -> None:
+    done, cut = (truncation_effect(one, policy) for one in rollouts(bootstrap_value=1.0))
     assert (done.mode, done.truncated, done.reward) == ("keep", False, 1.0)
-    assert (done.in_loss, done.in_baseline, done.in_statistics, done.has_sample) == (True,) * 4
+    assert (done.in_loss, done.counts) == (True, True)
     assert (cut.mode, cut.truncated, cut.reason) == (policy.mode, True, "max_steps")
     assert cut.reward == reward
-    assert (cut.in_loss, cut.in_baseline, cut.in_statistics) == (loss, baseline, statistics)
+    assert (cut.in_loss, cut.counts) == (loss, counts)
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize(("policy", "_r", "loss", "_b", "statistics"), TABLE)
+@pytest.mark.parametrize(("policy", "_r", "loss", "counts"), TABLE)
 def test_samples_follow_the_table(
-    scope: Any, policy: TruncationPolicy, _r: float, loss: bool, _b: bool, statistics: bool
+    scope: Any, policy: TruncationPolicy, _r: float, loss: bool, counts: bool
 ) -> None:
     batch = build_samples(rollouts(bootstrap_value=1.0), scope, truncation=policy)
     weights = {
@@ -66,7 +66,7 @@ def test_samples_follow_the_table(
     report = batch.report
     assert report["num_truncated_rollouts"] == 1
     assert report["num_dropped_rollouts"] == (policy.mode == "drop")
-    assert report["reward_mean"] == (0.625 if statistics else 1.0)  # unshaped
+    assert report["reward_mean"] == (0.625 if counts else 1.0)  # unshaped
     assert report["num_masked_tokens"] == (policy.mode == "mask")
     assert report["skipped_tokens/truncation_policy"] == (policy.mode == "drop")
     cut = [o for s in batch.samples for o in s.origins if o.truncated]
@@ -99,6 +99,28 @@ def test_only_the_declared_reasons_are_treated() -> None:
     assert truncation_effect(rollouts()[1], policy).mode == "keep"
     late = rollouts(truncation_reason="time_limit")[1]
     assert truncation_effect(late, policy).mode == "drop"
+
+
+def test_one_decision_serves_credit_and_samples() -> None:
+    """Credit's effects are taken as they are, whatever the policy that made them."""
+    states = rollouts(bootstrap_value=1.0)
+    policy = TruncationPolicy("drop")
+    results = [RolloutResult(REQUEST, (one,), None) for one in states]
+    report = assign_credit(results, "reinforce", CreditPolicy(truncation=policy))
+    assert [effect.mode for effect in report.effects] == ["keep"]
+    assert len(build_samples(report.trained, truncation=report.effects).samples) == 1
+    effects = [truncation_effect(one, policy) for one in states]
+    assert len(build_samples(states, truncation=effects).samples) == 1
+    with pytest.raises(ConfigError, match="2 truncation effects for 1 trajectories"):
+        build_samples(states[:1], truncation=effects)
+
+
+def test_a_states_last_step_says_so_too() -> None:
+    """The policy and the origins read the same flags."""
+    one = state([step([1], [2], truncated=True, truncation_reason="env")])
+    (sample,) = build_samples([one], truncation=TruncationPolicy("mask")).samples
+    assert sample.origins[0].truncation_reason == "env"
+    assert sample.records.weight.tolist() == [0]
 
 
 def test_a_length_stop_is_not_a_truncated_episode() -> None:

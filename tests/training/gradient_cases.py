@@ -11,7 +11,7 @@ from training_kit import Call, flat, group, tiny_model, tree
 
 from rolltree.errors import TrainingError
 from rolltree.training import Trainer, load_train_config
-from rolltree.training.batches import make_batch
+from rolltree.training.batches import build_batch
 from rolltree.training.contents import trained_tensors
 from rolltree.training.layout import collate
 from rolltree.training.lora import add_adapter, plain_tensors
@@ -86,7 +86,7 @@ def flatten(tensors):
 
 def gradient(trainer, data):
     rank, size = (trainer.ranks.rank, trainer.ranks.size) if trainer.ranks else (0, 1)
-    batch = make_batch(
+    batch = build_batch(
         data, trainer.algorithm, trainer.config.train.max_tokens, rank=rank, num_ranks=size
     )
     stats = trainer._gradients(batch)

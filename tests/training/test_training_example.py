@@ -13,7 +13,7 @@ from rolltree.rollouts.record import decode_results
 from rolltree.samples import build_samples
 from rolltree.store import Run
 from rolltree.training import LogprobModel, Trainer, assign_credit
-from rolltree.training.batches import make_batch
+from rolltree.training.batches import build_batch
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo_loop.py"
 
@@ -48,7 +48,7 @@ def test_both_doors_train_a_stored_run_the_same(example, tmp_path):
     model, _ = load_model(str(folder))
     trainer = Trainer(model, config)
     built = build_samples(theirs, "tree", group_key=lambda state: 0).samples
-    batch = make_batch(built, trainer.algorithm, 8192)
+    batch = build_batch(built, trainer.algorithm, 8192)
     samples = example.samples_of(ours)
     (item,), (sample,) = batch.packs, samples
     for name in ("ids", "positions", "subtree_end"):

@@ -16,7 +16,7 @@ from training_kit import difference, gradient_of, states, tiny_model, trainer
 from rolltree.samples import build_samples
 from rolltree.training.aggregation import AGGREGATIONS
 from rolltree.training.algorithms import ALGORITHMS, resolve_algorithm
-from rolltree.training.batches import make_batch
+from rolltree.training.batches import build_batch
 from rolltree.training.corrections import CORRECTIONS
 from rolltree.training.forward import LogprobModel
 from rolltree.training.kl import KLS
@@ -89,7 +89,7 @@ def test_each_part_through_the_trainer(case):
         train={"max_tokens": longest, "chunk_rows": 3},
     )
     built = in_scope(rollouts, "tree")
-    assert len(make_batch(built, small.algorithm, longest).packs) > 1
+    assert len(build_batch(built, small.algorithm, longest).packs) > 1
     assert difference(gradient_of(small, built), gradients["step"]) < 1e-5
 
 
@@ -98,7 +98,7 @@ class Scope:
 
     def __init__(self, samples, model, reference):
         algorithm = resolve_algorithm("dapo")
-        (pack,) = make_batch(samples, algorithm, 8192).packs
+        (pack,) = build_batch(samples, algorithm, 8192).packs
         self.samples, self.forest = samples, pack.forest
         run, frozen = LogprobModel(model), LogprobModel(reference)
         parameters = list(model.parameters())
@@ -130,7 +130,7 @@ class Scope:
     def records_for(self, algorithm):
         key = (algorithm.aggregation, algorithm.over_rollout)
         if key not in self.records:
-            (pack,) = make_batch(self.samples, algorithm, 8192).packs
+            (pack,) = build_batch(self.samples, algorithm, 8192).packs
             assert np.array_equal(pack.forest.ids, self.forest.ids)
             self.records[key] = pack.forest.records
         return self.records[key]

@@ -14,7 +14,7 @@ from training_kit import VOCAB, tiny_model
 from rolltree.samples import build_samples
 from rolltree.tokens import Trajectory
 from rolltree.training import Trainer, load_train_config
-from rolltree.training.batches import make_batch
+from rolltree.training.batches import build_batch
 from rolltree.training.corrections import CORRECTIONS
 from rolltree.training.losses import LOSSES
 from rolltree.types import FinishReason, ModelResponse, State
@@ -180,7 +180,7 @@ def test_loss_and_gradient_are_the_papers(
     samples = build_samples(states_of(rollouts), scope.split()[-1], **key).samples
     wanted, value = reference_gradient(rollouts, loss, aggregation, length, correction)
     trainer.optimizer.zero_grad()
-    batch = make_batch(samples, trainer.algorithm, max_tokens)
+    batch = build_batch(samples, trainer.algorithm, max_tokens)
     assert all(item.forest.num_tokens <= max_tokens for item in batch.packs)
     stats = trainer._gradients(batch)
     got = torch.cat([p.grad.flatten() for p in trainer.optimizer.parameters])
@@ -195,7 +195,7 @@ def test_every_sampled_token_has_exactly_one_record(rollouts, shared):
     key = {"group_key": lambda state: 0} if shared else {}
     samples = build_samples(states_of(rollouts), "tree", **key).samples
     config = load_train_config({"algorithm": {"aggregation": "token"}})
-    batch = make_batch(samples, config.algorithm.resolve(), 60)
+    batch = build_batch(samples, config.algorithm.resolve(), 60)
     got = sorted(
         zip(
             batch.records.rollout.tolist(),
@@ -221,7 +221,7 @@ def test_a_trained_tokens_logprob_is_the_plain_models(rollouts):
     """The forward pass alone, token by token, whatever the tree looks like."""
     trainer = Trainer(MODEL, load_train_config({}))
     samples = build_samples(states_of(rollouts), "tree", group_key=lambda state: 0).samples
-    (item,) = make_batch(samples, trainer.algorithm, 8192).packs
+    (item,) = build_batch(samples, trainer.algorithm, 8192).packs
     with torch.no_grad(), trainer.logprobs.context():
         got = trainer.logprobs(item.forest).logprob.tolist()
     records = item.forest.records

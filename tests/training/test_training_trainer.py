@@ -20,13 +20,13 @@ from training_kit import (
 
 from rolltree.errors import TokenError, TrainingError
 from rolltree.training.algorithms import resolve_algorithm
-from rolltree.training.batches import make_batch
+from rolltree.training.batches import build_batch
 from rolltree.training.optim import Optimizer, learning_rate
 from rolltree.training.sections import ModelSection
 
 
 def advantage_weighted_logprob(worker, samples):
-    (item,) = make_batch(samples, worker.algorithm, 8192).packs
+    (item,) = build_batch(samples, worker.algorithm, 8192).packs
     with torch.no_grad(), worker.logprobs.context():
         got = worker.logprobs(item.forest).logprob.numpy()
     return float((got * item.forest.records.advantage).sum())
@@ -34,14 +34,14 @@ def advantage_weighted_logprob(worker, samples):
 
 class TestBatch:
     def test_weights_are_the_coefficients(self):
-        batch = make_batch([tree(group(3))], resolve_algorithm("dapo"), 1000)
+        batch = build_batch([tree(group(3))], resolve_algorithm("dapo"), 1000)
         assert batch.records.weight.sum() == pytest.approx(1.0)
         assert batch.num_skipped == 0
 
     def test_masked_records_do_not_count(self):
         calls = group(2, turns=1)
         calls[0].weight = 0.0
-        batch = make_batch([flat(call) for call in calls], resolve_algorithm("grpo"), 1000)
+        batch = build_batch([flat(call) for call in calls], resolve_algorithm("grpo"), 1000)
         assert set(batch.records.rollout.tolist()) == {1}
         assert batch.records.weight.sum() == pytest.approx(1.0)
 
@@ -50,8 +50,8 @@ class TestBatch:
         calls[1].advantage = calls[2].advantage = 0.0
         samples = [tree(calls)]
         algorithm = resolve_algorithm("grpo")
-        every = make_batch(samples, algorithm, 1000)
-        some = make_batch(samples, algorithm, 1000, skip_flat=True)
+        every = build_batch(samples, algorithm, 1000)
+        some = build_batch(samples, algorithm, 1000, skip_zero_advantage=True)
         assert some.num_tokens < every.num_tokens
         assert set(some.records.rollout.tolist()) == {0, 3}
         assert some.num_skipped == len(calls[1].completion) + len(calls[2].completion)
@@ -67,7 +67,9 @@ class TestBatch:
         calls = group(4, turns=1)
         for call in calls:
             call.advantage = 0.0
-        batch = make_batch([tree(calls)], resolve_algorithm("grpo"), 1000, skip_flat=True)
+        batch = build_batch(
+            [tree(calls)], resolve_algorithm("grpo"), 1000, skip_zero_advantage=True
+        )
         assert set(batch.records.rollout.tolist()) == {0}
 
     @pytest.mark.parametrize(
@@ -79,11 +81,11 @@ class TestBatch:
         samples = [flat(call) for call in calls]
         getattr(samples[1].records, field)[0] = value
         with pytest.raises(TrainingError, match=rf"the {field} of a token is .*rollout r1"):
-            make_batch(samples, resolve_algorithm("grpo"), 1000)
+            build_batch(samples, resolve_algorithm("grpo"), 1000)
 
     def test_nothing_to_train(self):
         with pytest.raises(TokenError, match="no loss record"):
-            make_batch([], resolve_algorithm("grpo"), 1000)
+            build_batch([], resolve_algorithm("grpo"), 1000)
 
 
 class TestStep:
@@ -136,7 +138,7 @@ class TestStep:
 
     def test_clipping_scales_to_the_largest_norm(self):
         worker = trainer(optim={"max_grad_norm": 0.5})
-        batch = make_batch([tree(group())], worker.algorithm, 8192)
+        batch = build_batch([tree(group())], worker.algorithm, 8192)
         worker._gradients(batch)
         norm = worker.optimizer.clip()
         assert norm > 0.5

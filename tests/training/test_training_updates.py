@@ -22,7 +22,7 @@ from training_kit import (
 from rolltree.errors import ConfigError
 from rolltree.samples import build_samples
 from rolltree.training.algorithms import resolve_algorithm
-from rolltree.training.batches import make_batch, split_rollouts
+from rolltree.training.batches import build_batch, split_rollouts
 
 SMOOTH = {"lr": 0.1, "eps": 1.0}
 """AdamW without its sign: a gradient that is all rounding moves nothing."""
@@ -56,13 +56,13 @@ class TestMinibatches:
 
     def test_a_part_computes_only_its_own_tokens(self):
         calls = group(4, prefix=6, turns=1)
-        whole = make_batch([tree(calls)], resolve_algorithm("grpo"), 1000)
+        whole = build_batch([tree(calls)], resolve_algorithm("grpo"), 1000)
         parts = [
-            make_batch(part, resolve_algorithm("grpo"), 1000)
+            build_batch(part, resolve_algorithm("grpo"), 1000)
             for part in split_rollouts([tree(calls)], 2)
         ]
         for part, expected in zip(parts, (calls[:2], calls[2:]), strict=True):
-            alone = make_batch([tree(expected)], resolve_algorithm("grpo"), 1000)
+            alone = build_batch([tree(expected)], resolve_algorithm("grpo"), 1000)
             assert part.num_tokens == alone.num_tokens < whole.num_tokens
             assert part.records.weight.sum() == pytest.approx(1.0)
 
@@ -125,7 +125,7 @@ class TestProximal:
         assert len(seen) == 3
         assert seen[0] is seen[1] is seen[2]
         frozen = trainer(before)
-        batch = make_batch(samples, worker.algorithm, 8192)
+        batch = build_batch(samples, worker.algorithm, 8192)
         expected = frozen._measure(frozen.logprobs, batch)
         np.testing.assert_allclose(seen[0].old, expected, atol=1e-5)
         factor = np.minimum(np.exp(expected - batch.records.logprob), 2.0)
@@ -143,7 +143,7 @@ class TestProximal:
         worker.step(samples, 1)
         frozen = trainer(before)
         for part, start in zip(split_rollouts(samples, 2), seen, strict=True):
-            batch = make_batch(part, worker.algorithm, 8192)
+            batch = build_batch(part, worker.algorithm, 8192)
             expected = frozen._measure(frozen.logprobs, batch)
             np.testing.assert_allclose(start.old, expected, atol=1e-5)
 
@@ -155,7 +155,7 @@ class TestProximal:
         call = group(1, turns=1)[0]
         call.advantage = 1.0
         samples = [flat(call)]
-        batch = make_batch(samples, worker.algorithm, 8192)
+        batch = build_batch(samples, worker.algorithm, 8192)
         start = worker._start(batch, 2)
         worker._gradients(batch, start)
         worker.optimizer.clip()
@@ -209,7 +209,7 @@ class TestReference:
         worker = trainer(student, teacher, algorithm={"name": "distill"}, optim={"lr": 3e-3})
         samples = [tree(group(6, turns=2, length=8))]
         full = trainer(student, teacher, algorithm={"name": "distill", "kl": "full"})
-        batch = make_batch(samples, full.algorithm, 8192)
+        batch = build_batch(samples, full.algorithm, 8192)
         kl = full._gradients(batch).metrics(batch.records)["train/kl"]
         for step in range(1, 15):
             worker.step(samples, step)

@@ -123,13 +123,13 @@ class TestStaleness:
     def test_masked_tokens_count_in_no_normalizer(self):
         """Half the tokens masked: the rest weigh as if they had been sampled alone."""
         from rolltree.training.algorithms import resolve_algorithm
-        from rolltree.training.batches import make_batch
+        from rolltree.training.batches import build_batch
 
         calls = group(num=2, turns=1, length=4)
         samples = [flat(call) for call in calls]
         samples[0].records.version[:1] = -9
         masked, _ = mask_stale(samples, version=0, max_lag=1)
-        batch = make_batch(masked, resolve_algorithm("dapo"), 1000)
+        batch = build_batch(masked, resolve_algorithm("dapo"), 1000)
         total = sum(len(call.completion) for call in calls)
         assert len(batch.records) == total - 1
         assert batch.records.weight == pytest.approx(1 / (total - 1))

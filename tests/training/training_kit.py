@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from rolltree.tokens import Trajectory
 from rolltree.training import Trainer, load_train_config
-from rolltree.training.batches import make_batch
+from rolltree.training.batches import build_batch
 from rolltree.types import (
     ErrorRecord,
     FinishReason,
@@ -165,7 +165,7 @@ def trainer(module=None, reference=None, **sections):
 
 def gradient_of(worker, samples):
     """The gradient of one step, before clipping."""
-    batch = make_batch(samples, worker.algorithm, worker.config.train.max_tokens)
+    batch = build_batch(samples, worker.algorithm, worker.config.train.max_tokens)
     worker._gradients(batch)
     gradient = torch.cat([p.grad.flatten() for p in worker.optimizer.parameters])
     worker.optimizer.zero_grad()

@@ -13,8 +13,7 @@ from rolltree.errors import ConfigError, RolloutTimeout, record_error
 from rolltree.inference.client import as_client
 from rolltree.rollouts.episode import Clock, Episode, TimedClient, playing
 from rolltree.rollouts.requests import GroupScorer, RolloutSource
-from rolltree.samples import SampleBatch, TruncationPolicy, build_samples
-from rolltree.samples.metadata import sample_meta
+from rolltree.samples import SampleBatch, TruncationPolicy, build_samples, sample_meta
 from rolltree.tasks import being_cancelled
 from rolltree.types import (
     ErrorRecord,
@@ -44,7 +43,7 @@ class GeneratedBatch:
     """What became of some requests.
 
     `results` has one result per request, failed and dropped ones too. `batch` holds the samples,
-    `meta[i]` says what sample i is: one dict per rollout in it, see `samples.metadata`.
+    `meta[i]` says what sample i is: one dict per rollout in it, see `sample_meta`.
     """
 
     results: tuple[RolloutResult, ...]

@@ -1,23 +1,21 @@
 """Trajectories to training samples, in four scopes over one token tree. numpy only."""
 
-from rolltree.samples.batch import SampleBatch, build_samples
-from rolltree.samples.metadata import sample_meta
-from rolltree.samples.packing import PackedSamples, pack
-from rolltree.samples.report import Skipped, SkipReason
-from rolltree.samples.spans import CallSpan
-from rolltree.samples.spec1 import process_trajectories_for_training, to_examples
-from rolltree.samples.split import join_samples, split_sample
-from rolltree.samples.stream_views import SampleStream
-from rolltree.samples.subset import prune_sample
-from rolltree.samples.truncation import (
-    TruncationEffect,
-    TruncationPolicy,
-    truncation_effect,
-    truncation_effects,
+from rolltree.samples.build import DEFAULT_SCOPE, SampleBatch, build_samples
+from rolltree.samples.packing import PackedSamples, pack_samples
+from rolltree.samples.report import Skipped, SkipReason, sample_meta
+from rolltree.samples.rows import process_trajectories_for_training, to_examples
+from rolltree.samples.streams import SampleStream
+from rolltree.samples.transform import (
+    concat_records,
+    join_samples,
+    prune_sample,
+    split_sample,
+    take_records,
 )
+from rolltree.samples.truncation import TruncationEffect, TruncationPolicy, truncation_effect
 
 __all__ = [
-    "CallSpan",
+    "DEFAULT_SCOPE",
     "PackedSamples",
     "SampleBatch",
     "SampleStream",
@@ -26,13 +24,14 @@ __all__ = [
     "TruncationEffect",
     "TruncationPolicy",
     "build_samples",
+    "concat_records",
     "join_samples",
-    "pack",
+    "pack_samples",
+    "process_trajectories_for_training",
     "prune_sample",
     "sample_meta",
-    "process_trajectories_for_training",
     "split_sample",
+    "take_records",
     "to_examples",
     "truncation_effect",
-    "truncation_effects",
 ]

@@ -1,8 +1,7 @@
 """Micro-batches of a token budget: first fit decreasing, the same number on every rank.
 
 A micro-batch is a tuple of samples; `join_samples` lays them side by side as one forest. Trees over
-the budget are split and repeat their ancestors (`split.py`). Knows token counts only. Leaves out
-devices and padding itself: it says what padding would cost.
+the budget are split and repeat their ancestors.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ from typing import TypeAlias
 import numpy as np
 
 from rolltree.errors import ConfigError
-from rolltree.samples.records import empty_records
-from rolltree.samples.split import split_sample
-from rolltree.types import Sample
+from rolltree.samples.transform import split_sample
+from rolltree.types import Records, Sample
 
 MicroBatch: TypeAlias = tuple[Sample, ...]
 
@@ -29,7 +27,7 @@ class PackedSamples:
 
     `report`: `num_micro_batches` per rank, `num_tokens` computed, `num_repeated_tokens` of split
     trees, `num_untrained_samples` and `num_untrained_tokens` left out because nothing in them
-    trains, `num_filler_batches` (one token, no record, so that ranks stay in step),
+    trains, `num_filler_batches` (one token, one record of weight 0, so that ranks stay in step),
     `padding_waste` (share of the budget left empty), `repetition_waste` (share of computed tokens
     that are repeated context) and `rank_imbalance` (fullest rank over mean, minus 1).
     """
@@ -44,7 +42,7 @@ class PackedSamples:
         return sum(map(len, self.ranks))
 
 
-def pack(samples: Sequence[Sample], max_tokens: int, num_ranks: int = 1) -> PackedSamples:
+def pack_samples(samples: Sequence[Sample], max_tokens: int, num_ranks: int = 1) -> PackedSamples:
     """Pack samples into micro-batches of at most `max_tokens`, balanced over `num_ranks`.
 
     Samples without a record of weight other than 0 train nothing and are left out and counted. The
@@ -131,16 +129,10 @@ def _deal(sizes: Sequence[int], bins: list[list[int]], num_ranks: int) -> list[l
 
 
 def _filler() -> Sample:
-    """Return a micro-batch that computes one token and trains nothing."""
-    one = np.zeros(1, np.int32)
-    return Sample(
-        ids=one,
-        positions=one.copy(),
-        subtree_end=np.ones(1, np.int32),
-        records=empty_records(),
-        origins=(),
-        info={"filler": True},
-    )
+    """Return a sample that computes one token and trains nothing: its record has weight 0."""
+    ints, floats = np.zeros(1, np.int32), np.zeros(1, np.float32)
+    record = Records(ints, ints, floats, floats + 1, floats, floats, ints, ints, ints, ints)
+    return Sample(ints, ints, ints + 1, record, origins=(), info={"filler": True})
 
 
 def _report(

@@ -1,20 +1,21 @@
-"""What happened to every sampled token, counted: the metrics of one batch of samples.
+"""What became of every sampled token: the metrics of a batch, and what each sample says of itself.
 
-Every token that a call sampled is trained, masked or skipped; the three add up. Knows rollouts,
-samples and breaks. Leaves out formatting.
+Every token that a call sampled is trained, masked or skipped; the three add up.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
-from rolltree.samples.rollout import Rollout
-from rolltree.samples.truncation import TruncationEffect
-from rolltree.tokens import Break, BreakCause
-from rolltree.types import Sample
+from rolltree.samples.resolve import ResolvedRollout
+from rolltree.tokens import Break, BreakCause, peek
+from rolltree.types import Sample, TruncationReason
+
+_SEQ_LEN = ("seq_len_original", "seq_len_kept", "seq_len_lost")
 
 
 class SkipReason(StrEnum):
@@ -38,8 +39,7 @@ class Skipped:
 
 
 def make_report(
-    rollouts: Sequence[Rollout],
-    effects: Sequence[TruncationEffect],
+    rollouts: Sequence[ResolvedRollout],
     samples: Sequence[Sample],
     breaks: Sequence[Break],
     skipped: Sequence[Skipped],
@@ -60,14 +60,14 @@ def make_report(
     in_samples = sum(len(sample.records) for sample in samples)
     rewards = [
         rollout.reward
-        for rollout, effect in zip(rollouts, effects, strict=True)
-        if rollout.reward is not None and rollout.trains and effect.in_statistics
+        for rollout in rollouts
+        if rollout.reward is not None and not rollout.failed and rollout.effect.counts
     ]
     report: dict[str, float] = {
         "num_rollouts": len(rollouts),
-        "num_failed_rollouts": sum(not rollout.trains for rollout in rollouts),
-        "num_truncated_rollouts": sum(effect.truncated for effect in effects),
-        "num_dropped_rollouts": sum(not effect.has_sample for effect in effects),
+        "num_failed_rollouts": sum(rollout.failed for rollout in rollouts),
+        "num_truncated_rollouts": sum(rollout.effect.truncated for rollout in rollouts),
+        "num_dropped_rollouts": sum(not rollout.effect.counts for rollout in rollouts),
         "num_calls": len(calls),
         "num_samples": len(samples),
         "num_tokens": sum(sample.num_tokens for sample in samples),
@@ -94,3 +94,49 @@ def make_report(
         report[f"breaks/{cause}"] = causes[cause]
         report[f"break_rate/{cause}"] = causes[cause] / num_extendable if num_extendable else 0.0
     return report
+
+
+def sample_meta(sample: Sample, states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return spec 2's metadata of each origin of a sample made by `build_samples(states, ...)`.
+
+    `terminated` and `truncated` are the flags of the origin's last step in this sample;
+    `truncated` is also set where `max_seq_len` cut a call of the origin's. `episode_truncated` and
+    `truncation_reason` are the episode's; the reason is "max_seq_len" for a cut origin whose
+    episode has none. `finish_reason` says why the model stopped and nothing else.
+    `seq_len_truncated` says whether the origin lost tokens here, and if so `seq_len_original`,
+    `seq_len_kept` and `seq_len_lost` say how many the whole sample has and had.
+    """
+    metas = []
+    cut = sample.info.get("seq_len_cut", (False,) * len(sample.origins))
+    for origin, index, is_cut in zip(sample.origins, sample.info["rollouts"], cut, strict=True):
+        state = states[index]
+        steps = state["trajectory"]
+        last = origin.calls[-1]
+        extras = peek(steps[last], "extras") or {}
+        is_end = last == len(steps) - 1
+        episode_truncated = bool(state.get("truncated"))
+        ended = bool(extras.get("truncated", is_end and episode_truncated))
+        reason = state.get("truncation_reason")
+        if is_cut and not reason:
+            reason = TruncationReason.MAX_SEQ_LEN
+        meta: dict[str, Any] = {
+            "rollout_id": origin.rollout_id,
+            "agent": origin.agent,
+            "calls": origin.calls,
+            "reward": origin.reward,
+            "advantage": steps[last].get("advantage"),
+            "terminated": bool(extras.get("terminated", is_end and bool(state.get("terminated")))),
+            "truncated": ended or is_cut,
+            "episode_truncated": episode_truncated,
+            "truncation_reason": None if reason is None else str(reason),
+            "finish_reason": origin.finish_reason,
+            "incomplete_completion": bool(extras.get("incomplete_completion", False)),
+            "seq_len_truncated": is_cut,
+        }
+        if is_cut:
+            meta |= {key: sample.info[key] for key in _SEQ_LEN}
+        for key in ("parent_rollout", "parent_step", "depth", "subtask"):
+            if state.get(key) is not None:
+                meta[key] = state[key]
+        metas.append(meta)
+    return metas

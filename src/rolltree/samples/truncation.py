@@ -1,4 +1,4 @@
-"""One declared policy for truncated rollouts, and what it does to loss, baseline and statistics.
+"""What becomes of truncated rollouts: one policy, decided once per rollout.
 
 | mode      | sample | loss       | group baseline        | reward statistics |
 |-----------|--------|------------|-----------------------|-------------------|
@@ -8,10 +8,10 @@
 | penalise  | yes    | as any     | reward - penalty      | counted, unshaped |
 | bootstrap | yes    | as any     | reward + g * value    | counted, unshaped |
 
-`truncated` is the episode's flag (spec 2), or a call longer than `max_seq_len`. It is neither
-`terminated` nor the model's finish reason: a completion cut by `max_tokens` is not a truncated
-episode. Credit assignment calls `truncation_effect` for reward and baseline, `build_samples` for
-sample and loss; both with the same policy. Leaves out how a value is estimated.
+A rollout is truncated when its episode says so (spec 2), or when a call is longer than
+`max_seq_len`. That is neither `terminated` nor the model's finish reason: a completion cut by
+`max_tokens` is not a truncated episode. `assign_credit` decides with `truncation_effect` and
+reports the effects; `build_samples` takes them, or decides itself when it is given a policy.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TruncationPolicy:
         ):
             if value not in known:
                 raise ConfigError(
-                    f"{value!r} is no way to treat truncated rollouts.{did_you_mean(value, known)}"
+                    f"there is no truncation mode {value!r}.{did_you_mean(value, known)}"
                 )
         ignored = {
             "penalty": self.penalty != 0.0 and self.mode != "penalise",
@@ -80,26 +80,43 @@ class TruncationPolicy:
 class TruncationEffect:
     """What the policy does to one rollout.
 
-    `reward` is the one for credit (None when the rollout has none). `mode` is the mode in effect,
-    `keep` for a rollout that is not truncated.
+    `reward` is the one that credit is computed from (None when the rollout has none). `mode` is the
+    mode in effect, `keep` for a rollout that is not truncated.
     """
 
     mode: TruncationMode
     truncated: bool
     reason: str | None
     reward: float | None
-    in_loss: bool
-    in_baseline: bool
-    in_statistics: bool
 
     @property
-    def has_sample(self) -> bool:
-        """Whether samples are made of it."""
+    def counts(self) -> bool:
+        """Whether it has samples and counts in baselines and statistics: all modes but `drop`."""
         return self.mode != "drop"
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether its tokens have a loss weight other than 0."""
+        return self.mode not in ("drop", "mask")
+
+
+def own_truncation(
+    trajectory: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+) -> tuple[bool, str | None]:
+    """Return whether the episode says that it was truncated, and its reason.
+
+    A state says so itself, else its last step's `extras` do; so for a plain list of steps.
+    """
+    state: Mapping[str, Any] = trajectory if isinstance(trajectory, Mapping) else {}
+    steps = state.get("trajectory") if isinstance(trajectory, Mapping) else trajectory
+    last = (peek(steps[-1], "extras") or {}) if steps else {}
+    truncated = bool(state.get("truncated", last.get("truncated")))
+    reason = state.get("truncation_reason") or last.get("truncation_reason")
+    return truncated, str(reason) if truncated and reason is not None else None
 
 
 def truncation_effect(
-    state: Mapping[str, Any],
+    trajectory: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     policy: TruncationPolicy,
     *,
     max_seq_len: int | None = None,
@@ -107,16 +124,19 @@ def truncation_effect(
     """Apply the policy to one rollout.
 
     Args:
-        state: reads `truncated`, `truncation_reason`, `reward`, `bootstrap_value`, `trajectory`.
+        trajectory: a state, of which `truncated`, `truncation_reason`, `reward`, `bootstrap_value`
+            and `trajectory` are read, or a plain list of steps.
         policy: what to do.
         max_seq_len: a rollout with a longer call counts as truncated by `max_seq_len`.
     """
-    truncated = bool(state.get("truncated"))
-    reason = state.get("truncation_reason") if truncated else None
+    state: Mapping[str, Any] = (
+        trajectory if isinstance(trajectory, Mapping) else {"trajectory": trajectory}
+    )
+    truncated, reason = own_truncation(trajectory)
     if not truncated and max_seq_len is not None:
-        lengths = map(call_len, state.get("trajectory") or ())
+        lengths = map(_call_len, state.get("trajectory") or ())
         if any(length > max_seq_len for length in lengths):
-            truncated, reason = True, TruncationReason.MAX_SEQ_LEN
+            truncated, reason = True, str(TruncationReason.MAX_SEQ_LEN)
     mode: TruncationMode = "keep"
     if truncated and (policy.reasons is None or str(reason) in policy.reasons):
         mode = policy.mode
@@ -128,18 +148,10 @@ def truncation_effect(
         reward -= policy.penalty
     if reward is not None and mode == "bootstrap":
         reward += policy.discount * float(value)  # type: ignore[arg-type]
-    return TruncationEffect(
-        mode=mode,
-        truncated=truncated,
-        reason=None if reason is None else str(reason),
-        reward=reward,
-        in_loss=mode not in ("drop", "mask"),
-        in_baseline=mode != "drop",
-        in_statistics=mode != "drop",
-    )
+    return TruncationEffect(mode, truncated, reason, reward)
 
 
-def call_len(step: Mapping[str, Any]) -> int:
+def _call_len(step: Mapping[str, Any]) -> int:
     """Return how many prompt and sampled tokens a step has, without building lists."""
     tokens = peek(step, "tokens")
     if tokens is None:
@@ -147,13 +159,3 @@ def call_len(step: Mapping[str, Any]) -> int:
     if isinstance(tokens, StepTokens) and tokens.as_recorded:
         return tokens.tree.path_len(tokens.call)
     return len(tokens["prompt_ids"]) + len(tokens["completion_ids"])
-
-
-def truncation_effects(
-    states: Sequence[Mapping[str, Any]],
-    policy: TruncationPolicy,
-    *,
-    max_seq_len: int | None = None,
-) -> list[TruncationEffect]:
-    """Apply the policy to each rollout, in order."""
-    return [truncation_effect(state, policy, max_seq_len=max_seq_len) for state in states]

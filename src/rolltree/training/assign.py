@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rolltree.errors import ConfigError, TrainingError, UnknownName, did_you_mean
-from rolltree.samples import TruncationPolicy, truncation_effect
+from rolltree.samples import TruncationEffect, TruncationPolicy, truncation_effect
 from rolltree.training.credit import COMPARING, CREDITS, Episode, owners_of
 from rolltree.training.credit_baseline import Averages, Earned, subtract_averages
 from rolltree.training.credit_graph import Flow, Node, flow_credit, parents_first
@@ -59,6 +59,7 @@ class CreditReport:
     """
 
     trained: tuple[State, ...]
+    effects: tuple[TruncationEffect, ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
     averages: Averages = field(default_factory=dict)
 
@@ -69,6 +70,7 @@ class _Member:
     episode: Episode
     key: Hashable
     role: str
+    effect: TruncationEffect
     trains: bool
     counts: bool = True
     penalty: float = 0.0
@@ -116,11 +118,11 @@ def assign_credit(
         centred, after = subtract_averages(earned, after, policy.baseline_decay)
         for member, values in zip(members, centred, strict=True):
             member.values = values
-    trained: set[int] = set()
+    trained: dict[int, TruncationEffect] = {}
     for member in members:
         if member.trains:
             _write(member.state, member.values)
-            trained.add(id(member.state))
+            trained[id(member.state)] = member.effect
     states = [state for result in results for state in result.states]
     count = max(1, len(states))
     metrics = {
@@ -135,7 +137,9 @@ def assign_credit(
     if policy.on_error == "drop_group":
         metrics["credit/num_dropped_groups"] = float(tally["dropped"])
     metrics |= {f"credit/average/{role or 'agent'}": value for role, value in after.items()}
-    return CreditReport(tuple(s for s in states if id(s) in trained), metrics, after)
+    chosen = tuple(s for s in states if id(s) in trained)
+    effects = tuple(trained[id(s)] for s in chosen)
+    return CreditReport(chosen, effects, metrics, after)
 
 
 def check_baseline(credit: str, baseline: str) -> None:
@@ -161,15 +165,15 @@ def _members(result: RolloutResult, policy: CreditPolicy, tally: Counter[str]) -
         tally["failed"] += failed
         tally["truncated"] += effect.truncated
         reward = 0.0 if failed else effect.reward
-        if effect.in_baseline:
+        if effect.counts:
             reward = _finite(reward, result)
         penalty = 0.0 if failed or policy.overlong is None else policy.overlong.of(state)
         episode = _episode(state, (reward or 0.0) - penalty, result.request.request_id)
         nodes.append(Node(episode, parent, _parent_call(state, result, parent)))
         role = _role(state)
-        member = _Member(state, episode, _group(result, state, met[role]), role, not failed)
+        member = _Member(state, episode, _group(result, state, met[role]), role, effect, not failed)
         member.penalty = penalty
-        member.counts = effect.in_baseline and not (failed and policy.on_error == "exclude")
+        member.counts = effect.counts and not (failed and policy.on_error == "exclude")
         met[role] += parent is None
         members.append(member)
     for index in parents_first(parents):

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rolltree.errors import TokenError, TrainingError
-from rolltree.samples import pack, prune_sample
+from rolltree.samples import concat_records, pack_samples, prune_sample, take_records
 from rolltree.training.aggregation import coefficients, rollout_means
 from rolltree.training.algorithms import Algorithm
-from rolltree.training.layout import BoolArray, Forest, collate, concat_records
+from rolltree.training.layout import BoolArray, Forest, collate
 from rolltree.types import Records, Sample
 
 
@@ -56,12 +56,12 @@ class Batch:
     is_whole: bool
 
 
-def make_batch(
+def build_batch(
     samples: Sequence[Sample],
     algorithm: Algorithm,
     max_tokens: int,
     *,
-    skip_flat: bool = False,
+    skip_zero_advantage: bool = False,
     rank: int = 0,
     num_ranks: int = 1,
 ) -> Batch:
@@ -70,8 +70,9 @@ def make_batch(
     Every rank passes the same samples and gets its own packs; coefficients are those of a single
     rank.
 
-    With `skip_flat`, rollouts whose advantages are all zero are left out after they have counted in
-    the normalizers: the gradient is the same. One stays if there are no others, to be measured.
+    With `skip_zero_advantage`, rollouts whose advantages are all zero are left out after they have
+    counted in the normalizers: the gradient is the same. One stays if there are no others, to be
+    measured.
 
     Raises:
         TokenError: there is no loss record at all.
@@ -91,7 +92,7 @@ def make_batch(
     weight = coefficients(records, algorithm.aggregation, algorithm.fixed_length)
     if algorithm.over_rollout:  # each token moves the one ratio that all terms of a rollout share
         weight = rollout_means(records, weight)
-    keep = _with_gradient(records) if skip_flat else np.ones(len(records), np.bool_)
+    keep = _with_gradient(records) if skip_zero_advantage else np.ones(len(records), np.bool_)
     edges = np.cumsum([0, *(len(sample.records) for sample in used)])
     parts = []
     for sample, first, stop in zip(used, edges[:-1], edges[1:], strict=True):
@@ -100,29 +101,22 @@ def make_batch(
     packs: list[Pack] = []
     joined: list[Records] = []
     first = num_tokens = 0
-    packed = pack(parts, max_tokens, num_ranks)
-    for owner, batches in enumerate(packed.ranks):
+    every: list[Sample] = []
+    for owner, batches in enumerate(pack_samples(parts, max_tokens, num_ranks).ranks):
         for chosen in batches:
-            forest = collate([_filler(chosen[0])] if chosen[0].info.get("filler") else chosen)
-            size = sum(len(sample.records) for sample in chosen)
+            forest = collate(chosen)
+            real = () if chosen[0].info.get("filler") else chosen
+            size = len(forest.records) if real else 0
             if owner == rank:
-                real = tuple(sample for sample in chosen if len(sample.records))
                 packs.append(Pack(forest, real, slice(first, first + size)))
-            if size:
+            if real:
                 joined.append(forest.records)
+            every.extend(real)
             first += size
             num_tokens += forest.num_tokens
     together = concat_records(joined)
-    every = tuple(sample for batch in packed for sample in batch if len(sample.records))
     num_skipped = len(records) - len(together)
-    return Batch(tuple(packs), together, every, num_skipped, num_tokens, len(joined) == 1)
-
-
-def _filler(sample: Sample) -> Sample:
-    """Return a one-token sample with a record, for the forward pass to have something to read."""
-    ints, floats = np.zeros(1, np.int32), np.zeros(1, np.float32)
-    record = Records(ints, ints, floats, floats + 1, floats, floats, ints, ints, ints, ints)
-    return replace(sample, records=record)
+    return Batch(tuple(packs), together, tuple(every), num_skipped, num_tokens, len(joined) == 1)
 
 
 def split_rollouts(samples: Sequence[Sample], num_parts: int) -> list[list[Sample]]:
@@ -143,10 +137,7 @@ def split_rollouts(samples: Sequence[Sample], num_parts: int) -> list[list[Sampl
 
 
 def _select(sample: Sample, keep: BoolArray) -> Sample:
-    if keep.all():
-        return sample
-    columns = {name: getattr(sample.records, name)[keep] for name in Records.__dataclass_fields__}
-    return replace(sample, records=Records(**columns))
+    return sample if keep.all() else replace(sample, records=take_records(sample.records, keep))
 
 
 def _with_gradient(records: Records) -> BoolArray:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from rolltree.errors import ConfigError, did_you_mean
-from rolltree.samples import TruncationPolicy
+from rolltree.samples import DEFAULT_SCOPE, TruncationPolicy
 from rolltree.training.algorithms import Algorithm, resolve_algorithm
 from rolltree.training.assign import BaselineName, CreditPolicy, OnError, check_baseline
 from rolltree.training.credit import COMPARING
@@ -31,6 +31,7 @@ from rolltree.training.sections import (
     need,
 )
 from rolltree.training.shaping import SoftOverlong
+from rolltree.types import Scope
 
 MAY_CHANGE: tuple[str, ...] = (
     "run.dir",
@@ -282,7 +283,7 @@ class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """
 
     num_steps: int = 100
-    scope: Literal["step", "turn", "interleave", "tree"] = "tree"
+    scope: Scope = DEFAULT_SCOPE
     share: Literal["group", "step", "rollout"] = "group"
     max_seq_len: int | None = None
     max_tokens: int = 8192

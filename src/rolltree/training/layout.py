@@ -1,8 +1,5 @@
 """Samples laid side by side for one forward pass, and which blocks attend to which.
 
-Pure numpy: it turns samples into one packed forest and the forest into key blocks. It knows nothing
-about models or losses. It leaves out choosing what goes into one pack (`rolltree.samples.pack`).
-
 Depth-first order gives a key that is on a path a contiguous range of queries: token j is attended
 by the tokens `j .. subtree_end[j] - 1`. So attention over a tree is a short list of dense
 rectangles, with a mask only where a block meets itself.
@@ -109,16 +106,6 @@ def collate(samples: Sequence[Sample]) -> Forest:
         record_sample=np.repeat(
             np.arange(len(samples)), [len(sample.records) for sample in samples]
         ),
-    )
-
-
-def concat_records(parts: Sequence[Records]) -> Records:
-    """Join records in order."""
-    return Records(
-        **{
-            name: np.concatenate([getattr(part, name) for part in parts])
-            for name in Records.__dataclass_fields__
-        }
     )
 
 

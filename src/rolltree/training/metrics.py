@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rolltree.samples.records import take_records
+from rolltree.samples import take_records
 from rolltree.training.layout import FloatColumn
 from rolltree.training.logprobs import RecordLogprobs
 from rolltree.training.objective import ObjectiveTerms

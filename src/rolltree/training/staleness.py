@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rolltree.samples.rollout import resolve
+from rolltree.samples.resolve import resolve_tokens
 from rolltree.training.config import TrainConfig
 from rolltree.types import RolloutResult, Sample
 
@@ -62,9 +62,9 @@ def newest_version(results: Sequence[RolloutResult]) -> int | None:
     newest = None
     for result in results:
         for state in result.states:
-            rollout = resolve(0, state)
-            for call in rollout.calls:
-                versions = rollout.tree.versions(call.handle)
+            tree, handles = resolve_tokens(0, state["trajectory"])
+            for handle in handles:
+                versions = tree.versions(handle) if handle >= 0 else ()
                 if len(versions):
-                    newest = max(int(versions.max()), -1 if newest is None else newest)
+                    newest = max(int(np.max(versions)), -1 if newest is None else newest)
     return newest

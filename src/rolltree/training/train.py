@@ -362,7 +362,7 @@ class _Loop:
         batch = build_samples(
             report.trained,
             section.scope,
-            truncation=algorithm.truncation_policy(),
+            truncation=report.effects,
             max_seq_len=section.max_seq_len,
             group_key=keys[section.share] if section.scope == "tree" else None,
         )

@@ -25,7 +25,7 @@ from torch import Tensor
 from rolltree.errors import ConfigError, TrainingError
 from rolltree.models import load_model
 from rolltree.training.algorithms import Algorithm
-from rolltree.training.batches import Batch, Pack, make_batch, rollout_names, split_rollouts
+from rolltree.training.batches import Batch, Pack, build_batch, rollout_names, split_rollouts
 from rolltree.training.config import TrainConfig
 from rolltree.training.forward import LogprobModel, choose_forward, enable_checkpointing
 from rolltree.training.kl import KLS
@@ -164,11 +164,11 @@ class Trainer:
         skip = section.skip_flat and self.algorithm.only_advantage
         rank, num_ranks = (self.ranks.rank, self.ranks.size) if self.ranks else (0, 1)
         batches = [
-            make_batch(
+            build_batch(
                 part,
                 self.algorithm,
                 section.max_tokens,
-                skip_flat=skip,
+                skip_zero_advantage=skip,
                 rank=rank,
                 num_ranks=num_ranks,
             )

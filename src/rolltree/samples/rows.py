@@ -1,11 +1,8 @@
-"""Flat rows as spec 1 defines them: one `TrainingExample` per step, or per flat sample.
-
-Knows the step dict and the flat sample. Leaves out everything a row of lists cannot say: versions,
-temperatures, several records per position.
-"""
+"""Rows of lists, as spec 1 defines them: one `TrainingExample` per step, or per flat sample."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,8 +23,11 @@ def process_trajectories_for_training(
         mask_prompts: use the steps' masks; False trains every token, prompts included.
 
     Returns:
-        Rows of equal-length lists `[_T]`: ids, logprobs (0.0 on prompts), mask, and the step's
-        reward (0.0 when the step has no such key) and advantage.
+        Rows of equal-length lists `[_T]`: ids, logprobs (0.0 on prompts, NaN where the engine gave
+        none), mask, and the step's reward (0.0 when the step has no such key) and advantage.
+
+    Raises:
+        TokenError: a step's masks or logprobs do not fit its ids.
     """
     examples: list[TrainingExample] = []
     for state in states:
@@ -36,20 +36,34 @@ def process_trajectories_for_training(
                 continue
             tokens = dict(step["tokens"])
             prompt_ids, completion_ids = tokens["prompt_ids"], tokens["completion_ids"]
-            token_ids = [*prompt_ids, *completion_ids]
-            mask = [1] * len(token_ids)
+            logprobs = _filled(tokens, "completion_logprobs", len(completion_ids), math.nan)
+            mask = [1] * (len(prompt_ids) + len(completion_ids))
             if mask_prompts:
-                mask = [*tokens["prompt_mask"], *tokens["completion_mask"]]
+                mask = _filled(tokens, "prompt_mask", len(prompt_ids), 0)
+                mask += _filled(tokens, "completion_mask", len(completion_ids), 1)
             examples.append(
                 TrainingExample(
-                    token_ids=token_ids,
-                    logprobs=[0.0] * len(prompt_ids) + list(tokens["completion_logprobs"]),
+                    token_ids=[*prompt_ids, *completion_ids],
+                    logprobs=[0.0] * len(prompt_ids) + logprobs,
                     mask=mask,
                     reward=step.get("reward", 0.0),
                     advantage=step.get("advantage"),
                 )
             )
     return examples
+
+
+def _filled(tokens: Mapping[str, Any], key: str, count: int, missing: Any) -> list[Any]:
+    """Return the list under `key`, or `missing` for each token when there is none."""
+    values = tokens.get(key)
+    if values is None or not len(values):
+        return [missing] * count
+    if len(values) != count:
+        raise TokenError(
+            f"step['tokens'][{key!r}] has {len(values)} values for {count} tokens, so a row would "
+            "train the wrong tokens. Give one per token, or an empty list."
+        )
+    return list(values)
 
 
 def to_examples(samples: Sequence[Sample]) -> list[TrainingExample]:

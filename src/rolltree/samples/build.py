@@ -1,0 +1,306 @@
+"""`build_samples`: trajectories to training samples in one of four scopes, with a report."""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import numpy as np
+
+from rolltree.errors import ConfigError, did_you_mean
+from rolltree.samples.assemble import Streams, flat_sample, on_one_tree, tree_sample
+from rolltree.samples.report import Skipped, SkipReason, make_report
+from rolltree.samples.resolve import ResolvedRollout, ResolvedStep, resolve_rollout
+from rolltree.samples.streams import tree_streams
+from rolltree.samples.transform import cap_sample
+from rolltree.samples.truncation import TruncationEffect, TruncationPolicy, truncation_effect
+from rolltree.tokens import Break, Decoder, Place, TokenTree, explain_break
+from rolltree.types import Sample, Scope, State, TrajectoryStep
+
+DEFAULT_SCOPE: Scope = "tree"
+"""The scope of `build_samples`, the training configuration and reports.
+
+`tree` computes every token once, whatever becomes of the history, and its gradient is that of
+training each call on its own. For rows, which hold one path each, ask for `interleave`. Functions
+of the spec documents keep the scope that those name (`generate_batch`: `turn`).
+"""
+
+Group = list[ResolvedStep]
+"""Calls that share a flat sample: each one's prompt extends the one before, id for id."""
+GroupKey = Callable[[Any], Hashable]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleBatch:
+    """Samples and the account of what became of every call.
+
+    `report` is a flat dict of metrics (see `make_report`), `breaks` says where and why the exact
+    prefix did not hold, `skipped` which sampled tokens are in no sample.
+
+    `Sample.info` holds `scope`, `rollouts` (the rollout index of each origin), `streams` (name to
+    `SampleStream`), in a flat sample `break` (the `Break` that opened it, or None) and, where
+    `max_seq_len` cut it, what `cap_sample` adds.
+    """
+
+    samples: list[Sample]
+    report: dict[str, float]
+    breaks: tuple[Break, ...]
+    skipped: tuple[Skipped, ...]
+
+
+def build_samples(
+    trajectories: Sequence[State | Sequence[TrajectoryStep]],
+    scope: Scope = DEFAULT_SCOPE,
+    *,
+    truncation: TruncationPolicy | Sequence[TruncationEffect] | None = None,
+    max_seq_len: int | None = None,
+    group_key: GroupKey | None = None,
+    decode: Decoder | None = None,
+) -> SampleBatch:
+    """Turn trajectories into training samples. Reads them and changes nothing.
+
+    A record's advantage is its step's, or the state's when the step has none, or 0 (counted in
+    `num_calls_without_advantage`); in scope `turn` it is that of the turn's last step. A logprob
+    the engine did not give is NaN; in a turn one missing logprob makes all of them NaN. A rollout
+    with an error keeps its tokens with weight 0.
+
+    Args:
+        trajectories: states, or plain lists of spec-1 steps. `records.rollout` is the index here.
+        scope: `step`, `turn`, `interleave` or `tree`.
+        truncation: what to do with truncated rollouts; default: keep them. Or what was decided
+            for each already: the `effects` of `assign_credit`'s report.
+        max_seq_len: cut every path to this many tokens.
+        group_key: in scope `tree`, trajectories with equal keys share one sample, for example
+            `lambda state: state["example_id"]`. Default: one sample per trajectory.
+        decode: ids to text, for the texts in `breaks` and the cause `retokenized`.
+
+    Raises:
+        ConfigError: an unknown scope, a `group_key` with another scope than `tree`, a
+            `max_seq_len` below 2, or another number of effects than trajectories.
+        TokenError: a step's tokens contradict themselves.
+    """
+    _check_options(scope, max_seq_len, group_key)
+    effects = _effects(trajectories, truncation, max_seq_len)
+    rollouts = [
+        resolve_rollout(index, trajectory, effect)
+        for index, (trajectory, effect) in enumerate(zip(trajectories, effects, strict=True))
+    ]
+    skipped: list[Skipped] = []
+    breaks: list[Break] = []
+    samples: list[Sample] = []
+    trees: dict[Hashable, list[ResolvedRollout]] = {}
+    num_extendable = 0
+    for rollout, trajectory in zip(rollouts, trajectories, strict=True):
+        turns = turns_of(rollout) if scope == "turn" else [list(rollout.calls)]
+        opened: dict[int, Break] = {}
+        turn_groups = [by_prefix(rollout.tree, calls) for calls in turns]
+        for calls, groups in zip(turns, turn_groups, strict=True):
+            num_extendable += max(0, len(calls) - 1)
+            opened |= {item.call: item for item in find_breaks(rollout, groups, decode)}
+        breaks.extend(opened.values())
+        skipped.extend(_skipped(rollout))
+        if not rollout.calls or not rollout.effect.counts:
+            continue
+        if scope == "tree":
+            key = rollout.index if group_key is None else ("group", group_key(trajectory))
+            trees.setdefault(key, []).append(rollout)
+            continue
+        if scope == "step":
+            turn_groups = [[[call] for call in rollout.calls]]
+        streams = tree_streams(rollout.tree)
+        for groups in turn_groups:
+            samples.extend(_flat(rollout, groups, scope, streams, opened))
+    for members in trees.values():
+        shared = on_one_tree(members)
+        parts = [(rollout, rollout.calls) for rollout in shared]
+        samples.append(tree_sample(parts, tree_streams(shared[0].tree)))
+    kept: list[Sample] = []
+    for sample in samples:
+        capped: Sample | None = sample
+        if max_seq_len is not None:
+            capped, lost = cap_sample(sample, max_seq_len)
+            skipped.extend(Skipped(r, c, SkipReason.MAX_SEQ_LEN, n) for r, c, n in lost)
+        if capped is not None and len(capped.records):
+            kept.append(capped)
+    report = make_report(rollouts, kept, breaks, skipped, num_extendable)
+    return SampleBatch(kept, report, tuple(breaks), tuple(skipped))
+
+
+def _check_options(scope: str, max_seq_len: int | None, group_key: GroupKey | None) -> None:
+    if scope not in get_args(Scope):
+        raise ConfigError(
+            f"{scope!r} is not a scope of training samples.{did_you_mean(scope, get_args(Scope))}"
+        )
+    if group_key is not None and scope != "tree":
+        raise ConfigError(
+            f"scope {scope!r} does not share samples between rollouts, so group_key would be "
+            "ignored. Remove it, or use scope 'tree'."
+        )
+    if max_seq_len is not None and max_seq_len < 2:
+        raise ConfigError(
+            f"max_seq_len is {max_seq_len}; a sample needs a prompt token and a sampled one. Give "
+            "at least 2."
+        )
+
+
+def _effects(
+    trajectories: Sequence[Any],
+    truncation: TruncationPolicy | Sequence[TruncationEffect] | None,
+    max_seq_len: int | None,
+) -> Sequence[TruncationEffect]:
+    if truncation is None or isinstance(truncation, TruncationPolicy):
+        policy = truncation or TruncationPolicy()
+        return [truncation_effect(t, policy, max_seq_len=max_seq_len) for t in trajectories]
+    if len(truncation) != len(trajectories):
+        raise ConfigError(
+            f"there are {len(truncation)} truncation effects for {len(trajectories)} trajectories, "
+            "so it is unclear whose they are. Pass one per trajectory, in the same order."
+        )
+    return truncation
+
+
+def _flat(
+    rollout: ResolvedRollout,
+    groups: Sequence[Group],
+    scope: Scope,
+    streams: Streams,
+    opened: Mapping[int, Break],
+) -> list[Sample]:
+    """Return a flat sample per group; in scope `turn` all or none of the logprobs are known."""
+    made = [
+        flat_sample(rollout, group, scope, streams, **{"break": opened.get(group[0].index)})
+        for group in groups
+    ]
+    if scope == "turn" and any(np.isnan(sample.records.logprob).any() for sample in made):
+        made = [
+            replace(s, records=replace(s.records, logprob=np.full_like(s.records.logprob, np.nan)))
+            for s in made
+        ]
+    return made
+
+
+def _skipped(rollout: ResolvedRollout) -> list[Skipped]:
+    """Return what of a rollout is in no sample, before any cutting."""
+    skipped = []
+    for step in rollout.steps:
+        reason, count = None, 0
+        if step.handle < 0:
+            reason = SkipReason.NO_TOKENS
+        elif not (count := rollout.tree.num_sampled(step.handle)):
+            reason = SkipReason.EMPTY_COMPLETION
+        elif not rollout.effect.counts:
+            reason = SkipReason.TRUNCATION_POLICY
+        elif not rollout.tree.prompt_len(step.handle):
+            reason, count = SkipReason.NO_SOURCE, 1
+        if reason is not None:
+            skipped.append(Skipped(rollout.index, step.index, reason, count))
+    return skipped
+
+
+# -- which calls share a flat sample ---------------------------------------------------------------
+
+
+class OpenEnds:
+    """The ends of samples that a later prompt may extend, found by walking up from a prompt.
+
+    An end is an arena index. The deepest open end on a prompt's path is the longest open prefix.
+    """
+
+    __slots__ = ("_by_run", "_tree")
+
+    def __init__(self, tree: TokenTree) -> None:
+        self._tree = tree
+        self._by_run: dict[int, list[tuple[int, int]]] = {}
+
+    def open(self, end: Place, sample: int) -> None:
+        """Let `sample` be extended at `end`."""
+        if end.run >= 0:
+            insort(self._by_run.setdefault(end.run, []), (end.token, sample))
+
+    def take(self, prompt_end: Place) -> int | None:
+        """Close the deepest open end on the path to `prompt_end`; return its sample.
+
+        Of several samples with the same end the one opened last is taken.
+        """
+        arena, by_run = self._tree.arena, self._by_run
+        token, run = prompt_end
+        parents, parent_runs = arena.run_parent, arena.run_parent_run
+        while run >= 0:
+            ends = by_run.get(run)
+            if ends:
+                position = bisect_right(ends, (token, 1 << 62))
+                if position:
+                    _, sample = ends.pop(position - 1)
+                    return sample
+            token, run = parents[run], parent_runs[run]
+        return None
+
+
+def by_prefix(tree: TokenTree, calls: Sequence[ResolvedStep]) -> list[Group]:
+    """Best-effort interleaving (spec 3): a call joins the longest open sample its prompt extends.
+
+    An empty suffix is a hit. A prompt that extends no open sample opens a new one; older samples
+    stay open.
+    """
+    ends = OpenEnds(tree)
+    groups: list[Group] = []
+    for call in calls:
+        sample = ends.take(tree.calls.prompt_end(call.handle))
+        if sample is None:
+            sample = len(groups)
+            groups.append([])
+        groups[sample].append(call)
+        ends.open(tree.calls.end(call.handle), sample)
+    return groups
+
+
+def turns_of(rollout: ResolvedRollout) -> list[Group]:
+    """Return each turn's calls in order of first call, with the advantage of the turn's last step.
+
+    A turn is an agent and a turn number; a call without a turn number is a turn of its own.
+    """
+    turns: dict[tuple[str, int | None, int], list[ResolvedStep]] = {}
+    for step in rollout.steps:
+        key = (step.agent, step.turn, step.index if step.turn is None else -1)
+        turns.setdefault(key, []).append(step)
+    groups = [
+        [replace(step, advantage=steps[-1].advantage) for step in steps if step.handle >= 0]
+        for steps in turns.values()
+    ]
+    return sorted(filter(None, groups), key=lambda calls: calls[0].index)
+
+
+def find_breaks(
+    rollout: ResolvedRollout, groups: Sequence[Group], decode: Decoder | None
+) -> list[Break]:
+    """Return the breaks among calls that interleaving put into these groups, in call order.
+
+    A group that does not start with the first call of its rollout (or turn) was opened by a break.
+    The cause is told against the same agent's latest call.
+    """
+    place = {call.index: (group, at) for group in groups for at, call in enumerate(group)}
+    ordered = sorted((call for group in groups for call in group), key=lambda call: call.index)
+    tree = rollout.tree
+    latest: dict[str, ResolvedStep] = {}
+    first_len: dict[str, int] = {}
+    found: list[Break] = []
+    before: ResolvedStep | None = None
+    for call in ordered:
+        previous = latest.get(call.agent, before)
+        if place[call.index][1] == 0 and previous is not None:
+            group, at = place[previous.index]
+            why = explain_break(
+                tree,
+                call.handle,
+                previous.handle,
+                history=[member.handle for member in group[: at + 1]],
+                first_prompt_len=first_len.get(call.agent, 0),
+                handoff=call.agent not in latest,
+                decode=decode,
+            )
+            found.append(why.of(rollout.index, call.index, previous.index, call.agent))
+        latest[call.agent] = before = call
+        first_len.setdefault(call.agent, tree.prompt_len(call.handle))
+    return found

@@ -1,0 +1,106 @@
+"""Extra streams of a sample, such as routed experts or images: values at packed positions.
+
+A token of the tree has one value per stream, that of the call that first gave it one: by causality
+all calls describe the same forward pass. So every sample carries the streams of every token on its
+paths, whichever call of the rollout gave them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rolltree.tokens import PlacedStream, TokenTree
+from rolltree.types import IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class SampleStream:
+    """Values at packed positions: `positions` int32 `[n]`, ascending and unique.
+
+    `values` is an array `[n, ...]` for per-token streams and a tuple of n arrays of any shape for
+    placed ones.
+    """
+
+    positions: IntArray
+    values: NDArray[Any] | tuple[NDArray[Any], ...]
+
+    def take(self, index: NDArray[Any], positions: IntArray) -> SampleStream:
+        """Return the values at `index`, now at `positions`."""
+        values = self.values
+        taken = tuple(values[i] for i in index) if isinstance(values, tuple) else values[index]
+        return SampleStream(positions, taken)
+
+
+def tree_streams(tree: TokenTree) -> dict[str, SampleStream]:
+    """Return every stream of a tree, by arena index; the first call to give a value wins."""
+    streams: dict[str, SampleStream] = {}
+    for name in tree.extra.names():
+        parts = [
+            _by_token(tree, handle, stream.positions, tuple(stream.values))
+            if isinstance(stream, PlacedStream)
+            else _by_token(tree, handle, _range(stream.start or 0, stream.values), stream.values)
+            for handle in range(tree.num_calls)
+            if (stream := tree.stream(name, handle)) is not None
+        ]
+        joined = _join(parts)
+        tokens, first = np.unique(joined.positions, return_index=True)
+        streams[name] = joined.take(first, tokens.astype(np.int32))
+    return streams
+
+
+def _range(start: int, values: NDArray[Any]) -> IntArray:
+    return np.arange(start, start + len(values), dtype=np.int32)
+
+
+def _by_token(tree: TokenTree, handle: int, positions: Any, values: Any) -> SampleStream:
+    """Return values at path positions of a call as values at arena indices."""
+    at = np.asarray(positions, dtype=np.int32)
+    if not len(at):
+        return SampleStream(at, values)
+    low, high = int(at.min()), int(at.max()) + 1
+    last = tree.arena.up(tree.calls.end(handle), tree.path_len(handle) - high)
+    path = [np.arange(*part, dtype=np.int32) for part in tree.arena.slices(last, high - low)]
+    return SampleStream(np.concatenate(path)[at - low], values)
+
+
+def _join(parts: Sequence[SampleStream]) -> SampleStream:
+    values = [part.values for part in parts]
+    positions = np.concatenate([part.positions for part in parts])
+    if isinstance(values[0], tuple):
+        return SampleStream(positions, tuple(item for group in values for item in group))
+    return SampleStream(positions, np.concatenate(values))
+
+
+def move_streams(
+    streams: Mapping[str, SampleStream], position_of: IntArray
+) -> dict[str, SampleStream]:
+    """Return streams at new positions; `position_of[old]` is the new position or -1 for gone."""
+    moved: dict[str, SampleStream] = {}
+    for name, stream in streams.items():
+        positions = position_of[stream.positions]
+        order = np.argsort(positions, kind="stable")
+        order = order[positions[order] >= 0]
+        if len(order):
+            moved[name] = stream.take(order, positions[order].astype(np.int32))
+    return moved
+
+
+def join_streams(
+    parts: Sequence[Mapping[str, SampleStream]], starts: Sequence[int]
+) -> dict[str, SampleStream]:
+    """Return the streams of samples put side by side, part p shifted by `starts[p]`."""
+    return {
+        name: _join(
+            [
+                SampleStream(part[name].positions + np.int32(start), part[name].values)
+                for part, start in zip(parts, starts, strict=True)
+                if name in part
+            ]
+        )
+        for name in dict.fromkeys(name for part in parts for name in part)
+    }

@@ -1,0 +1,215 @@
+"""Samples to samples: prune, cut at `max_seq_len`, join side by side, split at a token budget.
+
+Each keeps what is left exact: a kept token keeps its ancestors, and joining and splitting keep
+every record exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rolltree.errors import TokenError
+from rolltree.samples.streams import join_streams, move_streams
+from rolltree.tokens.buffers import concat
+from rolltree.types import IntArray, Records, Sample, TruncationReason
+
+_COLUMNS = tuple(column.name for column in fields(Records))
+
+
+def take_records(records: Records, keep: NDArray[Any], **changes: Any) -> Records:
+    """Return the records selected by a mask or an index, with some columns replaced after that."""
+    columns = {name: getattr(records, name)[keep] for name in _COLUMNS}
+    return Records(**(columns | changes))
+
+
+def concat_records(parts: Sequence[Records]) -> Records:
+    """Join records in order."""
+    if not parts:
+        ints, floats = np.empty(0, np.int32), np.empty(0, np.float32)
+        return Records(ints, ints, floats, floats, floats, floats, ints, ints, ints, ints)
+    columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS}
+    return Records(**columns)
+
+
+def count_records(records: Records) -> list[tuple[int, int, int]]:
+    """Return (rollout, call, how many records) for every call that has one."""
+    pairs = np.stack([records.rollout, records.call], axis=1)
+    calls, counts = np.unique(pairs, axis=0, return_counts=True)
+    return [(int(r), int(c), int(n)) for (r, c), n in zip(calls, counts, strict=True)]
+
+
+def subset(
+    sample: Sample, keep: NDArray[np.bool_], records: NDArray[np.bool_], **info: Any
+) -> Sample:
+    """Return the sample of the tokens in `keep` `[_T]` and the records in `records` `[_R]`.
+
+    `keep` must hold every ancestor of what it keeps and the sources of the kept records. `info` is
+    added to the sample's.
+    """
+    before = np.concatenate([[0], np.cumsum(keep)]).astype(np.int32)
+    position_of = np.where(keep, before[:-1], -1).astype(np.int32)
+    return Sample(
+        ids=sample.ids[keep],
+        positions=sample.positions[keep],
+        subtree_end=before[sample.subtree_end[keep]],
+        records=take_records(
+            sample.records, records, source=before[sample.records.source[records]]
+        ),
+        origins=sample.origins,
+        info={
+            **sample.info,
+            "streams": move_streams(sample.info.get("streams", {}), position_of),
+            **info,
+        },
+    )
+
+
+def prune_sample(sample: Sample) -> Sample:
+    """Drop the tokens that no record needs: those with no source at or below them.
+
+    The last sampled token of a path is one: its logits train nothing. Saves computing it.
+
+    Example: ids `[5 6 7 8 9]` with `subtree_end` `[5 5 3 5 5]` and sources 1 and 3 keep `[5 6 8]`.
+    """
+    is_source = np.zeros(sample.num_tokens + 1, np.int64)
+    is_source[sample.records.source + 1] = 1
+    before = np.cumsum(is_source)
+    keep = before[sample.subtree_end] > before[:-1]
+    if keep.all():
+        return sample
+    return subset(sample, keep, np.ones(len(sample.records), np.bool_))
+
+
+def cap_sample(
+    sample: Sample, max_seq_len: int
+) -> tuple[Sample | None, list[tuple[int, int, int]]]:
+    """Cut a sample at `max_seq_len` tokens per path: by depth, so all scopes lose the same tokens.
+
+    A cut sample has `info["seq_len_truncated"]` True, `seq_len_original` and `seq_len_kept` in
+    tokens, `seq_len_lost` in sampled tokens, and `seq_len_cut`, which says for each origin whether
+    it lost any; such an origin is `truncated`, with reason `max_seq_len` where the episode gave
+    none.
+
+    Returns:
+        The cut sample, None when nothing trainable is left of it, and what was lost as
+        `(rollout, call, number of sampled tokens)`.
+    """
+    keep = sample.positions < max_seq_len
+    if keep.all():
+        return sample, []
+    records = sample.records
+    inside = sample.positions[records.source] + 1 < max_seq_len
+    if (records.weight != 0).any() and not (records.weight[inside] != 0).any():
+        return None, count_records(records)
+    lost = count_records(take_records(records, ~inside))
+    cut_calls = {(rollout, call) for rollout, call, _ in lost}
+    is_cut = tuple(
+        any((rollout, call) in cut_calls for call in origin.calls)
+        for rollout, origin in zip(sample.info["rollouts"], sample.origins, strict=True)
+    )
+    origins = tuple(
+        replace(
+            origin,
+            truncated=True,
+            truncation_reason=origin.truncation_reason or str(TruncationReason.MAX_SEQ_LEN),
+        )
+        if cut
+        else origin
+        for origin, cut in zip(sample.origins, is_cut, strict=True)
+    )
+    capped = subset(
+        sample,
+        keep,
+        inside,
+        seq_len_truncated=True,
+        seq_len_original=sample.num_tokens,
+        seq_len_kept=int(keep.sum()),
+        seq_len_lost=sum(count for _, _, count in lost),
+        seq_len_cut=is_cut,
+    )
+    return replace(capped, origins=origins), lost
+
+
+def join_samples(samples: Sequence[Sample]) -> Sample:
+    """Return one sample that holds all of them side by side; no token attends to another sample."""
+    starts = np.cumsum([0, *(sample.num_tokens for sample in samples)], dtype=np.int32)[:-1]
+    both = list(zip(samples, starts, strict=True))
+    return Sample(
+        ids=concat([sample.ids for sample in samples], np.int32),
+        positions=concat([sample.positions for sample in samples], np.int32),
+        subtree_end=concat([sample.subtree_end + start for sample, start in both], np.int32),
+        records=concat_records([_shifted(sample.records, start) for sample, start in both]),
+        origins=tuple(origin for sample in samples for origin in sample.origins),
+        info={
+            "streams": join_streams([s.info.get("streams", {}) for s in samples], starts.tolist())
+        },
+    )
+
+
+def _shifted(records: Records, start: np.int32) -> Records:
+    return replace(records, source=records.source + start)
+
+
+def split_sample(sample: Sample, max_tokens: int) -> list[Sample]:
+    """Split a tree sample into parts of at most `max_tokens`, repeating as few tokens as possible.
+
+    Parts are intervals of the depth-first order, cut where a branch ends, each behind the path to
+    its first token. The cuts with the fewest repeated tokens are found by dynamic programming.
+    `info["num_repeated"]` is how many leading tokens of a part are repeated context,
+    `info["interval"]` the positions of the sample it covers. A record goes to the part that covers
+    its source.
+
+    Raises:
+        TokenError: one path alone is longer than `max_tokens`.
+    """
+    longest = int(sample.positions.max(initial=-1)) + 1
+    if longest > max_tokens:
+        raise TokenError(
+            f"a sample has a path of {longest} tokens and a batch holds {max_tokens}; a path "
+            "cannot be split without changing what its tokens attend to. Raise the budget, or cut "
+            "samples with build_samples(..., max_seq_len=...)."
+        )
+    if sample.num_tokens <= max_tokens:
+        return [sample]
+    bounds = _best_cuts(sample.positions, max_tokens)
+    return [_part(sample, low, high) for low, high in pairwise(bounds)]
+
+
+def _best_cuts(positions: IntArray, max_tokens: int) -> list[int]:
+    """Return the bounds of the parts, 0 and the number of tokens included."""
+    total = len(positions)
+    jumps = np.flatnonzero(np.diff(positions) != 1) + 1
+    cuts = [0, *jumps.tolist(), total]
+    context = [0, *positions[jumps].tolist()]
+    cost = [0.0] + [np.inf] * (len(cuts) - 1)
+    came_from = [0] * len(cuts)
+    first = 0
+    for end in range(1, len(cuts)):
+        while cuts[end] - cuts[first] > max_tokens:
+            first += 1
+        for start in range(end - 1, first - 1, -1):
+            if cuts[end] - cuts[start] + context[start] > max_tokens:
+                continue
+            candidate = cost[start] + context[start]
+            if candidate < cost[end]:
+                cost[end], came_from[end] = candidate, start
+    bounds = [len(cuts) - 1]
+    while bounds[-1]:
+        bounds.append(came_from[bounds[-1]])
+    return [cuts[index] for index in reversed(bounds)]
+
+
+def _part(sample: Sample, low: int, high: int) -> Sample:
+    keep = np.zeros(sample.num_tokens, np.bool_)
+    keep[:low] = sample.subtree_end[:low] > low
+    num_repeated = int(keep.sum())
+    keep[low:high] = True
+    source = sample.records.source
+    mine = (source >= low) & (source < high)
+    return subset(sample, keep, mine, num_repeated=num_repeated)
