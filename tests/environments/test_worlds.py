@@ -153,7 +153,7 @@ def test_text_becomes_an_action():
             super().__init__()
             self.action_space = gymnasium.spaces.Discrete(2)
 
-    act = env_of(Walk, action_names=["left", "right"])._to_action
+    act = env_of(Walk, action_names=["left", "right"]).to_action
     assert act("Not left. RIGHT!") == 1
     assert act("bright left") == 0
     with pytest.raises(ValueError, match="say one of: left, right"):
@@ -161,7 +161,7 @@ def test_text_becomes_an_action():
     with pytest.raises(ConfigError, match="3 action names and 2 actions"):
         env_of(Walk, action_names=["a", "b", "c"])
     with pytest.raises(ValueError, match="an integer"):
-        env_of()._to_action("five")
+        env_of().to_action("five")
 
 
 def test_spaces_without_text():
@@ -172,7 +172,7 @@ def test_spaces_without_text():
 
     with pytest.raises(ConfigError, match="Pass to_action"):
         env_of(Bits)
-    assert env_of(Bits, to_action=float)._to_action("0.5") == 0.5
+    assert env_of(Bits, to_action=float).to_action("0.5") == 0.5
 
 
 async def test_a_world_of_numbers_by_its_id():

@@ -8,7 +8,6 @@ from rolltree.environments.batch_runner import GenerateMetadata, GenerateResults
 from rolltree.environments.dataset import Rows
 from rolltree.environments.env_group import EnvGroup
 from rolltree.environments.environment import Environment
-from rolltree.environments.gym_env import GymEnv
 from rolltree.environments.lifecycle import cleanup, stop, teardown
 from rolltree.environments.mcp_env import MCPEnv, MCPServer
 from rolltree.environments.multiturn import MultiTurnEnv, SingleTurnEnv
@@ -20,9 +19,8 @@ from rolltree.environments.registry import (
     load_environment,
 )
 from rolltree.environments.sandbox_env import PythonEnv, SandboxEnv
-from rolltree.environments.textarena_env import TextArenaEnv
 from rolltree.environments.tool_env import StatefulToolEnv, ToolEnv
-from rolltree.environments.worlds import WorldEnv
+from rolltree.environments.worlds import GymEnv, TextArenaEnv, WorldEnv
 from rolltree.tools import Tool, ToolUnavailable, convert_func_to_oai_tool
 
 __all__ = [

@@ -1,111 +1,148 @@
-"""`WorldEnv`: a world somebody else wrote, played by text, one world per rollout.
+"""`WorldEnv` and its adapters: one agent that plays a world by text, one world per rollout.
 
-It knows the way of a turn: what the model says is a step of the world, at once, so that the last
-turn counts and the end of a game costs no further call. It knows nothing about any world's library;
-`gym_env` and `textarena_env` do. It leaves out several model-driven players.
+A `WorldEnv` is a `ProtocolEnvironment` with one agent. Use other protocols for worlds with several
+model-driven players and for agents with tools.
 """
 
 from __future__ import annotations
 
-import functools
-from abc import abstractmethod
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
-from rolltree.environments.environment import settle
-from rolltree.environments.lifecycle import cleanup, in_phase, stop
-from rolltree.environments.multiturn import MultiTurnEnv
+from rolltree.agents import Agent
+from rolltree.environments.protocol_env import MakeWorld, ProtocolEnvironment
 from rolltree.errors import ConfigError
-from rolltree.parsers import text_of
-from rolltree.steps import StepOutcome
+from rolltree.parsers.actions import ActionParser, as_text
+from rolltree.protocols import SingleAgentProtocol
 from rolltree.threads import run_in_thread
-from rolltree.types import Messages, State
+from rolltree.types import RolloutInput
+from rolltree.worlds import GymWorld, TextArenaWorld, action_reader
+from rolltree.worlds.gym import gym_maker
+from rolltree.worlds.interface import Adapter
+from rolltree.worlds.textarena_game import game_maker
 
-WORLD = "world"
+_NO_LIMIT = 2**31
 
 
-class WorldEnv(MultiTurnEnv):
-    """Plays worlds that are made, seeded and closed per rollout.
+class WorldEnv(ProtocolEnvironment):
+    """The model plays a world: what it says is the next action, at once.
 
-    The first observation is the end of the prompt. A step's reward is the world's; the rollout's
-    reward is their sum, unless a rubric with functions says otherwise. `state["world"]` is the
-    world while the rollout lasts, `state["world_info"]` what its last step said.
+    The last turn counts, and the end of the game costs no further call. The first observation ends
+    the prompt, the last one the completion. A step's reward is the world's; the rollout's reward is
+    their sum, unless a rubric with functions says otherwise. `state["world_info"]` is what the
+    world's last step said.
 
     Args:
-        num_train, num_eval: how many worlds there are to train on and to evaluate; each has its
-            seed, derived from the run's seed and the example (`state["seed"]`).
-        in_thread: run the world in a thread, so that a slow one holds nobody up. False for quick
-            ones, and for those that are bound to one thread.
-        settings: `MultiTurnEnv`'s. `dataset` replaces the rows that are made here.
+        world: from a row to a new `rolltree.worlds.World`, seeded with `state["seed"]` and closed
+            after the rollout.
+        max_turns: most model calls; a rollout that reaches it without an end is truncated for
+            "max_steps". -1: no limit.
+        action_parser: from an answer to the action; the answer itself when left out.
+        settings: `ProtocolEnvironment`'s.
     """
 
     def __init__(
-        self, *, num_train: int = 1000, num_eval: int = 100, in_thread: bool = True, **settings: Any
+        self,
+        world: MakeWorld,
+        *,
+        max_turns: int = -1,
+        action_parser: ActionParser = as_text,
+        **settings: Any,
     ) -> None:
-        if settings.get("message_type", "chat") != "chat":
-            raise ConfigError(f"{type(self).__name__} plays by chat messages only.")
-        if settings.get("dataset") is None and settings.get("eval_dataset") is None:
-            settings["dataset"] = [{"prompt": []}] * num_train or None
-            settings["eval_dataset"] = [{"prompt": []}] * num_eval or None
-        super().__init__(**settings)
-        self._in_thread = in_thread
+        if max_turns == 0:
+            raise ConfigError("max_turns is 0; the model would never speak. Use -1 for no limit.")
+        self.max_turns = max_turns
+        protocol = SingleAgentProtocol(
+            lambda: Agent(parser=action_parser, reject_incomplete_completions=False),
+            max_steps=max_turns if max_turns > 0 else _NO_LIMIT,
+        )
+        super().__init__(protocol, world, **settings)
 
-    @abstractmethod
-    def open_world(self, state: State) -> tuple[Any, str]:
-        """Return a new world, reset with `state["seed"]`, and its first observation."""
 
-    @abstractmethod
-    def step_world(self, world: Any, text: str, state: State) -> StepOutcome:
-        """Play what the model said."""
+class GymEnv(WorldEnv):
+    """Play any `gymnasium.Env` that can be played by text, as `rolltree.worlds.GymWorld` reads it.
 
-    def close_world(self, world: Any) -> None:
-        """Release what the world holds."""
+    A text that is no action is told to the model, costs a turn and changes nothing in the world.
 
-    async def setup_state(self, state: State) -> State:
-        """Open the world and put its first observation behind the prompt."""
-        state[WORLD], first = await self._call(self.open_world, state)
-        state["prompt"] = [*state["prompt"], {"role": "user", "content": first}]
-        state["world_info"], state["world_step"] = {}, None
-        state["reward"] = 0.0
-        return state
+    Args:
+        world: a Gymnasium id, or a function that returns a new `gymnasium.Env`.
+        to_action: from text to an action.
+        to_text: from an observation to text, or "render".
+        action_names: names of a `Discrete` space's actions, in order.
+        world_args: arguments of `gymnasium.make`, or of the function.
+        in_thread: run the world in a thread, so that a slow one does not block other rollouts.
+            False for quick ones, and for those that are bound to one thread.
+        settings: `WorldEnv`'s.
 
-    async def add_model_response(
-        self, state: State, prompt_messages: Messages, response: Any
+    Raises:
+        ConfigError: there is no such id, or the action space needs `to_action`.
+    """
+
+    def __init__(
+        self,
+        world: str | Callable[..., Any],
+        *,
+        to_action: Callable[[str], Any] | None = None,
+        to_text: Callable[[Any], str] | Literal["render"] | None = None,
+        action_names: Sequence[str] = (),
+        world_args: dict[str, Any] | None = None,
+        in_thread: bool = True,
+        **settings: Any,
     ) -> None:
-        """Append the step of the call, and play it."""
-        await super().add_model_response(state, prompt_messages, response)
-        if state.get("prompt_too_long"):
-            return
-        step = state["trajectory"][-1]
-        with in_phase("environment"):
-            done = await self._call(
-                self.step_world, state[WORLD], text_of(step["completion"][-1]), state
-            )
-        step["reward"] = done.reward
-        state["reward"] += done.reward
-        state["world_step"], state["world_info"] = done, dict(done.info)
-        if done.terminated or done.truncated:
-            state["truncated"] = done.truncated and not done.terminated
-            state["final_env_response"] = [{"role": "user", "content": done.obs}]
+        make = gym_maker(world, world_args or {})
+        probe = make()
+        try:
+            reader = to_action or action_reader(probe.action_space, tuple(action_names))
+        finally:
+            probe.close()
+        if isinstance(world, str):
+            settings.setdefault("env_id", world)
+        self.to_action = reader
+        super().__init__(
+            _maker(in_thread, lambda: GymWorld(make, to_action=reader, to_text=to_text)), **settings
+        )
 
-    async def env_response(self, messages: Messages, state: State) -> Messages:
-        """Return the observation after the model's last action."""
-        return [{"role": "user", "content": state["world_step"].obs}]
 
-    @stop(priority=60)
-    async def world_ended(self, state: State) -> bool:
-        """The world said `terminated` or `truncated`."""
-        done = state.get("world_step")
-        return done is not None and (done.terminated or done.truncated)
+class TextArenaEnv(WorldEnv):
+    """Play a game of the `textarena` package as player 0.
 
-    @cleanup
-    async def release_world(self, state: State) -> None:
-        """Close the world."""
-        world = state.pop(WORLD, None)
-        if world is not None:
-            await self._call(self.close_world, world)
+    The rollout's reward is what the game gives player 0 at its end. An illegal move is the game's
+    to judge.
 
-    async def _call(self, func: Any, *args: Any) -> Any:
-        if self._in_thread:
-            work = functools.partial(func, *args)
-            return await settle(await run_in_thread(work, name="rolltree-world"))
-        return await settle(func(*args))
+    Args:
+        game: a TextArena id, such as "GuessTheNumber-v0", or a function that returns a new game.
+        opponents: one function from an observation to an action per further player.
+        game_args: arguments of `textarena.make`, or of the function.
+        in_thread: run the game in a thread.
+        settings: `WorldEnv`'s.
+
+    Raises:
+        ConfigError: the package is missing, or has no such game.
+    """
+
+    def __init__(
+        self,
+        game: str | Callable[..., Any],
+        *,
+        opponents: Sequence[Callable[[str], str]] = (),
+        game_args: dict[str, Any] | None = None,
+        in_thread: bool = True,
+        **settings: Any,
+    ) -> None:
+        make = game_maker(game, game_args or {})
+        if isinstance(game, str):
+            settings.setdefault("env_id", game)
+        super().__init__(
+            _maker(in_thread, lambda: TextArenaWorld(make, opponents=opponents)), **settings
+        )
+
+
+def _maker(in_thread: bool, make: Callable[[], Adapter]) -> MakeWorld:
+    """Return the function from a row to a world; a slow one is made and played in threads."""
+
+    async def make_world(row: RolloutInput) -> Adapter:
+        world = await run_in_thread(make, name="rolltree-world") if in_thread else make()
+        world.in_thread = in_thread
+        return world
+
+    return make_world

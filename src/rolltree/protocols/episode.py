@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -227,9 +228,11 @@ def make_agent(source: AgentSource) -> Agent:
 async def opened(make: Callable[[], Any] | None) -> AsyncIterator[Any]:
     """Make a world, and close it when the block ends, fails or is cancelled; None for no world.
 
-    Making runs in the event loop; what blocks in it belongs into the world's `reset`.
+    `make` may be asynchronous. A plain one runs in the event loop and should not block.
     """
     world = None if make is None else make()
+    if inspect.isawaitable(world):
+        world = await world
     try:
         yield world
     finally:
