@@ -49,7 +49,7 @@ def running(marker):
 
 def _is_supervisor(pid):
     try:
-        return b"warden.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"supervisor.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return True
 

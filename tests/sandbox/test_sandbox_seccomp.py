@@ -11,8 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltree.errors import SandboxUnavailable
-from rolltree.sandbox.seccomp import build_filter
-from rolltree.sandbox.syscalls import ATTRIBUTES, AUDIT_ARCH, METADATA, NUMBERS, SIGNALS
+from rolltree.sandbox.seccomp import (
+    ATTRIBUTES,
+    AUDIT_ARCH,
+    METADATA,
+    NUMBERS,
+    SIGNALS,
+    build_filter,
+)
 
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 MACHINES = sorted(NUMBERS)

@@ -1,14 +1,55 @@
-"""Sandbox: running code that nobody trusts, behind one interface.
+"""Sandbox: running untrusted code behind one interface.
 
-The room knows processes, files and the kernel. It knows nothing about models, environments or
-rewards. It leaves out virtual machines and remote sandboxes; a class with `create` can be one.
+There are two backends, "local" and "docker". Virtual machines and remote sandboxes are left to
+others: any object with `create` can be a backend.
 """
 
-from rolltree.sandbox.backends import backend_of, known_backends
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rolltree.errors import UnknownName, did_you_mean
 from rolltree.sandbox.docker import DockerBackend
-from rolltree.sandbox.interface import PythonSession, Sandbox, SandboxBackend
+from rolltree.sandbox.interface import (
+    Ended,
+    Limits,
+    PythonSession,
+    RunResult,
+    Sandbox,
+    SandboxBackend,
+    SandboxLevel,
+)
 from rolltree.sandbox.local import LocalBackend
-from rolltree.sandbox.values import Ended, Limits, RunResult, SandboxLevel
+
+_BACKENDS: Mapping[str, Callable[..., SandboxBackend]] = {
+    "local": LocalBackend,
+    "docker": DockerBackend,
+}
+
+
+def known_backends() -> tuple[str, ...]:
+    """Return the names that `backend_of` takes."""
+    return tuple(_BACKENDS)
+
+
+def backend_of(backend: str | SandboxBackend = "local", **settings: Any) -> SandboxBackend:
+    """Return a backend by name, made with `settings`; a backend object is returned as it is.
+
+    Raises:
+        UnknownName: no backend has that name.
+        TypeError: it takes no such setting, or settings came with a backend object.
+    """
+    if not isinstance(backend, str):
+        if settings:
+            raise TypeError("a backend object takes no settings; pass them to its constructor.")
+        return backend
+    if backend not in _BACKENDS:
+        raise UnknownName(
+            f"there is no sandbox backend {backend!r}.{did_you_mean(backend, _BACKENDS)}"
+        )
+    return _BACKENDS[backend](**settings)
+
 
 __all__ = [
     "DockerBackend",

@@ -1,9 +1,8 @@
 """The Docker backend: each run is a container of its own on the sandbox's folder.
 
-It builds `docker run` arguments and gives them to the same supervisor as the local backend, which
-removes the container at every end. The engine must see this machine's file system, because the
-folder is bind-mounted. It knows the command line only, and has been tested against a stand-in for
-`docker`, not against an engine.
+The `docker run` command goes to the same supervisor as the local backend's, which removes the
+container in every case. The engine must see this machine's file system, because the folder is
+bind-mounted. Tested against a stand-in for the `docker` command, not against an engine.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rolltree.errors import ConfigError, SandboxUnavailable
-from rolltree.sandbox.base import FolderSandbox
-from rolltree.sandbox.folder import PrivateFolder
+from rolltree.sandbox.folder import FolderSandbox, PrivateFolder
+from rolltree.sandbox.interface import Limits, SandboxLevel
 from rolltree.sandbox.process import Launch
-from rolltree.sandbox.values import Limits, SandboxLevel
 
 WORK = "/sandbox"
 _CLIENT_ENV = (

@@ -1,29 +1,152 @@
-"""The private folder of a sandbox, seen from outside: untrusted code may have put anything in it.
+"""Sandboxes whose files are a folder of this machine: the folder and the runs in it.
 
-It knows paths, links and sizes. No path is followed out of the folder: every component is opened
-without following links, and only regular files are read. It knows nothing about processes.
-
-A folder is `BASE/rolltree-sandbox-XXXX/work`, beside a `lock` that its owner holds. Folders whose
-lock nobody holds were left by a process that was killed; the next one removes them.
+Untrusted code may have put anything into the folder, so no path is followed out of it: every
+component is opened without following links, and only regular files are read. A folder is
+`BASE/rolltree-sandbox-XXXX/work`, beside a `lock` that its owner holds. Folders whose lock nobody
+holds were left by a process that was killed; the next one removes them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
+import itertools
 import os
+import secrets
 import shutil
 import stat
 import tempfile
 import weakref
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from rolltree.errors import SandboxError
+from rolltree.sandbox.interface import Limits, RunResult, SandboxLevel
+from rolltree.sandbox.process import Launch, SupervisedProcess, SupervisedSession, run_to_end
+from rolltree.tasks import being_cancelled
 
 PREFIX = "rolltree-sandbox-"
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class FolderSandbox(ABC):
+    """A sandbox whose files are a folder of the host."""
+
+    def __init__(self, folder: PrivateFolder, level: SandboxLevel, limits: Limits) -> None:
+        self.id = secrets.token_hex(8)
+        self.level = level
+        self.limits = limits
+        self._folder = folder
+        self._running: set[asyncio.Task[RunResult]] = set()
+        self._sessions: list[SupervisedSession] = []
+        self._programs = itertools.count(1)
+        self._closed = False
+
+    @abstractmethod
+    def launch(self, command: Sequence[str], limits: Limits) -> Launch:
+        """Return how to run a command."""
+
+    @property
+    @abstractmethod
+    def python(self) -> str:
+        """The interpreter, as a path inside."""
+
+    async def run(
+        self, command: Sequence[str], *, stdin: str | bytes = "", limits: Limits | None = None
+    ) -> RunResult:
+        """Run a command in the folder until it ends, with all processes it started.
+
+        Raises:
+            SandboxError: the sandbox is closed, or could not be set up.
+        """
+        self._check_open()
+        limits = limits or self.limits
+        data = stdin.encode() if isinstance(stdin, str) else stdin
+        work = run_to_end(self.launch(command, limits), limits, data)
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self._closed and not being_cancelled():
+                raise SandboxError("the sandbox was closed while code ran in it.") from None
+            raise
+
+    async def run_python(
+        self, code: str, *, stdin: str | bytes = "", limits: Limits | None = None
+    ) -> RunResult:
+        """Run Python code as a program of its own; files beside it can be imported."""
+        name = f".program-{next(self._programs)}.py"
+        await self.write_file(name, code)
+        return await self.run([self.python, "-s", name], stdin=stdin, limits=limits)
+
+    def python_session(self, *, limits: Limits | None = None) -> SupervisedSession:
+        """Return a Python process that keeps its variables; it starts with the first code."""
+        self._check_open()
+        limits = limits or self.limits
+
+        def start(source: str, collector: SupervisedSession) -> SupervisedProcess:
+            self._check_open()
+            command = [self.python, "-s", "-c", source]
+            launch = self.launch(command, limits)
+            return SupervisedProcess(launch, limits, collector, stdin=None, windowed=True)
+
+        session = SupervisedSession(start, limits, self.level.name)
+        self._sessions.append(session)
+        return session
+
+    async def write_file(self, name: str, data: str | bytes) -> None:
+        """Put a file into the folder.
+
+        Raises:
+            SandboxError: the path leads out of the folder, or is a link.
+        """
+        self._check_open()
+        raw = data.encode() if isinstance(data, str) else data
+        await asyncio.to_thread(self._folder.write, name, raw)
+
+    async def read_file(self, name: str, *, max_bytes: int = 2**20) -> bytes:
+        """Return a file of the folder.
+
+        Raises:
+            SandboxError: there is no such regular file, or it has more than `max_bytes`.
+        """
+        self._check_open()
+        return await asyncio.to_thread(self._folder.read, name, max_bytes)
+
+    async def list_files(self) -> list[str]:
+        """Return the paths of all regular files of the folder."""
+        self._check_open()
+        return await asyncio.to_thread(self._folder.names)
+
+    async def close(self) -> None:
+        """Kill what runs and delete the folder. Doing it twice does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        for session in self._sessions:
+            await session.close()
+        await asyncio.to_thread(self._folder.remove)
+
+    async def __aenter__(self) -> FolderSandbox:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SandboxError(
+                "the sandbox is closed: its processes and files are gone. Create another one."
+            )
 
 
 class PrivateFolder:

@@ -1,25 +1,136 @@
-"""What every sandbox can do, whatever isolates it.
+"""What a sandbox is: limits, isolation levels, results, and what every sandbox can do.
 
-It knows signatures. A backend makes sandboxes; a sandbox is one private folder in which commands
-run, each under limits, until it is closed. A session is one Python process that keeps its variables
-between pieces of code.
+Units are in the names: `_s` seconds, `_bytes` bytes, `num_` and `max_` counts. A backend makes
+sandboxes; a sandbox is one private folder in which commands run, each under limits, until it is
+closed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeAlias
 
-from rolltree.sandbox.values import Limits, RunResult, SandboxLevel
+import msgspec
+
+from rolltree.errors import ConfigError
+
+Ended: TypeAlias = Literal[
+    "exit", "signal", "wall", "cpu", "memory", "processes", "disk", "output", "closed", "lost"
+]
+"""Why a run is over: it ended by itself (`exit`, `signal`), a limit, `close()`, or its supervisor
+died (`lost`)."""
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What one run may use; beyond it the whole process tree is killed.
+
+    `memory_bytes` holds twice: each process can map that much address space (more is a
+    `MemoryError` in the code), and all processes together may have that much resident (more kills
+    them). `cpu_s` is the sum over all processes. `disk_bytes` and `max_files` apply to the work
+    folder, `output_bytes` to standard output and error together.
+
+    Raises:
+        ConfigError: a limit is not positive.
+    """
+
+    wall_s: float = 10.0
+    cpu_s: float = 10.0
+    memory_bytes: int = 512 * 2**20
+    max_processes: int = 32
+    max_open_files: int = 128
+    max_files: int = 4096
+    disk_bytes: int = 64 * 2**20
+    output_bytes: int = 64 * 2**10
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if not value > 0:
+                raise ConfigError(
+                    f"the sandbox limit {name} is {value!r}; code could not even start. "
+                    "Set it above 0."
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxLevel:
+    """How well code is isolated, and by what.
+
+    Attributes:
+        name: "bubblewrap", "landlock", "rlimits" or "docker", strongest first on one machine.
+        protections: what protects files, network, processes, signals, memory and so on.
+        missing: the protections that this machine lacks; untrusted code is refused unless empty.
+    """
+
+    name: str
+    protections: Mapping[str, str] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON values, as it is recorded in a rollout."""
+        return {
+            "name": self.name,
+            "protections": dict(self.protections),
+            "missing": list(self.missing),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What one run left behind.
+
+    `exit_code` is None when a signal or a limit ended it. `stdout` and `stderr` are cut at
+    `Limits.output_bytes` together; bytes that are not UTF-8 are replaced.
+    """
+
+    stdout: str
+    stderr: str
+    ended: Ended
+    exit_code: int | None
+    signal: int | None = None
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    peak_memory_bytes: int = 0
+    level: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ended by itself with exit code 0."""
+        return self.ended == "exit" and self.exit_code == 0
+
+    def text(self) -> str:
+        """Return output, errors and what ended the run, as a model is told."""
+        parts = [self.stdout, self.stderr, self._ending()]
+        return "\n".join(part.rstrip("\n") for part in parts if part)
+
+    def _ending(self) -> str:
+        if self.ended == "signal":
+            return f"[killed by signal {self.signal}]"
+        if self.ended == "exit":
+            return f"[exit code {self.exit_code}]" if self.exit_code else ""
+        return f"[killed: {_ENDINGS[self.ended]}]"
+
+
+_ENDINGS: dict[str, str] = {
+    "wall": "the time limit is over",
+    "cpu": "the CPU time limit is over",
+    "memory": "too much memory",
+    "processes": "too many processes",
+    "disk": "too many or too large files",
+    "output": "too much output",
+    "closed": "the sandbox was closed",
+    "lost": "the sandbox lost its supervisor",
+}
 
 
 class PythonSession(Protocol):
-    """A Python process that remembers."""
+    """A Python process that keeps its variables between pieces of code."""
 
     async def run(self, code: str) -> RunResult:
         """Run a piece of code and return what it printed, errors and the last value included.
 
-        A limit kills the process; the next piece begins with no variables.
+        A limit kills the process; the next piece starts with no variables.
         """
         ...
 
@@ -78,7 +189,7 @@ class SandboxBackend(Protocol):
     """Makes sandboxes of one kind."""
 
     async def create(self, *, limits: Limits | None = None) -> Sandbox:
-        """Return a new sandbox; `limits` are the ones its runs have unless they name others.
+        """Return a new sandbox; `limits` apply to its runs unless a run names others.
 
         Raises:
             SandboxUnavailable: it cannot isolate code here as well as was asked for.

@@ -1,6 +1,6 @@
 """The local backend: code on this machine, without Docker and without being root.
 
-It puts a command, `confine` and, where installed, bubblewrap together into a `Launch`. The level is
+A command runs inside `confine`, and that inside bubblewrap where it is installed. The level is
 chosen once per process by trying: a small program must run, and must fail to read `/etc/passwd` and
 to open a socket.
 """
@@ -10,19 +10,20 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 from rolltree.errors import ConfigError, SandboxError, SandboxUnavailable
-from rolltree.sandbox.base import FolderSandbox
-from rolltree.sandbox.bwrap import DEVICES, TRUSTED_PROCESSES, WORK, bwrap_arguments
-from rolltree.sandbox.folder import PrivateFolder
-from rolltree.sandbox.levels import Candidate, candidates
+from rolltree.sandbox.folder import FolderSandbox, PrivateFolder
+from rolltree.sandbox.interface import Limits
 from rolltree.sandbox.machine import (
+    Candidate,
     Machine,
     PythonRuntime,
+    candidates,
     everyone_reaches,
     give_uid_back,
     num_tasks_of_user,
@@ -32,8 +33,12 @@ from rolltree.sandbox.machine import (
 )
 from rolltree.sandbox.process import Launch
 from rolltree.sandbox.seccomp import build_filter
-from rolltree.sandbox.values import Limits
 
+WORK = "/sandbox"
+"""The work folder as the code sees it under bubblewrap."""
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+TRUSTED_PROCESSES = 2
+"""bwrap's monitor and its process 1."""
 _CONFINE = Path(__file__).with_name("confine.py")
 _SELF_TEST = """
 import socket
@@ -246,6 +251,42 @@ class LocalSandbox(FolderSandbox):
         await super().close()
         if self._uid is not None:
             give_uid_back(self._uid)
+
+
+def bwrap_arguments(
+    bwrap: str, folder: str, read_only: Sequence[str], *, as_root: bool, own_user: bool
+) -> list[str]:
+    """Return the bubblewrap command that goes in front of the confining program.
+
+    The code sees next to nothing: no /proc, no /dev but five devices, no writable place but the
+    work folder. Started by root it makes no user namespace, so that `confine` can become a user
+    whose processes the kernel counts.
+    """
+    arguments = [bwrap, "--die-with-parent", "--new-session", "--unshare-pid", "--unshare-net"]
+    arguments += ["--unshare-ipc", "--unshare-uts", "--hostname", "sandbox"]
+    arguments += ["--unshare-cgroup-try", "--cap-drop", "ALL"]
+    if not as_root:
+        arguments.append("--unshare-user")
+    if as_root and own_user:
+        for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP"):
+            arguments += ["--cap-add", capability]
+    parents = {str(parent) for place in (*read_only, *DEVICES) for parent in Path(place).parents}
+    for parent in sorted(parents - {"/"}):  # what bwrap makes by itself only its owner may enter
+        arguments += ["--perms", "0755", "--dir", parent]
+    for place in read_only:
+        arguments += _shown(place)
+    for device in DEVICES:
+        arguments += ["--dev-bind-try", device, device]
+    arguments += ["--bind", folder, WORK]
+    if "/tmp" not in parents and "/tmp" not in read_only:
+        arguments += ["--symlink", WORK, "/tmp"]
+    return [*arguments, "--remount-ro", "/", "--"]
+
+
+def _shown(place: str) -> list[str]:
+    if os.path.islink(place):
+        return ["--symlink", os.readlink(place), place]
+    return ["--ro-bind-try", place, place]
 
 
 def _find(program: str) -> str:

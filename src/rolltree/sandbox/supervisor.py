@@ -3,12 +3,12 @@
 It starts the command, becomes the parent of everything the tree leaves behind (subreaper, so a
 process that forks twice or opens its own session is still its child), watches the limits and kills
 the tree: at a limit, when the main process ends, when the control pipe says so or closes. The pipe
-closes with the process that uses the sandbox, however that one dies. It knows nothing about
-isolation (`confine`) and imports nothing but the standard library.
+closes with the process that uses the sandbox, however that one dies.
 
-Arguments: one JSON object (see `launch.py`). Standard streams go to the command untouched. The
-control pipe takes single bytes: b (a limited stretch begins), e (it ends), k (kill). The status
-pipe gets one JSON line when no process is left.
+It imports the standard library only. Its argument is one JSON object (made by
+`process.SupervisedProcess`). Standard streams go to the command untouched. The control pipe takes
+single bytes: b (a limited stretch begins), e (it ends), k (kill). The status pipe gets one JSON
+line when no process is left.
 """
 
 from __future__ import annotations
