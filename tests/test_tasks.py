@@ -7,10 +7,13 @@ import pytest
 from rolltree.tasks import being_cancelled, outlast, uninterrupted
 
 
-async def cancelled_twice(task):
+async def cancelled_twice(task, release):
     for _ in range(2):
-        await asyncio.sleep(0.01)
+        for _ in range(3):
+            await asyncio.sleep(0)  # it begins, and takes notice of the cancellation
         task.cancel()
+    await asyncio.sleep(0)
+    release.set()
     with pytest.raises(asyncio.CancelledError) as ended:
         await task
     return ended.value
@@ -27,23 +30,25 @@ async def test_a_result_and_an_error_pass_through():
 
 
 async def test_work_ends_although_its_task_is_cancelled_twice():
-    done = []
+    done, release = [], asyncio.Event()
 
     async def work():
-        await asyncio.sleep(0.05)
+        await release.wait()
         done.append(1)
 
     task = asyncio.create_task(uninterrupted(work()))
-    await cancelled_twice(task)
+    await cancelled_twice(task, release)
     assert done == [1]
 
 
 async def test_an_error_of_the_work_does_not_swallow_the_cancellation():
+    release = asyncio.Event()
+
     async def work():
-        await asyncio.sleep(0.05)
+        await release.wait()
         raise OSError("the disk is full")
 
-    end = await cancelled_twice(asyncio.create_task(uninterrupted(work())))
+    end = await cancelled_twice(asyncio.create_task(uninterrupted(work())), release)
     assert repr(end.__cause__) == "OSError('the disk is full')"
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from rolltree import threads
 from rolltree.threads import ThreadInterrupt, run_in_pool, run_in_thread
+from wait_kit import until
 
 NAME = "rolltree-test-work"
 
@@ -21,11 +22,7 @@ def num_running():
 
 async def all_ended():
     """Threads that gave their result have a few bytecodes to go."""
-    for _ in range(1000):
-        if not num_running():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("a thread is still there")
+    await until(lambda: not num_running())
 
 
 async def test_a_result_an_error_and_the_context():
@@ -58,7 +55,7 @@ async def test_python_code_is_stopped_at_its_time_limit():
     began = time.monotonic()
     with pytest.raises(TimeoutError):
         await run_in_thread(spin, limit_s=0.05, name=NAME)
-    assert time.monotonic() - began < 20.0
+    assert time.monotonic() - began < 60.0
     await all_ended()
     count = len(turns)
     await asyncio.sleep(0.02)

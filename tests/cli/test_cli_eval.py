@@ -1,5 +1,6 @@
 """`rolltree eval` end to end: a real environment folder, a real server, a real run store."""
 
+import asyncio
 import json
 import os
 import re
@@ -7,7 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
+import threading
 
 import pytest
 from typer.testing import CliRunner
@@ -17,6 +18,7 @@ from rolltree.errors import StoreError
 from rolltree.rollouts.record import decode_results
 from rolltree.store import Run
 from rolltree.testing import HttpFault, ScriptedServer
+from wait_kit import wait_until
 
 ENVIRONMENT = textwrap.dedent(
     """
@@ -198,19 +200,36 @@ def test_other_settings_do_not_mix_into_a_run(env, tmp_path):
     assert "sampling.temperature was not set and is now 0.5" in other.stderr
 
 
-def test_killed_and_started_again_it_asks_only_for_the_rest(env, tmp_path):
+@pytest.fixture
+def hangs_after_two():
+    """A script that answers two requests, and the others when it is released."""
+    asked, released = [], threading.Event()
+
+    async def script(messages):
+        asked.append(messages)
+        if len(asked) > 2:
+            await asyncio.to_thread(released.wait, 120)
+        return adds(messages)
+
+    script.released = released
+    yield script
+    released.set()
+
+
+def test_killed_and_started_again_it_asks_only_for_the_rest(env, tmp_path, hangs_after_two):
     run_dir = tmp_path / "run"
-    with ScriptedServer(adds, delay_s=0.15) as server:
+    with ScriptedServer(hangs_after_two) as server:
         command = [
             sys.executable, "-m", "rolltree", "eval", env, "-m", "scripted", "-b", server.base_url,
             "-n", "6", "-r", "1", "-c", "1", "--run", str(run_dir), "--json",
         ]  # fmt: skip
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        wait_for(lambda: stored(run_dir) >= 2)
+        wait_until(lambda: stored(run_dir) >= 2)
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
         before, asked = stored(run_dir), server.num_requests
-        assert 2 <= before < 6
+        assert before == 2
+        hangs_after_two.released.set()
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         report = json.loads(done.stdout)
         assert (report["num_rollouts"], report["num_resumed"]) == (6, before)
@@ -218,16 +237,16 @@ def test_killed_and_started_again_it_asks_only_for_the_rest(env, tmp_path):
     assert stored(run_dir) == 6
 
 
-def test_ctrl_c_says_how_to_go_on(env, tmp_path):
-    with ScriptedServer(adds, delay_s=0.15) as server:
+def test_ctrl_c_says_how_to_go_on(env, tmp_path, hangs_after_two):
+    with ScriptedServer(hangs_after_two) as server:
         command = [
             sys.executable, "-m", "rolltree", "eval", env, "-m", "scripted", "-b", server.base_url,
             "-n", "6", "-r", "1", "-c", "1", "--run", str(tmp_path / "run"),
         ]  # fmt: skip
         process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
-        wait_for(lambda: stored(tmp_path / "run") >= 1)
+        wait_until(lambda: stored(tmp_path / "run") >= 1)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
     assert f"--run {tmp_path / 'run'} continues it" in errors.decode()
     assert "Traceback" not in errors.decode()
@@ -239,13 +258,6 @@ def stored(path):
             return run.num_rollouts()
     except StoreError:
         return 0
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.02)
 
 
 def test_show_and_export(env, tmp_path):

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 from typer.testing import CliRunner
@@ -13,6 +12,7 @@ from typer.testing import CliRunner
 from rolltree.cli import app
 from rolltree.errors import StoreError
 from rolltree.store import Run
+from wait_kit import wait_until
 
 ENVIRONMENT = textwrap.dedent(
     """
@@ -156,13 +156,11 @@ def what_it_holds(path):
 
 
 def wait_for(path, condition):
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
+    def is_so():
         try:
             with Run.open(path, mode="r") as run:
-                if condition(run):
-                    return
+                return condition(run)
         except StoreError:
-            pass
-        time.sleep(0.05)
-    raise AssertionError("nothing happened")
+            return False
+
+    wait_until(is_so)

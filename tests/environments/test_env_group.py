@@ -100,7 +100,7 @@ async def test_a_rollout_that_runs_out_of_time_is_cleaned_up_once():
             log.append(state["task"])
 
     group = EnvGroup([Slow(dataset=SAY, max_turns=3, env_id="slow")])
-    engine = RolloutEngine(group, ScriptedModel("x"), time_limit_s=0.05, grace_s=0.05)
+    engine = RolloutEngine(group, ScriptedModel("x"), time_limit_s=0.5, grace_s=0.0)
     result = (await engine.run_all(build_requests(group, "eval")))[0]
     assert result.error.type == "RolloutTimeout"
     assert result.states[0]["task"] == "slow"

@@ -70,7 +70,7 @@ def test_a_hub_that_cannot_be_reached_costs_no_minute(monkeypatch):
     started = time.monotonic()
     with pytest.raises(ConfigError, match="'no/such-data' could not be loaded"):
         hub_rows("no/such-data")
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 45
     module._hub_answers.cache_clear()
     import datasets.config
 

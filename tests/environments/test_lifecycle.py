@@ -127,11 +127,13 @@ class Tracked(Echo):
     def __init__(self, **settings):
         super().__init__(**settings)
         self.log = []
+        self.hangs = asyncio.Event()
 
     async def env_response(self, messages, state):
         if state["answer"] == "raise":
             raise KeyError("board")
         if state["answer"] == "hang":
+            self.hangs.set()
             await asyncio.sleep(60)
         return await super().env_response(messages, state)
 
@@ -187,7 +189,7 @@ async def test_cleanup_after_a_failed_setup():
 async def test_cleanup_after_cancellation():
     env = Tracked()
     task = asyncio.create_task(env.rollout(row("hang"), ScriptedModel("two"), "m"))
-    await asyncio.sleep(0.02)
+    await env.hangs.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -195,20 +197,24 @@ async def test_cleanup_after_cancellation():
 
 
 async def test_cleanup_finishes_when_it_is_cancelled_too():
+    begins, release = asyncio.Event(), asyncio.Event()
+
     class Slow(Tracked):
         @cleanup(priority=2)
         async def slowly(self, state):
             self.log.append("slow begins")
-            await asyncio.sleep(0.05)
+            begins.set()
+            await release.wait()
             self.log.append("slow ends")
 
     env = Slow()
     task = asyncio.create_task(env.rollout(row("hang"), ScriptedModel("two"), "m"))
-    await asyncio.sleep(0.02)
+    await env.hangs.wait()
     task.cancel()
-    await asyncio.sleep(0.01)
-    assert env.log == ["slow begins"]
+    await begins.wait()
     task.cancel()
+    await asyncio.sleep(0)
+    release.set()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert env.log == ["slow begins", "slow ends", *BOTH]
@@ -218,7 +224,7 @@ async def test_cleanup_finishes_when_it_is_cancelled_too():
 async def test_cleanup_after_a_time_out():
     env = Tracked()
     request = a_request(env, input=row("hang"))
-    engine = RolloutEngine(env, ScriptedModel("two"), time_limit_s=0.02, grace_s=0.01)
+    engine = RolloutEngine(env, ScriptedModel("two"), time_limit_s=0.5, grace_s=0.0)
     result = (await engine.run_all([request]))[0]
     assert result.error.type == "RolloutTimeout"
     assert env.log == BOTH

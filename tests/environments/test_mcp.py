@@ -5,7 +5,6 @@ import json
 import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from rolltree.environments import MCPEnv, MCPServer
 from rolltree.environments.mcp_env import MCPConnection
 from rolltree.environments.tools import ToolUnavailable
 from rolltree.errors import ConfigError
+from wait_kit import wait_until
 
 SCRIPT = str(Path(__file__).with_name("mcp_notes_server.py"))
 STDIO = {"name": "notes", "command": sys.executable, "args": [SCRIPT, "stdio"]}
@@ -47,11 +47,12 @@ def http_url():
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     process = subprocess.Popen([sys.executable, SCRIPT, "http", str(port)])
-    for _ in range(300):
+
+    def answers_there():
         with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                break
-        time.sleep(0.1)
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    wait_until(answers_there)
     yield f"http://127.0.0.1:{port}/mcp"
     process.terminate()
     process.wait()
@@ -82,7 +83,7 @@ async def test_stdio_schemas_calls_and_errors(monkeypatch):
 
 
 async def test_a_dead_server_fails_the_rollout_and_is_no_answer_to_the_model():
-    async with MCPEnv([{**STDIO, "timeout_s": 20.0}], dataset=ROWS) as env:
+    async with MCPEnv([{**STDIO, "timeout_s": 60.0}], dataset=ROWS) as env:
         state = await env.rollout(env.example("train", 0), ScriptedModel(calling(("die", {})), "x"))
         assert state["error"].type == "ToolUnavailable"
         assert "'notes'" in state["error"].message

@@ -213,7 +213,7 @@ class TestOneAgent:
         environment = ProtocolEnvironment(
             SingleAgentProtocol(Agent), lambda row: Hangs(), num_train=1, num_eval=1
         )
-        engine = RolloutEngine(environment, ScriptedClient(slow), time_limit_s=0.2, grace_s=0.0)
+        engine = RolloutEngine(environment, ScriptedClient(slow), time_limit_s=0.5, grace_s=0.0)
         (result,) = await engine.run_all(build_requests(environment, "eval"))
         assert result.error.type == "RolloutTimeout"
         (state,) = result.states

@@ -427,7 +427,7 @@ async def test_max_seq_len_ends_a_rollout():
 
 async def test_the_time_limit_ends_a_rollout_between_turns_and_it_is_scored():
     env = Echo()
-    engine = RolloutEngine(env, ScriptedModel("two", delay_s=0.02), time_limit_s=0.05, grace_s=30)
+    engine = RolloutEngine(env, ScriptedModel("two", delay_s=0.1), time_limit_s=0.5, grace_s=30)
     result = (await engine.run_all([a_request(env)]))[0]
     state = result.states[0]
     assert result.error is None
@@ -439,19 +439,19 @@ async def test_the_time_limit_ends_a_rollout_between_turns_and_it_is_scored():
 
 async def test_waiting_for_the_server_is_no_time_of_the_episode():
     env = Echo(max_turns=4)
-    model = ScriptedModel("two", delay_s=0.03, wait_s=0.03)
-    engine = RolloutEngine(env, model, time_limit_s=0.06, grace_s=0)
+    model = ScriptedModel("two", delay_s=0.15, wait_s=0.15)
+    engine = RolloutEngine(env, model, time_limit_s=0.5, grace_s=0)
     result = (await engine.run_all([a_request(env)]))[0]
     assert result.states[0]["truncation_reason"] == "max_steps"
 
 
 async def test_a_slow_judge_is_no_time_of_the_episode():
     async def judge(completion):
-        await asyncio.sleep(0.15)
+        await asyncio.sleep(0.6)
         return 1.0
 
     env = single(rubric=Rubric([judge]))
-    engine = RolloutEngine(env, ScriptedModel("one"), time_limit_s=0.05, grace_s=0)
+    engine = RolloutEngine(env, ScriptedModel("one"), time_limit_s=0.5, grace_s=0)
     result = (await engine.run_all([a_request(env)]))[0]
     assert result.error is None
     assert result.states[0]["reward"] == 1.0
@@ -473,7 +473,7 @@ async def test_a_world_that_hangs_is_cancelled_with_what_it_has():
             await asyncio.sleep(60)
 
     env = Hangs()
-    engine = RolloutEngine(env, ScriptedModel("two"), time_limit_s=0.02, grace_s=0.02)
+    engine = RolloutEngine(env, ScriptedModel("two"), time_limit_s=0.5, grace_s=0)
     result = (await engine.run_all([a_request(env)]))[0]
     assert result.error.type == "RolloutTimeout"
     state = result.states[0]

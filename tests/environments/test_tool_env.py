@@ -143,7 +143,7 @@ async def test_a_tool_that_takes_too_long_is_stopped_and_the_model_is_told():
 async def test_a_rollout_out_of_time_leaves_no_tool_behind():
     made = env(spin)
     engine = RolloutEngine(
-        made, ScriptedModel(calling(("spin", {}))), time_limit_s=0.05, grace_s=0.0
+        made, ScriptedModel(calling(("spin", {}))), time_limit_s=0.5, grace_s=0.0
     )
     (result,) = await engine.run_all(build_requests(made, "eval", num_examples=1))
     assert result.error.type == "RolloutTimeout"

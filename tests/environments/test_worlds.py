@@ -132,7 +132,7 @@ async def test_a_world_that_hangs_is_left_behind_without_a_thread():
                 time.sleep(0.001)
 
     env = env_of(Hanging, num_eval=2)
-    engine = RolloutEngine(env, ScriptedModel("5"), time_limit_s=0.05, grace_s=0.0)
+    engine = RolloutEngine(env, ScriptedModel("5"), time_limit_s=0.5, grace_s=0.0)
     results = await engine.run_all(build_requests(env, "eval"))
     assert [result.error.type for result in results] == ["RolloutTimeout"] * 2
     await none_left("rolltree-world")

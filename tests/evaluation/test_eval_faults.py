@@ -35,11 +35,11 @@ class Counting(rt.MultiTurnEnv):
         self.cleaned[state["example_id"]] += 1
 
 
-async def run_once(env, run, server, **options):
+async def run_once(env, run, server, timeout_s=1.0, **options):
     client = OpenAIClient(
         server.base_url,
         "scripted",
-        timeout_s=1.0,
+        timeout_s=timeout_s,
         retry=RetryPolicy(max_retries=0, first_wait_s=0.0),
     )
     try:
@@ -70,7 +70,7 @@ async def test_every_rollout_ends_as_a_result_or_a_typed_error(tmp_path):
         assert len(env.cleaned) == 28
 
         server.faults.__init__(())  # the server recovers
-        again = await run_once(env, run, server, retry_failed=True)
+        again = await run_once(env, run, server, timeout_s=60.0, retry_failed=True)
         assert again.num_failed == 0
         assert again.num_resumed == 28 - report.num_failed
         assert len(run.events("retried")) == report.num_failed

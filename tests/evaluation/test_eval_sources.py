@@ -1,6 +1,7 @@
 """Sources of other kinds: several agents, nothing scored, slow, flaky, writing while we watch."""
 
 import asyncio
+import contextlib
 import time
 
 import pytest
@@ -13,6 +14,7 @@ from rolltree.store import Run
 from rolltree.testing import ScriptedClient
 from rolltree.tokens import Trajectory
 from rolltree.types import State
+from wait_kit import wait_until
 
 
 class Source:
@@ -109,13 +111,13 @@ class Slow(Source):
 async def test_a_rollout_that_hangs_is_a_time_out_and_holds_nobody_up(tmp_path, monkeypatch):
     engine = runner.RolloutEngine
     monkeypatch.setattr(
-        runner, "RolloutEngine", lambda *args, **options: engine(*args, grace_s=0.05, **options)
+        runner, "RolloutEngine", lambda *args, **options: engine(*args, grace_s=0.0, **options)
     )
     start = time.monotonic()
     with Run.create(tmp_path) as run:
-        report = await evaluate(Slow(), client(), run=run, time_limit_s=0.2)
+        report = await evaluate(Slow(), client(), run=run, time_limit_s=0.5)
         (late,) = run.rollouts(status="error")
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 50
     assert report.results["failures"] == {"RolloutTimeout": 1}
     assert report.reward.num_examples == 3
     assert (late.truncated, late.truncation_reason, late.num_calls) == (True, "time_limit", 1)
@@ -178,7 +180,8 @@ class TestCallbacks:
 
         def slowly(self, rows, **options):
             before = ticks
-            time.sleep(0.2)
+            with contextlib.suppress(AssertionError):
+                wait_until(lambda: ticks > before, limit_s=30)
             during.append(ticks - before)
             return add(self, rows, **options)
 

@@ -80,7 +80,7 @@ class TestTheFamily:
 
         async def answer(messages):
             task = messages[0]["content"]
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await together.wait()
             await asyncio.sleep(0.01 if task == "slow" else 0)
             return f"move {task}"
@@ -198,17 +198,17 @@ class TestBudgets:
 
     async def test_time_at_the_turn_boundary(self):
         async def answer(messages):
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.6)
             return "hm"
 
-        kind = child(answer, budget=Budget(time_limit_s=0.2), max_steps=50)
+        kind = child(answer, budget=Budget(time_limit_s=0.5), max_steps=50)
         parent, sub = await delegate([a_call("x"), "move 1"], children={"delegate": kind})
         assert sub.truncation_reason == "time_limit"
         assert len(sub.agent_steps) == 1
         assert parent.terminated
 
     async def test_a_child_that_hangs_is_stopped(self, monkeypatch):
-        monkeypatch.setattr("rolltree.protocols.delegation.GRACE_S", 0.02)
+        monkeypatch.setattr("rolltree.protocols.delegation.GRACE_S", 0.0)
 
         class Hangs(CountWorld):
             async def step(self, action):

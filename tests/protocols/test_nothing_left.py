@@ -19,6 +19,7 @@ from rolltree.protocols.episode import opened
 from rolltree.rollouts import RolloutEngine, build_requests
 from rolltree.testing import ScriptedClient
 from rolltree.worlds import ParallelGame
+from wait_kit import until
 
 PLAY = """
     import asyncio, sys, time
@@ -58,10 +59,8 @@ def world_threads():
 
 async def all_ended():
     """Whether the worlds' threads end; a loaded machine may need a moment to schedule them."""
-    until = time.monotonic() + 10
-    while world_threads() and time.monotonic() < until:  # noqa: ASYNC110  no loop of theirs
-        await asyncio.sleep(0.01)
-    return not world_threads()
+    await until(lambda: not world_threads())
+    return True
 
 
 async def test_a_timed_out_episode_stops_the_thread_of_its_world():
@@ -69,7 +68,7 @@ async def test_a_timed_out_episode_stops_the_thread_of_its_world():
     environment = ProtocolEnvironment(
         SingleAgentProtocol(Agent), lambda row: worlds.append(Loops()) or worlds[-1], num_train=2
     )
-    engine = RolloutEngine(environment, ScriptedClient(["x"]), time_limit_s=0.1, grace_s=0.0)
+    engine = RolloutEngine(environment, ScriptedClient(["x"]), time_limit_s=0.5, grace_s=0.0)
     results = await engine.run_all(build_requests(environment, "train", num_examples=2))
     assert [result.error.type for result in results] == ["RolloutTimeout"] * 2
     assert [world.num_closed for world in worlds] == [1, 1]

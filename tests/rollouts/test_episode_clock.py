@@ -49,8 +49,8 @@ async def test_the_guard_cancels_after_limit_and_grace():
 
 
 async def test_a_call_in_flight_suspends_the_guard():
-    clock = Clock(limit_s=0.02)
-    client = TimedClient(Model(delay_s=0.15, wait_s=0.15), clock)
+    clock = Clock(limit_s=0.5)
+    client = TimedClient(Model(delay_s=0.6, wait_s=0.6), clock)
     async with clock.guard() as scope:
         await client.chat("hi")
         assert not clock.expired
@@ -71,20 +71,20 @@ async def test_generation_that_was_no_waiting_counts():
 
 
 async def test_the_guard_stays_suspended_until_the_last_parallel_call():
-    clock = Clock(limit_s=0.03)
+    clock = Clock(limit_s=0.5)
     quick = TimedClient(Model(delay_s=0.01, wait_s=0.01), clock)
-    slow = TimedClient(Model(delay_s=0.15, wait_s=0.15), clock)
+    slow = TimedClient(Model(delay_s=0.6, wait_s=0.6), clock)
     async with clock.guard() as scope:
         await asyncio.gather(quick.chat("a"), slow.chat("b"))
     assert not scope.expired()
 
 
 async def test_excluded_blocks_do_not_count():
-    clock = Clock(limit_s=0.02)
+    clock = Clock(limit_s=0.5)
     async with clock.guard() as scope:
         with clock.excluded():
-            await asyncio.sleep(0.1)
-        assert clock.spent_s < 0.05
+            await asyncio.sleep(0.6)
+        assert clock.spent_s < 0.5
     assert not scope.expired()
 
 

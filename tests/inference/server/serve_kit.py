@@ -63,7 +63,7 @@ def read_line(process: subprocess.Popen[str], timeout_s: float) -> str:
 def stop(served: Served) -> None:
     served.process.terminate()
     try:
-        served.process.communicate(timeout=20)
+        served.process.communicate(timeout=60)
     except subprocess.TimeoutExpired:
         served.process.kill()
         served.process.communicate()
