@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import count
 from types import SimpleNamespace
@@ -178,11 +178,11 @@ class ModelResponse:
     message: ChatMessage
     text: str
     finish_reason: FinishReason
-    prompt_ids: IntArray | None
-    completion_ids: IntArray | None
-    logprobs: FloatArray | None
-    versions: IntArray | None
-    temperature: float
+    prompt_ids: IntArray | None = None
+    completion_ids: IntArray | None = None
+    logprobs: FloatArray | None = None
+    versions: IntArray | None = None
+    temperature: float = 1.0
     call_id: int = field(default_factory=count().__next__)
     extends: int | None = None
     raw: Any = None
@@ -192,13 +192,28 @@ class ModelResponse:
     info: Mapping[str, Any] = field(default_factory=dict)  # `num_retries`, `rerendered`: why, ...
     id: str = ""
     model: str | None = None
+    # Where the session that made the response put it. A changed copy (`replace`) has no place.
+    tree: Any = field(default=None, init=False, repr=False)
+    call: int | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def overlong_prompt(cls) -> ModelResponse:
         """Return the response to a prompt that does not fit: empty, with its `id` saying so."""
         message = {"role": "assistant", "content": ""}
         reason = FinishReason.LENGTH
-        return cls(message, "", reason, None, None, None, None, 1.0, id=OVERLONG_PROMPT)
+        return cls(message, "", reason, id=OVERLONG_PROMPT)
+
+    def placed(self, tree: Any, call: int) -> ModelResponse:
+        """Note that this call lies in `tree` (a `TokenTree`) as `call`. For who inserted it."""
+        object.__setattr__(self, "tree", tree)
+        object.__setattr__(self, "call", call)
+        object.__setattr__(self, "prompt_ids", tree.prompt_view(call))
+        return self
+
+    def annotated(self, *, wait_s: float = 0.0, **info: Any) -> ModelResponse:
+        """Return this response with more waiting and more `info`, at the same place in the tree."""
+        made = replace(self, wait_s=self.wait_s + wait_s, info={**self.info, **info})
+        return made if self.call is None else made.placed(self.tree, self.call)
 
     @property
     def choices(self) -> list[ResponseChoice]:
@@ -242,11 +257,22 @@ class ModelResponse:
     def __eq__(self, other: object) -> bool:
         if type(other) is not ModelResponse:
             return NotImplemented
-        names = (name for name in self.__slots__ if name != "raw")
-        return all(_equal(getattr(self, name), getattr(other, name)) for name in names)
+        mine, theirs = self._values(), other._values()
+        return all(_equal(mine[name], theirs[name]) for name in mine if name != "raw")
 
     def __hash__(self) -> int:
         return hash((self.call_id, self.id))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _response_of, (self._values(),)
+
+    def _values(self) -> dict[str, Any]:
+        names = ModelResponse.__dataclass_fields__
+        return {name: getattr(self, name) for name in names if name not in ("tree", "call")}
+
+
+def _response_of(values: dict[str, Any]) -> ModelResponse:
+    return ModelResponse(**values)
 
 
 def _equal(left: Any, right: Any) -> bool:

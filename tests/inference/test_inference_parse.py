@@ -75,21 +75,21 @@ in_every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys()
 def test_chat_tokens(form: Any) -> None:
     found = extract_tokens(form(chat_response()), "chat")
     assert found is not None
-    assert found.prompt_ids.tolist() == [7, 8]
-    assert found.completion_ids.tolist() == [49, 50, 2]
-    assert found.prompt_ids.dtype == found.completion_ids.dtype == np.int32
-    assert found.logprobs is not None
-    np.testing.assert_allclose(found.logprobs, [-0.1, -0.2, -0.3], rtol=1e-6)
+    assert found[0].tolist() == [7, 8]
+    assert found[1].tolist() == [49, 50, 2]
+    assert found[0].dtype == found[1].dtype == np.int32
+    assert found[2] is not None
+    np.testing.assert_allclose(found[2], [-0.1, -0.2, -0.3], rtol=1e-6)
 
 
 @in_every_form
 def test_text_tokens(form: Any) -> None:
     found = extract_tokens(form(text_response()), "completion")
     assert found is not None
-    assert found.prompt_ids.tolist() == [7, 8]
-    assert found.completion_ids.tolist() == [49, 50]
-    assert found.logprobs is not None
-    np.testing.assert_allclose(found.logprobs, [-0.1, -0.2], rtol=1e-6)
+    assert found[0].tolist() == [7, 8]
+    assert found[1].tolist() == [49, 50]
+    assert found[2] is not None
+    np.testing.assert_allclose(found[2], [-0.1, -0.2], rtol=1e-6)
 
 
 @in_every_form
@@ -98,11 +98,11 @@ def test_ids_spelled_as_tokens(form: Any) -> None:
     response = chat_response(token_ids=None, logprobs={"content": content})
     found = extract_tokens(form(response), "chat")
     assert found is not None
-    assert found.completion_ids.tolist() == [504, 2]
+    assert found[1].tolist() == [504, 2]
     texts = {"tokens": ["token_id:1", "token_id:0"], "token_logprobs": [-0.5, -0.5]}
     found = extract_tokens(form(text_response(token_ids=None, logprobs=texts)), "completion")
     assert found is not None
-    assert found.completion_ids.tolist() == [1, 0]
+    assert found[1].tolist() == [1, 0]
 
 
 @in_every_form
@@ -118,7 +118,7 @@ def test_missing_ids_give_none(form: Any) -> None:
 def test_missing_logprobs_give_ids_only(form: Any) -> None:
     found = extract_tokens(form(chat_response(logprobs=None)), "chat")
     assert found is not None
-    assert found.logprobs is None
+    assert found[2] is None
 
 
 @pytest.mark.parametrize(

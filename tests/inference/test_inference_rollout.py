@@ -160,7 +160,6 @@ def test_the_public_names_are_these() -> None:
         "publish_weights",
         "REASONING_TAGS",
         "RetryPolicy",
-        "Sampled",
         "sampling_from_args",
         "served_version",
         "SGLangClient",

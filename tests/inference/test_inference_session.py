@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from inference_templates import COUNTING, STRIPPING, TOOLS, assistant, user
 
 from rolltree.errors import ConfigError, TokenError
-from rolltree.inference import ChatRenderer, Prompt, Sampled, TokenSession
+from rolltree.inference import ChatRenderer, Prompt, TokenSession
 from rolltree.testing import ByteTokenizer
 from rolltree.types import FinishReason, ModelResponse
 
@@ -19,7 +21,7 @@ def answer(
     session: TokenSession, prompt: Prompt, text: str, reason: FinishReason = STOP
 ) -> ModelResponse:
     ids = session.renderer.encode_text(text, start=False)
-    return session.complete(prompt, Sampled(ids, [-0.5] * len(ids), reason), temperature=0.7)
+    return session.complete(prompt, ids, [-0.5] * len(ids), reason, temperature=0.7)
 
 
 def full(generation: ModelResponse) -> list[int]:
@@ -31,8 +33,15 @@ def full(generation: ModelResponse) -> list[int]:
 def test_a_call_carries_everything_that_was_sampled() -> None:
     session = TokenSession(RENDERER)
     prompt = session.prepare([user("7 + 5 =")])
-    sampled = Sampled([49, 50, 258], [-0.1, -0.2, -0.3], STOP, [3, 3, 4], wait_s=1.5)
-    got = session.complete(prompt, sampled, temperature=0.7)
+    got = session.complete(
+        prompt,
+        [49, 50, 258],
+        [-0.1, -0.2, -0.3],
+        STOP,
+        temperature=0.7,
+        versions=[3, 3, 4],
+        wait_s=1.5,
+    )
     assert got.message == {"role": "assistant", "content": "12"}
     assert got.text == "12"
     assert got.prompt_ids is not None
@@ -164,7 +173,7 @@ def test_a_stop_string_given_back_is_an_extension_again() -> None:
     session = TokenSession(RENDERER)
     prompt = session.prepare("A:", message_type="completion")
     ids = RENDERER.encode_text(" 12\n", start=False)
-    first = session.complete(prompt, Sampled(ids, None, STOP, text=" 12"), temperature=1.0)
+    first = session.complete(prompt, ids, None, STOP, text=" 12", temperature=1.0)
     assert first.text == " 12"
     again = session.prepare("A: 12\nB:", message_type="completion")
     assert again.extends == first.call_id
@@ -186,33 +195,35 @@ def test_messages_and_type_must_fit() -> None:
 def test_an_answer_without_ids_is_an_answer() -> None:
     session = TokenSession(RENDERER)
     prompt = session.prepare([user("a")])
-    got = session.complete_text(prompt, "b", STOP, temperature=1.0, wait_s=2.0)
+    got = session.complete(prompt, None, None, STOP, text="b", temperature=1.0, wait_s=2.0)
     assert got.message == {"role": "assistant", "content": "b"}
     assert (got.prompt_ids, got.completion_ids, got.logprobs, got.versions) == (None,) * 4
     assert session.prepare([user("a"), got.message, user("c")]).extends is None
 
 
 @pytest.mark.parametrize(
-    ("sampled", "what"),
+    ("ids", "logprobs", "versions", "what"),
     [
-        (Sampled([1, 2], [-0.1], STOP), "2 sampled tokens came with 1 logprobs"),
-        (Sampled([1], [float("nan")], STOP), "placeholder"),
-        (Sampled([1], [0.5], STOP), "placeholder"),
-        (Sampled([1], [float("-inf")], STOP), "placeholder"),
-        (Sampled([-1], [-0.1], STOP), "negative"),
-        (Sampled([1, 2], None, STOP, [0]), "1 policy versions"),
+        ([1, 2], [-0.1], 0, "2 sampled tokens came with 1 logprobs"),
+        ([1], [float("nan")], 0, "placeholder"),
+        ([1], [0.5], 0, "placeholder"),
+        ([1], [float("-inf")], 0, "placeholder"),
+        ([-1], [-0.1], 0, "ids from -1"),
+        ([1, 2], None, [0], r"versions has shape \(1,\) for 2 tokens"),
     ],
 )
-def test_contradicting_tokens_are_refused(sampled: Sampled, what: str) -> None:
+def test_contradicting_tokens_are_refused(
+    ids: list[int], logprobs: list[float] | None, versions: Any, what: str
+) -> None:
     session = TokenSession(RENDERER)
+    prompt = session.prepare([user("a")])
     with pytest.raises(TokenError, match=what):
-        session.complete(session.prepare([user("a")]), sampled, temperature=1.0)
+        session.complete(prompt, ids, logprobs, STOP, temperature=1.0, versions=versions)
 
 
 def test_rounding_above_zero_is_forgiven() -> None:
     session = TokenSession(RENDERER)
-    sampled = Sampled([1], [3e-6], STOP)
-    got = session.complete(session.prepare([user("a")]), sampled, temperature=1.0)
+    got = session.complete(session.prepare([user("a")]), [1], [3e-6], STOP, temperature=1.0)
     assert got.logprobs is not None
     assert got.logprobs.tolist() == [0.0]
 

@@ -21,7 +21,7 @@ from inference_templates import (
     user,
 )
 
-from rolltree.inference import ChatRenderer, Sampled, TokenSession
+from rolltree.inference import ChatRenderer, TokenSession
 from rolltree.testing import ByteTokenizer
 from rolltree.types import FinishReason, ModelResponse
 
@@ -89,7 +89,7 @@ def converse(
         ended = turn not in truncated
         ids = sample(renderer, f"{style.before}It is {10 + turn}.", ended=ended)
         reason = FinishReason.STOP if ended else FinishReason.LENGTH
-        calls.append(session.complete(prompt, Sampled(ids, None, reason), temperature=1.0))
+        calls.append(session.complete(prompt, ids, None, reason, temperature=1.0))
         messages += [calls[-1].message, user(f"And {turn} more?")]
     return calls, messages
 
@@ -174,7 +174,7 @@ def test_twenty_tool_turns_extend(name: str, num_results: int) -> None:
     for turn in range(NUM_TURNS):
         prompt = session.prepare(messages, TOOLS)
         ids = sample(renderer, spelled * num_results)
-        got = session.complete(prompt, Sampled(ids, None, FinishReason.STOP), temperature=1.0)
+        got = session.complete(prompt, ids, None, FinishReason.STOP, temperature=1.0)
         assert len(got.message["tool_calls"]) == num_results
         messages.append(got.message)
         messages += [
@@ -206,7 +206,7 @@ def test_any_mix_of_turns_extends(turns: list[tuple[str, bool, str]]) -> None:
             assert prompt.ids[: len(ids_of(before))].tolist() == ids_of(before)
         ids = sample(renderer, said, ended=ended)
         reason = FinishReason.STOP if ended else FinishReason.LENGTH
-        before = session.complete(prompt, Sampled(ids, None, reason), temperature=1.0)
+        before = session.complete(prompt, ids, None, reason, temperature=1.0)
         messages.append(before.message)
         messages += {
             "user": [user("u")],
@@ -228,7 +228,7 @@ def test_a_rollout_of_many_turns_is_linear_in_memory() -> None:
     for _ in range(200):
         prompt = session.prepare(messages)
         ids = sample(STYLE_RENDERER, "y" * 50)
-        got = session.complete(prompt, Sampled(ids, None, FinishReason.STOP), temperature=1.0)
+        got = session.complete(prompt, ids, None, FinishReason.STOP, temperature=1.0)
         prompts.append(got.prompt_ids)
         messages += [got.message, user("z" * 50)]
     arrays = {id(each.base): each.base for each in prompts if each is not None}

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from rolltree.inference.publish import served_version as served_version
     from rolltree.inference.retry import RetryPolicy as RetryPolicy
     from rolltree.inference.session import Prompt as Prompt
-    from rolltree.inference.session import Sampled as Sampled
     from rolltree.inference.session import TokenSession as TokenSession
     from rolltree.inference.sglang import SGLangClient as SGLangClient
     from rolltree.inference.template import ChatTemplate as ChatTemplate
@@ -48,7 +47,7 @@ _MODULES: dict[str, str] = {
     "pool": "EndpointPool",
     "publish": "publish_adapter publish_weights served_version",
     "retry": "RetryPolicy",
-    "session": "Prompt Sampled TokenSession",
+    "session": "Prompt TokenSession",
     "sglang": "SGLangClient",
     "template": "ChatTemplate TemplateError",
     "transfer.publisher": "WeightTransfer",

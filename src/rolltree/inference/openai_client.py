@@ -26,16 +26,17 @@ from rolltree.inference.dialect import (
     sampling_fields,
 )
 from rolltree.inference.http import HttpServer
+from rolltree.inference.message_session import MessageSession, ask_for_tokens, generated
 from rolltree.inference.parse import (
     extract_finish_reason,
     extract_message,
     extract_tokens,
     extract_versions,
+    response_head,
 )
-from rolltree.inference.remote import Answer, AnswerHead, MessageSession, ask_for_tokens, generated
 from rolltree.inference.retry import Outcome, RetryPolicy
 from rolltree.inference.room import DEFAULT_MAX_TOKENS, Room, cut_by_default
-from rolltree.inference.session import Prompt, Sampled, TokenSession, check_message_type
+from rolltree.inference.session import Prompt, TokenSession, check_message_type
 from rolltree.inference.token_in import TokenEndpoint, TokenInEndpoint
 from rolltree.inference.wire import Decode, Response, decode_response
 from rolltree.types import (
@@ -147,7 +148,7 @@ class OpenAIClient:
         """Sample one completion after exactly these ids. See `ModelClient.generate`."""
         version = self.version
         outcome = await self.ask_ids(request.prompt_ids.tolist(), request.sampling, request.model)
-        return generated(request, self.tokens, self._answer(outcome, version))
+        return generated(request, self.tokens, outcome.value, **_facts(outcome, version))
 
     async def check_health(self) -> None:
         """Return if the server answers at all.
@@ -231,17 +232,6 @@ class OpenAIClient:
         """Send token ids to the completions endpoint."""
         return await self.ask({"prompt": prompt_ids}, "completion", sampling, model, decode)
 
-    def _answer(self, outcome: Outcome[Response], version: int) -> Answer:
-        """Keep of a response what is light: its id, model, and the server's stop reason.
-
-        `version` is the one when the request was sent: no sampled token is from an older one.
-        """
-        response = outcome.value
-        stop_reason = response.choices[0].stop_reason if response.choices else None
-        model = self._model if response.model == self._model else response.model
-        raw = AnswerHead(response.id, model, stop_reason)
-        return Answer(response, raw, outcome.num_retries, outcome.wait_s, version)
-
 
 class OpenAISession:
     """One rollout's view of an `OpenAIClient`; connections are shared with it."""
@@ -290,8 +280,10 @@ class OpenAISession:
         outcome = await self._client.ask(
             content, message_type, sampling, model, self._by_message.reader.decode
         )
-        answer = self._client._answer(outcome, version)
-        return self._by_message.complete(messages, tools, message_type, model, sampling, answer)
+        facts = _facts(outcome, version)
+        return self._by_message.complete(
+            messages, tools, message_type, model, sampling, outcome.value, **facts
+        )
 
     async def generate(self, request: GenerateRequest) -> ModelResponse:
         """Sample one completion after exactly these ids."""
@@ -315,35 +307,36 @@ class OpenAISession:
             reader = self._by_message.reader
             outcome = await client.ask_ids(ids, asked, prompt.model, reader.decode)
             kind = "completion"
-        answer = client._answer(outcome, version)
-        info = {"num_retries": answer.num_retries} if answer.num_retries else {}
-        reason = extract_finish_reason(outcome.value)
-        found = extract_tokens(outcome.value, kind, prompt.ids)
+        response = outcome.value
+        reason = extract_finish_reason(response)
+        found = extract_tokens(response, kind, prompt.ids)
+        fields = response_head(response) | {"wait_s": outcome.wait_s}
+        if outcome.num_retries:
+            fields["info"] = {**fields["info"], "num_retries": outcome.num_retries}
         if found is None:
             client.tokens.refuse("the answer holds none")
-            _, text = extract_message(outcome.value, "completion")
-            return session.complete_text(
-                prompt,
-                text,
-                reason,
-                temperature=sampling.temperature,
-                raw=answer.raw,
-                wait_s=answer.wait_s,
-                info=info,
+            fields["text"] = extract_message(response, "completion")[1]
+            return session.complete(
+                prompt, None, None, reason, temperature=sampling.temperature, **fields
             )
         client.tokens.prove()
+        _, ids, logprobs = found
         stopped = reason == FinishReason.STOP
-        sampled = Sampled(
-            ids=found.completion_ids,
-            logprobs=found.logprobs if client.tokens.usable_logprobs(sampling) else None,
-            finish_reason=reason,
-            versions=extract_versions(outcome.value, len(found.completion_ids), answer.version),
-            text=_text(session.renderer, found.completion_ids, sampling) if stopped else None,
-            raw=answer.raw,
-            wait_s=answer.wait_s,
-            info=info,
+        return session.complete(
+            prompt,
+            ids,
+            logprobs if client.tokens.usable_logprobs(sampling) else None,
+            reason,
+            temperature=sampling.temperature,
+            versions=extract_versions(response, len(ids), version),
+            text=_text(session.renderer, ids, sampling) if stopped else None,
+            **fields,
         )
-        return session.complete(prompt, sampled, temperature=sampling.temperature)
+
+
+def _facts(outcome: Outcome[Response], version: int) -> dict[str, Any]:
+    """Return what the record keeps of a request; no token is older than `version`, its start's."""
+    return {"version": version, "num_retries": outcome.num_retries, "wait_s": outcome.wait_s}
 
 
 def _with_ends(sampling: SamplingParams, end_ids: Sequence[int]) -> SamplingParams:

@@ -10,10 +10,10 @@ raise `TokenError`; arrays that are missing give None.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -40,18 +40,13 @@ _FINISH_REASONS = {reason.value: reason for reason in FinishReason} | {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseTokens:
-    """int32 `[_P]`, int32 `[_C]` and float32 `[_C]` (None when the server gave no logprobs)."""
-
-    prompt_ids: IntArray
-    completion_ids: IntArray
-    logprobs: FloatArray | None
+TokenArrays: TypeAlias = tuple[IntArray, IntArray, FloatArray | None]
+"""Prompt ids int32 `[_P]`, sampled ids int32 `[_C]` and logprobs float32 `[_C]`, if there are."""
 
 
 def extract_tokens(
     response: object, message_type: MessageType, sent_ids: IntArray | None = None
-) -> ResponseTokens | None:
+) -> TokenArrays | None:
     """Return the tokens of a response, or None when the server gave no ids.
 
     `sent_ids` (int32 `[_P]`) is the prompt where it was sent as ids.
@@ -79,8 +74,8 @@ def extract_tokens(
         )
     values = _entries(logprobs, message_type, "logprob", "token_logprobs")
     if values is None:
-        return ResponseTokens(prompt, completion, None)
-    return ResponseTokens(prompt, completion, checked_logprobs(values, len(completion)))
+        return prompt, completion, None
+    return prompt, completion, checked_logprobs(values, len(completion))
 
 
 def extract_message(response: object, message_type: MessageType) -> tuple[ChatMessage, str]:
@@ -159,29 +154,54 @@ def parse_response(
     """
     if isinstance(response, ModelResponse):
         return response
+    found = response_fields(response, message_type, version)
+    return ModelResponse(**found, temperature=temperature, raw=response)
+
+
+def response_fields(
+    response: object,
+    message_type: MessageType,
+    version: int = 0,
+    sent_ids: IntArray | None = None,
+    *,
+    with_ids: bool = True,
+) -> dict[str, Any]:
+    """Return what a response says, as fields of `ModelResponse`; raises as `parse_response`.
+
+    `sent_ids` (int32 `[_P]`) is the prompt where it was sent as ids. Without `with_ids` what the
+    response says about ids is left alone.
+    """
     message, text = extract_message(response, message_type)
-    tokens = extract_tokens(response, message_type)
+    tokens = extract_tokens(response, message_type, sent_ids) if with_ids else None
     num_prompt, num_completion = extract_usage(response)
+    prompt_ids, completion_ids, logprobs = tokens or (None, None, None)
     versions = None
-    if tokens is not None:
-        num_prompt, num_completion = len(tokens.prompt_ids), len(tokens.completion_ids)
+    if prompt_ids is not None and completion_ids is not None:
+        num_prompt, num_completion = len(prompt_ids), len(completion_ids)
         versions = extract_versions(response, num_completion, version)
-    identifier, model = read(response, "id"), read(response, "model")
-    return ModelResponse(
-        message=message,
-        text=text,
-        finish_reason=extract_finish_reason(response),
-        prompt_ids=tokens.prompt_ids if tokens else None,
-        completion_ids=tokens.completion_ids if tokens else None,
-        logprobs=tokens.logprobs if tokens else None,
-        versions=versions,
-        temperature=temperature,
-        raw=response,
-        num_prompt_tokens=num_prompt,
-        num_completion_tokens=num_completion,
-        id=identifier if isinstance(identifier, str) else "",
-        model=model if isinstance(model, str) else None,
-    )
+    return {
+        "message": message,
+        "text": text,
+        "finish_reason": extract_finish_reason(response),
+        "prompt_ids": prompt_ids,
+        "completion_ids": completion_ids,
+        "logprobs": logprobs,
+        "versions": versions,
+        "num_prompt_tokens": num_prompt,
+        "num_completion_tokens": num_completion,
+        **response_head(response),
+    }
+
+
+def response_head(response: object) -> dict[str, Any]:
+    """Return a response's `id`, `model` and `info` (`stop_reason`: the stop that was met)."""
+    name, model = read(response, "id"), read(response, "model")
+    stop = read(first_choice(response), "stop_reason")
+    return {
+        "id": name if isinstance(name, str) else "",
+        "model": sys.intern(model) if type(model) is str else None,
+        "info": {"stop_reason": stop} if isinstance(stop, str | int) else {},
+    }
 
 
 def extract_versions(response: object, num_tokens: int, otherwise: int) -> IntArray:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from time import monotonic
 from typing import Any, Protocol, runtime_checkable
@@ -271,11 +271,11 @@ class PooledSession:
 
         outcome = await with_retries(self._pool.retry, attempt)
         answer, endpoint = outcome.value
-        info = {**answer.info, "endpoint": endpoint.name}
+        info: dict[str, Any] = {"endpoint": endpoint.name}
         if failed:
             info["num_retries"] = answer.info.get("num_retries", 0) + len(failed)
             info["failed_endpoints"] = failed
-        return replace(answer, info=info, wait_s=answer.wait_s + outcome.wait_s)
+        return answer.annotated(wait_s=outcome.wait_s, **info)
 
     def _on(self, endpoint: Endpoint) -> Any:
         """Return this rollout's session on a server, with what it remembers where that can move."""

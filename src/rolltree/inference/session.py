@@ -1,24 +1,23 @@
-"""The token side of a rollout: from messages to exact prompt ids, from sampled ids to a message.
+"""The token side of a rollout: from messages to exact prompt ids, from sampled ids to a record.
 
 `TokenSession.prepare` gives the ids to send, `TokenSession.complete` turns what was sampled into a
-`ModelResponse` and remembers the call. A prompt that continues an earlier call is that call's exact
-ids plus only what is new. It knows nothing about where the ids go: an engine in this process, a
-server, a script. It leaves out retries and HTTP.
+`ModelResponse` that lies in the session's token tree. A prompt that continues an earlier call is
+that call's exact ids plus only what is new.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rolltree.errors import ConfigError, TokenError
-from rolltree.inference.buffer import IdPath
+from rolltree.errors import ConfigError
 from rolltree.inference.chat import ChatRenderer
-from rolltree.inference.memory import CallMemory
-from rolltree.tokens.buffers import checked_logprobs
+from rolltree.inference.message_index import MessageIndex
+from rolltree.tokens import TokenTree, checked_logprobs
+from rolltree.tokens.buffers import as_ids
 from rolltree.types import (
     ChatMessage,
     FinishReason,
@@ -32,45 +31,48 @@ from rolltree.types import (
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """What an engine sampled after a prompt.
-
-    Shapes: `ids` int32 `[_C]`, end token included where one was sampled; `logprobs` float32 `[_C]`
-    of the distribution sampled from; `versions` int32 `[_C]` or one for all. `text` is given where
-    it is not the decoded ids, as when a stop string, which is among the ids, is cut off.
-    """
-
-    ids: Sequence[int] | IntArray
-    logprobs: Sequence[float] | FloatArray | None
-    finish_reason: FinishReason
-    versions: int | Sequence[int] | IntArray = 0
-    text: str | None = None
-    raw: Any = None
-    wait_s: float = 0.0
-    info: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class Prompt:
     """Ids to send, int32 `[_P]`, and how they came about.
 
-    `extends` names the call that they continue exactly. `reason` says why they do not continue a
-    call whose messages come first in the history, where that is so.
+    `extends` is the `call_id` of the call that they continue exactly. `reason` says why they do not
+    continue a call whose messages come first in the history, where that is so.
     """
 
     ids: IntArray
-    extends: int | None
-    reason: str | None
-    path: IdPath
-    messages: Messages
-    tools: Sequence[ToolSchema] | None
-    model: str | None
+    extends: int | None = None
+    reason: str | None = None
+    messages: Messages = ""
+    tools: Sequence[ToolSchema] | None = None
+    model: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    call_id: int
-    path: IdPath  # prompt and completion
+class CallTree:
+    """The token tree of one rollout's calls, and which of them is which `call_id`."""
+
+    def __init__(self) -> None:
+        self.tree = TokenTree()
+        self._handles: dict[int, int] = {}
+
+    def path(self, call_id: int) -> IntArray:
+        """Return the prompt and completion of a call, int32 `[_P + _C]`, read-only."""
+        return self.tree.path_view(self._handles[call_id])
+
+    def insert(self, response: ModelResponse) -> ModelResponse:
+        """Put a call into the tree and tell the response where it is. Returns the response.
+
+        Raises:
+            TokenError: the arrays contradict each other.
+        """
+        call = self.tree.insert(
+            response.prompt_ids,  # type: ignore[arg-type]
+            response.completion_ids,  # type: ignore[arg-type]
+            logprobs=response.logprobs,
+            temperature=response.temperature,
+            versions=0 if response.versions is None else response.versions,
+            parent=None if response.extends is None else self._handles[response.extends],
+        )
+        self._handles[response.call_id] = call
+        return response.placed(self.tree, call)
 
 
 class TokenSession:
@@ -83,8 +85,9 @@ class TokenSession:
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self.renderer = renderer
-        self._memory: CallMemory[_Call] = CallMemory()
-        self._texts: list[tuple[str | None, str, IdPath, _Call]] = []
+        self._calls = CallTree()
+        self._index = MessageIndex()
+        self._texts: list[_Text] = []
 
     def prepare(
         self,
@@ -104,81 +107,77 @@ class TokenSession:
         if isinstance(messages, str):
             return self._prepare_text(messages, model)
         messages = list(messages)  # the caller may append to its list while the engine samples
-        match = self._memory.find(messages, tools, model)
+        match = self._index.find(messages, tools, model)
         if match is None:
-            path = IdPath.of(self.renderer.render(messages, tools))
-            return Prompt(path.ids, None, None, path, messages, tools, model)
-        call = match.call
-        found = self.renderer.continuation(call.path.ids, messages, match.num_old, tools)
+            ids = self.renderer.render(messages, tools)
+            return Prompt(ids, None, None, messages, tools, model)
+        known = self._calls.path(match.call)
+        found = self.renderer.continuation(known, messages, match.num_old, tools)
         if found.suffix is not None:
-            path = call.path.extended(found.suffix)
-            return Prompt(path.ids, call.call_id, None, path, messages, tools, model)
+            ids = np.concatenate((known, found.suffix))
+            return Prompt(ids, match.call, None, messages, tools, model)
         assert found.rendered is not None
-        path = IdPath.of(found.rendered)
-        return Prompt(path.ids, None, found.reason, path, messages, tools, model)
+        return Prompt(found.rendered, None, found.reason, messages, tools, model)
 
-    def complete(self, prompt: Prompt, sampled: Sampled, *, temperature: float) -> ModelResponse:
-        """Return the `ModelResponse` for what was sampled after `prompt`, and remember the call.
-
-        Raises:
-            TokenError: the sampled arrays contradict each other.
-        """
-        ids = np.array(sampled.ids, np.int32)
-        logprobs, versions = check_sampled(ids, sampled.logprobs, sampled.versions)
-        text = self.renderer.decode_answer(ids) if sampled.text is None else sampled.text
-        message, finish_reason = self._message(prompt, text, sampled.finish_reason)
-        made = ModelResponse(
-            message=message,
-            text=text,
-            finish_reason=finish_reason,
-            prompt_ids=prompt.ids,
-            completion_ids=ids,
-            logprobs=logprobs,
-            versions=versions,
-            temperature=temperature,
-            extends=prompt.extends,
-            raw=sampled.raw,
-            num_prompt_tokens=len(prompt.ids),
-            num_completion_tokens=len(ids),
-            wait_s=sampled.wait_s,
-            info={**sampled.info, **({"rerendered": prompt.reason} if prompt.reason else {})},
-        )
-        call = _Call(made.call_id, prompt.path.extended(ids))
-        if isinstance(prompt.messages, str):
-            num_kept, kept_text = self._spelled_out(ids, text)
-            path = prompt.path.extended(ids[:num_kept]) if num_kept < len(ids) else call.path
-            self._texts.append((prompt.model, prompt.messages + kept_text, path, call))
-        else:
-            self._memory.add(prompt.messages, message, call, prompt.tools, prompt.model)
-        return made
-
-    def complete_text(
+    def complete(
         self,
         prompt: Prompt,
-        text: str,
+        ids: Sequence[int] | IntArray | None,
+        logprobs: Sequence[float] | FloatArray | None,
         finish_reason: FinishReason,
         *,
         temperature: float,
-        raw: Any = None,
-        wait_s: float = 0.0,
-        info: Mapping[str, Any] | None = None,
+        versions: int | Sequence[int] | IntArray = 0,
+        text: str | None = None,
+        **fields: Any,
     ) -> ModelResponse:
-        """Return the `ModelResponse` for an answer without ids. No later call can continue it."""
+        """Return the record of what was sampled after `prompt`; later prompts can continue it.
+
+        Args:
+            prompt: what `prepare` returned.
+            ids: int `[_C]`, the end token included where one was sampled; None where the engine
+                gave none, which nothing can continue.
+            logprobs: float `[_C]`, of the distribution sampled from; None when unknown.
+            finish_reason: why sampling ended.
+            temperature: the temperature sampled with.
+            versions: policy version of every token, int `[_C]`, or one for all.
+            text: the answer's text where it is not the decoded ids, as when a stop string, which is
+                among the ids, is cut off.
+            fields: further fields of `ModelResponse`: `id`, `model`, `raw`, `wait_s`, `info`.
+
+        Raises:
+            TokenError: the arrays contradict each other.
+        """
+        completion = None if ids is None else as_ids(np.asarray(ids), "completion_ids")
+        if text is None:
+            text = "" if completion is None else self.renderer.decode_answer(completion)
         message, finish_reason = self._message(prompt, text, finish_reason)
-        return ModelResponse(
-            message=message,
-            text=text,
-            finish_reason=finish_reason,
-            prompt_ids=None,
-            completion_ids=None,
-            logprobs=None,
-            versions=None,
-            temperature=temperature,
-            raw=raw,
-            num_prompt_tokens=len(prompt.ids),
-            wait_s=wait_s,
-            info=dict(info or {}),
+        if prompt.reason:
+            fields["info"] = {**fields.get("info", {}), "rerendered": prompt.reason}
+        fields |= {"message": message, "text": text, "finish_reason": finish_reason}
+        fields |= {"temperature": temperature, "num_prompt_tokens": len(prompt.ids)}
+        if completion is None:
+            return ModelResponse(**fields)
+        count = len(completion)
+        whole = versions if not isinstance(versions, int) else np.full(count, versions, np.int32)
+        response = self._calls.insert(
+            ModelResponse(
+                prompt_ids=prompt.ids,
+                completion_ids=completion,
+                logprobs=None if logprobs is None else checked_logprobs(logprobs, count),
+                versions=np.asarray(whole, np.int32),
+                num_completion_tokens=count,
+                extends=prompt.extends,
+                **fields,
+            )
         )
+        if isinstance(prompt.messages, str):
+            num_kept, kept_text = self._spelled_out(completion, text)
+            size, call_id = len(prompt.ids) + num_kept, response.call_id
+            self._texts.append(_Text(prompt.model, prompt.messages + kept_text, call_id, size))
+        else:
+            self._index.add(prompt.messages, message, response.call_id, prompt.tools, prompt.model)
+        return response
 
     def _message(
         self, prompt: Prompt, text: str, finish_reason: FinishReason
@@ -189,20 +188,19 @@ class TokenSession:
         return parsed.message, parsed.finish_reason
 
     def _prepare_text(self, text: str, model: str | None) -> Prompt:
-        best: tuple[str | None, str, IdPath, _Call] | None = None
+        best: _Text | None = None
         for entry in self._texts:
-            longer = best is None or len(entry[1]) >= len(best[1])
-            if longer and entry[0] == model and text.startswith(entry[1]):
+            longer = best is None or len(entry.text) >= len(best.text)
+            if longer and entry.model == model and text.startswith(entry.text):
                 best = entry
         if best is None:
-            path = IdPath.of(self.renderer.encode_text(text))
-            return Prompt(path.ids, None, None, path, text, None, model)
-        _, known, kept, call = best
-        path = kept.extended(self.renderer.encode_text(text[len(known) :], start=False))
-        size = len(call.path)
-        exact = len(kept) == size or np.array_equal(path.ids[:size], call.path.ids)
+            return Prompt(self.renderer.encode_text(text), None, None, text, None, model)
+        path = self._calls.path(best.call_id)
+        new = self.renderer.encode_text(text[len(best.text) :], start=False)
+        ids = np.concatenate((path[: best.num_tokens], new))
+        exact = np.array_equal(ids[: len(path)], path)
         reason = None if exact else "the string leaves out tokens that were sampled at the end"
-        return Prompt(path.ids, call.call_id if exact else None, reason, path, text, None, model)
+        return Prompt(ids, best.call_id if exact else None, reason, text, None, model)
 
     def _spelled_out(self, ids: IntArray, text: str) -> tuple[int, str]:
         """Return how many of `ids` the `text` spells out from its start, and that part of it.
@@ -216,6 +214,16 @@ class TokenSession:
         return 0, ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A prompt string with its answer, which the first `num_tokens` of a call's path spell."""
+
+    model: str | None
+    text: str
+    call_id: int
+    num_tokens: int
+
+
 def check_message_type(messages: Messages, message_type: MessageType) -> None:
     """Raise `ConfigError` unless chat has a list of messages and completion has a string."""
     if message_type not in ("chat", "completion"):
@@ -226,30 +234,3 @@ def check_message_type(messages: Messages, message_type: MessageType) -> None:
             f"message_type is {message_type!r} but the prompt is {kind}, so it is unclear what to "
             "send. Chat takes a list of messages, completion takes a string."
         )
-
-
-def check_sampled(
-    ids: IntArray,
-    logprobs: Sequence[float] | FloatArray | None,
-    versions: int | Sequence[int] | IntArray,
-) -> tuple[FloatArray | None, IntArray]:
-    """Return logprobs (float32 `[_C]`) and versions (int32 `[_C]`) that fit `ids` (int32 `[_C]`).
-
-    Raises:
-        TokenError: lengths differ, an id is negative, or a logprob is NaN or above 0.
-    """
-    if len(ids) and int(ids.min()) < 0:
-        raise TokenError(f"a sampled token id is negative ({int(ids.min())}); ids start at 0.")
-    per_token = (
-        np.full(len(ids), versions, np.int32)
-        if isinstance(versions, int)
-        else np.array(versions, np.int32)
-    )
-    if len(per_token) != len(ids):
-        raise TokenError(
-            f"{len(ids)} sampled tokens came with {len(per_token)} policy versions; staleness "
-            "would be counted wrongly. The engine must give one version per token."
-        )
-    if logprobs is None:
-        return None, per_token
-    return checked_logprobs(logprobs, len(ids)), per_token

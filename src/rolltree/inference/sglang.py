@@ -9,7 +9,6 @@ OpenAI-compatible endpoints, which `OpenAIClient` talks to (without ids).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -17,13 +16,12 @@ import msgspec
 import numpy as np
 
 from rolltree.errors import BadResponse, ConfigError, TokenError, UnsupportedSetting
-from rolltree.inference.buffer import IdPath
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.completion import cut_at_stop
 from rolltree.inference.http import HttpServer
 from rolltree.inference.parse import finish_reason_named
 from rolltree.inference.retry import RetryPolicy
-from rolltree.inference.session import Prompt, Sampled, TokenSession
+from rolltree.inference.session import Prompt, TokenSession
 from rolltree.types import (
     FinishReason,
     GenerateRequest,
@@ -75,8 +73,10 @@ def decode_answer(body: bytes) -> GenerateAnswer:
         ) from error
 
 
-def sampled_of(answer: GenerateAnswer, version: int) -> Sampled:
-    """Return what was sampled; `version` is its policy's where the server gives no number.
+def sampled_of(answer: GenerateAnswer, version: int) -> dict[str, Any]:
+    """Return what was sampled, as arguments of `TokenSession.complete`.
+
+    `version` is the policy's where the server gives no number.
 
     Raises:
         TokenError: there are no ids or no logprobs, or they contradict each other.
@@ -100,13 +100,14 @@ def sampled_of(answer: GenerateAnswer, version: int) -> Sampled:
         why = finish.message if finish else "it gives no finish_reason"
         raise BadResponse(f"SGLang did not finish the request: {why}. The call has no answer.")
     label = str(meta.weight_version)
-    return Sampled(
-        ids=ids,
-        logprobs=np.array([value for value, _, _ in triples], np.float32),  # None: NaN, refused
-        finish_reason=finish_reason_named(finish.type),
-        versions=int(label) if label.isdecimal() else version,
-        raw={"id": meta.id, "stop_reason": finish.matched},
-    )
+    return {
+        "ids": ids,
+        "logprobs": np.array([value for value, _, _ in triples], np.float32),  # None: NaN, refused
+        "finish_reason": finish_reason_named(finish.type),
+        "versions": int(label) if label.isdecimal() else version,
+        "id": meta.id or "",
+        "info": {} if finish.matched is None else {"stop_reason": finish.matched},
+    }
 
 
 class SGLangClient:
@@ -178,11 +179,9 @@ class SGLangClient:
 
     async def generate(self, request: GenerateRequest) -> ModelResponse:
         """Sample one completion after exactly these ids. See `ModelClient.generate`."""
-        ids = request.prompt_ids
-        prompt = Prompt(ids, None, None, IdPath.of(ids), "", None, request.model)
-        sampled = await self.ask(ids, request.sampling, request.model)
-        session = TokenSession(self.renderer)
-        return session.complete(prompt, sampled, temperature=request.sampling.temperature)
+        sampled = await self.ask(request.prompt_ids, request.sampling, request.model)
+        session, temperature = TokenSession(self.renderer), request.sampling.temperature
+        return session.complete(Prompt(request.prompt_ids), **sampled, temperature=temperature)
 
     async def check_health(self) -> None:
         """Return if the server is well; raises as `HttpServer.check_health`."""
@@ -192,8 +191,10 @@ class SGLangClient:
         """Close the connections."""
         await self._server.aclose()
 
-    async def ask(self, ids: IntArray, sampling: SamplingParams, model: str | None) -> Sampled:
-        """Send ids int32 `[_P]` and return what was sampled.
+    async def ask(
+        self, ids: IntArray, sampling: SamplingParams, model: str | None
+    ) -> dict[str, Any]:
+        """Send ids int32 `[_P]`; return what was sampled, for `TokenSession.complete`.
 
         Raises:
             UnsupportedSetting: the call names another model, or has fields that SGLang lacks.
@@ -212,15 +213,15 @@ class SGLangClient:
         }
         outcome = await self._server.post("/generate", body, decode_answer)
         found = sampled_of(outcome.value, self.version)
-        if found.finish_reason == FinishReason.STOP:
-            found = replace(found, text=self._text(found, sampling))
+        if found["finish_reason"] == FinishReason.STOP:
+            found["text"] = self._text(found["ids"], sampling)
         if sampling.top_p != 1.0 or sampling.top_k:
-            found = replace(found, logprobs=None)
-        info = {"num_retries": outcome.num_retries} if outcome.num_retries else {}
-        return replace(found, wait_s=outcome.wait_s, info=info)
+            found["logprobs"] = None
+        if outcome.num_retries:
+            found["info"] = {**found["info"], "num_retries": outcome.num_retries}
+        return {**found, "wait_s": outcome.wait_s}
 
-    def _text(self, found: Sampled, sampling: SamplingParams) -> str:
-        ids = list(found.ids)
+    def _text(self, ids: list[int], sampling: SamplingParams) -> str:
         if ids and ids[-1] in sampling.stop_token_ids:
             return self.renderer.decode(ids[:-1])
         return cut_at_stop(self.renderer.decode_answer(ids), sampling.stop)
@@ -259,7 +260,7 @@ class SGLangSession:
         """Sample the next message, continuing an earlier call where one fits."""
         prompt = self._calls.prepare(messages, tools, message_type=message_type, model=model)
         sampled = await self._client.ask(prompt.ids, sampling, model)
-        return self._calls.complete(prompt, sampled, temperature=sampling.temperature)
+        return self._calls.complete(prompt, **sampled, temperature=sampling.temperature)
 
     async def generate(self, request: GenerateRequest) -> ModelResponse:
         """Sample one completion after exactly these ids."""

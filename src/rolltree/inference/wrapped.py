@@ -26,7 +26,7 @@ from rolltree.inference.dialect import (
     sampling_fields,
 )
 from rolltree.inference.http import status_error
-from rolltree.inference.remote import Answer, MessageSession, ask_for_tokens, generated
+from rolltree.inference.message_session import MessageSession, ask_for_tokens, generated
 from rolltree.inference.retry import (
     Outcome,
     Retry,
@@ -110,9 +110,10 @@ class WrappedClient:
     async def generate(self, request: GenerateRequest) -> ModelResponse:
         """Sample one completion after exactly these ids. See `ModelClient.generate`."""
         content = {"prompt": request.prompt_ids.tolist()}
-        answer = await self.ask(content, "completion", request.sampling, request.model)
-        made = generated(request, self.tokens, answer)
-        _drop_tokens(answer.raw, made, request.sampling)
+        version = self.version
+        outcome = await self.ask(content, "completion", request.sampling, request.model)
+        made = generated(request, self.tokens, outcome.value, **_facts(outcome, version))
+        _drop_tokens(outcome.value, made, request.sampling)
         return made
 
     async def aclose(self) -> None:
@@ -128,7 +129,7 @@ class WrappedClient:
         message_type: MessageType,
         sampling: SamplingParams,
         model: str | None,
-    ) -> Answer:
+    ) -> Outcome[Any]:
         """Send one request: `content` is its messages or prompt.
 
         Raises:
@@ -166,9 +167,7 @@ class WrappedClient:
 
             return await with_retries(self._retry, attempt)
 
-        version = self.version
-        outcome = await ask_for_tokens(self.tokens, send)
-        return Answer(outcome.value, outcome.value, outcome.num_retries, outcome.wait_s, version)
+        return await ask_for_tokens(self.tokens, send)
 
     def _failure(self, error: BaseException) -> Exception:
         """Return what an exception of the openai package means here."""
@@ -230,9 +229,13 @@ class WrappedSession:
             content = {"messages": outgoing(messages)}
             if tools:
                 content["tools"] = list(tools)
-        answer = await self._client.ask(content, message_type, sampling, model)
-        made = self._by_message.complete(messages, tools, message_type, model, sampling, answer)
-        _drop_tokens(answer.raw, made, sampling)
+        version = self._client.version
+        outcome = await self._client.ask(content, message_type, sampling, model)
+        facts = _facts(outcome, version)
+        made = self._by_message.complete(
+            messages, tools, message_type, model, sampling, outcome.value, **facts
+        )
+        _drop_tokens(outcome.value, made, sampling)
         return made
 
     async def generate(self, request: GenerateRequest) -> ModelResponse:
@@ -241,6 +244,15 @@ class WrappedSession:
 
     async def aclose(self) -> None:
         """Do nothing: the connections are the client's."""
+
+
+def _facts(outcome: Outcome[Any], version: int) -> dict[str, Any]:
+    return {
+        "version": version,
+        "num_retries": outcome.num_retries,
+        "wait_s": outcome.wait_s,
+        "raw": outcome.value,
+    }
 
 
 def _drop_tokens(response: Any, made: ModelResponse, sampling: SamplingParams) -> None:

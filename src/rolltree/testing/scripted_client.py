@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.session import (
     Prompt,
-    Sampled,
     TokenSession,
-    check_sampled,
 )
-from rolltree.testing.script import Script, ScriptSource, tokens_of
+from rolltree.testing.script import Script, ScriptedTokens, ScriptSource, tokens_of
 from rolltree.testing.tokenizer import ByteTokenizer
 from rolltree.types import (
     GenerateRequest,
@@ -107,18 +105,8 @@ class ScriptedClient:
         await asyncio.sleep(self.delay_s)
         self.note(text, (), request.sampling, request.model, None)
         said = tokens_of(await script.next(text), self.renderer, request.sampling)
-        logprobs, versions = check_sampled(said.ids, said.logprobs, self.version)
-        return ModelResponse(
-            message={"role": "assistant", "content": said.text},
-            text=said.text,
-            finish_reason=said.finish_reason,
-            prompt_ids=request.prompt_ids,
-            completion_ids=said.ids,
-            logprobs=logprobs,
-            versions=versions,
-            temperature=request.sampling.temperature,
-            num_prompt_tokens=len(request.prompt_ids),
-            num_completion_tokens=len(said.ids),
+        return _complete(
+            TokenSession(self.renderer), Prompt(request.prompt_ids), said, self, request.sampling
         )
 
     def note(
@@ -168,10 +156,7 @@ class ScriptedSession:
         await asyncio.sleep(client.delay_s)
         answer = await self._script.next(messages)
         said = tokens_of(answer, client.renderer, sampling)
-        sampled = Sampled(
-            said.ids, said.logprobs, said.finish_reason, client.version, text=said.text
-        )
-        return self._tokens.complete(prompt, sampled, temperature=sampling.temperature)
+        return _complete(self._tokens, prompt, said, client, sampling)
 
     async def generate(self, request: GenerateRequest) -> ModelResponse:
         """Give the script's next answer to a prompt of ids."""
@@ -179,3 +164,21 @@ class ScriptedSession:
 
     async def aclose(self) -> None:
         """Do nothing: there is nothing to release."""
+
+
+def _complete(
+    session: TokenSession,
+    prompt: Prompt,
+    said: ScriptedTokens,
+    client: ScriptedClient,
+    sampling: SamplingParams,
+) -> ModelResponse:
+    return session.complete(
+        prompt,
+        said.ids,
+        said.logprobs,
+        said.finish_reason,
+        temperature=sampling.temperature,
+        versions=client.version,
+        text=said.text,
+    )

@@ -32,6 +32,7 @@ class Trajectory(list[TrajectoryStep]):
     ) -> None:
         super().__init__()
         self.tree = TokenTree() if tree is None else tree
+        self._is_new = tree is None  # the first response's tree may become this one's
         self._handles: dict[int, int] = {}
         self._said: tuple[RecordedStep, Messages] | None = None  # the last step's conversation
         self.extend(steps)
@@ -49,17 +50,18 @@ class Trajectory(list[TrajectoryStep]):
     ) -> TrajectoryStep:
         """Record one model call as a step and return the step.
 
-        The ids go into the tree: O(new tokens) when `response.extends` names a call recorded
-        here, one scan of the prompt otherwise. Without ids `step["tokens"]` is None. `extras` wins
-        over what is derived: `agent`, `turn`, `call_id`, `finish_reason`, `temperature`,
-        `num_prompt_tokens`, `num_completion_tokens` and, with ids, `policy_version_min` and
-        `policy_version_max`.
+        A response that its session put into this tree (an empty trajectory takes over the
+        session's tree) stays where it is. Otherwise its ids are inserted: O(new tokens) when
+        `response.extends` names a call recorded here, one scan of the prompt if not. Without ids
+        `step["tokens"]` is None. `extras` wins over what is derived: `agent`, `turn`, `call_id`,
+        `finish_reason`, `temperature`, `num_prompt_tokens`, `num_completion_tokens` and, with ids,
+        `policy_version_min` and `policy_version_max`.
 
         Raises:
             TokenError: the response's arrays contradict each other.
         """
         has_ids = response.prompt_ids is not None and response.completion_ids is not None
-        call = self._insert(response, agent, turn, streams) if has_ids else None
+        call = self._place(response, agent, turn, streams) if has_ids else None
         chat = isinstance(prompt, list) and isinstance(completion, list)
         text = isinstance(prompt, str) and isinstance(completion, str)
         if call is not None and response.versions is not None and (chat or text):
@@ -117,6 +119,24 @@ class Trajectory(list[TrajectoryStep]):
         """Give back memory that is reserved for further calls; calls can still be recorded."""
         self._said = None
         self.tree.trim()
+
+    def _place(
+        self,
+        response: ModelResponse,
+        agent: str,
+        turn: int | None,
+        streams: Mapping[str, Any] | None,
+    ) -> int:
+        """Return the call's handle: the one that it has in this tree already, or a new one."""
+        if self._is_new and response.call == 0 and not self:
+            self.tree = response.tree
+        self._is_new = False
+        if response.tree is not self.tree or response.call_id in self._handles:
+            return self._insert(response, agent, turn, streams)
+        call = cast(int, response.call)
+        self.tree.label(call, agent=agent, turn=turn, streams=streams)
+        self._handles[response.call_id] = call
+        return call
 
     def _insert(
         self,

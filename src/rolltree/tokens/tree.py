@@ -273,6 +273,28 @@ class TokenTree:
             extra=checked,
         )
 
+    def label(
+        self,
+        call: int,
+        *,
+        agent: str = "",
+        turn: int | None = None,
+        streams: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Name the agent and turn of a call that was inserted without, and add its streams.
+
+        Raises:
+            TokenError: a stream does not fit the call.
+        """
+        sizes = self.prompt_len(call), self.num_sampled(call)
+        checked = {
+            name: self.extra.check(name, value, *sizes) for name, value in (streams or {}).items()
+        }
+        for name, value in checked.items():
+            self.extra.add(call, name, value)
+        self.calls.agent[call] = self._agent_index(agent)
+        self.calls.turn[call] = NO_TURN if turn is None else turn
+
     def _agent_index(self, agent: str) -> int:
         if agent not in self.agents:
             self.agents.append(agent)
@@ -368,6 +390,14 @@ class TokenTree:
     def path_ids(self, call: int) -> IntArray:
         """Return a copy of prompt and completion, int32 `[_P + _C]`."""
         return self.arena.path(self.calls.end(call), self.path_len(call))
+
+    def path_view(self, call: int) -> IntArray:
+        """Return prompt and completion, int32 `[_P + _C]`, read-only; no copy in one run."""
+        return self.arena.path_view(self.calls.end(call), self.path_len(call))
+
+    def prompt_view(self, call: int) -> IntArray:
+        """Return the prompt, int32 `[_P]`, read-only; no copy where it lies in one run."""
+        return self.arena.path_view(self.calls.prompt_end(call), self.calls.prompt_len[call])
 
     def _sampled(self, name: str, call: int) -> NDArray[Any] | None:
         values = self.sampled[name].get(call, self.calls.num_sampled[call])

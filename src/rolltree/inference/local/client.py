@@ -6,13 +6,11 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from rolltree.errors import UnsupportedSetting
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.engine import EngineOutput, EngineThread
 from rolltree.inference.local.engine import LocalEngine
-from rolltree.inference.session import Sampled, TokenSession
+from rolltree.inference.session import Prompt, TokenSession
 from rolltree.types import (
     GenerateRequest,
     Messages,
@@ -75,35 +73,26 @@ class LocalClient:
         session = self._session or TokenSession(self.renderer)
         prompt = session.prepare(messages, tools, message_type=message_type)
         output = await self.engine.generate(GenerateRequest(prompt.ids, sampling))
-        sampled = Sampled(
-            ids=output.completion_ids,
-            logprobs=output.logprobs,
-            finish_reason=output.finish_reason,
-            versions=output.versions,
-            text=self._text_before_stop(output),
-            wait_s=output.wait_s,
-            info={"num_cached_tokens": output.num_cached_tokens},
-        )
-        return session.complete(prompt, sampled, temperature=sampling.temperature)
+        return self._complete(session, prompt, output, sampling)
 
     async def generate(self, request: GenerateRequest) -> ModelResponse:
         """Sample one completion after exactly `request.prompt_ids`; raises as `chat` does."""
         self._check_model(request.model)
         output = await self.engine.generate(request)
-        text = self._text_before_stop(output)
-        if text is None:
-            text = self.renderer.parse(output.completion_ids, output.finish_reason).text
-        return ModelResponse(
-            message={"role": "assistant", "content": text},
-            text=text,
-            finish_reason=output.finish_reason,
-            prompt_ids=np.array(request.prompt_ids, np.int32),
-            completion_ids=output.completion_ids,
-            logprobs=output.logprobs,
+        session, prompt = TokenSession(self.renderer), Prompt(request.prompt_ids)
+        return self._complete(session, prompt, output, request.sampling)
+
+    def _complete(
+        self, session: TokenSession, prompt: Prompt, output: EngineOutput, sampling: SamplingParams
+    ) -> ModelResponse:
+        return session.complete(
+            prompt,
+            output.completion_ids,
+            output.logprobs,
+            output.finish_reason,
+            temperature=sampling.temperature,
             versions=output.versions,
-            temperature=request.sampling.temperature,
-            num_prompt_tokens=output.num_prompt_tokens,
-            num_completion_tokens=len(output.completion_ids),
+            text=self._text_before_stop(output),
             wait_s=output.wait_s,
             info={"num_cached_tokens": output.num_cached_tokens},
         )

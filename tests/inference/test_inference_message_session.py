@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -12,10 +12,11 @@ from inference_templates import TOOLS, assistant, user
 
 from rolltree.errors import BadResponse, TokenError
 from rolltree.inference.dialect import TokenFields
-from rolltree.inference.remote import Answer, MessageSession, generated
+from rolltree.inference.message_session import MessageSession, generated
 from rolltree.types import FinishReason, GenerateRequest, ModelResponse, SamplingParams
 
 PLAIN = SamplingParams()
+Answer: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 
 
 def session_of(mode: Any = "auto") -> MessageSession:
@@ -25,7 +26,7 @@ def session_of(mode: Any = "auto") -> MessageSession:
 def answer(
     prompt: list[int] | None, completion: list[int] | None, text: str = "b", **options: Any
 ) -> Answer:
-    """Return a chat response with vLLM's fields."""
+    """Return a chat response with vLLM's fields, and what is known of its request."""
     logprobs = None
     if completion is not None:
         logprobs = {"content": [{"token": "", "logprob": -0.5} for _ in completion]}
@@ -40,7 +41,7 @@ def answer(
         "prompt_token_ids": prompt,
         "usage": {"prompt_tokens": 11, "completion_tokens": 3},
     }
-    return Answer(response, "raw", **options)
+    return response, {"raw": "raw", **options}
 
 
 def complete(
@@ -52,7 +53,8 @@ def complete(
         options.get("message_type", "chat"),
         options.get("model"),
         options.get("sampling", PLAIN),
-        given,
+        given[0],
+        **given[1],
     )
 
 
@@ -123,7 +125,7 @@ def test_a_call_without_ids_can_be_followed_by_one_with_ids() -> None:
 
 
 def test_text_is_a_history_of_its_own() -> None:
-    given = Answer({"choices": [{"text": " b", "finish_reason": "length"}]}, None)
+    given = ({"choices": [{"text": " b", "finish_reason": "length"}]}, {})
     got = complete(session_of("off"), "a", given, message_type="completion")
     assert (got.text, got.finish_reason) == (" b", FinishReason.LENGTH)
     assert got.message == assistant(" b")
@@ -140,11 +142,11 @@ def test_logprobs_of_another_distribution_are_dropped_and_ids_kept() -> None:
 
 def test_contradictions_are_errors() -> None:
     broken = answer([1], [2, 3])
-    broken.response["choices"][0]["logprobs"]["content"].pop()  # type: ignore[index]
+    broken[0]["choices"][0]["logprobs"]["content"].pop()
     with pytest.raises(TokenError):
         complete(session_of(), [user("a")], broken)
     with pytest.raises(BadResponse):
-        complete(session_of(), [user("a")], Answer({"choices": []}, None))
+        complete(session_of(), [user("a")], ({"choices": []}, {}))
 
 
 def request_of(*ids: int) -> GenerateRequest:
@@ -152,25 +154,25 @@ def request_of(*ids: int) -> GenerateRequest:
 
 
 def text_answer(**choice: Any) -> Answer:
-    return Answer({"choices": [{"text": "b", "finish_reason": "stop", **choice}]}, "raw", version=2)
+    return {"choices": [{"text": "b", "finish_reason": "stop", **choice}]}, {"version": 2}
 
 
 def test_generated_from_ids() -> None:
     tokens = TokenFields("auto", "raw", "x")
     given = text_answer(prompt_token_ids=[1, 2], token_ids=[3], logprobs={"token_logprobs": [-0.5]})
-    got = generated(request_of(1, 2), tokens, given)
+    got = generated(request_of(1, 2), tokens, given[0], **given[1])
     assert got.completion_ids is not None
     assert got.logprobs is not None
     assert got.versions is not None
     assert (got.completion_ids.tolist(), got.logprobs.tolist()) == ([3], [-0.5])
     assert (got.versions.tolist(), got.num_prompt_tokens) == ([2], 2)
     with pytest.raises(TokenError, match="did not sample from what is recorded"):
-        generated(request_of(9, 1, 2), tokens, given)
+        generated(request_of(9, 1, 2), tokens, given[0])
 
 
 def test_generated_without_ids() -> None:
     tokens = TokenFields("auto", "raw", "x")
-    got = generated(request_of(1, 2), tokens, text_answer())
+    got = generated(request_of(1, 2), tokens, text_answer()[0])
     assert (got.text, got.prompt_ids, got.completion_ids) == ("b", None, None)
     assert got.num_prompt_tokens == 2
     assert not tokens.wanted

@@ -1,10 +1,9 @@
-"""Which earlier call does this prompt continue? The messages of a rollout as a trie.
+"""Which earlier call does a prompt continue? The messages of a rollout as a trie.
 
-A path from the root is a message history; a node that a call sampled remembers that call. Looking
+A path from the root is a message history; a node that a call answered with holds that call. Looking
 up a history walks down the trie, so the longest earlier call is found whatever the number of calls,
-agents or branches. A message is compared with a shallow copy taken when it was first seen: the same
-values are recognised without looking at their text, and a message edited in place is a different
-one. The module knows nothing about tokens (a call is whatever the caller remembers).
+agents or branches. A message is compared with a shallow copy taken when it was first seen, so one
+that is edited in place is a different one.
 """
 
 from __future__ import annotations
@@ -14,23 +13,21 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from rolltree.types import ChatMessage, ToolSchema
 
-CallT = TypeVar("CallT")
 
-
-class _Node(Generic[CallT]):
+class _Node:
     __slots__ = ("call", "children", "message", "snapshot")
 
-    def __init__(self, message: ChatMessage | None, call: CallT | None = None) -> None:
+    def __init__(self, message: ChatMessage | None, call: int | None = None) -> None:
         self.message = message
         self.snapshot = None if message is None else dict(message)
-        self.children: list[_Node[CallT]] = []
+        self.children: list[_Node] = []
         self.call = call
 
-    def find(self, message: ChatMessage) -> list[_Node[CallT]]:
+    def find(self, message: ChatMessage) -> list[_Node]:
         """Return the children that equal `message`: the one that is it first, then the latest."""
         children = self.children
         if len(children) == 1 and children[0].snapshot == message:  # by far the most frequent
@@ -42,23 +39,23 @@ class _Node(Generic[CallT]):
 
 
 @dataclass(frozen=True, slots=True)
-class Match(Generic[CallT]):
-    """An earlier call whose prompt and answer are the first `num_old` messages of a history."""
+class Match:
+    """An earlier call, whose prompt and answer are the first `num_old` messages of a history."""
 
-    call: CallT
+    call: int
     num_old: int
 
 
-class CallMemory(Generic[CallT]):
-    """The calls of one rollout, found by message history.
+class MessageIndex:
+    """The calls of one rollout (their call ids), found by message history.
 
     Histories are kept apart by `key` (such as the model's name) and by tools, since both change
     what a prompt looks like from its first token on.
     """
 
     def __init__(self) -> None:
-        self._roots: list[tuple[object, list[ToolSchema], _Node[CallT]]] = []
-        self._walked: tuple[Sequence[ChatMessage] | None, int, _Node[CallT] | None]
+        self._roots: list[tuple[object, list[ToolSchema], _Node]] = []
+        self._walked: tuple[Sequence[ChatMessage] | None, int, _Node | None]
         self._walked = (None, 0, None)  # the last history looked up, and how far it was known
 
     def find(
@@ -66,7 +63,7 @@ class CallMemory(Generic[CallT]):
         messages: Sequence[ChatMessage],
         tools: Sequence[ToolSchema] | None = None,
         key: object = None,
-    ) -> Match[CallT] | None:
+    ) -> Match | None:
         """Return the call with the longest prompt that `messages` continues, or None."""
         nodes = [self._root(tools, key)]  # several where calls gave equal answers
         match = None
@@ -91,11 +88,11 @@ class CallMemory(Generic[CallT]):
         self,
         messages: Sequence[ChatMessage],
         answer: ChatMessage,
-        call: CallT,
+        call: int,
         tools: Sequence[ToolSchema] | None = None,
         key: object = None,
     ) -> None:
-        """Remember that `call` answered `messages` with `answer`."""
+        """Note that `call` answered `messages` with `answer`."""
         walked, depth, node = self._walked
         if walked is not messages or node is None:
             depth, node = 0, self._root(tools, key)
@@ -108,12 +105,12 @@ class CallMemory(Generic[CallT]):
                 node = node.children[-1]
         node.children.append(_Node(answer, call))
 
-    def _root(self, tools: Sequence[ToolSchema] | None, key: object) -> _Node[CallT]:
+    def _root(self, tools: Sequence[ToolSchema] | None, key: object) -> _Node:
         wanted = list(tools or ())
         for known_key, known_tools, root in self._roots:
             if known_key == key and known_tools == wanted:
                 return root
-        root = _Node[CallT](None)
+        root = _Node(None)
         self._roots.append((key, wanted, root))
         return root
 
