@@ -151,7 +151,7 @@ def test_a_server_that_used_another_prompt_is_found_out() -> None:
         extract_tokens(text_response(prompt_token_ids=[1, 7, 8]), "completion", sent)
     silent = extract_tokens(text_response(prompt_token_ids=None), "completion", sent)
     assert silent is not None
-    assert silent.prompt_ids.tolist() == [7, 8]
+    assert silent[0].tolist() == [7, 8]
 
 
 @in_every_form
