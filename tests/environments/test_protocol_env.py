@@ -25,7 +25,7 @@ from rolltree.samples import build_samples
 from rolltree.steps import ParseResult, StepOutcome
 from rolltree.store import Run
 from rolltree.testing import ScriptedClient
-from rolltree.training.assign import assign_credit
+from rolltree.training.advantages import assign_credit
 
 
 class Guess:

@@ -332,14 +332,14 @@ def test_advantages_of_a_group_in_which_nothing_was_scored():
 
 
 def test_the_advantage_of_a_group_is_credits_dr_grpo():
-    from rolltree.training.credit import Episode, dr_grpo
+    from rolltree.training.credit import Earnings, dr_grpo
 
     rewards = [0.1, 0.7, 0.7, -2.0, 0.3]
     states = [a_state(steps=[a_step()]) for _ in rewards]
     for state, reward in zip(states, rewards, strict=True):
         state["reward"] = reward
     write_advantages(states)
-    credit = dr_grpo([Episode(reward, (None,), (0,)) for reward in rewards])
+    credit = dr_grpo([Earnings(reward, (None,), (0,)) for reward in rewards])
     assert [[state["advantage"]] for state in states] == credit
     assert [step["advantage"] for state in states for step in state["trajectory"]] == [
         state["advantage"] for state in states

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rolltree.training.assign import CreditPolicy, assign_credit
+from rolltree.training.advantages import CreditPolicy, assign_credit
 from rolltree.types import RolloutRequest, RolloutResult, State
 
 

@@ -7,24 +7,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltree.errors import ConfigError, TrainingError, UnknownName
+from rolltree.rubrics import write_advantages
 from rolltree.samples import TruncationPolicy
-from rolltree.training.assign import CreditPolicy, assign_credit
+from rolltree.training.advantages import CreditPolicy, assign_credit
 from rolltree.training.credit import (
     COMPARING,
     CREDITS,
-    Episode,
+    FLOWS,
+    Earnings,
+    Flow,
     dr_grpo,
+    flow_credit,
     grpo,
     leave_one_out,
     monte_carlo,
-    reinforce,
-)
-from rolltree.training.credit_graph import (
-    FLOWS,
-    Flow,
-    Node,
-    flow_credit,
     parents_first,
+    reinforce,
     resolve_flow,
 )
 from rolltree.types import ErrorRecord, RolloutRequest, RolloutResult, State
@@ -33,7 +31,7 @@ ERROR = ErrorRecord("ServerError", "500", "", "model")
 
 
 def episode(reward, turns=(0,), rewards=None):
-    return Episode(reward, tuple(rewards or [None] * len(turns)), tuple(turns))
+    return Earnings(reward, tuple(rewards or [None] * len(turns)), tuple(turns))
 
 
 def result(reward, group="g", index=0, *, calls=1, error=None, **state):
@@ -161,6 +159,19 @@ class TestAssign:
         assert advantages(results) == [None, 0.0]
         assert results[0].states[0]["trajectory"][0]["advantage"] is None
 
+    def test_scoring_again_does_not_overwrite_what_credit_assigned(self):
+        """The rubric's default, reward minus mean, stands only until credit is assigned."""
+        results = [result(1.0), result(0.0, index=1), result(2.0, index=2)]
+        states = [r.states[0] for r in results]
+        write_advantages(states)
+        assert advantages(results) == [0.0, -1.0, 1.0]
+        assert [s["trajectory"][0]["advantage"] for s in states] == [0.0, -1.0, 1.0]
+        assign_credit(results, "reinforce")
+        write_advantages(states)
+        assert advantages(results) == [1.0, 0.0, 2.0]
+        assert [s["trajectory"][0]["advantage"] for s in states] == [1.0, 0.0, 2.0]
+        assert {state["credit"] for state in states} == {"reinforce"}
+
     def test_flat_groups_are_counted(self):
         results = [result(1.0, "a"), result(1.0, "a", 1), result(1.0, "b"), result(0.0, "b", 1)]
         assert assign_credit(results, "grpo").metrics["credit/flat_group_share"] == 0.5
@@ -187,7 +198,7 @@ class TestOtherCredits:
 
     def test_rollouts_of_one_episode_count_as_one(self):
         # episode x has the rollouts 1 and 0, episode y has 0.2; the mean is (0.5 + 0.2) / 2
-        group = [replace(episode(r), owner=o) for r, o in ((1.0, "x"), (0.0, "x"), (0.2, "y"))]
+        group = [replace(episode(r), episode=o) for r, o in ((1.0, "x"), (0.0, "x"), (0.2, "y"))]
         assert [v[0] for v in dr_grpo(group)] == pytest.approx([0.65, -0.35, -0.15])
         assert [v[0] for v in leave_one_out(group)] == pytest.approx([0.8, -0.2, -0.3])
         # variance: (0.65^2 + 0.35^2) / 4 + 0.15^2 / 2, times 2 for Bessel
@@ -197,7 +208,7 @@ class TestOtherCredits:
         )
 
     def test_one_episode_has_nobody_to_be_compared_with(self):
-        alone = [replace(episode(r), owner="x") for r in (1.0, 0.0)]
+        alone = [replace(episode(r), episode="x") for r in (1.0, 0.0)]
         for name in COMPARING:
             assert CREDITS[name](alone, 1.0) == [[0.0], [0.0]]
 
@@ -223,7 +234,8 @@ def all_advantages(results):
 class TestFlow:
     def node(self, reward, rewards=None, parent=None, call=0):
         calls = rewards or (None,)
-        return Node(Episode(reward, tuple(calls), tuple(range(len(calls)))), parent, call)
+        turns = tuple(range(len(calls)))
+        return Earnings(reward, tuple(calls), turns, parent=parent, parent_call=call)
 
     def chain(self):
         """Root 1 = 0 + 1; its child in the first call 0.5; a grandchild 0.25; a later child 2."""
@@ -236,7 +248,7 @@ class TestFlow:
 
     def test_own(self):
         nodes = self.chain()
-        assert flow_credit(nodes, FLOWS["own"]) == [node.episode for node in nodes]
+        assert flow_credit(nodes, FLOWS["own"]) == nodes
 
     def test_shared_adds_the_parents(self):
         got = flow_credit(self.chain(), FLOWS["shared"])
@@ -259,7 +271,9 @@ class TestFlow:
             replace(n, parent=None if n.parent is None else 3 - n.parent) for n in reversed(nodes)
         ]
         for flow in FLOWS.values():
-            assert flow_credit(turned, flow) == flow_credit(nodes, flow)[::-1]
+            assert [e.rewards for e in flow_credit(turned, flow)] == [
+                e.rewards for e in flow_credit(nodes, flow)[::-1]
+            ]
 
     def test_a_circle_is_an_error(self):
         with pytest.raises(TrainingError, match="each other's parents"):

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 from credit_games import delegation_game, expected_gradient, stopping_game, true_gradient
 
-from rolltree.training.assign import CreditPolicy
-from rolltree.training.credit import Episode, leave_one_out
-from rolltree.training.credit_graph import FLOWS, Flow
+from rolltree.training.advantages import CreditPolicy
+from rolltree.training.credit import FLOWS, Earnings, Flow, leave_one_out
 
 
 def close(got, wanted):
@@ -141,8 +140,9 @@ class TestDelegation:
                     continue
                 # beside this episode, one fixed other episode with one child on the same subtask
                 episodes = [
-                    Episode(r.reward, (None,), (0,), "me" if with_owner else None) for r in children
-                ] + [Episode(0.3, (None,), (0,), "other")]
+                    Earnings(r.reward, (None,), (0,), "me" if with_owner else None)
+                    for r in children
+                ] + [Earnings(0.3, (None,), (0,), "other")]
                 values = leave_one_out(episodes)[:-1]
                 total += play.probability * sum(
                     value[0] * r.scores[0] for value, r in zip(values, children, strict=True)

@@ -4,8 +4,7 @@ from hypothesis import strategies as st
 
 from rolltree.errors import ConfigError
 from rolltree.training import load_train_config
-from rolltree.training.assign import CreditPolicy, assign_credit
-from rolltree.training.shaping import SoftOverlong
+from rolltree.training.advantages import CreditPolicy, SoftOverlong, assign_credit
 from rolltree.types import RolloutRequest, RolloutResult, State
 
 

@@ -26,7 +26,7 @@ from rolltree.types import (
 )
 
 Credit = Callable[[Sequence[RolloutResult]], Any]
-"""Writes advantages into the states of results, as `rolltree.training.assign_credit` does."""
+"""Writes advantages into the states of results, as `rolltree.training.advantages_credit` does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -333,11 +333,14 @@ def centred_rewards(
 def write_advantages(states: Sequence[State]) -> None:
     """Fill the advantages of one group as spec 1 says: the reward minus the mean.
 
-    Rollouts without a reward have none and do not count. Training's credit replaces them.
+    Rollouts without a reward have none and do not count. Training's credit replaces them, and what
+    it assigned (`state["credit"]` names it) is not overwritten.
     """
     known = [state for state in states if state["reward"] is not None]
     advantages = centred_rewards([state["reward"] for state in known]).tolist()
     for state, advantage in zip(known, advantages, strict=True):
+        if state.get("credit") is not None:
+            continue
         state["advantage"] = advantage
         for step in state["trajectory"]:
             if step["advantage"] is None:

@@ -5,15 +5,14 @@
 never imports an environment or the evaluation. It leaves out critics and several machines.
 """
 
+from rolltree.training.advantages import CreditPolicy, CreditReport, assign_credit
 from rolltree.training.aggregation import AGGREGATIONS, coefficients
 from rolltree.training.algorithms import ALGORITHMS, Algorithm, resolve_algorithm
-from rolltree.training.assign import CreditPolicy, CreditReport, assign_credit
 from rolltree.training.build import LocalParts, build_local, open_run
 from rolltree.training.checkpoint import Checkpoints, TrainState
 from rolltree.training.config import MAY_CHANGE, TrainConfig, load_train_config
 from rolltree.training.corrections import CORRECTIONS
-from rolltree.training.credit import CREDITS
-from rolltree.training.credit_graph import FLOWS, Flow
+from rolltree.training.credit import CREDITS, FLOWS, Flow
 from rolltree.training.export import export_model
 from rolltree.training.forward import LogprobModel
 from rolltree.training.kl import KLS

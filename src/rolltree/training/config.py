@@ -15,10 +15,15 @@ import msgspec
 
 from rolltree.errors import ConfigError, did_you_mean
 from rolltree.samples import DEFAULT_SCOPE, TruncationPolicy
+from rolltree.training.advantages import (
+    BaselineName,
+    CreditPolicy,
+    OnError,
+    SoftOverlong,
+    check_baseline,
+)
 from rolltree.training.algorithms import Algorithm, resolve_algorithm
-from rolltree.training.assign import BaselineName, CreditPolicy, OnError, check_baseline
-from rolltree.training.credit import COMPARING
-from rolltree.training.credit_graph import resolve_flow
+from rolltree.training.credit import COMPARING, resolve_flow
 from rolltree.training.sections import (
     CheckpointSection,
     EngineSection,
@@ -30,7 +35,6 @@ from rolltree.training.sections import (
     TrackSection,
     need,
 )
-from rolltree.training.shaping import SoftOverlong
 from rolltree.types import Scope
 
 MAY_CHANGE: tuple[str, ...] = (
@@ -64,13 +68,13 @@ class AlgorithmSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     - `reference`: a model with the same vocabulary, as `model.name`; None is the model as it was
       before training. It is kept beside the trained one, in float32.
     - `entropy_coef`: weight of the entropy that is added to the objective.
-    - `overlong_tokens`, `overlong_buffer`: a penalty for length, see `shaping.SoftOverlong`.
+    - `overlong_tokens`, `overlong_buffer`: a penalty for length, see `advantages.SoftOverlong`.
     - `group_size`: rollouts per task; `groups_per_step`: tasks per step.
     - `replace_flat`: groups whose rewards teach nothing (no spread) are replaced by new ones, at
       most this many per step (0: never).
     - `on_error`, `discount`, `baseline` and `baseline_decay` (None: 0.9): see
-      `assign.CreditPolicy`.
-    - `flow` and `edge_discount`: how credit moves between parents and children, see `credit_graph`.
+      `advantages.CreditPolicy`.
+    - `flow` and `edge_discount`: how credit moves between parents and children, see `credit.FLOWS`.
     - `truncation` and `truncation_penalty`: see `rolltree.samples.TruncationPolicy`.
     """
 

@@ -1,9 +1,9 @@
-"""Credit: from the rewards of episodes that are compared to the advantage of each model call.
+"""Credit: from the rewards of rollouts that are compared to the advantage of each model call.
 
-Pure functions in one table, each from the episodes of one comparison group to one advantage per
-call. They know nothing about tokens, states or groups: `assign` builds the groups, `credit_graph`
-lets credit flow between parents and children. They leave out value functions, so nothing is
-bootstrapped.
+Pure functions of `Earnings`, in three stages: `flow_credit` moves rewards between parents and the
+children they delegated to, a row of `CREDITS` turns the rewards of one comparison group into one
+advantage per call, and `subtract_averages` takes off what a role has usually earned.
+`rolltree.training.advantages` calls them. There are no value functions, so nothing is bootstrapped.
 
 An episode counts once, however many model calls it has and however many of its rollouts are in the
 group: a baseline is the mean over episodes of the mean over an episode's rollouts.
@@ -16,39 +16,57 @@ group: a baseline is the mean over episodes of the mean over an episode's rollou
 | `grpo`          | biased: the spread depends on the actions                     |
 | `per_step`      | biased: an action is not credited with what it causes later   |
 | `constant`      | 0: nothing is learned from reward                             |
+
+A child is credited with `down` times what its parent earns from the delegating call on, a parent
+with `up` times what its children earn, at the call that asked for them.
+
+| flow         | up | down | a rollout is credited with                    |
+|--------------|----|------|-----------------------------------------------|
+| `own`        | 0  | 0    | its own reward                                |
+| `shared`     | 0  | 1    | its own reward and its parent's               |
+| `discounted` | 0  | d    | the same, the parent's times d for each edge  |
+| `team`       | 1  | 1    | everything that the episode earned            |
+
+Towards the gradient of the episode's total reward `team` is unbiased, always. Towards that of the
+root's reward alone, `shared` is unbiased when the children have no rewards of their own. The others
+are choices: `own` trains every role for its own reward whatever that does to the whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
 
 import numpy as np
+from numpy.typing import NDArray
 
+from rolltree.errors import ConfigError, TrainingError, UnknownName, did_you_mean
 from rolltree.rubrics import centred_rewards
 
 STD_EPSILON = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Episode:
+class Earnings:
     """What credit sees of one rollout: its reward and, per model call, reward and agent turn.
 
-    `owner` is the episode that the rollout is part of; None: it is an episode of its own.
+    `episode` is the episode that the rollout is part of; None: it is an episode of its own. `role`
+    is the agent that played it. `parent` is the index of the rollout that asked for this one among
+    those of the episode, None when nobody did, and `parent_call` the model call that asked.
 
     Example: two calls of one turn, then one of the next, rewarded at the turns' ends:
-    `Episode(1.5, (None, 0.5, 1.0), (0, 0, 1))`.
+    `Earnings(1.5, (None, 0.5, 1.0), (0, 0, 1))`.
     """
 
     reward: float
     call_rewards: tuple[float | None, ...]
     turns: tuple[int, ...]
-    owner: Hashable = None
-
-    @property
-    def num_calls(self) -> int:
-        """How many model calls share this episode's credit."""
-        return len(self.turns)
+    episode: Hashable = None
+    role: str = ""
+    parent: int | None = None
+    parent_call: int = 0
 
     @property
     def rewards(self) -> list[float]:
@@ -59,92 +77,96 @@ class Episode:
         return rewards
 
 
-CreditFn = Callable[[Sequence[Episode], float], list[list[float]]]
-"""(episodes of one group, discount) -> advantage per episode and call."""
+# -- credits -------------------------------------------------------------------------------------
+
+CreditFn = Callable[[Sequence[Earnings], float], list[list[float]]]
+"""(rollouts of one group, discount) -> advantage per rollout and call."""
 
 
-def _per_episode(advantages: Sequence[float], episodes: Sequence[Episode]) -> list[list[float]]:
-    return [[value] * e.num_calls for value, e in zip(advantages, episodes, strict=True)]
+def _for_every_call(advantages: Sequence[float], rollouts: Sequence[Earnings]) -> list[list[float]]:
+    return [[value] * len(r.turns) for value, r in zip(advantages, rollouts, strict=True)]
 
 
-def _rewards(episodes: Sequence[Episode]) -> np.ndarray:
-    return np.array([episode.reward for episode in episodes], np.float64)
+def _rewards(rollouts: Sequence[Earnings]) -> NDArray[np.float64]:
+    return np.array([rollout.reward for rollout in rollouts], np.float64)
 
 
-def owners_of(episodes: Sequence[Episode]) -> np.ndarray:
+def episode_numbers(rollouts: Sequence[Earnings]) -> NDArray[np.int64]:
     """Return the number of each rollout's episode, int `[num rollouts]`, counted from 0."""
     numbers: dict[Hashable, int] = {}
     keys = [
-        ("alone", index) if episode.owner is None else ("owner", episode.owner)
-        for index, episode in enumerate(episodes)
+        ("alone", index) if rollout.episode is None else ("episode", rollout.episode)
+        for index, rollout in enumerate(rollouts)
     ]
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
 
 
-def _weights(owners: np.ndarray) -> np.ndarray:
+def _weights(episodes: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return weights that add up to 1: every episode the same, shared by its rollouts."""
-    counts = np.bincount(owners)
-    return np.asarray(1.0 / (len(counts) * counts[owners]))
+    counts = np.bincount(episodes)
+    return np.asarray(1.0 / (len(counts) * counts[episodes]))
 
 
-def _centred(rewards: np.ndarray, owners: np.ndarray) -> np.ndarray:
+def _centred(rewards: NDArray[np.float64], episodes: NDArray[np.int64]) -> NDArray[np.float64]:
     """Subtract the mean over episodes; exactly zero when nothing can be compared."""
-    if owners.max() == 0:
+    if episodes.max() == 0:
         return np.zeros_like(rewards)
-    return centred_rewards(rewards, _weights(owners))
+    return centred_rewards(rewards, _weights(episodes))
 
 
-def grpo(episodes: Sequence[Episode], discount: float = 1.0) -> list[list[float]]:
+def grpo(rollouts: Sequence[Earnings], discount: float = 1.0) -> list[list[float]]:
     """Return `(r - mean) / (std + 1e-6)`, std with Bessel's correction.
 
     GRPO: Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section 4.1.2 (outcome supervision).
     """
-    rewards, owners = _rewards(episodes), owners_of(episodes)
-    centred, count = _centred(rewards, owners), owners.max() + 1
-    variance = (_weights(owners) * centred**2).sum() * count / max(count - 1, 1)
-    return _per_episode((centred / (variance**0.5 + STD_EPSILON)).tolist(), episodes)
+    rewards, episodes = _rewards(rollouts), episode_numbers(rollouts)
+    centred, count = _centred(rewards, episodes), episodes.max() + 1
+    variance = (_weights(episodes) * centred**2).sum() * count / max(count - 1, 1)
+    return _for_every_call((centred / (variance**0.5 + STD_EPSILON)).tolist(), rollouts)
 
 
-def dr_grpo(episodes: Sequence[Episode], discount: float = 1.0) -> list[list[float]]:
+def dr_grpo(rollouts: Sequence[Earnings], discount: float = 1.0) -> list[list[float]]:
     """Return `r - mean`. Dr. GRPO: Liu et al. 2025, arXiv:2503.20783, section 3.2."""
-    return _per_episode(_centred(_rewards(episodes), owners_of(episodes)).tolist(), episodes)
+    return _for_every_call(
+        _centred(_rewards(rollouts), episode_numbers(rollouts)).tolist(), rollouts
+    )
 
 
-def leave_one_out(episodes: Sequence[Episode], discount: float = 1.0) -> list[list[float]]:
+def leave_one_out(rollouts: Sequence[Earnings], discount: float = 1.0) -> list[list[float]]:
     """Return `r` minus the mean of the other episodes; 0 where there are no others.
 
     A rollout is not compared with those of its own episode: they may depend on what it did.
 
     RLOO: Ahmadian et al. 2024, arXiv:2402.14740, section 3.2 (Kool et al. 2019).
     """
-    rewards, owners = _rewards(episodes), owners_of(episodes)
-    means = np.bincount(owners, rewards) / np.bincount(owners)
+    rewards, episodes = _rewards(rollouts), episode_numbers(rollouts)
+    means = np.bincount(episodes, rewards) / np.bincount(episodes)
     if len(means) == 1 or rewards.max() == rewards.min():
-        return _per_episode([0.0] * len(rewards), episodes)
-    others = (means.sum() - means[owners]) / (len(means) - 1)
-    return _per_episode((rewards - others).tolist(), episodes)
+        return _for_every_call([0.0] * len(rewards), rollouts)
+    others = (means.sum() - means[episodes]) / (len(means) - 1)
+    return _for_every_call((rewards - others).tolist(), rollouts)
 
 
-def reinforce(episodes: Sequence[Episode], discount: float = 1.0) -> list[list[float]]:
+def reinforce(rollouts: Sequence[Earnings], discount: float = 1.0) -> list[list[float]]:
     """Return the episode's reward for every call, without a baseline: the episodic return.
 
     REINFORCE: Williams 1992, equation 11, with zero baseline.
     """
-    return _per_episode([episode.reward for episode in episodes], episodes)
+    return _for_every_call([rollout.reward for rollout in rollouts], rollouts)
 
 
-def monte_carlo(episodes: Sequence[Episode], discount: float = 1.0) -> list[list[float]]:
+def monte_carlo(rollouts: Sequence[Earnings], discount: float = 1.0) -> list[list[float]]:
     """Return each call's discounted return, `sum_k discount^(turn_k - turn_t) reward_k, k >= t`.
 
     Sutton and Barto 2018, equation 3.8; the discount counts agent turns, not model calls. An
     episode whose calls carry no rewards earns its reward at its last call.
     """
     result = []
-    for episode in episodes:
+    for rollout in rollouts:
         returns: list[float] = []
-        following, turn = 0.0, episode.turns[-1] if episode.turns else 0
+        following, turn = 0.0, rollout.turns[-1] if rollout.turns else 0
         for reward, this_turn in zip(
-            reversed(episode.rewards), reversed(episode.turns), strict=True
+            reversed(rollout.rewards), reversed(rollout.turns), strict=True
         ):
             following = reward + discount ** (turn - this_turn) * following
             turn = this_turn
@@ -153,25 +175,25 @@ def monte_carlo(episodes: Sequence[Episode], discount: float = 1.0) -> list[list
     return result
 
 
-def per_step(episodes: Sequence[Episode], discount: float = 1.0) -> list[list[float]]:
+def per_step(rollouts: Sequence[Earnings], discount: float = 1.0) -> list[list[float]]:
     """Return each turn's own reward for all calls of the turn: nothing of what comes later."""
     result = []
-    for episode in episodes:
+    for rollout in rollouts:
         earned: dict[int, float] = {}
-        for turn, reward in zip(episode.turns, episode.rewards, strict=True):
+        for turn, reward in zip(rollout.turns, rollout.rewards, strict=True):
             earned[turn] = earned.get(turn, 0.0) + reward
-        result.append([earned[turn] for turn in episode.turns])
+        result.append([earned[turn] for turn in rollout.turns])
     return result
 
 
-def constant(episodes: Sequence[Episode], discount: float = 1.0) -> list[list[float]]:
+def constant(rollouts: Sequence[Earnings], discount: float = 1.0) -> list[list[float]]:
     """Return 1 for everybody: imitation of whatever is trained, good or bad."""
-    return _per_episode([1.0] * len(episodes), episodes)
+    return _for_every_call([1.0] * len(rollouts), rollouts)
 
 
-def zero(episodes: Sequence[Episode], discount: float = 1.0) -> list[list[float]]:
+def zero(rollouts: Sequence[Earnings], discount: float = 1.0) -> list[list[float]]:
     """Return 0 for everybody: the control run, in which nothing can be learned from reward."""
-    return _per_episode([0.0] * len(episodes), episodes)
+    return _for_every_call([0.0] * len(rollouts), rollouts)
 
 
 CREDITS: dict[str, CreditFn] = {
@@ -188,3 +210,150 @@ CREDITS: dict[str, CreditFn] = {
 
 COMPARING: tuple[str, ...] = ("grpo", "dr_grpo", "leave_one_out")
 """Credits that compare the members of a group, and so need at least two episodes."""
+
+
+# -- flow between parents and children -----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """The shares of a reward that move along one edge; see the table of this module."""
+
+    up: float = 0.0
+    down: float = 0.0
+
+
+FLOWS: dict[str, Flow] = {
+    "own": Flow(),
+    "shared": Flow(down=1.0),
+    "discounted": Flow(down=0.5),
+    "team": Flow(up=1.0, down=1.0),
+}
+"""`discounted` takes its share from `edge_discount`; 0.5 is the default of that setting."""
+
+
+def resolve_flow(name: str, edge_discount: float | None = None) -> Flow:
+    """Return a row of `FLOWS`.
+
+    Raises:
+        UnknownName: there is no such flow.
+        ConfigError: an edge discount for a flow that does not read it, or not between 0 and 1.
+    """
+    if name not in FLOWS:
+        raise UnknownName(f"there is no flow {name!r}.{did_you_mean(name, FLOWS)}")
+    if edge_discount is None:
+        return FLOWS[name]
+    if name != "discounted":
+        raise ConfigError(
+            f"edge_discount is {edge_discount}, but the flow {name!r} does not read it. Use the "
+            "flow 'discounted', or leave the discount out."
+        )
+    if not 0 <= edge_discount <= 1:
+        raise ConfigError(f"edge_discount is {edge_discount}; it must be from 0 to 1.")
+    return Flow(down=edge_discount)
+
+
+def parents_first(parents: Sequence[int | None]) -> list[int]:
+    """Return all indices, every parent before its children.
+
+    Raises:
+        TrainingError: somebody is their own ancestor.
+    """
+    ordered: list[int] = []
+    placed: set[int] = set()
+    left = list(range(len(parents)))
+    while left:
+        ready = [i for i in left if parents[i] is None or parents[i] in placed]
+        if not ready:
+            raise TrainingError(
+                f"rollouts {left} of one episode are each other's parents, so no credit can flow "
+                "between them. The protocol that returned them wrote wrong parent ids."
+            )
+        ordered += ready
+        placed.update(ready)
+        left = [i for i in left if i not in placed]
+    return ordered
+
+
+def flow_credit(rollouts: Sequence[Earnings], flow: Flow) -> list[Earnings]:
+    """Return the rollouts of one episode with the rewards that they are credited with.
+
+    What a child inherits arrives at its last call; a child without calls passes nothing on.
+
+    Example, `shared`: a root that delegates in its first call and earns 1 in its second, a child
+    that earns 0.2 by itself in two calls: the root's rewards stay (0, 1), the child's are (0, 1.2).
+    """
+    total = [rollout.reward for rollout in rollouts]
+    calls = [rollout.rewards for rollout in rollouts]
+    order = parents_first([rollout.parent for rollout in rollouts])
+    sent = [0.0] * len(rollouts)
+    for index in reversed(order):
+        parent, at = rollouts[index].parent, rollouts[index].parent_call
+        if parent is not None and flow.up:
+            sent[index] = flow.up * total[index]
+            total[parent] += sent[index]
+            if calls[parent]:
+                calls[parent][at] += sent[index]
+    for index in order:
+        parent, at = rollouts[index].parent, rollouts[index].parent_call
+        if parent is not None and flow.down:
+            total[index] += flow.down * (total[parent] - sent[index])
+            if calls[index]:
+                calls[index][-1] += flow.down * (sum(calls[parent][at:]) - sent[index])
+    return [
+        rollout
+        if reward == rollout.reward and rewards == rollout.rewards
+        else replace(rollout, reward=reward, call_rewards=tuple(rewards))
+        for rollout, reward, rewards in zip(rollouts, total, calls, strict=True)
+    ]
+
+
+# -- moving averages -----------------------------------------------------------------------------
+
+Averages = Mapping[str, float]
+"""Role to what it usually earns."""
+
+
+def subtract_averages(
+    rollouts: Sequence[Earnings],
+    values: Sequence[Sequence[float]],
+    averages: Averages,
+    decay: float,
+) -> tuple[list[list[float]], dict[str, float]]:
+    """Return each rollout's values minus its role's average, and the averages after this step.
+
+    An average moves to `decay * old + (1 - decay) * new`, where new is the mean over episodes of
+    the mean over an episode's rollouts of their mean value; a first one is new itself. Rollouts
+    without calls do not count.
+
+    The average that is subtracted comes from earlier steps, so it does not depend on this step's
+    actions and the gradient stays unbiased. A role without one yet is compared with the other
+    episodes of the step, which do not depend on its own actions either.
+
+    >>> pair = [Earnings(r, (None,), (0,), i, "a") for i, r in enumerate((1.0, 0.0))]
+    >>> subtract_averages(pair, [[1.0], [0.0]], {"a": 0.5}, 0.9)
+    ([[0.5], [-0.5]], {'a': 0.5})
+    """
+    levels: defaultdict[str, defaultdict[Hashable, list[float]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for rollout, mine in zip(rollouts, values, strict=True):
+        if mine:
+            levels[rollout.role][rollout.episode].append(fmean(mine))
+    means = {
+        role: {episode: fmean(found) for episode, found in episodes.items()}
+        for role, episodes in levels.items()
+    }
+    result = []
+    for rollout, mine in zip(rollouts, values, strict=True):
+        baseline = averages.get(rollout.role)
+        if baseline is None:
+            known = means.get(rollout.role, {}).items()
+            others = [mean for episode, mean in known if episode != rollout.episode]
+            baseline = fmean(others) if others else 0.0
+        result.append([value - baseline for value in mine])
+    after = dict(averages)
+    for role, episodes in means.items():
+        new = fmean(episodes.values())
+        after[role] = decay * averages[role] + (1 - decay) * new if role in averages else new
+    return result, after

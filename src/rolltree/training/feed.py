@@ -16,7 +16,7 @@ from typing import Protocol
 
 from rolltree.rollouts import RolloutEngine
 from rolltree.store import Run
-from rolltree.training.assign import assign_credit
+from rolltree.training.advantages import assign_credit
 from rolltree.training.collect import check_some_worked, gather
 from rolltree.training.config import TrainConfig
 from rolltree.training.plan import replacement_requests, step_requests

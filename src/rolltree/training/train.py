@@ -28,7 +28,7 @@ from rolltree.rollouts import RolloutEngine, RolloutSource
 from rolltree.samples import SampleBatch, build_samples
 from rolltree.store import Run
 from rolltree.tasks import uninterrupted
-from rolltree.training.assign import assign_credit
+from rolltree.training.advantages import assign_credit
 from rolltree.training.checkpoint import Checkpoints, TrainState
 from rolltree.training.config import TrainConfig
 from rolltree.training.feed import Feed, StepRollouts, SyncFeed

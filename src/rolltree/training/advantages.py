@@ -1,12 +1,13 @@
-"""`assign_credit`: results of one step in, advantages written into their states and steps.
+"""`assign_credit`: the results of one step in, advantages written into their states and steps.
 
-It builds the groups that are compared, lets credit flow along delegations, and applies the declared
-policies for failed and truncated episodes. The functions it calls are pure: `credit`,
-`credit_graph`, `credit_baseline`. It knows nothing about tokens.
+It decides what becomes of failed and truncated episodes, forms the groups that are compared, and
+calls the functions of `credit`. Compared within one `request.group_id` (one source task) are
+rollouts that nobody delegated, agent by agent, and children with children of the same agent that
+got the same subtask. Episodes count, not rollouts.
 
-What is compared with what, within one `request.group_id` (one source task): rollouts that nobody
-delegated, agent by agent; children with children of the same agent that got the same subtask.
-Episodes count, not rollouts.
+`advantage` has one meaning after this: the configured credit. Before it, the rubric's default of
+spec 1 stands there, the reward minus the group's mean; a rubric never overwrites what was assigned
+here (`state["credit"]` names it).
 """
 
 from __future__ import annotations
@@ -15,18 +16,64 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from rolltree.errors import ConfigError, TrainingError, UnknownName, did_you_mean
 from rolltree.samples import TruncationEffect, TruncationPolicy, truncation_effect
-from rolltree.training.credit import COMPARING, CREDITS, Episode, owners_of
-from rolltree.training.credit_baseline import Averages, Earned, subtract_averages
-from rolltree.training.credit_graph import Flow, Node, flow_credit, parents_first
-from rolltree.training.shaping import SoftOverlong
+from rolltree.tokens import peek
+from rolltree.training.credit import (
+    COMPARING,
+    CREDITS,
+    Averages,
+    Earnings,
+    Flow,
+    episode_numbers,
+    flow_credit,
+    parents_first,
+    subtract_averages,
+)
 from rolltree.types import RolloutResult, State
 
 OnError = Literal["exclude", "zero", "drop_group"]
 BaselineName = Literal["none", "ema"]
+
+
+@dataclass(frozen=True, slots=True)
+class SoftOverlong:
+    """DAPO's penalty for length: Yu et al. 2025, arXiv:2503.14476, equation 13.
+
+    Args:
+        max_tokens: from here on the penalty is 1, L_max in the paper.
+        buffer: over how many tokens before it the penalty grows from 0, L_cache in the paper.
+
+    Raises:
+        ConfigError: a buffer that is not inside the limit.
+
+    >>> [SoftOverlong(100, 20).penalty(n) for n in (80, 85, 100, 101)]
+    [0.0, 0.25, 1.0, 1.0]
+    """
+
+    max_tokens: int
+    buffer: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.buffer <= self.max_tokens:
+            raise ConfigError(
+                f"algorithm.overlong_buffer is {self.buffer} and algorithm.overlong_tokens is "
+                f"{self.max_tokens}; the buffer must be at least 1 and at most overlong_tokens, "
+                "because the penalty grows over the buffer's tokens and is full at the limit."
+            )
+
+    def penalty(self, num_tokens: int) -> float:
+        """Return what is subtracted for a rollout that sampled `num_tokens` in all its calls."""
+        beyond = num_tokens - (self.max_tokens - self.buffer)
+        return min(1.0, max(0.0, beyond / self.buffer))
+
+    def of(self, state: Mapping[str, Any]) -> float:
+        """Return the penalty of a rollout's state."""
+        steps = state.get("trajectory") or ()
+        counts = ((peek(step, "extras") or {}).get("num_completion_tokens") for step in steps)
+        return self.penalty(sum(int(count or 0) for count in counts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +82,9 @@ class CreditPolicy:
 
     `on_error`: `exclude` leaves a failed episode out of the group's baseline, `zero` counts it
     there with reward 0, `drop_group` trains nothing of its group; its own tokens are not trained
-    in any case. `truncation` and `max_seq_len` are those that `build_samples` gets. `discount` is
-    per agent turn; only `monte_carlo` reads it. `flow`: see `credit_graph`. `baseline`: `ema`
-    subtracts each role's moving average (`baseline_decay`); see `credit_baseline`. `overlong` is
+    in any case. `truncation` and `max_seq_len` decide about truncated rollouts. `discount` is per
+    agent turn; only `monte_carlo` reads it. `flow`: how credit moves between parents and children.
+    `baseline`: `ema` subtracts each role's moving average (`baseline_decay`). `overlong` is
     subtracted from the rewards of long rollouts.
     """
 
@@ -55,7 +102,8 @@ class CreditPolicy:
 class CreditReport:
     """The states that have an advantage, in request order, and counts of what became of all.
 
-    `averages` are the roles' after this step: hand them to the next call.
+    `effects` are what was decided about each of them if truncated: pass them to `build_samples`.
+    `averages` are the roles' after this step: pass them to the next call.
     """
 
     trained: tuple[State, ...]
@@ -64,17 +112,15 @@ class CreditReport:
     averages: Averages = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class _Member:
+class _Member(NamedTuple):
+    """A rollout that counts in the baseline of its group; one that failed is not trained."""
+
     state: State
-    episode: Episode
-    key: Hashable
-    role: str
+    failed: bool
     effect: TruncationEffect
-    trains: bool
-    counts: bool = True
-    penalty: float = 0.0
-    values: list[float] = field(default_factory=list)
+    group: Hashable
+    penalty: float
+    earned: Earnings
 
 
 def assign_credit(
@@ -84,6 +130,9 @@ def assign_credit(
     averages: Averages | None = None,
 ) -> CreditReport:
     """Write advantages into the states and steps of `results` and say which states train.
+
+    Each trained step has the credit's advantage of its call, the state that of its first call; all
+    others have None. `state["credit"]` is the credit's name.
 
     Raises:
         UnknownName: there is no such credit.
@@ -96,34 +145,37 @@ def assign_credit(
     policy = policy or CreditPolicy()
     check_baseline(credit, policy.baseline)
     tally: Counter[str] = Counter()
-    members = [m for result in results for m in _members(result, policy, tally)]
+    broken: set[str] = set()
     if policy.on_error == "drop_group":
         broken = {r.request.group_id for r in results if r.error is not None}
-        tally["dropped"] = len(broken)
-        lost = {id(s) for r in results if r.request.group_id in broken for s in r.states}
-        members = [member for member in members if id(member.state) not in lost]
-    groups: dict[Hashable, list[_Member]] = {}
-    for member in members:
-        groups.setdefault(member.key, []).append(member)
+    members: list[_Member] = []
+    for result in results:
+        found = _members(result, policy, tally)
+        members += found if result.request.group_id not in broken else []
+    groups: dict[Hashable, list[int]] = {}
+    for index, member in enumerate(members):
+        groups.setdefault(member.group, []).append(index)
+    values: list[list[float]] = [[] for _ in members]
     num_flat = num_alone = 0
     for group in groups.values():
-        episodes = [member.episode for member in group]
-        num_flat += len({episode.reward for episode in episodes}) == 1
-        num_alone += int(owners_of(episodes).max()) == 0
-        for member, values in zip(group, CREDITS[credit](episodes, policy.discount), strict=True):
-            member.values = values
+        rollouts = [members[index].earned for index in group]
+        num_flat += len({rollout.reward for rollout in rollouts}) == 1
+        num_alone += int(episode_numbers(rollouts).max()) == 0
+        for index, mine in zip(group, CREDITS[credit](rollouts, policy.discount), strict=True):
+            values[index] = mine
     after = dict(averages or {})
     if policy.baseline == "ema":
-        earned = [Earned(m.role, m.episode.owner, m.values) for m in members]
-        centred, after = subtract_averages(earned, after, policy.baseline_decay)
-        for member, values in zip(members, centred, strict=True):
-            member.values = values
-    trained: dict[int, TruncationEffect] = {}
-    for member in members:
-        if member.trains:
-            _write(member.state, member.values)
-            trained[id(member.state)] = member.effect
+        values, after = subtract_averages(
+            [member.earned for member in members], values, after, policy.baseline_decay
+        )
     states = [state for result in results for state in result.states]
+    for state in states:
+        _write(state, [], credit)
+    trained: dict[int, TruncationEffect] = {}
+    for member, mine in zip(members, values, strict=True):
+        if not member.failed:
+            _write(member.state, mine, credit)
+            trained[id(member.state)] = member.effect
     count = max(1, len(states))
     metrics = {
         "credit/failed_share": tally["failed"] / count,
@@ -135,11 +187,10 @@ def assign_credit(
     if policy.overlong is not None:
         metrics["credit/overlong_penalty"] = sum(m.penalty for m in members) / max(1, len(members))
     if policy.on_error == "drop_group":
-        metrics["credit/num_dropped_groups"] = float(tally["dropped"])
+        metrics["credit/num_dropped_groups"] = float(len(broken))
     metrics |= {f"credit/average/{role or 'agent'}": value for role, value in after.items()}
-    chosen = tuple(s for s in states if id(s) in trained)
-    effects = tuple(trained[id(s)] for s in chosen)
-    return CreditReport(chosen, effects, metrics, after)
+    chosen = tuple(state for state in states if id(state) in trained)
+    return CreditReport(chosen, tuple(trained[id(s)] for s in chosen), metrics, after)
 
 
 def check_baseline(credit: str, baseline: str) -> None:
@@ -155,11 +206,10 @@ def check_baseline(credit: str, baseline: str) -> None:
 def _members(result: RolloutResult, policy: CreditPolicy, tally: Counter[str]) -> list[_Member]:
     """Return what of one episode counts in a baseline, with the credit that flowed to it."""
     parents = _parents(result)
-    nodes: list[Node] = []
     members: list[_Member] = []
+    counts: list[bool] = []
     met: Counter[str] = Counter()
     for state, parent in zip(result.states, parents, strict=True):
-        _write(state, [])
         failed = result.error is not None or state.get("error") is not None
         effect = truncation_effect(state, policy.truncation, max_seq_len=policy.max_seq_len)
         tally["failed"] += failed
@@ -168,21 +218,25 @@ def _members(result: RolloutResult, policy: CreditPolicy, tally: Counter[str]) -
         if effect.counts:
             reward = _finite(reward, result)
         penalty = 0.0 if failed or policy.overlong is None else policy.overlong.of(state)
-        episode = _episode(state, (reward or 0.0) - penalty, result.request.request_id)
-        nodes.append(Node(episode, parent, _parent_call(state, result, parent)))
-        role = _role(state)
-        member = _Member(state, episode, _group(result, state, met[role]), role, effect, not failed)
-        member.penalty = penalty
-        member.counts = effect.counts and not (failed and policy.on_error == "exclude")
-        met[role] += parent is None
-        members.append(member)
+        earned = _earnings(result, state, (reward or 0.0) - penalty, parent)
+        where = (result.request.group_id, earned.role)
+        if state.get("parent_rollout") is None:  # an agent's rollouts of one episode are told apart
+            group: Hashable = (*where, "root", met[earned.role])
+        else:
+            group = (*where, "child", str(state.get("subtask", "")))
+        met[earned.role] += parent is None
+        members.append(_Member(state, failed, effect, group, penalty, earned))
+        counts.append(effect.counts and not (failed and policy.on_error == "exclude"))
     for index in parents_first(parents):
         above = parents[index]
-        if above is not None and not members[above].counts and policy.flow.down:
-            members[index].counts = False  # what it would inherit is not known
-    for member, episode in zip(members, flow_credit(nodes, policy.flow), strict=True):
-        member.episode = episode
-    return [member for member in members if member.counts]
+        if above is not None and not counts[above] and policy.flow.down:
+            counts[index] = False  # what it would inherit is not known
+    flowed = flow_credit([member.earned for member in members], policy.flow)
+    return [
+        member._replace(earned=earned)
+        for member, earned, counted in zip(members, flowed, counts, strict=True)
+        if counted
+    ]
 
 
 def _parents(result: RolloutResult) -> list[int | None]:
@@ -200,25 +254,6 @@ def _parents(result: RolloutResult) -> list[int | None]:
     return parents
 
 
-def _parent_call(state: State, result: RolloutResult, parent: int | None) -> int:
-    if parent is None:
-        return 0
-    num_calls = len(result.states[parent].get("trajectory") or ())
-    return min(int(state.get("parent_step") or 0), max(0, num_calls - 1))
-
-
-def _group(result: RolloutResult, state: State, ordinal: int) -> Hashable:
-    """Return what a rollout is compared within; `ordinal` tells an agent's rollouts apart."""
-    where = (result.request.group_id, _role(state))
-    if state.get("parent_rollout") is None:
-        return (*where, "root", ordinal)
-    return (*where, "child", str(state.get("subtask", "")))
-
-
-def _role(state: State) -> str:
-    return str(state.get("agent") or "")
-
-
 def _finite(reward: float | None, result: RolloutResult) -> float:
     if reward is None or not math.isfinite(reward):
         raise TrainingError(
@@ -229,28 +264,32 @@ def _finite(reward: float | None, result: RolloutResult) -> float:
     return reward
 
 
-def _episode(state: State, reward: float, owner: str) -> Episode:
+def _earnings(result: RolloutResult, state: State, reward: float, parent: int | None) -> Earnings:
     steps = state.get("trajectory") or []
     own = state.get("has_step_rewards") is not False  # else a step's reward repeats the rollout's
     rewards = [step.get("reward") if own else None for step in steps]
     if any(value is not None for value in rewards):  # what a truncation policy took or added
         change = reward - float(state.get("reward") or 0.0)
         rewards[-1] = (rewards[-1] or 0.0) + change
-    return Episode(
+    turns = [(peek(step, "extras") or {}).get("turn") for step in steps]
+    parent_call = 0
+    if parent is not None:
+        num_calls = len(result.states[parent].get("trajectory") or ())
+        parent_call = min(int(state.get("parent_step") or 0), max(0, num_calls - 1))
+    return Earnings(
         reward,
         tuple(rewards),
-        tuple(_turn(step.get("extras") or {}, index) for index, step in enumerate(steps)),
-        owner,
+        tuple(turn if isinstance(turn, int) else index for index, turn in enumerate(turns)),
+        episode=result.request.request_id,
+        role=str(state.get("agent") or ""),
+        parent=parent,
+        parent_call=parent_call,
     )
 
 
-def _turn(extras: Mapping[str, object], index: int) -> int:
-    turn = extras.get("turn")
-    return turn if isinstance(turn, int) else index
-
-
-def _write(state: State, advantages: Sequence[float]) -> None:
+def _write(state: State, advantages: Sequence[float], credit: str) -> None:
     """Write one advantage per call; none at all means that the state is not trained."""
+    state["credit"] = credit
     state["advantage"] = advantages[0] if advantages else None
     steps = state.get("trajectory") or []
     for index, step in enumerate(steps):
