@@ -20,9 +20,10 @@ from string import ascii_uppercase
 from typing import Any
 
 import rolltree as rt
-from rolltree.agents import Agent, ParsedCalls, RawToolCall, ToolAgent
+from rolltree.agents import Agent, ParsedCalls, ToolAgent
 from rolltree.environments import ProtocolEnvironment
 from rolltree.protocols import Budget, DelegatingProtocol, SubAgent, delegate_tool
+from rolltree.tools import RawToolCall
 
 BOOK = dict(zip(ascii_uppercase, "39140826757163920485028461", strict=True))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rolltree.agents import Agent, ParsedCalls, RawToolCall
+from rolltree.agents import Agent, ParsedCalls
 from rolltree.environments import ProtocolEnvironment
 from rolltree.inference.local import local_client
 from rolltree.models import load_model
@@ -15,6 +15,7 @@ from rolltree.protocols import TurnProtocol
 from rolltree.rollouts import RolloutEngine, build_requests
 from rolltree.samples import build_samples
 from rolltree.store import Run
+from rolltree.tools import RawToolCall
 from rolltree.training import Silent, build_local, load_train_config, open_run, train_async
 from rolltree.worlds import TurnGame, board_text
 

@@ -16,7 +16,6 @@ from rolltree.agents.tool_agent import ReActAgent, ToolAgent
 from rolltree.agents.tool_calls import (
     NativeCalls,
     ParsedCalls,
-    RawToolCall,
     ReActCalls,
     ToolCallFormat,
 )
@@ -31,7 +30,6 @@ __all__ = [
     "SlidingWindow",
     "ToolCallFormat",
     "ParsedCalls",
-    "RawToolCall",
     "SummaryCompaction",
     "ToolAgent",
     "TruncatedThinking",

@@ -15,16 +15,15 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from rolltree.agents.agent import Agent
-from rolltree.agents.tool_calls import NativeCalls, RawToolCall, ReActCalls, ToolCallFormat
-from rolltree.errors import ConfigError, did_you_mean
+from rolltree.agents.tool_calls import NativeCalls, ReActCalls, ToolCallFormat
+from rolltree.errors import ConfigError
 from rolltree.steps import (
     AgentStep,
     ParseResult,
     ToolAnswer,
     ToolRequest,
-    ToolScope,
 )
-from rolltree.tools import Tool, ToolArgumentError, answer_request, is_plain, run_all
+from rolltree.tools import RawToolCall, Tool, Toolset, answer_request
 from rolltree.types import ChatMessage, ModelResponse, ToolSchema, TrajectoryStep
 
 ToolLike: TypeAlias = "Callable[..., Any] | Tool"
@@ -212,7 +211,7 @@ class ToolAgent(Agent):
         own = [request for request in requests if not _is_external(request)]
         answers: tuple[ToolAnswer, ...] = ()
         try:
-            answers = tuple(await run_all(own, self._is_plain, self._answer_own))
+            answers = tuple(await self.tools.answer_all(own, self._answer_own))
         finally:  # the call was made, whatever became of the tools
             num_bad = len(problems) + sum(request.problem is not None for request in requests)
             reward = self.bad_call_penalty * num_bad
@@ -235,24 +234,10 @@ class ToolAgent(Agent):
         return not external
 
     def _request(self, call: RawToolCall, number: int) -> ToolRequest:
-        call_id = call.call_id or f"call_{len(self.steps)}_{number}"
-        scopes: dict[ToolScope, Mapping[str, Tool]] = {
-            "internal": self.tools,
-            "external": self.external_tools,
-        }
-        for scope, tools in scopes.items():
-            if call.name in tools:
-                try:
-                    arguments = tools[call.name].read_arguments(call.arguments)
-                except ToolArgumentError as error:
-                    return ToolRequest(call_id, call.name, None, scope, call.arguments, str(error))
-                return ToolRequest(call_id, call.name, arguments, scope, call.arguments)
-        hint = did_you_mean(call.name, {*self.tools, *self.external_tools})
-        problem = f"There is no tool named {call.name!r}.{hint}"
-        return ToolRequest(call_id, call.name, None, "unknown", call.arguments, problem)
-
-    def _is_plain(self, request: ToolRequest) -> bool:
-        return request.problem is None and is_plain(self.tools[request.name])
+        call = replace(call, call_id=call.call_id or f"call_{len(self.steps)}_{number}")
+        if call.name in self.external_tools:
+            return self.external_tools.read(call, scope="external")
+        return self.tools.read(call, others=self.external_tools)
 
     async def _answer_own(self, request: ToolRequest) -> ToolAnswer:
         if request.problem is not None:
@@ -301,22 +286,11 @@ class ReActAgent(ToolAgent):
         super().__init__(client, **settings)
 
 
-def _described(tools: Sequence[Any]) -> dict[str, Tool]:
-    described: dict[str, Tool] = {}
-    for given in tools:
-        if isinstance(given, Tool):
-            tool = given
-        elif isinstance(given, Mapping):
-            tool = Tool.of_schema(dict(given), _answered_elsewhere)
-        else:
-            tool = Tool.of(given)
-        if tool.name in described:
-            raise ConfigError(
-                f"there are two tools named {tool.name!r}; a call could not say which one it "
-                "means. Rename one."
-            )
-        described[tool.name] = tool
-    return described
+def _described(tools: Sequence[Any]) -> Toolset:
+    return Toolset(
+        Tool.of_schema(dict(given), _answered_elsewhere) if isinstance(given, Mapping) else given
+        for given in tools
+    )
 
 
 async def _answered_elsewhere(**arguments: Any) -> None:

@@ -16,16 +16,8 @@ from typing import Protocol
 
 from rolltree.parsers import text_of
 from rolltree.steps import ToolAnswer
+from rolltree.tools import RawToolCall, raw_tool_calls
 from rolltree.types import ChatMessage, ToolSchema
-
-
-@dataclass(frozen=True, slots=True)
-class RawToolCall:
-    """One call as the model wrote it: `arguments` is text."""
-
-    call_id: str
-    name: str
-    arguments: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +77,8 @@ class NativeCalls:
 
     def read(self, message: ChatMessage) -> ParsedCalls:
         """Read `tool_calls` and `parse_problems`."""
-        calls = []
-        for call in message.get("tool_calls") or ():
-            function = call.get("function") or {}
-            arguments = function.get("arguments")
-            if not isinstance(arguments, str):
-                arguments = json.dumps(arguments or {})
-            calls.append(
-                RawToolCall(str(call.get("id") or ""), str(function.get("name") or ""), arguments)
-            )
-        return ParsedCalls(tuple(calls), tuple(message.get("parse_problems") or ()))
+        problems = tuple(message.get("parse_problems") or ())
+        return ParsedCalls(tuple(raw_tool_calls(message)), problems)
 
     def write(self, answers: Sequence[ToolAnswer]) -> list[ChatMessage]:
         """Return one tool message per answer."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rolltree.environments.lifecycle import cleanup, teardown
 from rolltree.environments.tool_env import StatefulToolEnv
 from rolltree.errors import SandboxError, SandboxUnavailable
 from rolltree.sandbox import Limits, PythonSession, RunResult, Sandbox, SandboxBackend, backend_of
+from rolltree.steps import ToolRequest
 from rolltree.types import ChatMessage, Messages, State
 
 _INFRASTRUCTURE = (SandboxError.__name__, SandboxUnavailable.__name__)
@@ -103,14 +104,14 @@ class SandboxEnv(StatefulToolEnv):
             return tool_args
         return {**tool_args, "sandbox": self.sandbox_of(state)}
 
-    async def answer_call(self, call: Mapping[str, Any], state: State) -> ChatMessage:
+    async def answer_call(self, request: ToolRequest, state: State) -> ChatMessage:
         """Run one call; what the sandbox itself got wrong fails the rollout.
 
         Raises:
             SandboxError: the sandbox could not run the code.
         """
         known = len(state.get("tool_errors") or ())
-        answer = await super().answer_call(call, state)
+        answer = await super().answer_call(request, state)
         for error in (state.get("tool_errors") or ())[known:]:
             if error["type"] in _INFRASTRUCTURE:
                 raise SandboxError(error["message"])

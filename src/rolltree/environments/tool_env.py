@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -12,16 +12,9 @@ from rolltree.environments.completion import conversation
 from rolltree.environments.environment import settle
 from rolltree.environments.lifecycle import stop
 from rolltree.environments.multiturn import MultiTurnEnv
-from rolltree.errors import ConfigError, did_you_mean, record_error
-from rolltree.tools import (
-    Tool,
-    ToolArgumentError,
-    ToolUnavailable,
-    call_function,
-    is_plain,
-    result_text,
-    run_all,
-)
+from rolltree.errors import ConfigError, did_you_mean
+from rolltree.steps import ToolRequest
+from rolltree.tools import RawToolCall, Tool, Toolset, answer_of, call_function, raw_tool_calls
 from rolltree.types import ChatMessage, Messages, State
 
 
@@ -59,7 +52,7 @@ class ToolEnv(MultiTurnEnv):
             )
         self.error_formatter = error_formatter
         self.tool_limit_s = tool_limit_s
-        self.tool_map: dict[str, Tool] = {}
+        self.tool_map = Toolset()
         for tool in tools or ():
             self.add_tool(tool)
 
@@ -68,20 +61,13 @@ class ToolEnv(MultiTurnEnv):
         """The tools' functions."""
         return [tool.func for tool in self.tool_map.values()]
 
-    def add_tool(self, tool: Callable[..., Any], *, hidden: Sequence[str] = ()) -> None:
+    def add_tool(self, tool: Callable[..., Any] | Tool, *, hidden: Sequence[str] = ()) -> None:
         """Offer one more tool; rollouts that have begun do not see it.
 
         Raises:
             ConfigError: there is a tool of that name.
         """
-        described = Tool.of(tool, hidden=hidden)
-        if described.name in self.tool_map:
-            raise ConfigError(
-                f"there are two tools named {described.name!r}; a call could not say which one it "
-                "means. Rename one."
-            )
-        self.tool_map[described.name] = described
-        self.oai_tools.append(described.schema)
+        self.oai_tools.append(self.tool_map.add(tool, hidden=hidden).schema)
 
     def remove_tool(self, tool: Callable[..., Any] | str) -> None:
         """Offer a tool no longer.
@@ -89,46 +75,35 @@ class ToolEnv(MultiTurnEnv):
         Raises:
             ConfigError: there is no such tool.
         """
-        name = tool if isinstance(tool, str) else getattr(tool, "__name__", "")
-        if name not in self.tool_map:
-            raise ConfigError(f"there is no tool {name!r}.{did_you_mean(name, self.tool_map)}")
-        schema = self.tool_map.pop(name).schema
+        schema = self.tool_map.remove(tool).schema
         self.oai_tools = [known for known in self.oai_tools if known is not schema]
 
     @stop
     async def no_tools_called(self, state: State) -> bool:
         """The model has answered without calling a tool."""
-        return bool(state["trajectory"]) and not calls_of(state["trajectory"][-1]["completion"])
+        steps = state["trajectory"]
+        return bool(steps) and not _calls_of(steps[-1]["completion"])
 
     async def env_response(self, messages: Messages, state: State) -> Messages:
         """Return one tool message per call of the last message, in the calls' order."""
-        calls = calls_of(messages)
-        tools = [self.tool_map.get(name_of(call)) for call in calls]
-        return await run_all(
-            list(zip(calls, tools, strict=True)),
-            lambda item: item[1] is not None and is_plain(item[1]),
-            lambda item: self.answer_call(item[0], state),
-        )
+        requests = [self.tool_map.read(call) for call in _calls_of(messages)]
+        return await self.tool_map.answer_all(requests, lambda r: self.answer_call(r, state))
 
-    async def answer_call(self, call: Mapping[str, Any], state: State) -> ChatMessage:
-        """Return the tool message of one call: arguments are read and completed, then it is made.
+    async def answer_call(self, request: ToolRequest, state: State) -> ChatMessage:
+        """Return the tool message of one call: its arguments are completed, then it is made.
 
         Raises:
             ToolUnavailable: the tool could not be asked at all; the rollout has failed.
         """
-        name, call_id = name_of(call), str(call.get("id") or "")
-        tool = self.tool_map.get(name)
-        if tool is None:
-            hint = did_you_mean(name, self.tool_map)
-            return _message(f"There is no tool named {name!r}.{hint}", call_id)
-        try:
-            arguments = tool.read_arguments((call.get("function") or {}).get("arguments"))
-        except ToolArgumentError as error:
-            return _message(str(error), call_id)
+        if request.problem is not None:
+            return _message(request.problem, request.call_id)
+        tool, arguments = self.tool_map[request.name], dict(request.arguments or {})
         complete = await settle(self.complete_arguments(tool, arguments, state))
         before = _STATE.set(state)
         try:
-            message: ChatMessage = await settle(self.call_tool(name, complete, call_id))
+            message: ChatMessage = await settle(
+                self.call_tool(request.name, complete, request.call_id)
+            )
         finally:
             _STATE.reset(before)
         return message
@@ -144,16 +119,13 @@ class ToolEnv(MultiTurnEnv):
             ToolUnavailable: the tool could not be asked at all; the rollout has failed.
         """
         state = _STATE.get()
-        try:
-            tool = self.tool_map[tool_name]
-            text = result_text(await self.run_tool(tool, tool_args, state))
-        except ToolUnavailable:
-            raise
-        except Exception as error:  # noqa: BLE001  the model is told, and the trace is kept
-            record = record_error(error, "environment").as_dict()
-            state.setdefault("tool_errors", []).append({**record, "tool": tool_name})
-            text = self.error_formatter(error)
-        return _message(text, tool_call_id)
+        request = ToolRequest(tool_call_id, tool_name, tool_args, "internal")
+        result = self.run_tool(self.tool_map[tool_name], tool_args, state)
+        answer = await answer_of(request, result, self.error_formatter)
+        if answer.error is not None:
+            failure = {**answer.error.as_dict(), "tool": tool_name}
+            state.setdefault("tool_errors", []).append(failure)
+        return _message(answer.text, tool_call_id)
 
     def complete_arguments(
         self, tool: Tool, arguments: dict[str, Any], state: State
@@ -172,21 +144,13 @@ class ToolEnv(MultiTurnEnv):
 _STATE: ContextVar[State] = ContextVar("rolltree_tool_state", default=State())  # noqa: B039
 
 
+def _calls_of(messages: Messages) -> list[RawToolCall]:
+    """Return the tool calls of the last message, if the model wrote it."""
+    return [] if isinstance(messages, str) or not messages else raw_tool_calls(messages[-1])
+
+
 def _message(text: str, call_id: str) -> ChatMessage:
     return {"role": "tool", "tool_call_id": call_id, "content": text}
-
-
-def calls_of(messages: Messages) -> list[ChatMessage]:
-    """Return the tool calls of the last message, if the model wrote it."""
-    if isinstance(messages, str) or not messages:
-        return []
-    last = messages[-1]
-    return list(last.get("tool_calls") or ()) if last.get("role") == "assistant" else []
-
-
-def name_of(call: Mapping[str, Any]) -> str:
-    """Return the name of the tool that a call asks for, "" without one."""
-    return str((call.get("function") or {}).get("name") or "")
 
 
 class StatefulToolEnv(ToolEnv):

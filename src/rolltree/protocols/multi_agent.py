@@ -18,13 +18,13 @@ from rolltree.protocols.player import (
     EpisodeCut,
     ExternalToolHandler,
     Player,
-    at_once,
     check_names,
     seat_seed,
 )
 from rolltree.protocols.single import check_max_steps
 from rolltree.seeds import derive_seed
 from rolltree.steps import AgentStep, StepOutcome
+from rolltree.tools import side_by_side
 from rolltree.types import TruncationReason
 from rolltree.worlds import BAD_ACTION, ParallelWorld, TurnWorld, drive
 
@@ -106,7 +106,7 @@ class MultiAgentSyncProtocol(InteractionProtocol):
                 player.builder.end(terminated=True)
             return step
 
-        steps = await at_once([turn(player) for player in players.values()])
+        steps = await side_by_side([turn(player) for player in players.values()])
         return {n: step for n, step in zip(players, steps, strict=True) if step is not None}
 
     @staticmethod

@@ -8,11 +8,8 @@ delegating.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from rolltree.agents import Agent
@@ -31,6 +28,7 @@ from rolltree.steps import (
     ToolRequest,
 )
 from rolltree.threads import run_in_thread
+from rolltree.tools import answer_of, side_by_side
 from rolltree.types import ChatMessage, TruncationReason
 
 T = TypeVar("T")
@@ -159,7 +157,7 @@ class Player:
 
     async def answer_all(self, requests: Sequence[ToolRequest]) -> list[ToolAnswer]:
         """Return the answers to one message's calls, which are worked on at the same time."""
-        return await at_once(
+        return await side_by_side(
             [self.answer_one(request, position) for position, request in enumerate(requests)]
         )
 
@@ -173,7 +171,11 @@ class Player:
                 request.name,
                 f"Nobody answers {request.name!r} here. Go on without it.",
             )
-        return await answer_with(self.handler, request)
+        return await answer_of(
+            request,
+            call_handler(self.handler, request),
+            lambda error: f"{request.name} failed: {type(error).__name__}: {error}",
+        )
 
     # -- the world's part of a turn -------------------------------------------------------------
 
@@ -202,34 +204,14 @@ class Player:
             self.builder.end(terminated=outcome.terminated, reason=reason)
 
 
-async def at_once(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return each job's result, in order; the first failure cancels the others and is raised."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(job) for job in jobs]
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [task.result() for task in tasks]
-
-
-async def answer_with(handler: Callable[..., Any], request: ToolRequest, *args: Any) -> ToolAnswer:
-    """Return what `handler(request, ...)` says as an answer; what it raises is one, too."""
-    started = time.monotonic()
-    try:
-        if inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(
-            getattr(handler, "__call__", None)  # noqa: B004  an object with an async __call__
-        ):
-            result = await handler(request, *args)
-        else:
-            result = await run_in_thread(lambda: handler(request, *args), name="rolltree-handler")
-            if inspect.isawaitable(result):
-                result = await result
-    except Exception as error:  # noqa: BLE001  the agent is told, the trace is kept
-        text = f"{request.name} failed: {type(error).__name__}: {error}"
-        result = ToolAnswer(request.call_id, request.name, text, record_error(error, "environment"))
-    if not isinstance(result, ToolAnswer):
-        result = ToolAnswer(request.call_id, request.name, str(result))
-    return replace(result, duration_s=time.monotonic() - started)
+async def call_handler(handler: Callable[..., Any], request: ToolRequest) -> Any:
+    """Return what a handler says about a call; a plain function runs in a thread."""
+    if inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(
+        getattr(handler, "__call__", None)  # noqa: B004  an object with an async __call__
+    ):
+        return await handler(request)
+    result = await run_in_thread(lambda: handler(request), name="rolltree-handler")
+    return await result if inspect.isawaitable(result) else result
 
 
 def seat_seed(context: EpisodeContext, *parts: str | int) -> int | None:

@@ -26,6 +26,7 @@ from rolltree.rubrics.functions import (
     run_inline,
     without_semaphore,
 )
+from rolltree.tools import raw_tool_calls
 from rolltree.types import ErrorRecord, Messages, State
 
 
@@ -399,9 +400,4 @@ def _counter(tool: str) -> RewardFunc:
 def _called(completion: Messages) -> list[str]:
     if isinstance(completion, str):
         return []
-    return [
-        str((call.get("function") or {}).get("name") or "")
-        for message in completion or ()
-        if message.get("role") == "assistant"
-        for call in message.get("tool_calls") or ()
-    ]
+    return [call.name for message in completion or () for call in raw_tool_calls(message)]

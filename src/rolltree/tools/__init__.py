@@ -14,25 +14,33 @@ from rolltree.tools.run import (
     ToolProcessError,
     ToolQuit,
     ToolTimeLimit,
+    answer_of,
     answer_request,
     call_function,
     in_process,
     is_plain,
     run_all,
+    side_by_side,
 )
+from rolltree.tools.toolset import RawToolCall, Toolset, raw_tool_calls
 
 __all__ = [
+    "RawToolCall",
     "Tool",
     "ToolArgumentError",
     "ToolUnavailable",
     "ToolProcessError",
     "ToolQuit",
     "ToolTimeLimit",
+    "Toolset",
+    "answer_of",
     "answer_request",
     "call_function",
     "convert_func_to_oai_tool",
     "in_process",
     "is_plain",
+    "raw_tool_calls",
     "result_text",
     "run_all",
+    "side_by_side",
 ]

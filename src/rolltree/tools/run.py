@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from rolltree.errors import ConfigError, record_error
 from rolltree.steps import ToolAnswer, ToolRequest
 from rolltree.threads import run_in_thread
 from rolltree.tools.describe import Tool, ToolUnavailable, result_text
+from rolltree.types import ErrorRecord
 from rolltree.workers import WorkerCallError, WorkerDied, WorkerPool
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -100,22 +102,35 @@ async def answer_request(
     Raises:
         ToolUnavailable: the tool cannot be asked at all.
     """
+    result = call_function(tool, request.arguments or {}, limit_s=limit_s)
+    return await answer_of(request, result, error_formatter)
+
+
+async def answer_of(
+    request: ToolRequest,
+    result: Awaitable[Any],
+    error_formatter: Callable[[Exception], str] = str,
+) -> ToolAnswer:
+    """Return what a call came to: the result as text, or what the model is told about an error.
+
+    A result that is a `ToolAnswer` stays; its duration is filled in.
+
+    Raises:
+        ToolUnavailable: the tool cannot be asked at all.
+    """
     began = time.monotonic()
-    error: Exception | None = None
+    error: ErrorRecord | None = None
     try:
-        value = await call_function(tool, request.arguments or {}, limit_s=limit_s)
-        text = result_text(value)
+        value = await result
+        text = "" if isinstance(value, ToolAnswer) else result_text(value)
     except ToolUnavailable:
         raise
     except Exception as raised:  # noqa: BLE001  the model is told, and the trace is kept
-        error, text = raised, error_formatter(raised)
-    return ToolAnswer(
-        call_id=request.call_id,
-        name=request.name,
-        text=text,
-        error=None if error is None else record_error(error, "environment"),
-        duration_s=time.monotonic() - began,
-    )
+        value, error, text = None, record_error(raised, "environment"), error_formatter(raised)
+    duration_s = time.monotonic() - began
+    if isinstance(value, ToolAnswer):
+        return replace(value, duration_s=duration_s)
+    return ToolAnswer(request.call_id, request.name, text, error, duration_s)
 
 
 async def run_all(
@@ -127,29 +142,23 @@ async def run_all(
 
     What one raises cancels the others and is raised.
     """
-    done: dict[int, R] = {}
-    async with _one_error(), asyncio.TaskGroup() as group:
-        tasks = {
-            index: group.create_task(_coroutine(run(item)))
-            for index, item in enumerate(items)
-            if not in_order(item)
-        }
-    done.update({index: task.result() for index, task in tasks.items()})
+    free = [index for index, item in enumerate(items) if not in_order(item)]
+    found = await side_by_side([run(items[index]) for index in free])
+    done = dict(zip(free, found, strict=True))
     for index, item in enumerate(items):
         if index not in done:
             done[index] = await run(item)
     return [done[index] for index in range(len(items))]
 
 
-class _one_error:  # noqa: N801  (a context manager that reads as a phrase)
-    """Raise the first error of a task group instead of the group."""
-
-    async def __aenter__(self) -> None:
-        return None
-
-    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, BaseExceptionGroup):
-            raise error.exceptions[0]
+async def side_by_side(jobs: Sequence[Awaitable[R]]) -> list[R]:
+    """Return each job's result, in order; the first failure cancels the others and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_coroutine(job)) for job in jobs]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 async def _coroutine(awaitable: Awaitable[R]) -> R:
