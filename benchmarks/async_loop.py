@@ -25,7 +25,7 @@ import torch
 from verdict import Bar, conclude, make_parser
 
 import rolltree as rt
-from rolltree.training import Silent, build_local, load_train_config, open_run, train
+from rolltree.training import Silent, build_parts, load_train_config, open_run, run_training
 
 WAIT_S = 0.5
 SCENES = {
@@ -77,21 +77,16 @@ def run(scene: str, ahead: int) -> dict[str, float]:
                 "checkpoint": {"every": 1000, "export": False},
             }
         )
-        parts = build_local(config)
+        parts = build_parts(config)
         cpu = time.process_time()
         with open_run(config) as store:
-            report = train(
-                config,
-                source=environment(scene),
-                run=store,
-                client=parts.client,
-                engine=parts.engine,
-                model=parts.model,
-                reporter=Note(),
+            work = run_training(
+                config, parts, source=environment(scene), run=store, reporter=Note()
             )
+            report = asyncio.run(work)
         cpu = time.process_time() - cpu
         asyncio.run(parts.client.aclose())
-    later = report.steps[1:]
+    later = report.metrics[1:]
     return {
         "step_s": (times[-2] - times[0]) / (len(times) - 2),  # the last one saves a checkpoint
         "cpu_s": cpu / len(times),

@@ -17,6 +17,7 @@ script makes (torch 2.13.0, trl).
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import random
@@ -103,7 +104,7 @@ class Clock:
 
 def run_rolltree(folder: Path, seed: int, scope: str) -> list[dict[str, float]]:
     import rolltree as rt
-    from rolltree.training import Silent, build_local, load_train_config, open_run, train
+    from rolltree.training import Silent, build_parts, load_train_config, open_run, run_training
 
     def correct(completion: Any, answer: str) -> float:
         return float(completion[-1]["content"].strip() == answer)
@@ -131,19 +132,11 @@ def run_rolltree(folder: Path, seed: int, scope: str) -> list[dict[str, float]]:
         def on_step(self, step: int, metrics: Any) -> None:
             clock.note(metrics["reward/mean"])
 
-    parts = build_local(config)
+    parts = build_parts(config)
     environment = rt.SingleTurnEnv(dataset=rows, rubric=rt.Rubric([rt.run_inline(correct)]))
     clock.start()
     with open_run(config) as run:
-        train(
-            config,
-            source=environment,
-            run=run,
-            client=parts.client,
-            engine=parts.engine,
-            model=parts.model,
-            reporter=Note(),
-        )
+        asyncio.run(run_training(config, parts, source=environment, run=run, reporter=Note()))
     return clock.steps
 
 

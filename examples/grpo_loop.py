@@ -5,8 +5,8 @@
 
 Read `main` first. It uses rolltree's parts for what is the same in every algorithm: rollouts with
 exact tokens, samples as trees, and a forward pass that computes each unique token once. What makes
-it GRPO is `advantages` and `loss_of`. It leaves out the run store, resume, evaluation, checks and
-metrics: for those there is `rolltree.training`.
+it GRPO is `advantages` and `loss_of`. `rt.train` adds the run store, resume, evaluation, checks and
+metrics.
 """
 
 from __future__ import annotations
@@ -22,25 +22,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from rolltree.environments import load_environment
-from rolltree.inference.local import local_client
-from rolltree.models import load_model
-from rolltree.rollouts import RolloutEngine, build_requests
-from rolltree.samples import build_samples, pack_samples, prune_sample
-from rolltree.training.forward import LogprobModel
-from rolltree.training.layout import collate
-from rolltree.types import RolloutResult, Sample, State
+import rolltree as rt
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.2
 
 
-def advantages(results: Sequence[RolloutResult]) -> list[State]:
+def advantages(results: Sequence[rt.RolloutResult]) -> list[rt.State]:
     """Give every model call of a rollout `(reward - group mean) / group std`.
 
     DeepSeekMath, arXiv:2402.03300, section 4.1.2. Failed rollouts have no reward: they count
     nowhere. Returns the states to train on.
     """
-    groups: dict[str, list[State]] = {}
+    groups: dict[str, list[rt.State]] = {}
     for result in results:
         if result.error is None:
             groups.setdefault(result.request.group_id, []).extend(result.states)
@@ -55,21 +48,21 @@ def advantages(results: Sequence[RolloutResult]) -> list[State]:
     return [state for states in groups.values() for state in states]
 
 
-def samples_of(states: Sequence[State]) -> list[Sample]:
+def samples_of(states: Sequence[rt.State]) -> list[rt.Sample]:
     """Return the rollouts of the step as one tree: what they share is computed once.
 
     A sample is tokens in depth-first order, and records. Record r says: the logits at position
     `source[r]` sampled the token `target[r]` with logprob `logprob[r]`, and `advantage[r]` is due.
     Its `weight` becomes its share in the loss, so it does not matter how samples are packed.
     """
-    built = build_samples(states, "tree", group_key=lambda state: 0).samples
+    built = rt.build_samples(states, "tree", group_key=lambda state: 0).samples
     return [
-        prune_sample(replace(sample, records=replace(sample.records, weight=weight)))
+        rt.prune_sample(replace(sample, records=replace(sample.records, weight=weight)))
         for sample, weight in zip(built, token_weights(built), strict=True)
     ]
 
 
-def token_weights(samples: Sequence[Sample]) -> list[np.ndarray]:
+def token_weights(samples: Sequence[rt.Sample]) -> list[np.ndarray]:
     """Return each record's weight: the mean over calls of the mean over a call's tokens (1/|o|)."""
     keys = [np.stack([s.records.rollout, s.records.call], axis=1) for s in samples]
     _, call, size = np.unique(np.concatenate(keys), axis=0, return_inverse=True, return_counts=True)
@@ -77,12 +70,12 @@ def token_weights(samples: Sequence[Sample]) -> list[np.ndarray]:
     return np.split(weight.astype(np.float32), np.cumsum([len(key) for key in keys])[:-1])
 
 
-def loss_of(logprobs: LogprobModel, samples: Sequence[Sample]) -> torch.Tensor:
+def loss_of(logprobs: rt.LogprobModel, samples: Sequence[rt.Sample]) -> torch.Tensor:
     """Return the clipped policy loss of some samples, PPO's equation 7 per token.
 
     The ratio is to the engine's own logprob of each token when it sampled it.
     """
-    forest = collate(samples)
+    forest = rt.collate(samples)
     new = logprobs(forest).logprob
     old, advantage, weight = (
         torch.from_numpy(getattr(forest.records, name))
@@ -93,13 +86,13 @@ def loss_of(logprobs: LogprobModel, samples: Sequence[Sample]) -> torch.Tensor:
     return -(weight * torch.minimum(ratio * advantage, clipped * advantage)).sum()
 
 
-def accumulate(logprobs: LogprobModel, samples: Sequence[Sample], max_tokens: int) -> float:
+def accumulate(logprobs: rt.LogprobModel, samples: Sequence[rt.Sample], max_tokens: int) -> float:
     """Add the gradient of the whole step to the weights, a pack of samples at a time.
 
     Returns the loss.
     """
     total = 0.0
-    for chosen in pack_samples(samples, max_tokens):
+    for chosen in rt.pack_samples(samples, max_tokens):
         with logprobs.context():
             loss = loss_of(logprobs, chosen)
             loss.backward()
@@ -110,11 +103,11 @@ def accumulate(logprobs: LogprobModel, samples: Sequence[Sample], max_tokens: in
 async def main(options: argparse.Namespace) -> None:
     """Alternate between sampling with the engine and updating the very weights that it uses."""
     torch.manual_seed(options.seed)
-    model, tokenizer = load_model(options.model)
-    client = local_client(model, tokenizer, max_context=options.max_context, seed=options.seed)
-    environment: Any = load_environment(options.env)
-    rollouts = RolloutEngine(environment, client)
-    logprobs = LogprobModel(model)
+    model, tokenizer = rt.load_model(options.model)
+    client = rt.local_client(model, tokenizer, max_context=options.max_context, seed=options.seed)
+    environment: Any = rt.load_environment(options.env)
+    rollouts = rt.RolloutEngine(environment, client)
+    logprobs = rt.LogprobModel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95))
     optimizer.param_groups[0]["weight_decay"] = 0.0
     rng = np.random.default_rng(options.seed)
@@ -123,7 +116,7 @@ async def main(options: argparse.Namespace) -> None:
     for step in range(1, options.num_steps + 1):
         start = time.perf_counter()
         chosen = rng.choice(num_examples, min(options.groups, num_examples), replace=False)
-        requests = build_requests(
+        requests = rt.build_requests(
             environment,
             "train",
             indices=chosen.tolist(),

@@ -173,7 +173,7 @@ async def train_two_steps(folder, path, engine, *, ahead, after=None, **sections
 
     `after(client)` is awaited before the parts are closed.
     """
-    from rolltree.training import build_local, load_train_config, open_run, train_async
+    from rolltree.training import build_parts, load_train_config, open_run, run_training
 
     data = {
         "run": {"dir": str(path)},
@@ -195,17 +195,10 @@ async def train_two_steps(folder, path, engine, *, ahead, after=None, **sections
     env = rt.SingleTurnEnv(
         dataset=[{"question": f"What is {n} + 5?"} for n in range(4)], rubric=rt.Rubric([short])
     )
-    parts = build_local(config)
+    parts = build_parts(config)
     try:
         with open_run(config) as run:
-            report = await train_async(
-                config,
-                source=env,
-                run=run,
-                client=parts.client,
-                engine=parts.engine,
-                model=parts.model,
-            )
+            report = await run_training(config, parts, source=env, run=run)
         if after is not None:
             await after(parts.client)
     finally:

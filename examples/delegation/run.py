@@ -32,7 +32,7 @@ from rolltree.training import (
     Silent,
     Trainer,
     assign_credit,
-    build_local,
+    build_parts,
     load_train_config,
     open_run,
     supervised_states,
@@ -135,7 +135,7 @@ async def main(options: argparse.Namespace) -> None:
         }
     )
     environment = load_environment()
-    parts = build_local(config)
+    parts = build_parts(config)
     with open_run(config) as run:
 
         async def success(phase: str, split: Split) -> float:

@@ -1,8 +1,11 @@
 """rolltree: reinforcement learning of LLM agents on the exact tokens the engine saw and sampled.
 
-The package loads its public names on first use (PEP 562), so `import rolltree` costs no torch and
-no web server. It holds no behaviour of its own; the rooms do, and what a room exports beyond these
-names is imported from the room.
+    import rolltree as rt
+
+    environment = rt.load_environment("arithmetic")
+    report = rt.train(environment=environment, model="smollm2-135m", num_steps=28)
+
+Names are loaded on first use (PEP 562): importing rolltree imports neither torch nor a web server.
 """
 
 from __future__ import annotations
@@ -45,6 +48,10 @@ if TYPE_CHECKING:
     from rolltree.inference import as_client as as_client
     from rolltree.inference import parse_response_messages as parse_response_messages
     from rolltree.inference import parse_response_tokens as parse_response_tokens
+    from rolltree.inference.local import local_client as local_client
+    from rolltree.launch import train as train
+    from rolltree.launch import train_async as train_async
+    from rolltree.models import load_model as load_model
     from rolltree.parsers import MaybeThinkParser as MaybeThinkParser
     from rolltree.parsers import Parser as Parser
     from rolltree.parsers import ThinkParser as ThinkParser
@@ -55,6 +62,7 @@ if TYPE_CHECKING:
     from rolltree.rollouts import GroupStrategy as GroupStrategy
     from rolltree.rollouts import RolloutEngine as RolloutEngine
     from rolltree.rollouts import RolloutSource as RolloutSource
+    from rolltree.rollouts import build_requests as build_requests
     from rolltree.rubrics import JudgeRubric as JudgeRubric
     from rolltree.rubrics import MathRubric as MathRubric
     from rolltree.rubrics import Rubric as Rubric
@@ -62,16 +70,32 @@ if TYPE_CHECKING:
     from rolltree.rubrics import ToolRubric as ToolRubric
     from rolltree.rubrics import run_inline as run_inline
     from rolltree.samples import build_samples as build_samples
+    from rolltree.samples import pack_samples as pack_samples
     from rolltree.samples import (
         process_trajectories_for_training as process_trajectories_for_training,
     )
+    from rolltree.samples import prune_sample as prune_sample
     from rolltree.steps import AgentStep as AgentStep
     from rolltree.steps import EnvironmentStep as EnvironmentStep
     from rolltree.steps import ParseResult as ParseResult
     from rolltree.steps import Rollout as Rollout
     from rolltree.steps import StepOutcome as StepOutcome
+    from rolltree.store import Run as Run
+    from rolltree.testing import ScriptedClient as ScriptedClient
     from rolltree.tokens import TokenTree as TokenTree
     from rolltree.tokens import Trajectory as Trajectory
+    from rolltree.training import LogprobModel as LogprobModel
+    from rolltree.training import Reporter as Reporter
+    from rolltree.training import Silent as Silent
+    from rolltree.training import TrainConfig as TrainConfig
+    from rolltree.training import Trainer as Trainer
+    from rolltree.training import TrainReport as TrainReport
+    from rolltree.training import assign_credit as assign_credit
+    from rolltree.training import collate as collate
+    from rolltree.training import export_model as export_model
+    from rolltree.training import load_train_config as load_train_config
+    from rolltree.training import open_run as open_run
+    from rolltree.training import supervised_states as supervised_states
     from rolltree.types import BaseRolloutInput as BaseRolloutInput
     from rolltree.types import ChatMessage as ChatMessage
     from rolltree.types import ErrorRecord as ErrorRecord
@@ -101,17 +125,23 @@ _ROOMS: dict[str, str] = {
     "errors": "ConfigError ModelError PromptTooLong RolloutTimeout RolltreeError UnknownName",
     "evaluation": "evaluate",
     "inference": "ModelClient OpenAIClient as_client parse_response_messages parse_response_tokens",
+    "inference.local": "local_client",
+    "launch": "train train_async",
+    "models": "load_model",
     "parsers": "MaybeThinkParser Parser ThinkParser XMLParser compose_parsers extract_boxed_answer "
     "extract_hash_answer",
-    "rollouts": "GroupStrategy RolloutEngine RolloutSource",
+    "rollouts": "GroupStrategy RolloutEngine RolloutSource build_requests",
     "rubrics": "JudgeRubric MathRubric Rubric RubricGroup ToolRubric run_inline",
-    "samples": "build_samples process_trajectories_for_training",
+    "samples": "build_samples pack_samples process_trajectories_for_training prune_sample",
     "steps": "AgentStep EnvironmentStep ParseResult Rollout StepOutcome",
+    "store": "Run",
+    "testing": "ScriptedClient",
     "tokens": "TokenTree Trajectory",
-    "types": "BaseRolloutInput ChatMessage ErrorRecord FinishReason ModelResponse Info Messages "
-    "MessageType RolloutInput RolloutRequest RolloutResult RolloutTiming Sample SamplingArgs "
-    "SamplingParams State TrainingExample TrajectoryStep TrajectoryStepTokens "
-    "TruncationReason",
+    "training": "LogprobModel Reporter Silent TrainConfig TrainReport Trainer assign_credit "
+    "collate export_model load_train_config open_run supervised_states",
+    "types": "BaseRolloutInput ChatMessage ErrorRecord FinishReason Info MessageType Messages "
+    "ModelResponse RolloutInput RolloutRequest RolloutResult RolloutTiming Sample SamplingArgs "
+    "SamplingParams State TrainingExample TrajectoryStep TrajectoryStepTokens TruncationReason",
 }
 _OLD_NAMES: dict[str, str] = {
     "compat.verifiers": "ChatCompletionToolParam ChatMessages Endpoints GenerateOutputs "

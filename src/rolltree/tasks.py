@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -49,3 +50,13 @@ async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:
     if cancelled is not None:
         raise cancelled from failure
     return task.result()
+
+
+def run_sync(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end: in this thread, or in another when this one has a loop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1, thread_name_prefix="rolltree-sync") as pool:
+        return pool.submit(asyncio.run, work).result()

@@ -16,7 +16,7 @@ from rolltree.rollouts import RolloutEngine, build_requests
 from rolltree.samples import build_samples
 from rolltree.store import Run
 from rolltree.tools import RawToolCall
-from rolltree.training import Silent, build_local, load_train_config, open_run, train_async
+from rolltree.training import Silent, build_parts, load_train_config, open_run, run_training
 from rolltree.worlds import TurnGame, board_text
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "delegation"
@@ -112,17 +112,9 @@ def test_the_delegation_example_in_miniature(tmp_path, monkeypatch):
         settings, watch = config(num_steps, folder), Watch()
 
         async def main():
-            parts = build_local(settings)
+            parts = build_parts(settings)
             with open_run(settings) as run:
-                await train_async(
-                    settings,
-                    source=environment,
-                    run=run,
-                    client=parts.client,
-                    engine=parts.engine,
-                    model=parts.model,
-                    reporter=watch,
-                )
+                await run_training(settings, parts, source=environment, run=run, reporter=watch)
             await parts.client.aclose()
 
         asyncio.run(main())

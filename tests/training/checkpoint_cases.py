@@ -17,18 +17,17 @@ from training_kit import group, tiny_model, tree
 
 from rolltree.training import Checkpoints, Trainer, TrainState, load_train_config
 from rolltree.training import checkpoint as checkpoint_room
-from rolltree.training import contents as contents_room
-from rolltree.training.contents import trained_tensors
-from rolltree.training.export import export_model
+from rolltree.training import checkpoint_formats as formats_room
+from rolltree.training.checkpoint_formats import export_model, trained_tensors
 from rolltree.training.lora import add_adapter
 from rolltree.training.optim import Optimizer
-from rolltree.training.shard import whole
+from rolltree.training.ranks import whole
 
 KINDS = ("tied", "untied", "lora")
 CONTENTS = ("full", "sharded")
 SETTINGS = {
     "optim": {"lr": 1e-3, "weight_decay": 0.1},
-    "train": {"max_mismatch": 1e9, "skip_flat": False},
+    "train": {"max_mismatch": 1e9, "skip_zero_advantage": False},
 }
 
 
@@ -135,7 +134,7 @@ def mine_every_call(budget):
         setattr(pathlib.Path, name, counted(getattr(pathlib.Path, name), budget))
     for place, name in (
         (checkpoint_room, "save_file"),
-        (contents_room, "save_file"),
+        (formats_room, "save_file"),
         (transformers_room, "safe_save_file"),
         (filesystem, "_write_files_from_queue"),
         (os, "fsync"),

@@ -12,12 +12,12 @@ from training_kit import Call, flat, group, tiny_model, tree
 from rolltree.errors import TrainingError
 from rolltree.training import Trainer, load_train_config
 from rolltree.training.batches import build_batch
-from rolltree.training.contents import trained_tensors
+from rolltree.training.checkpoint_formats import trained_tensors
 from rolltree.training.layout import collate
 from rolltree.training.lora import add_adapter, plain_tensors
-from rolltree.training.shard import whole
+from rolltree.training.ranks import whole
 
-QUIET = {"max_mismatch": 1e37, "max_tokens": 64, "skip_flat": False}
+QUIET = {"max_mismatch": 1e37, "max_tokens": 64, "skip_zero_advantage": False}
 CASES = {
     "grpo": {},
     "gspo, ratios of rollouts that span ranks": {"algorithm": {"name": "gspo"}},

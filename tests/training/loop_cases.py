@@ -11,7 +11,7 @@ from training_kit import LetterSource
 
 from rolltree.errors import TrainingError
 from rolltree.training import Silent, load_train_config
-from rolltree.training.leading import follow
+from rolltree.training.rank0 import follow
 from rolltree.training.ranks import STOP
 
 CASES = {
@@ -37,7 +37,7 @@ def curve_of(report):
     """Asynchronous steps without a fresh token have no mismatch."""
     return [
         [*(step[name] for name in METRICS), step.get("mismatch/abs_max", 0.0)]
-        for step in report.steps
+        for step in report.metrics
     ]
 
 
@@ -83,7 +83,7 @@ def loses_a_follower(ranks, folder):
 
     def body(inner):
         if not inner.leads:
-            import rolltree.training.leading as room
+            import rolltree.training.rank0 as room
 
             step = room.COMMANDS["step"]
 
@@ -108,7 +108,7 @@ def loses_a_follower(ranks, folder):
         "codes": codes,
         "message": (folder / "message").read_text(),
         "second": trace.exists(),
-        "steps": len(again.steps),
+        "steps": len(again.metrics),
     }
 
 

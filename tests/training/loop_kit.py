@@ -17,7 +17,7 @@ from typing import Any
 from training_kit import LetterSource
 
 from rolltree.models import TinyConfig, make_tiny
-from rolltree.training import Silent, build_local, load_train_config, open_run, train_async
+from rolltree.training import Silent, build_parts, load_train_config, open_run, run_training
 
 METRICS = ("train/loss", "reward/mean", "train/grad_norm", "train/entropy", "train/num_records")
 
@@ -53,12 +53,12 @@ def start(config: Any, source: Any = None, *, parts: Any = None, **options: Any)
     """Run the loop once, as a command would: open the run, build the parts, train, close."""
 
     async def main() -> Any:
-        own = parts or build_local(config, options.get("ranks"))
-        names = ("client", "engine", "model", "tokenizer", "served")
-        given = {name: getattr(own, name) for name in names} | options
+        own = parts or build_parts(config, options.get("ranks"))
         with open_run(config) as run:
             try:
-                return await train_async(config, source=source or LetterSource(), run=run, **given)
+                return await run_training(
+                    config, own, source=source or LetterSource(), run=run, **options
+                )
             finally:
                 await own.aclose()
 
@@ -66,7 +66,7 @@ def start(config: Any, source: Any = None, *, parts: Any = None, **options: Any)
 
 
 def curve(report: Any) -> list[tuple[float, ...]]:
-    return [tuple(step[name] for name in METRICS) for step in report.steps]
+    return [tuple(step[name] for name in METRICS) for step in report.metrics]
 
 
 class Killer(Silent):

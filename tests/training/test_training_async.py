@@ -11,8 +11,8 @@ from training_kit import LetterSource
 
 from rolltree.errors import ConfigError, TrainingError
 from rolltree.store import Run
-from rolltree.training import Silent, build_local, load_train_config, open_run, train_async
-from rolltree.training.stream import LEDGER
+from rolltree.training import Silent, build_parts, load_train_config, open_run, run_training
+from rolltree.training.feeds import LEDGER
 
 
 def config_of(model, path, *, steps=6, ahead=1, **sections):
@@ -34,13 +34,13 @@ class TestBounds:
             optim={"lr": 2e-2},
         )
         report = start(config)
-        rewards = [step["reward/mean"] for step in report.steps]
+        rewards = [step["reward/mean"] for step in report.metrics]
         assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.25
-        assert all(0 <= step["train/lag_mean"] <= 1 for step in report.steps)
-        assert max(step["async/lag_max"] for step in report.steps) >= 1  # it did run ahead
-        for step in report.steps:  # a group that was overtaken is older, and masked
+        assert all(0 <= step["train/lag_mean"] <= 1 for step in report.metrics)
+        assert max(step["async/lag_max"] for step in report.metrics) >= 1  # it did run ahead
+        for step in report.metrics:  # a group that was overtaken is older, and masked
             assert (step["async/lag_max"] > 1) == (step["async/num_stale_tokens"] > 0)
-        for step in report.steps:  # of what the current weights sampled
+        for step in report.metrics:  # of what the current weights sampled
             assert step.get("mismatch/abs_mean", 0.0) < 1e-4
 
     def test_every_group_trains_once_and_its_tokens_know_their_version(self, model, tmp_path):
@@ -75,7 +75,7 @@ class TestBounds:
                 return await super().run_request(request, client)
 
         config = config_of(model, tmp_path / "run", ahead=ahead)
-        parts = build_local(config)
+        parts = build_parts(config)
         source = Watched()
         source.groups, source.engine = [], parts.engine
         start(config, source, parts=parts)
@@ -113,14 +113,14 @@ class TestBounds:
                 if step == 4:
                     release.set()
 
-        config = config_of(model, tmp_path / "run", steps=8, train={"skip_flat": False})
+        config = config_of(model, tmp_path / "run", steps=8, train={"skip_zero_advantage": False})
         report = start(config, Slow(), reporter=Release())
         with Run.open(tmp_path / "run", "r") as run:
             at = next(s for s, d in ledger(run).items() if "train/000001/g00" in d["groups"])
             rows = list(run.rollouts(group_id="train/000001/g00", blobs=False))
         assert at >= 5
         assert all(row.min_version == 0 and row.max_version >= 4 for row in rows)  # one rollout
-        step = report.steps[at - 1]
+        step = report.metrics[at - 1]
         assert step["async/lag_max"] == at - 1
         assert step["async/num_stale_tokens"] == pytest.approx(
             3 * 4, abs=11
@@ -180,16 +180,9 @@ class TestWeights:
 
         async def main():
             config = config_of(model, tmp_path / "run")
-            parts = build_local(config)
+            parts = build_parts(config)
             with open_run(config) as run, pytest.raises(RuntimeError, match="on fire"):
-                await train_async(
-                    config,
-                    source=LetterSource(),
-                    run=run,
-                    client=parts.client,
-                    engine=parts.engine,
-                    model=parts.model,
-                )
+                await run_training(config, parts, source=LetterSource(), run=run)
             assert parts.engine.version == 2
             answer = await parts.client.chat([{"role": "user", "content": "x"}])
             await parts.client.aclose()
@@ -212,7 +205,7 @@ class TestFailing:
         with pytest.raises(TrainingError, match=r"all 6 rollouts of step 3 failed"):
             start(config, Down())
         report = start(config)
-        assert len(report.steps) == 4
+        assert len(report.metrics) == 4
         with Run.open(tmp_path / "run", "r") as run:
             groups = [group for data in ledger(run).values() for group in data["groups"]]
         assert len(groups) == len(set(groups)) == 8
@@ -250,7 +243,7 @@ class TestResume:
         source = LetterSource()
         report = start(config, source)
         assert not stored & set(source.played)
-        for old, new in zip(before, report.steps[:4], strict=True):
+        for old, new in zip(before, report.metrics[:4], strict=True):
             for name in ("train/loss", "reward/mean", "train/grad_norm", "train/lag_mean"):
                 assert new[name] == pytest.approx(old[name], rel=1e-3, abs=1e-5), name
         with Run.open(tmp_path / "run", "r") as run:
@@ -259,7 +252,7 @@ class TestResume:
 
 KILLED_RUN = """
     config = make_config(
-        model, root / "run", checkpoint={"every": 3}, algorithm={"replace_flat": 1},
+        model, root / "run", checkpoint={"every": 3}, algorithm={"dynamic_sampling_max": 1},
         train={"num_steps": 8, "async_steps": 1},
     )
     rng = random.Random(5)

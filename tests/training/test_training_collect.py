@@ -10,7 +10,7 @@ from rolltree.rollouts import RolloutEngine
 from rolltree.store import Run
 from rolltree.testing import ScriptedClient
 from rolltree.training import load_train_config, step_requests
-from rolltree.training.collect import collect
+from rolltree.training.plan import collect
 from rolltree.types import ErrorRecord, State
 
 CONFIG = load_train_config({"algorithm": {"group_size": 2, "groups_per_step": 3}})

@@ -12,14 +12,14 @@ from rolltree.rollouts import RolloutEngine
 from rolltree.store import Run
 from rolltree.testing import ScriptedClient
 from rolltree.training import Silent, load_train_config, step_requests
-from rolltree.training.feed import SyncFeed, has_spread
+from rolltree.training.feeds import SyncFeed, has_signal
+from rolltree.training.no_signal_warning import NoSignalWarning
 from rolltree.training.plan import replacement_requests
-from rolltree.training.starving import StarvationWatch
 from rolltree.types import ErrorRecord, RolloutResult, State
 from wait_kit import until
 
 CONFIG = load_train_config(
-    {"algorithm": {"group_size": 2, "groups_per_step": 3, "replace_flat": 4}}
+    {"algorithm": {"group_size": 2, "groups_per_step": 3, "dynamic_sampling_max": 4}}
 )
 
 
@@ -54,15 +54,15 @@ class Fixed(LetterSource):
 
 def feed_of(source, run, said=None, clock=None):
     said = [] if said is None else said
-    watch = StarvationWatch(said.append, clock=clock or (lambda: 0.0))
+    warning = NoSignalWarning(said.append, clock=clock or (lambda: 0.0))
     engine = RolloutEngine(source, ScriptedClient(["x"]), max_concurrent=4)
     progress = []
     feed = SyncFeed(
         CONFIG,
         engine,
         run,
-        watch=watch,
-        say=said.append,
+        warning=warning,
+        notify=said.append,
         on_progress=lambda *args: progress.append(args),
     )
     return feed, progress
@@ -99,7 +99,7 @@ class TestSyncFeed:
         assert found.metrics["dynamic/num_replaced"] == 4
         assert found.metrics["dynamic/num_flat_trained"] == 2
         (message,) = said
-        assert "step 1 goes on with 2 of 3 groups that teach nothing, after 4" in message
+        assert "step 1 trains on 2 of 3 groups without reward variance, after 4" in message
         assert "all 4 rewards are 1" in message
 
     async def test_a_killed_run_asks_for_the_same_again(self, run):
@@ -142,8 +142,10 @@ class TestReplacements:
         assert len({r.seed for r in whole}) == 4
 
     def test_the_control_has_nothing_to_replace(self):
-        with pytest.raises(ConfigError, match=r"replace_flat is set, and with the credit 'zero'"):
-            load_train_config({"algorithm": {"name": "zero", "replace_flat": 1}})
+        with pytest.raises(
+            ConfigError, match=r"dynamic_sampling_max is set, but the credit 'zero'"
+        ):
+            load_train_config({"algorithm": {"name": "zero", "dynamic_sampling_max": 1}})
 
 
 def results_of(rewards, error=None):
@@ -162,72 +164,71 @@ def results_of(rewards, error=None):
     [((1.0, 0.0), True), ((0.5, 0.5), False), ((1.0, None), False), ((None, None), False)],
 )
 def test_spread_is_an_advantage_that_is_not_zero(rewards, expected):
-    assert has_spread(results_of(rewards, "Boom"), CONFIG) is expected
+    assert has_signal(results_of(rewards, "Boom"), CONFIG) is expected
 
 
-class TestWatch:
-    def watch(self):
+class TestNoSignalWarning:
+    def warning(self):
         self.now, self.said = 0.0, []
-        return StarvationWatch(self.said.append, clock=lambda: self.now)
+        return NoSignalWarning(self.said.append, clock=lambda: self.now)
 
-    def test_it_speaks_within_a_minute_and_not_before_it_has_reason(self):
-        watch = self.watch()
-        watch.begin(3)
+    def test_the_first_notice_comes_within_a_minute_but_not_at_once(self):
+        warning = self.warning()
+        warning.begin(3)
         spoke = None
-        for second in range(0, 61, 5):  # how `looking` looks
+        for second in range(0, 61, 5):  # as `watching` does
             self.now = float(second)
-            watch.look()
+            warning.check()
             spoke = spoke if spoke is not None or not self.said else second
         assert spoke is not None
         assert 30 <= spoke < 60
         assert self.said == [
-            "step 3 has waited 45 s for rollouts to learn from: no group of rollouts has ended; "
-            "look at the engine and the environment."
+            "step 3 has waited 45 s for a group with reward variance: no group of rollouts has "
+            "ended. Check the engine and the environment."
         ]
 
     def test_it_names_equal_rewards(self):
-        watch = self.watch()
-        watch.begin(1)
+        warning = self.warning()
+        warning.begin(1)
         for _ in range(3):
-            watch.useless(results_of((0.0, 0.0)))
+            warning.no_signal(results_of((0.0, 0.0)))
         self.now = 50.0
-        watch.look()
-        assert "3 groups came and none has a spread of rewards; all 6 rewards are 0" in self.said[0]
+        warning.check()
+        assert "none of 3 groups has any; all 6 rewards are 0" in self.said[0]
 
     def test_it_names_errors_and_several_rewards(self):
-        watch = self.watch()
-        watch.begin(1)
-        watch.useless(results_of((None, None), "ServerError"))
-        watch.useless(results_of((1.0, 1.0)))
-        watch.useless(results_of((0.0, 0.0)))
-        assert watch.reason() == (
-            "3 groups came and none has a spread of rewards; 2 of 6 rollouts failed, 2 of them "
-            "with ServerError; the most frequent rewards are 1 (2 times), 0 (2 times), each group "
-            "alike."
+        warning = self.warning()
+        warning.begin(1)
+        warning.no_signal(results_of((None, None), "ServerError"))
+        warning.no_signal(results_of((1.0, 1.0)))
+        warning.no_signal(results_of((0.0, 0.0)))
+        assert warning.reason() == (
+            "none of 3 groups has any; 2 of 6 rollouts failed, 2 of them with ServerError; the "
+            "most frequent rewards are 1 (2 times), 0 (2 times), equal within each group."
         )
 
     def test_a_useful_group_starts_the_wait_anew(self):
-        watch = self.watch()
-        watch.begin(1)
+        warning = self.warning()
+        warning.begin(1)
         self.now = 40.0
-        watch.useful()
+        warning.signal()
         self.now = 80.0
-        watch.look()
+        warning.check()
         assert self.said == []
         self.now = 86.0
-        watch.look()
+        warning.check()
         self.now = 100.0
-        watch.look()
+        warning.check()
         assert len(self.said) == 1  # not every five seconds
         self.now = 132.0
-        watch.look()
+        warning.check()
         assert len(self.said) == 2
 
     async def test_it_looks_by_itself_and_stops(self):
         said = []
-        watch = StarvationWatch(said.append, patience_s=0.02)
-        watch.begin(1)
-        async with watch.looking():
+        warning = NoSignalWarning(said.append, patience_s=0.02)
+        warning.begin(1)
+        async with warning.watching():
             await until(lambda: len(said) >= 2)
         count = len(said)
         assert count >= 2
@@ -236,7 +237,7 @@ class TestWatch:
 
     async def test_a_cancellation_while_it_stops_looking_is_not_lost(self):
         async def look():
-            async with StarvationWatch(lambda said: None).looking():
+            async with NoSignalWarning(lambda said: None).watching():
                 pass
 
         task = asyncio.create_task(look())
@@ -266,21 +267,21 @@ class Notices(Silent):
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_real_run_that_starves_says_so_and_ends(model, tmp_path, monkeypatch, ahead):
-    monkeypatch.setattr("rolltree.training.starving.PATIENCE_S", 1e-4)
+    monkeypatch.setattr("rolltree.training.no_signal_warning.PATIENCE_S", 1e-4)
     threads = torch.get_num_threads()
     config = make_config(
         model,
         tmp_path / "run",
-        algorithm={"replace_flat": 3},
+        algorithm={"dynamic_sampling_max": 3},
         train={"num_steps": 2, "async_steps": ahead},
     )
     notices = Notices()
     report = start(config, Alike(), reporter=notices)
     torch.set_num_threads(threads)
-    assert len(report.steps) == 2
-    assert report.steps[1]["dynamic/num_replaced"] == 3
-    assert report.steps[1]["dynamic/num_flat_trained"] == 2
-    assert report.steps[1]["train/grad_norm"] == 0
+    assert len(report.metrics) == 2
+    assert report.metrics[1]["dynamic/num_replaced"] == 3
+    assert report.metrics[1]["dynamic/num_flat_trained"] == 2
+    assert report.metrics[1]["train/grad_norm"] == 0
     text = "\n".join(notices.said)
     assert "rewards are 1" in text
     assert "step 2" in text

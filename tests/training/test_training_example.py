@@ -32,7 +32,9 @@ def test_it_stays_readable():
 
 def test_both_doors_train_a_stored_run_the_same(example, tmp_path):
     folder = make_model(tmp_path / "model")
-    config = make_config(folder, tmp_path / "run", train={"share": "step", "num_steps": 1})
+    config = make_config(
+        folder, tmp_path / "run", train={"share_prefix_across": "step", "num_steps": 1}
+    )
     report = start(config)
 
     def stored():
@@ -60,7 +62,7 @@ def test_both_doors_train_a_stored_run_the_same(example, tmp_path):
     wanted = [p.grad.clone() for p in trainer.optimizer.parameters]
     trainer.optimizer.zero_grad()
     loss = example.accumulate(LogprobModel(model), samples, 8192)
-    assert loss == pytest.approx(report.steps[0]["train/loss"], abs=1e-6)
+    assert loss == pytest.approx(report.metrics[0]["train/loss"], abs=1e-6)
     for parameter, gradient in zip(trainer.optimizer.parameters, wanted, strict=True):
         assert torch.allclose(parameter.grad, gradient, atol=1e-7)
 

@@ -10,7 +10,7 @@ from training_kit import LetterSource
 from rolltree.errors import ConfigError, TrainingError
 from rolltree.models import load_model
 from rolltree.store import Run
-from rolltree.training import Silent, build_local, step_requests, train_async
+from rolltree.training import Silent, build_parts, run_training, step_requests
 
 
 class Recorder(Silent):
@@ -27,7 +27,7 @@ class Recorder(Silent):
         self.seen.append(("eval", phase, step, metrics["reward"], stored))
 
     def on_end(self, report):
-        self.seen.append(("end", report.num_steps))
+        self.seen.append(("end", len(report.metrics)))
 
 
 def close(left, right):
@@ -46,21 +46,21 @@ class TestLearning:
             optim={"lr": 2e-2},
         )
         report = start(config)
-        rewards = [step["reward/mean"] for step in report.steps]
+        rewards = [step["reward/mean"] for step in report.metrics]
         assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.25
-        assert all(step["mismatch/abs_mean"] < 1e-4 for step in report.steps)
-        assert all(step["ratio/ess"] > 0.999 for step in report.steps)
-        assert all(step["samples/reuse_factor"] > 2 for step in report.steps)
-        assert all(step["metric/num_bytes"] > 0 for step in report.steps)
+        assert all(step["mismatch/abs_mean"] < 1e-4 for step in report.metrics)
+        assert all(step["ratio/ess"] > 0.999 for step in report.metrics)
+        assert all(step["samples/reuse_factor"] > 2 for step in report.metrics)
+        assert all(step["metric/num_bytes"] > 0 for step in report.metrics)
         # the engine's estimate over all tokens is near the exact entropy over the trained ones
-        for step in report.steps[:3]:
+        for step in report.metrics[:3]:
             assert step["rollout/entropy"] == pytest.approx(step["train/entropy"], rel=0.3)
 
     def test_the_control_does_not_learn(self, model, tmp_path):
         config = make_config(model, tmp_path / "run", algorithm={"name": "zero"})
         report = start(config)
-        assert all(step["train/grad_norm"] == 0 for step in report.steps)
-        assert len(report.steps) == 4
+        assert all(step["train/grad_norm"] == 0 for step in report.metrics)
+        assert len(report.metrics) == 4
 
     @pytest.mark.parametrize("scope", ["step", "turn", "interleave"])
     def test_every_scope_trains_the_same(self, model, tmp_path, scope):
@@ -70,9 +70,9 @@ class TestLearning:
 
     def test_sharing_a_tree_over_the_step_changes_only_the_cost(self, model, tmp_path):
         group = start(make_config(model, tmp_path / "group"))
-        step = start(make_config(model, tmp_path / "step", train={"share": "step"}))
+        step = start(make_config(model, tmp_path / "step", train={"share_prefix_across": "step"}))
         assert close(curve(step), curve(group))
-        tokens = [[s["train/num_tokens"] for s in report.steps] for report in (step, group)]
+        tokens = [[s["train/num_tokens"] for s in report.metrics] for report in (step, group)]
         assert sum(tokens[0]) < sum(tokens[1])
 
     def test_rows_train_the_same_as_trees(self, model, tmp_path):
@@ -125,8 +125,8 @@ class TestResume:
         report = start(config, source, reporter=recorder)
         assert all("/000004/" in name for name in source.played)
         assert recorder.seen[0] == ("start", 1, 0)
-        assert [s["rollout/reused_share"] for s in report.steps] == [1.0, 1.0, 1.0, 0.0]
-        for old, new in zip(interrupted, report.steps[:3], strict=True):
+        assert [s["rollout/reused_share"] for s in report.metrics] == [1.0, 1.0, 1.0, 0.0]
+        for old, new in zip(interrupted, report.metrics[:3], strict=True):
             assert new["train/loss"] == pytest.approx(old["train/loss"], abs=1e-7)
 
     def test_half_a_steps_rollouts_are_kept(self, model, tmp_path):
@@ -149,7 +149,7 @@ class TestResume:
         source = LetterSource()
         report = start(config, source)
         assert sorted(source.played) == names[4:]
-        assert report.steps[0]["rollout/reused_share"] == pytest.approx(4 / 6)
+        assert report.metrics[0]["rollout/reused_share"] == pytest.approx(4 / 6)
 
     def test_a_finished_run_only_reports(self, model, tmp_path):
         config = make_config(model, tmp_path / "run")
@@ -205,7 +205,7 @@ class TestEvaluation:
         assert calls == [("eval_after/000004", 4)]
         assert seen[-1] == ("eval", "eval_after/000004", 4, 4.0, True)
         assert report.evaluations["eval_after/000004"] == {"reward": 4.0}
-        assert "eval_after" not in report.evaluations
+        assert report.evaluations["eval_after"] == {"reward": 2.0}
 
     def test_also_when_the_shorter_run_was_stopped_in_its_last_evaluation(self, model, tmp_path):
         """Its rollouts are stored under `eval_after`, and must not be counted for later weights."""
@@ -239,12 +239,11 @@ class TestEvaluation:
             return {"reward": 0.0}
 
         async def main(run):
-            parts = build_local(config)
+            parts = build_parts(config)
             late = make_config(
                 model, tmp_path / "run", train={"num_steps": 2}, eval={"before": True}
             )
-            options = {"client": parts.client, "engine": parts.engine, "model": parts.model}
-            await train_async(late, source=LetterSource(), run=run, evaluate=evaluate, **options)
+            await run_training(late, parts, source=LetterSource(), run=run, evaluate=evaluate)
             await parts.client.aclose()
 
         with Run.open(tmp_path / "run") as run:
@@ -258,7 +257,7 @@ class TestFailures:
     def test_failed_rollouts_are_counted_and_the_rest_trains(self, model, tmp_path):
         source = LetterSource(fail=["train/000001/g00/1"])
         report = start(make_config(model, tmp_path / "run", train={"num_steps": 1}), source)
-        (step,) = report.steps
+        (step,) = report.metrics
         assert step["error/Boom"] == 1
         assert step["error/share"] == pytest.approx(1 / 6)
         assert step["credit/untrained_share"] == pytest.approx(1 / 6)
@@ -271,7 +270,7 @@ class TestFailures:
         source = LetterSource()
         report = start(config, source)
         assert sorted(source.played) == names
-        assert len(report.steps) == 2
+        assert len(report.metrics) == 2
         with Run.open(tmp_path / "run", "r") as run:
             assert run.num_rollouts(phase="train") == 12
             assert run.num_rollouts(phase="train", status="ok") == 12

@@ -36,11 +36,11 @@ def test_every_algorithm_takes_steps(model, tmp_path, name):
         optim={"lr": 1e-3},
     )
     report = start(config)
-    for step in report.steps:
+    for step in report.metrics:
         assert step["correction/mean"] == pytest.approx(1.0, abs=1e-3)  # the engine agrees
         assert step["correction/masked_share"] == 0.0
-    assert report.steps[0]["train/kl"] == pytest.approx(0, abs=1e-5)
-    assert abs(report.steps[1]["train/kl"]) > 1e-6  # the weights have moved
+    assert report.metrics[0]["train/kl"] == pytest.approx(0, abs=1e-5)
+    assert abs(report.metrics[1]["train/kl"]) > 1e-6  # the weights have moved
 
 
 def test_distillation_comes_near_its_teacher(model, teacher, tmp_path):
@@ -51,7 +51,7 @@ def test_distillation_comes_near_its_teacher(model, teacher, tmp_path):
         algorithm={"name": "distill", "kl": "full", "reference": str(teacher)},
         optim={"lr": 1e-2},
     )
-    steps = start(config).steps
+    steps = start(config).metrics
     assert steps[-1]["train/kl"] < 0.7 * steps[0]["train/kl"]
 
 

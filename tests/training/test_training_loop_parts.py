@@ -1,6 +1,8 @@
 """The loop as a user can observe it: order, policies, saving, what is told and stored."""
 
+import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from training_kit import LetterSource
 
 from rolltree.errors import ConfigError, TrainingError
 from rolltree.store import Run
-from rolltree.training import Checkpoints, Silent, build_local, open_run, train
+from rolltree.training import Checkpoints, Silent, build_parts, open_run, run_training
 from rolltree.types import RolloutResult
 
 
@@ -42,9 +44,9 @@ class WatchedEngine:
 def test_weights_change_only_while_the_engine_is_paused(model, tmp_path):
     config = make_config(model, tmp_path / "run", train={"num_steps": 2})
 
-    parts = build_local(config)
+    parts = build_parts(config)
     watched = WatchedEngine(parts.engine, parts.model)
-    start(config, parts=parts, engine=watched)
+    start(config, parts=replace(parts, engine=watched))
     seen = watched.seen
     assert [kind for kind, _ in seen] == ["pause", "publish", "go"] * 3
     assert [value for kind, value in seen if kind == "publish"] == [0, 1, 2]
@@ -58,19 +60,13 @@ def test_weights_change_only_while_the_engine_is_paused(model, tmp_path):
 
 def test_an_engine_with_other_weights_is_noticed(model, tmp_path):
     config = make_config(model, tmp_path / "run")
-    parts, others = build_local(config), build_local(config)
+    parts, others = build_parts(config), build_parts(config)
     with torch.no_grad():
         for parameter in others.model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
+    other = replace(parts, client=others.client, engine=others.engine)
     with open_run(config) as run, pytest.raises(TrainingError, match="serves other weights"):
-        train(
-            config,
-            source=LetterSource(),
-            run=run,
-            client=others.client,
-            engine=others.engine,
-            model=parts.model,
-        )
+        asyncio.run(run_training(config, other, source=LetterSource(), run=run))
 
 
 class TestAlgorithmsThroughTheLoop:
@@ -91,18 +87,18 @@ class TestAlgorithmsThroughTheLoop:
     def test_each_trains_and_stays_on_policy(self, model, tmp_path, algorithm):
         config = make_config(model, tmp_path / "run", algorithm=algorithm, train={"num_steps": 2})
         report = start(config)
-        for step in report.steps:
+        for step in report.metrics:
             assert step["mismatch/abs_max"] < 1e-3
             assert np.isfinite(step["train/loss"])
             assert step["train/grad_norm"] > 0
         if algorithm.get("kl_coef"):
-            assert report.steps[0]["train/kl"] == pytest.approx(0, abs=1e-6)
-            assert report.steps[1]["train/kl"] > 0
+            assert report.metrics[0]["train/kl"] == pytest.approx(0, abs=1e-6)
+            assert report.metrics[1]["train/kl"] > 0
 
     def test_several_updates_measure_the_first(self, model, tmp_path):
         section = {"updates_per_step": 3, "num_steps": 1}
-        (several,) = start(make_config(model, tmp_path / "run", train=section)).steps
-        (once,) = start(make_config(model, tmp_path / "once", train={"num_steps": 1})).steps
+        (several,) = start(make_config(model, tmp_path / "run", train=section)).metrics
+        (once,) = start(make_config(model, tmp_path / "once", train={"num_steps": 1})).metrics
         assert several["train/loss"] == pytest.approx(once["train/loss"], abs=1e-6)
         assert several["mismatch/abs_mean"] < 1e-4
         assert several["train/grad_norm"] != pytest.approx(once["train/grad_norm"], rel=1e-3)
@@ -125,7 +121,7 @@ class TestPolicies:
     )
     def test_truncated_rollouts(self, model, tmp_path, algorithm, untrained):
         config = make_config(model, tmp_path / "run", algorithm=algorithm, train={"num_steps": 1})
-        (step,) = start(config, Truncated()).steps
+        (step,) = start(config, Truncated()).metrics
         assert step["credit/truncated_share"] == pytest.approx(1 / 3)
         assert step["credit/untrained_share"] == pytest.approx(untrained)
 
@@ -136,17 +132,19 @@ class TestPolicies:
                 model,
                 tmp_path / mode,
                 algorithm={"truncation": mode},
-                train={"num_steps": 1, "skip_flat": False},
+                train={"num_steps": 1, "skip_zero_advantage": False},
             )
-            (step,) = start(config, Truncated()).steps
+            (step,) = start(config, Truncated()).metrics
             records[mode] = step["train/num_records"]
         assert records["mask"] < records["keep"]
 
     def test_long_paths_are_cut_and_counted(self, model, tmp_path):
         config = make_config(
-            model, tmp_path / "run", train={"num_steps": 1, "max_seq_len": 40, "skip_flat": False}
+            model,
+            tmp_path / "run",
+            train={"num_steps": 1, "max_seq_len": 40, "skip_zero_advantage": False},
         )
-        (step,) = start(config).steps
+        (step,) = start(config).metrics
         assert step["samples/skipped_tokens"] > 0
         assert step["credit/truncated_share"] == 1.0
 
@@ -158,14 +156,16 @@ class TestPolicies:
                 second["reward"] = 1.0 - second["reward"]
                 return [first, second]
 
-        config = make_config(model, tmp_path / "run", train={"num_steps": 2, "skip_flat": False})
+        config = make_config(
+            model, tmp_path / "run", train={"num_steps": 2, "skip_zero_advantage": False}
+        )
         report = start(config, Two())
         with Run.open(tmp_path / "run", "r") as run:
             assert run.num_rollouts(train_step=1) == 12
         source = Two()
         assert start(config, source).num_steps == 2
         assert source.played == []
-        assert report.steps[0]["credit/untrained_share"] == 0.0
+        assert report.metrics[0]["credit/untrained_share"] == 0.0
 
     def test_a_reward_that_is_missing_stops_the_run(self, model, tmp_path):
         class Unscored(LetterSource):
@@ -208,7 +208,7 @@ class TestSaving:
         (tmp_path / "run" / "checkpoints" / "latest").write_text("step-000002\n")
         source = LetterSource()
         report = start(config, source)
-        assert len(report.steps) == 4
+        assert len(report.metrics) == 4
         assert source.played == []  # steps 3 and 4 are trained again from stored rollouts
 
     def test_without_any_checkpoint_the_stored_rollouts_are_enough(self, model, tmp_path):
@@ -218,7 +218,7 @@ class TestSaving:
         source = LetterSource()
         again = start(config, source)
         assert source.played == []
-        for one, other in zip(first.steps, again.steps, strict=True):
+        for one, other in zip(first.metrics, again.metrics, strict=True):
             assert other["train/loss"] == pytest.approx(one["train/loss"], abs=1e-7)
 
 
@@ -228,12 +228,12 @@ class TestSchedule:
         whole = make_config(model, tmp_path / "run", optim=section)
         start(whole)
         (tmp_path / "run" / "checkpoints" / "latest").write_text("step-000002\n")
-        rates = [step["train/lr"] for step in start(whole).steps]
+        rates = [step["train/lr"] for step in start(whole).metrics]
         assert rates == pytest.approx([5e-4, 1e-3, 1e-3 * 2 / 3, 1e-3 / 3])
 
     def test_on_policy_nothing_lags(self, model, tmp_path):
         report = start(make_config(model, tmp_path / "run"))
-        assert [step["train/lag_mean"] for step in report.steps] == [0.0] * 4
+        assert [step["train/lag_mean"] for step in report.metrics] == [0.0] * 4
 
 
 class TestTelling:
@@ -251,7 +251,7 @@ class TestTelling:
                 heard.append(("step", step, metrics["policy/version"]))
 
             def on_end(self, report):
-                heard.append(("end", len(report.steps)))
+                heard.append(("end", len(report.metrics)))
 
         config = make_config(model, tmp_path / "run", train={"num_steps": 2})
         start(config, reporter=Listener())
@@ -266,7 +266,7 @@ class TestTelling:
 
     def test_every_documented_group_of_metrics_is_stored(self, model, tmp_path):
         report = start(make_config(model, tmp_path / "run", train={"num_steps": 1}))
-        (step,) = report.steps
+        (step,) = report.metrics
         groups = {name.partition("/")[0] for name in step}
         assert groups == {
             "reward",

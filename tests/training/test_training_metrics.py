@@ -6,9 +6,8 @@ import torch
 from training_kit import Call, records_of
 
 from rolltree.training.logprobs import RecordLogprobs
-from rolltree.training.metrics import RecordStats
+from rolltree.training.metrics import RecordStats, rollout_metrics
 from rolltree.training.objective import ObjectiveTerms
-from rolltree.training.rollout_metrics import rollout_metrics
 from rolltree.types import ErrorRecord, RolloutRequest, RolloutResult, State
 
 

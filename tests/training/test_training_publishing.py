@@ -16,9 +16,8 @@ from rolltree.errors import ConfigError, TrainingError
 from rolltree.inference.local import local_client
 from rolltree.models import load_model
 from rolltree.store import Run
-from rolltree.training import build_local, load_train_config, open_run, train_async
-from rolltree.training.publishing import Publisher, weights_checksum
-from rolltree.training.servers import TransferTarget
+from rolltree.training import build_parts, load_train_config, open_run, run_training
+from rolltree.training.publishing import Publisher, TransferTarget, weights_checksum
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "inference" / "server"))
 import serve_kit
@@ -128,7 +127,7 @@ class TestProbe:
 def test_checkpoints_store_the_checksum_of_what_they_hold(model, tmp_path):
     config = make_config(model, tmp_path / "run", train={"num_steps": 2})
     start(config)
-    parts = build_local(config)
+    parts = build_parts(config)
     from rolltree.training import Checkpoints, Trainer
 
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
@@ -175,7 +174,7 @@ class TestServers:
         config = self.config(model, tmp_path / "run", ["http://127.0.0.1:9/v1"])
         monkeypatch.delenv("SERVE_TOKEN", raising=False)
         with pytest.raises(ConfigError, match="'SERVE_TOKEN' and that variable is not set"):
-            build_local(config)
+            build_parts(config)
 
     def config(self, folder, path, urls, *, engine=(), **sections):
         data = make_config(folder, path).as_dict()
@@ -201,9 +200,9 @@ class TestServers:
             section = {"num_steps": 3, "async_steps": 1}
             config = self.config(model, tmp_path / "run", urls, train=section)
             report = start(config)
-            assert len(report.steps) == 3
-            assert all(step["publish/probe_error"] < 1e-3 for step in report.steps)
-            assert all(step.get("mismatch/abs_mean", 0.0) < 1e-3 for step in report.steps)
+            assert len(report.metrics) == 3
+            assert all(step["publish/probe_error"] < 1e-3 for step in report.metrics)
+            assert all(step.get("mismatch/abs_mean", 0.0) < 1e-3 for step in report.metrics)
             weights = tmp_path / "run" / "weights"
             assert [path.name for path in weights.iterdir()] == ["version-000003"]
             self.check_one_left_behind(config, tmp_path, urls)
@@ -224,8 +223,8 @@ class TestServers:
                 model=more,
             )
             report = start(config)
-            assert len(report.steps) == 2
-            assert all(step["publish/probe_error"] < 1e-3 for step in report.steps)
+            assert len(report.metrics) == 2
+            assert all(step["publish/probe_error"] < 1e-3 for step in report.metrics)
             assert not (tmp_path / name / "weights").exists()
             for url in urls:
                 answer = httpx.get(
@@ -244,7 +243,7 @@ class TestServers:
         """The second server takes the version number and keeps its weights."""
 
         async def main(run):
-            parts = build_local(config)
+            parts = build_parts(config)
             target = parts.engine
             publish = target.publish
 
@@ -256,14 +255,7 @@ class TestServers:
 
             target.publish = only_the_first
             try:
-                await train_async(
-                    config,
-                    source=LetterSource(),
-                    run=run,
-                    client=parts.client,
-                    engine=target,
-                    model=parts.model,
-                )
+                await run_training(config, parts, source=LetterSource(), run=run)
             finally:
                 await parts.client.aclose()
 

@@ -8,8 +8,7 @@ from training_kit import Call, flat, group, tree
 
 from rolltree.errors import ConfigError
 from rolltree.samples import SampleStream
-from rolltree.training.ranks import start_ranks
-from rolltree.training.wire import decode, encode, samples_from_data, samples_to_data
+from rolltree.training.ranks import decode, encode, samples_from_data, samples_to_data, start_ranks
 from rolltree.types import Records
 
 

@@ -34,10 +34,10 @@ def test_a_step_on_smollm2_agrees_with_its_engine(tmp_path):
         tmp_path / "run",
         algorithm={"group_size": 2, "groups_per_step": 2},
         optim={"lr": 1e-5},
-        train={"num_steps": 2, "share": "step", "num_threads": 2},
+        train={"num_steps": 2, "share_prefix_across": "step", "num_threads": 2},
     )
     report = start(config, ShortWords())
-    for step in report.steps:
+    for step in report.metrics:
         assert step["mismatch/abs_mean"] < 1e-4
         assert step["mismatch/abs_max"] < 1e-3
         assert step["train/grad_norm"] > 0

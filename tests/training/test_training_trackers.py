@@ -16,7 +16,7 @@ from loop_kit import make_config, start
 from rolltree.errors import ConfigError, UnknownName
 from rolltree.store import Run
 from rolltree.training import Silent
-from rolltree.training.trackers import TRACKERS, TrackedRun, Tracking, numbers
+from rolltree.training.trackers import TRACKERS, TrackedRun, Trackers, numbers
 from wait_kit import wait_until
 
 
@@ -144,8 +144,8 @@ def test_a_missing_package_is_an_error_that_names_the_extra(name, tmp_path, monk
 def test_names_are_checked_before_anything_starts(model, tmp_path):
     config = make_config(model, tmp_path / "run", track={"to": ["tensorbord"]})
     with pytest.raises(UnknownName, match="tensorboard"):
-        Tracking(Silent(), config)
-    with pytest.raises(ConfigError, match="name each tracker once"):
+        Trackers(config)
+    with pytest.raises(ConfigError, match="Name each tracker once"):
         make_config(model, tmp_path / "run", track={"to": ["wandb", "wandb"]})
 
 

@@ -57,7 +57,7 @@ class TestBatch:
         assert some.num_skipped == len(calls[1].completion) + len(calls[2].completion)
         assert some.records.weight.sum() == pytest.approx(0.5)  # two of four rollouts
         model = tiny_model()
-        skipping, complete = trainer(model), trainer(model, train={"skip_flat": False})
+        skipping, complete = trainer(model), trainer(model, train={"skip_zero_advantage": False})
         wanted = gradient_of(complete, samples)
         skipping._gradients(some)
         got = torch.cat([p.grad.flatten() for p in skipping.optimizer.parameters])

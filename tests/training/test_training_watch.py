@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from training_kit import Call, flat, group
 
 from rolltree.tasks import uninterrupted
-from rolltree.training.handover import Handover
-from rolltree.training.metrics import RecordStats
-from rolltree.training.places import by_place
+from rolltree.training.metrics import RecordStats, mismatch_metrics
+from rolltree.training.publishing import WeightLock
 from rolltree.training.staleness import mask_stale
 
 
@@ -35,7 +34,7 @@ class TestPlaces:
             )
         )
         difference = np.concatenate([np.arange(20.0) * (-1) ** np.arange(20), [100.0, 200.0]])
-        assert by_place(joined, difference) == pytest.approx(
+        assert mismatch_metrics(joined, difference) == pytest.approx(
             {
                 "mismatch/at_0": (0 + 100) / 2,
                 "mismatch/at_1-3": (1 + 2 + 3 + 200) / 4,
@@ -49,7 +48,7 @@ class TestPlaces:
     def test_the_last_range_is_open(self):
         records = flat(Call([1], [1], call=300)).records
         records.offset[:] = 5000
-        assert by_place(records, np.array([-2.0])) == {
+        assert mismatch_metrics(records, np.array([-2.0])) == {
             "mismatch/at_1024+": 2.0,
             "mismatch/call_16+": 2.0,
         }
@@ -154,48 +153,48 @@ class Engine:
         return Pause()
 
 
-class TestHandover:
+class TestWeightLock:
     async def made(self):
         engine = Engine()
 
         async def publish():
             engine.log.append(("publish", threading.current_thread() is threading.main_thread()))
 
-        return engine, Handover(engine.paused, publish)
+        return engine, WeightLock(engine.paused, publish)
 
     async def test_pause_write_publish_go(self):
-        engine, handover = await self.made()
+        engine, lock = await self.made()
 
         def work():
-            with handover():
+            with lock():
                 engine.log.append(("write", threading.current_thread() is threading.main_thread()))
             return 7
 
-        assert await uninterrupted(asyncio.to_thread(work)) == 7
+        assert await asyncio.to_thread(work) == 7
         assert engine.log == ["pause", ("write", False), ("publish", True), "go"]
-        assert handover.paused_s > 0
+        assert lock.paused_s > 0
 
     async def test_a_failed_write_publishes_nothing_and_stays_paused(self):
-        engine, handover = await self.made()
+        engine, lock = await self.made()
 
         def work():
-            with handover():
+            with lock():
                 raise RuntimeError("half written")
 
         with pytest.raises(RuntimeError, match="half written"):
-            await uninterrupted(asyncio.to_thread(work))
+            await asyncio.to_thread(work)
         assert engine.log == ["pause"]
-        await handover.aclose()
+        await lock.aclose()
         assert engine.log == ["pause", "go"]
 
     async def test_a_cancelled_step_is_finished_first(self):
-        engine, handover = await self.made()
+        engine, lock = await self.made()
         began, release = threading.Event(), threading.Event()
 
         def work():
             began.set()
             release.wait(60)
-            with handover():
+            with lock():
                 engine.log.append("write")
 
         task = asyncio.create_task(uninterrupted(asyncio.to_thread(work)))

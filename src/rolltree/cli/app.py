@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from rolltree import __version__
-from rolltree.cli import env, eval, runs, serve, train_command
+from rolltree.cli import env, eval, runs, serve, train
 from rolltree.errors import ConfigError, RolltreeError, Stopped, UnknownName
 
 STOPPED_STATUS = 75
@@ -51,7 +51,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
 
 _COMMANDS: dict[str, Callable[..., None]] = {
     "eval": eval.evaluate_environment,
-    "train": train_command.train_model,
+    "train": train.train_model,
     "serve": serve.serve_model,
     "runs": runs.list_stored_runs,
     "show": runs.show_run,

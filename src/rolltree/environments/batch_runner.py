@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -30,6 +28,7 @@ from rolltree.rollouts import (
 )
 from rolltree.rollouts.episode import Episode, playing
 from rolltree.rubrics import Rubric, write_advantages
+from rolltree.tasks import run_sync
 from rolltree.tokens import Trajectory
 from rolltree.types import (
     INPUT_FIELDS,
@@ -496,13 +495,3 @@ def _fill_advantages(results: Sequence[RolloutResult]) -> None:
                 groups[result.request.group_id, str(state.get("agent") or "")].append(state)
     for states in groups.values():
         write_advantages(states)
-
-
-def run_sync(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end: in this thread, or in another when this one has a loop."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    with ThreadPoolExecutor(1, thread_name_prefix="rolltree-sync") as pool:
-        return pool.submit(asyncio.run, work).result()

@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rolltree.evaluation import EvalProgress, EvalReport, compare, stored_report
+from rolltree.evaluation import EvalReport, compare, stored_report
 from rolltree.reports.curves import Curve, save_curve, terminal_curve
 from rolltree.reports.evaluation import comparison_table, evaluation_table
 from rolltree.reports.formatting import duration, meter, say
@@ -151,7 +151,7 @@ def _is_finite(value: object) -> bool:
 
 
 class TrainView:
-    """A training reporter. Use it as a context; `on_eval_progress` is for held-out evaluation."""
+    """A training reporter. Use it as a context."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -203,9 +203,9 @@ class TrainView:
             shown = "  ".join(f"{name} {value.strip()}" for name, value in cells if name and value)
             say(self._console, f"step {step}/{self._num_steps}  {shown}")
 
-    def on_eval_progress(self, phase: str, progress: EvalProgress) -> None:
+    def on_eval_progress(self, phase: str, num_done: int, num_total: int) -> None:
         """Show how far a held-out evaluation is."""
-        self._status = f"{phase}: {progress.num_done}/{progress.num_total} held-out rollouts"
+        self._status = f"{phase}: {num_done}/{num_total} held-out rollouts"
 
     def on_eval(self, phase: str, step: int, metrics: Mapping[str, Any], stored: bool) -> None:
         """Show the mean reward of an evaluation with its interval."""

@@ -1,28 +1,29 @@
 """Training: credit, losses, exact training on token trees, the loop and its checkpoints.
 
 `train(config, source=..., run=..., client=..., engine=..., model=...)` is the whole loop;
-`build_local` makes the parts that a config names. The room takes rollouts from any source and
+`build_parts` makes the parts that a config names. The room takes rollouts from any source and
 never imports an environment or the evaluation. It leaves out critics and several machines.
 """
 
 from rolltree.training.advantages import CreditPolicy, CreditReport, assign_credit
 from rolltree.training.aggregation import AGGREGATIONS, coefficients
 from rolltree.training.algorithms import ALGORITHMS, Algorithm, resolve_algorithm
-from rolltree.training.build import LocalParts, build_local, open_run
 from rolltree.training.checkpoint import Checkpoints, TrainState
+from rolltree.training.checkpoint_formats import export_model
 from rolltree.training.config import MAY_CHANGE, TrainConfig, load_train_config
 from rolltree.training.corrections import CORRECTIONS
 from rolltree.training.credit import CREDITS, FLOWS, Flow
-from rolltree.training.export import export_model
 from rolltree.training.forward import LogprobModel
 from rolltree.training.kl import KLS
 from rolltree.training.layout import Forest, collate
+from rolltree.training.loop import Evaluate, run_training
 from rolltree.training.losses import LOSSES, LossInputs, LossTerms, get_loss
 from rolltree.training.optim import Optimizer, learning_rate
+from rolltree.training.parts import TrainParts, build_parts, open_run
 from rolltree.training.plan import step_requests, task_indices
+from rolltree.training.publishing import WeightTarget
 from rolltree.training.reporter import Reporter, Silent, TrainReport, TrainStart
 from rolltree.training.supervised import supervised_states
-from rolltree.training.train import Evaluate, WeightTarget, train, train_async
 from rolltree.training.trainer import Trainer
 from rolltree.training.tree_support import check_tree_support, why_not_tree
 
@@ -41,7 +42,7 @@ __all__ = [
     "Forest",
     "KLS",
     "LOSSES",
-    "LocalParts",
+    "TrainParts",
     "LogprobModel",
     "LossInputs",
     "LossTerms",
@@ -56,7 +57,7 @@ __all__ = [
     "Trainer",
     "WeightTarget",
     "assign_credit",
-    "build_local",
+    "build_parts",
     "check_tree_support",
     "coefficients",
     "collate",
@@ -66,10 +67,9 @@ __all__ = [
     "load_train_config",
     "open_run",
     "resolve_algorithm",
+    "run_training",
     "step_requests",
     "supervised_states",
     "task_indices",
-    "train",
-    "train_async",
     "why_not_tree",
 ]

@@ -1,33 +1,33 @@
 """Checkpoints that are whole or not there: model, optimizer and position of a training run.
 
-    checkpoints/step-000020/  state.json, rng.safetensors, and model and optimizer (`contents.py`)
+    checkpoints/step-000020/  state.json, rng.safetensors, model and optimizer (checkpoint_formats)
     checkpoints/latest        the name of the newest complete one
 
-A checkpoint is written into a temporary directory, synced, renamed, and only then is `latest`
-moved to it, so a kill at any moment, of any rank, leaves the previous one in force. It knows
-directories and who writes when. It leaves out pickle, and rollouts, also those of groups that are
-not finished: they are in the run store.
+A checkpoint is written into a temporary directory, synced and renamed; only then does `latest`
+point to it, so a kill at any moment, of any rank, leaves the previous one in force. Rollouts are in
+the run store.
 """
 
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from rolltree.errors import ConfigError, TrainingError
 from rolltree.models.layouts import open_file
-from rolltree.training.contents import FORMATS
-from rolltree.training.durable import put_in_place, remove, sync, sync_files
+from rolltree.training.checkpoint_formats import FORMATS, put_in_place, remove, sync, sync_files
 from rolltree.training.optim import Optimizer
 from rolltree.training.ranks import Ranks
-from rolltree.training.rng import restore_rng, rng_tensors
 
 FORMAT = 2
 _RNG, _STATE, _LATEST = "rng.safetensors", "state.json", "latest"
@@ -189,3 +189,37 @@ def _torn(path: Path, what: str) -> TrainingError:
         f"{path.parent / _LATEST}, or remove that file to start from the beginning (stored "
         "rollouts are used again)."
     )
+
+
+def rng_tensors() -> dict[str, Tensor]:
+    """Return the states of `random`, `numpy.random` and torch on the CPU and every GPU."""
+    _, words, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    tensors = {
+        "python/words": torch.tensor(words, dtype=torch.int64),
+        "python/gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy/keys": torch.from_numpy(np.asarray(keys, np.int64)),
+        "numpy/position": torch.tensor([int(position), int(has_gauss)]),
+        "numpy/gauss": torch.tensor([float(cached)], dtype=torch.float64),
+        "torch/cpu": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states = torch.cuda.get_rng_state_all()
+        tensors |= {f"torch/cuda{index}": state for index, state in enumerate(states)}
+    return tensors
+
+
+def restore_rng(tensors: dict[str, Tensor]) -> None:
+    """Set the generators to what `rng_tensors` returned; GPUs that are not here are left out."""
+    gauss = tensors["python/gauss"].tolist()
+    words = tuple(tensors["python/words"].tolist())
+    random.setstate((3, words, gauss[0] if gauss else None))
+    position, has_gauss = tensors["numpy/position"].tolist()
+    keys = tensors["numpy/keys"].numpy().astype(np.uint32)
+    cached = float(tensors["numpy/gauss"])
+    np.random.set_state(("MT19937", keys, position, has_gauss, cached))
+    torch.set_rng_state(tensors["torch/cpu"])
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        state = tensors.get(f"torch/cuda{index}")
+        if state is not None:
+            torch.cuda.set_rng_state(state, index)

@@ -1,8 +1,8 @@
-"""From samples to logprobs: how a model reads a pack of samples, as a table.
+"""From samples to logprobs: how a model reads a pack of samples.
 
 `tree` computes every unique token once; `rows` runs each sample through the model's own causal
-attention, for models that a tree would be wrong for. Both give the same numbers. It knows nothing
-about losses and optimizers. It leaves out padding: no token is computed that no sample has.
+attention, for models whose attention is not exact on a tree. Both give the same numbers. Nothing is
+padded.
 """
 
 from __future__ import annotations
@@ -246,3 +246,21 @@ class LogprobModel:
     def _autocast(self) -> torch.autocast:
         on = self.compute_dtype != torch.float32
         return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=on)
+
+
+@contextmanager
+def backward_precision(dtype: str) -> Iterator[None]:
+    """Let float32 matrix products on the CPU run in `dtype` while the context is open.
+
+    The switch is the process's: nothing else may multiply meanwhile, so the engine is paused.
+    """
+    if dtype == "float32":
+        yield
+        return
+    switch: Any = getattr(torch.backends.mkldnn, "matmul")  # noqa: B009  (untyped in torch)
+    before = switch.fp32_precision
+    switch.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        switch.fp32_precision = before

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from rolltree.errors import ConfigError, did_you_mean
+from rolltree.training.ranks import reshard, whole
 from rolltree.training.sections import ModelSection
-from rolltree.training.shard import reshard, whole
 
 ADAPTER = "default"
 _PREFIX = "base_model.model."

@@ -1,20 +1,26 @@
-"""What an optimizer step saw, per loss record, and its summary as flat metrics.
+"""Metrics of a step: what the optimizer saw per loss record, and its rollouts.
 
-Arrays of length `_R` are filled pack by pack and reduced once, every trained token counting the
-same. It knows records and nothing of models. It leaves out rewards and timings.
+All trained tokens count the same. Metrics per task are a query on the run store.
 """
 
 from __future__ import annotations
 
+import resource
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import fmean, pstdev
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from rolltree.samples import take_records
 from rolltree.training.layout import FloatColumn
 from rolltree.training.logprobs import RecordLogprobs
 from rolltree.training.objective import ObjectiveTerms
-from rolltree.training.places import by_place
 from rolltree.training.ranks import Ranks
-from rolltree.types import Records
+from rolltree.types import FinishReason, IntArray, Records, RolloutResult, State
 
 
 class RecordStats:
@@ -101,5 +107,107 @@ class RecordStats:
             "mismatch/abs_mean": float(np.abs(own).mean()),
             "mismatch/abs_max": float(np.abs(own).max()),
             "mismatch/k3": float((ratio[fresh] - 1 - own).mean()),
-            **by_place(take_records(records, fresh), own),
+            **mismatch_metrics(take_records(records, fresh), own),
         }
+
+
+_OFFSETS = (0, 1, 4, 16, 64, 256, 1024)
+_CALLS = (0, 1, 2, 4, 8, 16)
+"""Lower bounds of the ranges; the last one is open."""
+
+
+def mismatch_metrics(records: Records, difference: NDArray[np.float64]) -> dict[str, float]:
+    """Return the mean absolute difference per range of positions and of calls.
+
+    Example: `{"mismatch/at_0": ..., "mismatch/at_1-3": ..., "mismatch/call_0": ...,
+    "mismatch/call_16+": ...}`; a range without tokens is not there.
+
+    Args:
+        records: `_R` loss records.
+        difference: float64 `[_R]`, trainer minus engine logprob.
+    """
+    size = np.abs(difference)
+    return {
+        **_per_range("mismatch/at", records.offset, _OFFSETS, size),
+        **_per_range("mismatch/call", records.call, _CALLS, size),
+    }
+
+
+def _per_range(
+    stem: str, values: IntArray, bounds: tuple[int, ...], size: NDArray[np.float64]
+) -> dict[str, float]:
+    place = np.searchsorted(bounds, values, side="right") - 1
+    count = np.bincount(place, minlength=len(bounds))
+    total = np.bincount(place, weights=size, minlength=len(bounds))
+    names = [f"{low}-{high - 1}" if high - low > 1 else f"{low}" for low, high in pairwise(bounds)]
+    names.append(f"{bounds[-1]}+")
+    return {
+        f"{stem}_{name}": float(total[i] / count[i]) for i, name in enumerate(names) if count[i]
+    }
+
+
+def rollout_metrics(results: Sequence[RolloutResult]) -> dict[str, float]:
+    """Return the metrics of all rollouts of one step.
+
+    Rewards and metrics are those of the episodes' own rollouts; with several agents, or delegation,
+    `reward/<agent>/mean` is each agent's. Lengths and calls are those of all.
+    Rewards and `metric/*` are means over rollouts that have one; failed rollouts have none and are
+    counted in `error/*`. Lengths count sampled tokens (`rollout/max_sampled_tokens`: of one call),
+    `rollout/length_cut_share` is the share of calls that ran into their token limit.
+    """
+    states = [state for result in results for state in result.states]
+    own = [state for state in states if state.get("parent_rollout") is None]
+    rewards = [float(s["reward"]) for s in own if s.get("reward") is not None]
+    metrics: dict[str, float] = {}
+    if rewards:
+        metrics["reward/mean"] = fmean(rewards)
+        metrics["reward/std"] = pstdev(rewards)
+        metrics["reward/max"] = max(rewards)
+    metrics |= _agent_rewards(states)
+    by_name: defaultdict[str, list[float]] = defaultdict(list)
+    for state in own:
+        for name, value in (state.get("metrics") or {}).items():
+            if isinstance(value, int | float):
+                by_name[name].append(float(value))
+    metrics |= {f"metric/{name}": fmean(values) for name, values in sorted(by_name.items())}
+    extras = [_extras(step) for state in states for step in state.get("trajectory") or ()]
+    sampled = [int(extra.get("num_completion_tokens") or 0) for extra in extras]
+    prompts = [int(extra.get("num_prompt_tokens") or 0) for extra in extras]
+    cut = [str(extra.get("finish_reason")) == FinishReason.LENGTH for extra in extras]
+    count = max(1, len(states))
+    metrics |= {
+        "rollout/num_calls": len(extras) / count,
+        "rollout/sampled_tokens": sum(sampled) / count,
+        "rollout/max_sampled_tokens": float(max(sampled, default=0)),
+        "rollout/prompt_tokens": sum(prompts) / count,
+        "rollout/total_sampled_tokens": float(sum(sampled)),
+        "rollout/length_cut_share": sum(cut) / max(1, len(extras)),
+        "rollout/truncated_share": sum(bool(s.get("truncated")) for s in states) / count,
+        "rollout/generation_ms": _mean_timing(states, "generation_ms"),
+        "rollout/scoring_ms": _mean_timing(states, "scoring_ms"),
+        "memory/peak_rss_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
+    }
+    errors = Counter(result.error.type for result in results if result.error is not None)
+    metrics["error/share"] = sum(errors.values()) / max(1, len(results))
+    metrics |= {f"error/{kind}": float(number) for kind, number in sorted(errors.items())}
+    return metrics
+
+
+def _agent_rewards(states: Sequence[State]) -> dict[str, float]:
+    """Return the mean reward of each agent, nothing where there is only one."""
+    by_agent: defaultdict[str, list[float]] = defaultdict(list)
+    for state in states:
+        if state.get("reward") is not None:
+            by_agent[str(state.get("agent") or "agent")].append(float(state["reward"]))
+    if len(by_agent) < 2:
+        return {}
+    return {f"reward/{agent}/mean": fmean(values) for agent, values in sorted(by_agent.items())}
+
+
+def _extras(step: Any) -> dict[str, Any]:
+    return step.get("extras") or {}
+
+
+def _mean_timing(states: Sequence[State], name: str) -> float:
+    values = [float((state.get("timing") or {}).get(name) or 0.0) for state in states]
+    return fmean(values) if values else 0.0

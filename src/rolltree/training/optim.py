@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rolltree.errors import TrainingError
-from rolltree.training.config import OptimSection
-from rolltree.training.shard import total_norm
+from rolltree.training.ranks import total_norm
+from rolltree.training.sections import OptimSection
 
 SCHEDULES: dict[str, Callable[[float, float], float]] = {
     "constant": lambda done, final: 1.0,

@@ -1,25 +1,41 @@
-"""New weights to whatever samples, versioned and verified.
+"""New weights to the engine that samples, versioned and verified.
 
-An engine that reads the trainer's own tensors is verified by their addresses, which costs nothing,
-and every checkpoint stores a checksum of them. One that has a copy (vLLM, servers) is probed after
-every publish: a few tokens are sampled after a fixed prompt, and their logprobs compared with the
-trainer's own, of every server. It knows engines and clients by their interface. It leaves out how
-weights travel.
+The embedded engine reads the trainer's own tensors, which their addresses prove. Engines with a
+copy (vLLM, servers) are probed after every publish: the logprobs of a few sampled tokens are
+compared with the trainer's. Servers get the weights by disk (they reload `weights/version-000012/`
+of the run directory) or by transfer. `WeightLock` is how an asynchronous step pauses the engine
+while the optimizer writes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import inspect
+import os
+import shutil
+import time
 import zlib
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rolltree.errors import TrainingError
+from rolltree.errors import ConfigError, TrainingError
+from rolltree.inference import ChatRenderer, EndpointPool, WeightTransfer, publish_weights
+from rolltree.inference.publish import HasServer
+from rolltree.training.checkpoint_formats import export_model
+from rolltree.training.config import TrainConfig
+from rolltree.training.lora import plain_tensors
 from rolltree.types import GenerateRequest, IntArray, ModelResponse, SamplingParams
 
 _PROBE_TOKENS = 16
@@ -36,6 +52,23 @@ def weights_checksum(tensors: Iterable[Tensor]) -> str:
         data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         total.update(repr((tuple(tensor.shape), zlib.crc32(data.data))).encode())
     return total.hexdigest()
+
+
+class WeightTarget(Protocol):
+    """The engine that gets the weights: embedded, vLLM, servers, or a stand-in for one."""
+
+    @property
+    def version(self) -> int:
+        """The policy version that it samples with."""
+        ...
+
+    def paused(self) -> AbstractAsyncContextManager[None]:
+        """Return a context in which nothing is sampled."""
+        ...
+
+    def publish(self, version: int) -> Awaitable[None] | None:
+        """Use the weights as they are now, as those of `version`; awaited if it is a coroutine."""
+        ...
 
 
 class Publisher:
@@ -76,8 +109,8 @@ class Publisher:
             await done
         if self._engine.version != version:
             raise TrainingError(
-                f"version {version} was published, and the engine says that it has version "
-                f"{self._engine.version!r}. Does somebody else publish to it?"
+                f"version {version} was published, but the engine reports version "
+                f"{self._engine.version!r}. Does another program publish to it?"
             )
 
     async def verify(self, version: int) -> dict[str, float]:
@@ -110,14 +143,14 @@ class Publisher:
         answer = await client.generate(GenerateRequest(self._prompt, sampling))
         if answer.completion_ids is None or answer.logprobs is None:
             raise TrainingError(
-                f"{client!r} gives no token ids or no logprobs, so it cannot be told which weights "
-                "it serves, and nothing that it samples can be trained. See docs/inference.md, "
-                "Servers, for how to start it."
+                f"{client!r} returns no token ids or no logprobs, so its weights cannot be "
+                "verified and its samples cannot be trained on. See docs/inference.md, Servers, "
+                "for how to start it."
             )
         if answer.versions is not None and (answer.versions != version).any():
             raise TrainingError(
-                f"{client!r} says that it sampled with version {int(answer.versions[0])} after "
-                f"version {version} was published. Does somebody else publish to it?"
+                f"{client!r} sampled with version {int(answer.versions[0])} after version "
+                f"{version} was published. Does another program publish to it?"
             )
         error = float(np.abs(self._own_logprobs(answer) - answer.logprobs).max())
         if not error <= self._tolerance:
@@ -140,3 +173,172 @@ class Publisher:
         logits = self._model(input_ids=ids[None], use_cache=False).logits[0].float()
         logprobs = logits[_PROBE_TOKENS - 1 : -1].log_softmax(-1)
         return logprobs.gather(1, ids[_PROBE_TOKENS:, None])[:, 0].cpu().numpy()
+
+
+class WeightLock:
+    """Pauses the engine while the optimizer writes, for a trainer that steps in a thread.
+
+    The optimizer writes the weights in place, so a token sampled between its first write and the
+    publish would come from half old, half new weights. Make it in the event loop, open it in the
+    trainer's thread.
+
+    Args:
+        paused: returns the context in which the engine runs no step.
+        publish: awaited in it once the weights are written.
+
+    If the block fails, the weights may be half written: nothing is published and the engine stays
+    paused until `aclose`, so that the rollouts can be cancelled first. `paused_s` is how long the
+    engine was paused.
+    """
+
+    def __init__(
+        self,
+        paused: Callable[[], AbstractAsyncContextManager[None]],
+        publish: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._paused, self._publish = paused, publish
+        self._loop = asyncio.get_running_loop()
+        self._stack = AsyncExitStack()
+        self.paused_s = 0.0
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Open the pause, let the block write, publish, close the pause."""
+        self._wait(self._stack.enter_async_context(self._paused()))
+        began = time.perf_counter()
+        yield
+        self._wait(self._publish())
+        self._wait(self._stack.aclose())
+        self.paused_s = time.perf_counter() - began
+
+    async def aclose(self) -> None:
+        """Resume the engine after a failure."""
+        await self._stack.aclose()
+
+    def _wait(self, awaitable: Awaitable[Any]) -> None:
+        async def run() -> None:
+            await awaitable
+
+        asyncio.run_coroutine_threadsafe(run(), self._loop).result()
+
+
+class _Servers:
+    """Servers have copies of the weights, so they go on while the optimizer writes."""
+
+    _version = -1
+
+    @property
+    def version(self) -> int:
+        """The version that all servers have confirmed; -1 before the first."""
+        return self._version
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Do nothing: each server is paused while it loads."""
+        yield
+
+
+class ServerTarget(_Servers):
+    """Publishes to servers by disk: writes a version, has every server reload it.
+
+    Args:
+        model: the module that is trained.
+        clients: one per server.
+        folder: where versions are written, readable for the servers under the same path.
+        method: the worker's method that reloads, see `publish_weights`.
+    """
+
+    def __init__(
+        self, model: Any, clients: Sequence[HasServer], folder: Path, *, method: str
+    ) -> None:
+        self._model, self._clients, self._method = model, clients, method
+        self._folder = folder
+
+    async def publish(self, version: int) -> None:
+        """Write the weights, have every server load them, and remove older ones.
+
+        Raises:
+            ModelError: a server failed; it is named.
+        """
+        path = self._folder / f"version-{version:06d}"
+        await asyncio.to_thread(export_model, self._model, None, path)
+        await publish_weights(self._clients, path, version, method=self._method)
+        self._version = version
+        for old in self._folder.glob("version-*"):
+            if old != path:
+                await asyncio.to_thread(shutil.rmtree, old)
+
+
+class TransferTarget(_Servers):
+    """Publishes to servers by sending them the weights.
+
+    Args:
+        model: the module that is trained, or a plain copy of it (adapters, ranks).
+        clients: one per server.
+        address: this machine's, as the servers reach it.
+
+    Raises:
+        ConfigError: the model's tensors have other names than its checkpoint's.
+    """
+
+    def __init__(self, model: Any, clients: Sequence[HasServer], *, address: str) -> None:
+        if getattr(model, "_weight_conversions", None):
+            raise ConfigError(
+                f"the tensors of {type(model).__name__} were renamed or fused when its checkpoint "
+                "was read, so servers would not know what is sent. Use engine.publish = 'disk', "
+                "which writes them as they were."
+            )
+        device = next(model.parameters()).device
+        on_gpu = device.type == "cuda"
+        self._model = model
+        self._transfer = WeightTransfer(
+            clients,
+            backend="nccl" if on_gpu else "gloo",
+            device=device if on_gpu else None,
+            address=address,
+        )
+
+    async def publish(self, version: int) -> None:
+        """Send every server the weights.
+
+        Raises:
+            ModelError: a server failed; it is named.
+        """
+        await self._transfer.publish(plain_tensors(self._model), version)
+        self._version = version
+
+    async def aclose(self) -> None:
+        """Close the connections to the servers."""
+        await self._transfer.aclose()
+
+
+def server_parts(
+    config: TrainConfig, model: Any, tokenizer: Any
+) -> tuple[EndpointPool, ServerTarget | TransferTarget]:
+    """Return the client and the weight target for `engine.urls`.
+
+    Raises:
+        ConfigError: `engine.api_key_env` names a variable that is not set, or the model cannot be
+            transferred.
+    """
+    section = config.engine
+    key = None if section.api_key_env is None else os.environ.get(section.api_key_env)
+    if section.api_key_env is not None and not key:
+        raise ConfigError(
+            f"engine.api_key_env is {section.api_key_env!r} and that variable is not set, so the "
+            "servers would refuse every request. Export it, or leave the setting out."
+        )
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    known = configured if isinstance(configured, list) else [configured]
+    pool = EndpointPool.of(
+        section.urls,
+        section.served_model or config.model.name,
+        api_key=key,
+        renderer=ChatRenderer(tokenizer, end_ids=[int(i) for i in known if i is not None]),
+        token_ids="vllm",
+        logprobs_mode="processed",
+    )
+    if section.publish == "transfer":
+        return pool, TransferTarget(model, pool.clients, address=section.transfer_address)
+    folder = Path(config.run.dir).absolute() / "weights"
+    return pool, ServerTarget(model, pool.clients, folder, method=section.reload_method)

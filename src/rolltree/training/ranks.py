@@ -1,27 +1,39 @@
-"""The processes that train one model together: who they are, and how rank 0 leads them.
+"""The processes that train one model together, and the model sharded over them.
 
-torchrun starts them and says so in the environment; without it there is one process and
-torch.distributed is never set up. Rank 0 runs everything that a single process would (rollouts,
-store, engine, evaluation); the others wait for its commands. It knows process groups and arrays. It
-leaves out models (`shard.py`) and what a command does (`follow.py`).
+torchrun starts them; without it there is one process and torch.distributed is never set up. Rank 0
+runs everything that a single process would (rollouts, store, engine, evaluation) and sends the
+others commands as msgpack, never pickle. The model is sharded with FSDP2 (`fully_shard`, Zhao et
+al. 2023, arXiv:2304.11277); gradients are summed, not averaged, because losses carry global
+normalizers. There is no tensor or pipeline parallelism.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
 
 from rolltree.errors import ConfigError, TrainingError
-from rolltree.training.wire import decode, encode
+from rolltree.samples import SampleStream
+from rolltree.training.forward import LogprobModel
+from rolltree.types import Records, Sample, SampleOrigin
 
 STOP = "stop"
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -106,6 +118,11 @@ class Ranks:
             dist.barrier(group=self.group)
 
 
+def is_rank0() -> bool:
+    """Return whether this process is alone, or rank 0 of those that torchrun started."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 @contextmanager
 def start_ranks(device: str = "cpu", init_method: str = "env://") -> Iterator[Ranks | None]:
     """Join the ranks that torchrun started, or yield None when this process is alone.
@@ -152,3 +169,138 @@ def _lost(what: str) -> Iterator[None]:
             f"{what}, and the ranks of a run end together. Its own message says why; when that is "
             f"mended, the same command continues from the last checkpoint. ({error})"
         ) from error
+
+
+_ARRAY = 1
+
+
+def encode(value: Any) -> bytes:
+    """Return plain data with numpy arrays in it as bytes."""
+    return msgspec.msgpack.encode(value, enc_hook=_to_extension)
+
+
+def decode(data: bytes) -> Any:
+    """Return what `encode` was given; tuples come back as lists, arrays are read-only."""
+    return msgspec.msgpack.Decoder(ext_hook=_from_extension).decode(data)
+
+
+def samples_to_data(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """Return samples as data for `encode`."""
+    return [
+        {
+            "ids": sample.ids,
+            "positions": sample.positions,
+            "subtree_end": sample.subtree_end,
+            "records": {
+                name: getattr(sample.records, name) for name in Records.__dataclass_fields__
+            },
+            "origins": [_origin(origin) for origin in sample.origins],
+            "streams": {
+                name: {"positions": stream.positions, "values": stream.values}
+                for name, stream in sample.info.get("streams", {}).items()
+            },
+        }
+        for sample in samples
+    ]
+
+
+def samples_from_data(data: Sequence[Mapping[str, Any]]) -> list[Sample]:
+    """Return the samples that `samples_to_data` described."""
+    return [
+        Sample(
+            row["ids"],
+            row["positions"],
+            row["subtree_end"],
+            Records(**row["records"]),
+            tuple(
+                SampleOrigin(**{**origin, "calls": tuple(origin["calls"])})
+                for origin in row["origins"]
+            ),
+            {"streams": {name: _stream(**stream) for name, stream in row["streams"].items()}},
+        )
+        for row in data
+    ]
+
+
+def _origin(origin: SampleOrigin) -> dict[str, Any]:
+    return {name: getattr(origin, name) for name in SampleOrigin.__dataclass_fields__}
+
+
+def _stream(positions: Any, values: Any) -> SampleStream:
+    return SampleStream(positions, tuple(values) if isinstance(values, list) else values)
+
+
+def _to_extension(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        array = np.ascontiguousarray(value)
+        head = (array.dtype.str, value.shape, array.tobytes())
+        return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode(head))
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"{type(value).__name__} cannot be sent to other ranks")
+
+
+def _from_extension(code: int, data: memoryview) -> Any:
+    dtype, shape, content = msgspec.msgpack.decode(data)
+    return np.frombuffer(content, np.dtype(dtype)).reshape(shape)
+
+
+_METHOD = "rolltree_logprobs"
+
+
+def shard(logprobs: LogprobModel, ranks: Ranks) -> None:
+    """Shard the module of `logprobs` in place, and let `logprobs` compute with it.
+
+    Each decoder layer is gathered on its own; everything else, tied embeddings and output head
+    included, is one more group. Master weights stay as they are (float32); with another
+    `compute_dtype` they are gathered in it, and gradients are summed in float32.
+    """
+    model, dtype = logprobs.model, logprobs.compute_dtype
+    policy = MixedPrecisionPolicy()
+    if dtype != torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    for module in (*layers, model):
+        fully_shard(module, mesh=ranks.mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    setattr(model, _METHOD, logprobs.compute)
+    register_fsdp_forward_method(model, _METHOD)
+    logprobs.run = getattr(model, _METHOD)
+    logprobs.device = ranks.device
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Let parameters be shards again: after a pass without a backward one the root's are whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor with all its parts, without gradient; every rank calls it alike."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    """Return what this rank holds of a tensor, sharing memory, and where it lies in the whole."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor, tuple(slice(0, size) for size in tensor.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    spans = tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
+    return tensor.to_local(), spans
+
+
+def total_norm(gradients: Iterable[Tensor]) -> float:
+    """Return the norm of all gradients of all ranks together."""
+    norm: Any = torch.nn.utils.get_total_norm(list(gradients))
+    return float(whole(norm))

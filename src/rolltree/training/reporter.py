@@ -1,7 +1,4 @@
-"""Who wants to know how training goes: a protocol, and the reporter that says nothing.
-
-Values only. It knows nothing about terminals and trackers, which implement it elsewhere.
-"""
+"""Training progress callbacks, and the report of a run."""
 
 from __future__ import annotations
 
@@ -10,12 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from rolltree.store import Run
+
+_COLUMNS = {
+    "reward": "reward/mean",
+    "loss": "train/loss",
+    "grad norm": "train/grad_norm",
+    "entropy": "train/entropy",
+    "tokens": "rollout/total_sampled_tokens",
+    "seconds": "time/step_s",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class TrainStart:
     """How a run starts: `first_step` is 1, or where an earlier start left off.
 
-    `history` holds the metrics of the steps before it, `num_parameters` what is trained.
+    `history` holds the metrics of the steps before it, `num_parameters` is how many are trained.
     """
 
     run_path: Path
@@ -25,59 +33,98 @@ class TrainStart:
     history: tuple[Mapping[str, Any], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class TrainReport:
-    """What a finished run leaves: its evaluations by phase, the metrics of all steps in order.
+    """What a training run did. Print it, or read it: `pandas.DataFrame(report.rows())`.
 
-    `model_path` is the exported model, None when `checkpoint.export` is off.
+    Attributes:
+        path: the run directory.
+        metrics: the metrics of every step, in order: `report.metrics[-1]["reward/mean"]`.
+        evaluations: the metrics of every held-out evaluation, by phase (`"eval_before"`, ...).
+        model_path: the exported model, None with `checkpoint.export = false`.
     """
 
-    run_path: Path
-    num_steps: int
-    steps: tuple[Mapping[str, Any], ...]
+    path: Path
+    metrics: tuple[Mapping[str, Any], ...]
     evaluations: Mapping[str, Mapping[str, Any]]
     model_path: Path | None
 
+    @classmethod
+    def read(cls, run: Run) -> TrainReport:
+        """Return the report of a run that is stored."""
+        found = {event.data["phase"]: event.data["metrics"] for event in run.events("evaluation")}
+        model = run.path / "model"
+        steps = tuple(row.metrics for row in run.steps())
+        return cls(run.path, steps, found, model if model.is_dir() else None)
+
+    @property
+    def run(self) -> Run:
+        """The stored run with its rollouts, opened for reading: `with report.run as run: ...`."""
+        return Run.open(self.path, "r")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one flat row per step: `step` and its metrics."""
+        return [{"step": step, **metrics} for step, metrics in enumerate(self.metrics, start=1)]
+
+    def __repr__(self) -> str:
+        heads = ["step", *_COLUMNS]
+        cells = [
+            [str(row["step"]), *(_shown(row.get(name)) for name in _COLUMNS.values())]
+            for row in self.rows()
+        ]
+        if len(cells) > 12:
+            cells = [*cells[:5], ["..."] + [""] * len(_COLUMNS), *cells[-6:]]
+        widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+        lines = [
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            for row in [heads, *cells]
+        ]
+        for phase, metrics in self.evaluations.items():
+            reward = metrics.get("reward")
+            mean = reward.get("mean") if isinstance(reward, Mapping) else reward
+            lines.append(f"{phase}: held-out reward {_shown(mean) or 'none'}")
+        lines += [f"model: {self.model_path}"] if self.model_path else []
+        return "\n".join([f"TrainReport({len(self.metrics)} steps, run {self.path})", *lines])
+
+
+def _shown(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else ""
+
 
 class Reporter(Protocol):
-    """Called from the training loop, in its thread; what it raises ends the run."""
+    """Progress callbacks, called in the loop's thread; an error in one ends the run.
+
+    Subclass it and override what you need.
+    """
 
     def on_start(self, start: TrainStart) -> None:
         """Training begins or continues."""
+        return
 
     def on_rollouts(self, step: int, num_done: int, num_total: int) -> None:
-        """One more rollout of a step is there; stored ones count from the start."""
+        """Another rollout of a step is done; stored ones count from the start."""
+        return
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is done, its metrics are stored and the new weights are published."""
+        return
+
+    def on_eval_progress(self, phase: str, num_done: int, num_total: int) -> None:
+        """Another rollout of an evaluation is done."""
+        return
 
     def on_eval(self, phase: str, step: int, metrics: Mapping[str, Any], stored: bool) -> None:
-        """An evaluation is done, or was found stored by an earlier start."""
+        """An evaluation is done, or was stored by an earlier start."""
+        return
 
     def on_notice(self, message: str) -> None:
-        """Something that a person should know, such as a step that starves; it is stored."""
+        """Something that a person should know; it is stored."""
+        return
 
     def on_end(self, report: TrainReport) -> None:
         """Training is over."""
+        return
 
 
-class Silent:
-    """A reporter that says nothing, and a base for reporters that say some of it."""
-
-    def on_start(self, start: TrainStart) -> None:
-        """Do nothing."""
-
-    def on_rollouts(self, step: int, num_done: int, num_total: int) -> None:
-        """Do nothing."""
-
-    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Do nothing."""
-
-    def on_eval(self, phase: str, step: int, metrics: Mapping[str, Any], stored: bool) -> None:
-        """Do nothing."""
-
-    def on_notice(self, message: str) -> None:
-        """Do nothing."""
-
-    def on_end(self, report: TrainReport) -> None:
-        """Do nothing."""
+class Silent(Reporter):
+    """A reporter that shows nothing."""

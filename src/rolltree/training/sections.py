@@ -1,49 +1,56 @@
-"""Sections of the training config that surround learning: where, which model, which task.
-
-Frozen structs whose fields are documented and checked. They know nothing about what uses them. The
-sections that decide what is learned are in `config.py`.
-"""
+"""The sections of the training config: frozen structs whose fields are documented and checked."""
 
 from __future__ import annotations
 
-import re
-from typing import Any, Literal
+import math
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from rolltree.errors import ConfigError
+from rolltree.samples import DEFAULT_SCOPE, TruncationPolicy
+from rolltree.training.advantages import (
+    BaselineName,
+    CreditPolicy,
+    OnError,
+    SoftOverlong,
+    check_baseline,
+)
+from rolltree.training.algorithms import Algorithm, resolve_algorithm
+from rolltree.training.credit import COMPARING, resolve_flow
+from rolltree.types import Scope
+
+AtLeast0 = Annotated[int, Meta(ge=0)]
+AtLeast1 = Annotated[int, Meta(ge=1)]
+Text = Annotated[str, Meta(min_length=1)]
+Positive = Annotated[float, Meta(gt=0)]
+NonNegative = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Decay = Annotated[float, Meta(ge=0, lt=1)]
 
 
-def need(ok: bool, key: str, value: object, rule: str) -> None:
-    """Refuse a value of a setting that breaks its rule.
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of the config's sections."""
 
-    Raises:
-        ConfigError: with the dotted key.
+
+class RunSection(Section, frozen=True):
+    """Where the run is stored, and its seed.
+
+    `dir`: the run directory; the same directory continues the run. `seed`: task order, environments
+    and sampling are derived from it.
     """
-    if not ok:
-        raise ConfigError(f"{key} is {value!r}; it must be {rule}. Change it in the config.")
 
-
-class RunSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where the run lives and what makes it repeatable.
-
-    `dir`: the run directory; the same directory continues the run. `seed`: everything random (task
-    order, worlds, sampling) comes from it.
-    """
-
-    dir: str = "runs/train"
+    dir: Text = "runs/train"
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        need(bool(self.dir), "run.dir", self.dir, "a path")
 
-
-class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ModelSection(Section, frozen=True):
     """The model that is trained and served.
 
-    `name`: what `rolltree.models.load_model` takes. `compute_dtype`: autocast of the training pass;
-    the weights themselves are always float32. `backward_dtype`: of the matrix products in the
-    backward pass on a CPU; logprobs stay exact. `device`: as torch names it.
+    `name`: a model's name or folder, as `load_model` takes it. `compute_dtype`: autocast of the
+    training pass; the weights themselves are always float32. `backward_dtype`: dtype of the matrix
+    products in the backward pass on a CPU; logprobs stay exact. `device`: as torch names it.
 
     `lora_rank`: train adapters of this rank instead of the weights (0: train the weights), scaled
     by `lora_alpha` / rank (None: twice the rank), on the linear layers named in `lora_targets`
@@ -54,15 +61,12 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     backward_dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
-    lora_rank: int = 0
-    lora_alpha: float | None = None
+    lora_rank: AtLeast0 = 0
+    lora_alpha: Positive | None = None
     lora_targets: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        need(self.lora_rank >= 0, "model.lora_rank", self.lora_rank, "0 or more")
-        alpha = self.lora_alpha
-        need(alpha is None or alpha > 0, "model.lora_alpha", alpha, "above 0")
-        if not self.lora_rank and (alpha is not None or self.lora_targets):
+        if not self.lora_rank and (self.lora_alpha is not None or self.lora_targets):
             raise ConfigError(
                 "model.lora_alpha or model.lora_targets is set, but model.lora_rank is 0, so there "
                 "are no adapters that would read it. Set model.lora_rank, or leave them out."
@@ -74,24 +78,25 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             )
 
 
-class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What samples, and how many episodes it gets at once.
+class EngineSection(Section, frozen=True):
+    """The inference engine that samples rollouts.
 
-    `kind`: `local` is the embedded engine, which reads the trainer's own tensors; `vllm` is vLLM in
-    this process, which gets a copy of them after every step and needs the package; `servers` are
-    those at `urls`. `publish`: servers reload the weights from `weights/` in the run directory,
-    under the same path for them (`disk`), or are sent them (`transfer`): by nccl if `model.device`
-    is a GPU, else by gloo, from `transfer_address`, one of this machine's that they reach.
-    `served_model`: the name that servers know the model by (None: `model.name`).
-    `api_key_env`: the environment variable that holds their token. `reload_method`: the worker's
-    method (see `publish_weights`). `probe_tolerance`: after every publish a short probe is sampled;
-    its logprobs may differ from the trainer's by this much (servers in 16 bits need about 0.5).
-    `max_batch`: requests that
-    decode together. `max_context`: prompt and completion of one request in tokens, None for the
-    engine's default. `kv_budget_bytes`: memory for keys and values, None for `max_batch` full slots
-    (`vllm`: 1 GiB). `prefill_chunk`: most prompt tokens in one forward pass. `max_concurrent`:
-    episodes in flight. `time_limit_s`: seconds an episode may spend. `retries`: how often an
-    episode whose model call failed is run again.
+    - `kind`: `local` is the embedded engine, which reads the trainer's own tensors; `vllm` runs
+      vLLM in this process and copies the weights to it after every step; `servers` are vLLM servers
+      at `urls`.
+    - `publish`: how servers get new weights. `disk`: they reload `weights/` in the run directory,
+      which they see under the same path. `transfer`: the weights are sent, by nccl if
+      `model.device` is a GPU, else by gloo, from `transfer_address` of this machine.
+    - `served_model`: the model's name on the servers (None: `model.name`). `api_key_env`: the
+      environment variable with their API key. `reload_method`: see `publish_weights`.
+    - `probe_tolerance`: after every publish a short probe is sampled from engines that hold a copy
+      of the weights; its logprobs may differ from the trainer's by this much (16-bit servers need
+      about 0.5).
+    - `max_batch`: sequences decoded together. `max_context`: tokens of prompt and completion (None:
+      the engine's default). `kv_budget_bytes`: memory of the KV cache (None: `max_batch` full
+      sequences; `vllm`: 1 GiB). `prefill_chunk`: most prompt tokens in one forward pass.
+    - `max_concurrent`: rollouts in flight. `time_limit_s`: time limit of a rollout. `retries`: how
+      often a rollout is repeated whose model call failed.
     """
 
     kind: Literal["local", "vllm", "servers"] = "local"
@@ -101,26 +106,20 @@ class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     served_model: str | None = None
     api_key_env: str | None = None
     reload_method: str = "reload_weights"
-    probe_tolerance: float = 0.01
-    max_batch: int = 64
+    probe_tolerance: Positive = 0.01
+    max_batch: AtLeast1 = 64
     max_context: int | None = None
     kv_budget_bytes: int | None = None
-    prefill_chunk: int = 2048
-    max_concurrent: int = 64
+    prefill_chunk: AtLeast1 = 2048
+    max_concurrent: AtLeast1 = 64
     time_limit_s: float | None = None
-    retries: int = 0
+    retries: AtLeast0 = 0
 
     def __post_init__(self) -> None:
-        need(self.max_batch >= 1, "engine.max_batch", self.max_batch, "at least 1")
-        need(self.max_concurrent >= 1, "engine.max_concurrent", self.max_concurrent, "at least 1")
-        need(self.prefill_chunk >= 1, "engine.prefill_chunk", self.prefill_chunk, "at least 1")
-        need(self.retries >= 0, "engine.retries", self.retries, "0 or more")
-        bound = self.probe_tolerance
-        need(bound > 0, "engine.probe_tolerance", bound, "above 0")
         if (self.kind == "servers") != bool(self.urls):
             raise ConfigError(
-                f"engine.kind is {self.kind!r} and engine.urls is {list(self.urls)}: servers have "
-                "URLs, and engines in this process have none. Set both, or neither."
+                f"engine.kind is {self.kind!r} and engine.urls is {list(self.urls)}. Servers "
+                "need URLs, and an engine in this process has none. Set both, or neither."
             )
         ignored = ("max_batch", "max_context", "kv_budget_bytes", "prefill_chunk")
         others = ("served_model", "api_key_env", "reload_method", "publish", "transfer_address")
@@ -136,31 +135,26 @@ class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                 )
 
 
-class EnvSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The environment: `id` and `args` are what `load_environment` takes."""
+class EnvSection(Section, frozen=True):
+    """The environment: `id` and `args` are what `load_environment` takes.
+
+    `train(config, environment=...)` needs neither.
+    """
 
     id: str = ""
     args: dict[str, Any] = {}
 
 
-class SamplingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SamplingSection(Section, frozen=True):
     """How training rollouts are sampled; None leaves a field to the environment.
 
-    `temperature` (above 0), `max_tokens` per model call, `stop` strings.
-
-    There is no top_p and no top_k: the trainer computes logprobs of the full distribution, and the
-    importance ratio against a truncated one would be wrong.
+    `temperature` (above 0), `max_tokens` per model call, `stop` strings. There is no top_p and no
+    top_k: importance ratios are computed from the full distribution.
     """
 
-    temperature: float | None = None
-    max_tokens: int | None = None
+    temperature: Positive | None = None
+    max_tokens: AtLeast1 | None = None
     stop: tuple[str, ...] | None = None
-
-    def __post_init__(self) -> None:
-        at = self.temperature
-        need(at is None or at > 0, "sampling.temperature", at, "above 0 to learn from samples")
-        limit = self.max_tokens
-        need(limit is None or limit >= 1, "sampling.max_tokens", limit, "at least 1")
 
     def as_args(self) -> dict[str, Any]:
         """Return the fields that are set, as OpenAI request fields."""
@@ -169,68 +163,312 @@ class SamplingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         return {**args, "stop": list(self.stop)} if self.stop is not None else args
 
 
-class EvalSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Held-out evaluation: `before` training, `after` it, and `every` so many steps (0: never).
+class EvalSection(Section, frozen=True):
+    """Held-out evaluation: `before` training, `after` it, and every `every` steps (0: never).
 
     `num_examples` (-1: all), `rollouts_per_example`, `temperature` and `max_tokens` (None: as in
-    training) say how the evaluation is run.
+    training).
     """
 
     before: bool = True
     after: bool = True
-    every: int = 0
+    every: AtLeast0 = 0
     num_examples: int = -1
-    rollouts_per_example: int = 1
-    temperature: float | None = None
-    max_tokens: int | None = None
+    rollouts_per_example: AtLeast1 = 1
+    temperature: NonNegative | None = None
+    max_tokens: AtLeast1 | None = None
 
     def __post_init__(self) -> None:
-        need(self.every >= 0, "eval.every", self.every, "0 or more")
-        number = self.num_examples
-        need(number == -1 or number >= 1, "eval.num_examples", number, "-1 or at least 1")
-        repeats = self.rollouts_per_example
-        need(repeats >= 1, "eval.rollouts_per_example", repeats, "at least 1")
-        at = self.temperature
-        need(at is None or at >= 0, "eval.temperature", at, "0 or more")
+        if self.num_examples != -1 and self.num_examples < 1:
+            raise ConfigError(
+                f"eval.num_examples is {self.num_examples}. Use -1 for all, or at least 1."
+            )
+
+    def sampling_args(self, training: SamplingSection) -> dict[str, Any]:
+        """Return the sampling of an evaluation as request fields: its own over training's."""
+        own = {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        return training.as_args() | {key: value for key, value in own.items() if value is not None}
 
 
-class CheckpointSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """When state is saved and what is left at the end.
+class CheckpointSection(Section, frozen=True):
+    """Checkpoints during training, and the exported model at its end.
 
-    `every`: steps between checkpoints (the last step always gets one). `keep`: how many stay.
+    `every`: steps between checkpoints (the last step always gets one). `keep`: how many to keep.
     `format`: `full` gathers the weights and writes Hugging Face's layout, `sharded` lets every rank
-    write its part; both are read by any number of ranks. `max_shard_size`: weights of a larger
-    model become several files, as `"5GB"`. `export`: write the trained model in Hugging Face's
-    layout at the end.
+    write its part; any number of ranks reads both. `max_shard_size`: a larger model becomes several
+    files, such as `"5GB"`. `export`: write the trained model in Hugging Face's layout at the end.
     """
 
-    every: int = 10
-    keep: int = 2
+    every: AtLeast1 = 10
+    keep: AtLeast1 = 2
     format: Literal["full", "sharded"] = "full"
-    max_shard_size: str = "5GB"
+    max_shard_size: Annotated[str, Meta(pattern=r"^[1-9]\d*[KMGT]?B$")] = "5GB"
     export: bool = True
 
-    def __post_init__(self) -> None:
-        need(self.every >= 1, "checkpoint.every", self.every, "at least 1")
-        need(self.keep >= 1, "checkpoint.keep", self.keep, "at least 1")
-        size = self.max_shard_size
-        good = re.fullmatch(r"[1-9]\d*[KMGT]?B", size) is not None
-        need(good, "checkpoint.max_shard_size", size, "a size such as '5GB' or '200MB'")
 
+class TrackSection(Section, frozen=True):
+    """Experiment trackers that get the metrics, besides the run store.
 
-class TrackSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where metrics go besides the run store, which always has them.
-
-    `to`: rows of `trackers.TRACKERS`: `"tensorboard"`, `"wandb"`, `"trackio"`, `"mlflow"`; each
-    needs its package (`pip install 'rolltree[track]'`). `project`: the project or experiment there.
-    `name`: the run's name there, None for that of the run directory.
+    `to`: any of `"tensorboard"`, `"wandb"`, `"trackio"`, `"mlflow"`; each needs its package
+    (`pip install 'rolltree[track]'`). `project`: the project or experiment. `name`: the run's name
+    there (None: that of the run directory).
     """
 
     to: tuple[str, ...] = ()
-    project: str = "rolltree"
+    project: Text = "rolltree"
     name: str | None = None
 
     def __post_init__(self) -> None:
-        need(bool(self.project), "track.project", self.project, "a name")
         if len(set(self.to)) < len(self.to):
-            raise ConfigError(f"track.to is {list(self.to)}; name each tracker once.")
+            raise ConfigError(f"track.to is {list(self.to)}. Name each tracker once.")
+
+
+class AlgorithmSection(Section, frozen=True):
+    """How rewards become gradients.
+
+    - `name`: a row of `algorithms.ALGORITHMS`; `credit`, `loss`, `aggregation`, `kl` and `kl_coef`
+      replace parts of it.
+    - `clip_low`, `clip_high`, `dual_clip`, `ratio_cap`: parameters of the loss, None for its own.
+    - `fixed_length`: the constant of the aggregation of that name.
+    - `correction`: a row of `corrections.CORRECTIONS`; `correction_low`, `correction_high` are its
+      bounds, None for its own.
+    - `kl_coef`: weight of the KL to the reference, of the kind `kl` (a row of `kl.KLS`).
+    - `reference`: name or folder of a model with the same vocabulary (None: the model as it was
+      before training). It is kept in memory beside the trained one, in float32.
+    - `entropy_coef`: weight of the entropy that is added to the objective.
+    - `overlong_tokens`, `overlong_buffer`: a penalty for length, see `advantages.SoftOverlong`.
+    - `group_size`: rollouts per task; `groups_per_step`: tasks per step.
+    - `dynamic_sampling_max`: groups whose rewards are all equal give no gradient; at most this many
+      per step are replaced by new ones (0: none).
+    - `on_error`, `discount`, `baseline` and `baseline_decay` (None: 0.9): see
+      `advantages.CreditPolicy`.
+    - `flow` and `edge_discount`: how credit moves between parents and children, see
+      `credit.FLOWS`.
+    - `truncation` and `truncation_penalty`: see `rolltree.samples.TruncationPolicy`.
+    """
+
+    name: str = "grpo"
+    credit: str | None = None
+    loss: str | None = None
+    aggregation: str | None = None
+    clip_low: float | None = None
+    clip_high: float | None = None
+    dual_clip: float | None = None
+    ratio_cap: float | None = None
+    group_size: AtLeast1 = 8
+    groups_per_step: AtLeast1 = 8
+    dynamic_sampling_max: AtLeast0 = 0
+    fixed_length: int | None = None
+    correction: str | None = None
+    correction_low: float | None = None
+    correction_high: float | None = None
+    kl_coef: NonNegative | None = None
+    kl: str | None = None
+    reference: str | None = None
+    entropy_coef: NonNegative = 0.0
+    overlong_tokens: int | None = None
+    overlong_buffer: int | None = None
+    on_error: OnError = "exclude"
+    truncation: Literal["keep", "drop", "mask", "penalise"] = "keep"
+    truncation_penalty: float = 0.0
+    discount: Share = 1.0
+    flow: Literal["own", "shared", "discounted", "team"] = "shared"
+    edge_discount: float | None = None
+    baseline: BaselineName = "none"
+    baseline_decay: Decay | None = None
+
+    def __post_init__(self) -> None:
+        self.truncation_policy()
+        algorithm = self.resolve()
+        if self.reference is not None and algorithm.kl_coef == 0:
+            raise ConfigError(
+                f"algorithm.reference is {self.reference!r} and algorithm.kl_coef is 0, so that "
+                "model would do nothing. Set algorithm.kl_coef, or leave the reference out."
+            )
+        if self.overlong() is not None and algorithm.credit in ("zero", "constant"):
+            raise ConfigError(
+                f"algorithm.overlong_tokens is {self.overlong_tokens}, but the credit "
+                f"{algorithm.credit!r} does not read the episode's reward, which the penalty is "
+                "taken off. Choose another credit, or leave overlong_tokens out."
+            )
+        if self.discount != 1 and algorithm.credit != "monte_carlo":
+            raise ConfigError(
+                f"algorithm.discount is {self.discount}, but the credit {algorithm.credit!r} gives "
+                "every call of an episode the same advantage, so it would do nothing. Use "
+                "algorithm.credit = 'monte_carlo', or leave the discount out."
+            )
+        resolve_flow(self.flow, self.edge_discount)
+        check_baseline(algorithm.credit, self.baseline)
+        if self.baseline_decay is not None and self.baseline == "none":
+            raise ConfigError(
+                f"algorithm.baseline_decay is {self.baseline_decay}, but there is no moving "
+                "average. Use algorithm.baseline = 'ema', or leave the decay out."
+            )
+        if self.dynamic_sampling_max and algorithm.credit == "zero":
+            raise ConfigError(
+                "algorithm.dynamic_sampling_max is set, but the credit 'zero' gives every group "
+                "zero advantages, so every group would be replaced in vain. Leave it out."
+            )
+        if self.group_size == 1 and algorithm.credit in COMPARING:
+            raise ConfigError(
+                f"algorithm.group_size is 1, and the credit {algorithm.credit!r} compares the "
+                "members of a group, so every advantage would be 0. Use at least 2, or "
+                "algorithm.credit = 'reinforce'."
+            )
+
+    def resolve(self) -> Algorithm:
+        """Return the algorithm with every part and parameter filled in.
+
+        Raises:
+            UnknownName: a part does not exist.
+            ConfigError: a setting that no chosen part reads, or parts that do not fit.
+        """
+        return resolve_algorithm(
+            self.name,
+            credit=self.credit,
+            loss=self.loss,
+            aggregation=self.aggregation,
+            parameters={
+                "clip_low": self.clip_low,
+                "clip_high": self.clip_high,
+                "dual_clip": self.dual_clip,
+                "ratio_cap": self.ratio_cap,
+                "correction_low": self.correction_low,
+                "correction_high": self.correction_high,
+            },
+            fixed_length=self.fixed_length,
+            correction=self.correction,
+            kl=self.kl,
+            kl_coef=self.kl_coef,
+            entropy_coef=self.entropy_coef,
+        )
+
+    def truncation_policy(self) -> TruncationPolicy:
+        """Return what becomes of truncated episodes.
+
+        Raises:
+            ConfigError: a penalty without `penalise`, or the other way round.
+        """
+        return TruncationPolicy(self.truncation, penalty=self.truncation_penalty)
+
+    def overlong(self) -> SoftOverlong | None:
+        """Return the penalty for length, None without one.
+
+        Raises:
+            ConfigError: one of its two settings without the other, or an impossible buffer.
+        """
+        if self.overlong_tokens is None and self.overlong_buffer is None:
+            return None
+        if self.overlong_tokens is None or self.overlong_buffer is None:
+            raise ConfigError(
+                "algorithm.overlong_tokens and algorithm.overlong_buffer go together: the penalty "
+                "grows over the last overlong_buffer tokens before overlong_tokens. Set both."
+            )
+        return SoftOverlong(self.overlong_tokens, self.overlong_buffer)
+
+    def policy(self, max_seq_len: int | None) -> CreditPolicy:
+        """Return what credit does with failed and truncated episodes."""
+        return CreditPolicy(
+            self.on_error,
+            self.truncation_policy(),
+            max_seq_len,
+            self.discount,
+            resolve_flow(self.flow, self.edge_discount),
+            self.baseline,
+            0.9 if self.baseline_decay is None else self.baseline_decay,
+            self.overlong(),
+        )
+
+
+class OptimSection(Section, frozen=True):
+    """AdamW and its schedule.
+
+    `lr`, `beta1`, `beta2`, `eps`: AdamW's. `weight_decay` applies to matrices only. The gradient is
+    scaled down to `max_grad_norm` (inf: no clipping). `schedule`: a row of `optim.SCHEDULES`, after
+    `warmup_steps` of linear warm-up; `final_lr_share` is where a falling schedule ends, relative to
+    `lr`.
+    """
+
+    lr: Positive = 1e-5
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.0
+    max_grad_norm: Positive = 1.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: AtLeast0 = 0
+    final_lr_share: Share = 0.0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.lr):
+            raise ConfigError(f"optim.lr is {self.lr}. Use a finite learning rate.")
+        if self.final_lr_share and self.schedule == "constant":
+            raise ConfigError(
+                "optim.final_lr_share is set, but the constant schedule never falls. Use "
+                "optim.schedule = 'linear' or 'cosine', or leave the share out."
+            )
+
+
+class TrainSection(Section, frozen=True):
+    """Steps, samples and memory.
+
+    - `num_steps`: steps of the whole run.
+    - `scope`: how trajectories become samples, see `build_samples`.
+    - `share_prefix_across`: in the `tree` scope, which rollouts share one tree, so that a common
+      prefix is computed once: those of a `group`, all of a `step`, or none (`rollout`).
+    - `max_seq_len`: cut every path to this many tokens.
+    - `max_tokens`: most tokens in one forward pass; gradients of several passes are summed.
+    - `forward`: `tree` computes unique tokens once, `rows` is the model's own attention, `auto`
+      picks.
+    - `tree_attention`: `segments` computes attention over trees block by block, on any device;
+      `flex` with one FlexAttention kernel, on a GPU.
+    - `chunk_rows`: positions whose logits exist at once.
+    - `updates_per_step`: optimizer updates on the rollouts of a step; ratios, corrections and the
+      KL in the reward stay those before the first.
+    - `minibatches`: parts of whole rollouts that a step is cut into; each update takes the next
+      part, so `updates_per_step` is a multiple of it.
+    - `skip_zero_advantage`: do not compute rollouts whose advantages are all zero. They count in
+      the normalizers, so the gradient is the same; entropy and ratios are measured on the others.
+    - `gradient_checkpointing`: recompute activations in the backward pass.
+    - `async_steps`: how many policy versions sampling may run ahead of training; 0 is the
+      synchronous loop, in which they take turns.
+    - `max_lag`: tokens that are more versions old than this get no weight (None: `async_steps`).
+    - `max_mismatch`: stop if trainer and engine logprobs differ by more on average.
+    - `num_threads`: torch's number of threads (None: leave it).
+    """
+
+    num_steps: AtLeast1 = 100
+    scope: Scope = DEFAULT_SCOPE
+    share_prefix_across: Literal["group", "step", "rollout"] = "group"
+    max_seq_len: Annotated[int, Meta(ge=2)] | None = None
+    max_tokens: AtLeast1 = 8192
+    forward: Literal["auto", "tree", "rows"] = "auto"
+    tree_attention: Literal["segments", "flex"] = "segments"
+    chunk_rows: AtLeast1 = 256
+    updates_per_step: AtLeast1 = 1
+    minibatches: AtLeast1 = 1
+    skip_zero_advantage: bool = True
+    gradient_checkpointing: bool = False
+    async_steps: AtLeast0 = 0
+    max_lag: AtLeast0 | None = None
+    max_mismatch: Positive = 0.1
+    num_threads: AtLeast1 | None = None
+
+    def __post_init__(self) -> None:
+        if self.updates_per_step % self.minibatches:
+            raise ConfigError(
+                f"train.minibatches is {self.minibatches} and train.updates_per_step "
+                f"{self.updates_per_step}: some rollouts would train more often than others. Set "
+                f"train.updates_per_step to a multiple of {self.minibatches}."
+            )
+        if self.max_lag is not None and not self.async_steps:
+            raise ConfigError(
+                f"train.max_lag is {self.max_lag}, but in the synchronous loop no token is older "
+                "than the weights, so it would do nothing. Set train.async_steps, or leave it out."
+            )
+        if self.share_prefix_across != "group" and self.scope != "tree":
+            raise ConfigError(
+                f"train.share_prefix_across is {self.share_prefix_across!r}, but the scope "
+                f"{self.scope!r} shares nothing between rollouts. Use train.scope = 'tree', or "
+                "leave train.share_prefix_across out."
+            )

@@ -1,9 +1,7 @@
 """Metrics to TensorBoard, wandb, trackio and MLflow, beside the run store, which always has them.
 
-A tracker is a reporter; a row of `TRACKERS` makes one from what it needs to know. A run that is
-continued goes on under the same name, and steps that are trained again after a kill are sent again.
-It knows metrics as flat numbers and imports a tracker's package when it is asked for. It leaves out
-texts, tables and models: they are in the run directory.
+A continued run goes on under the same name. Steps that are trained again after a kill are sent
+again. Only numbers are sent.
 """
 
 from __future__ import annotations
@@ -15,11 +13,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rolltree.errors import ConfigError, UnknownName, did_you_mean
 from rolltree.training.config import TrainConfig
-from rolltree.training.reporter import Reporter, TrainReport, TrainStart
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,195 +35,137 @@ class TrackedRun:
         return hashlib.blake2b(str(self.path.resolve()).encode(), digest_size=4).hexdigest()
 
 
-class Sink(Protocol):
-    """Where one tracker's numbers go."""
+@dataclass(frozen=True, slots=True)
+class Sink:
+    """An open tracker: `log(values, step)` sends numbers, `close()` flushes them."""
 
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Take numbers of a step."""
-        ...
-
-    def close(self) -> None:
-        """Write what is left."""
-        ...
+    log: Callable[[Mapping[str, float], int], None]
+    close: Callable[[], None]
 
 
-class TensorBoardSink:
-    """Event files in `tensorboard/` of the run directory: `tensorboard --logdir RUN`."""
+def tensorboard(run: TrackedRun) -> Sink:
+    """Write event files to `tensorboard/` of the run directory."""
+    _package("tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, run: TrackedRun) -> None:
-        _package("tensorboard", "tensorboard")
-        from torch.utils.tensorboard import SummaryWriter
+    writer: Any = SummaryWriter(str(run.path / "tensorboard"), purge_step=run.first_step)
 
-        self._writer: Any = SummaryWriter(str(run.path / "tensorboard"), purge_step=run.first_step)
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Add one scalar per metric."""
+    def log(values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            writer.add_scalar(name, value, step)
+        writer.flush()
 
-    def close(self) -> None:
-        """Close the event file."""
-        self._writer.close()
+    return Sink(log, writer.close)
 
 
-class WandbSink:
-    """A wandb run. `WANDB_MODE=offline` keeps it on disk, in `wandb/` of the run directory.
+def wandb(run: TrackedRun) -> Sink:
+    """Log to a wandb run. `WANDB_MODE=offline` keeps it in `wandb/` of the run directory.
 
     wandb takes no step twice, so its x axis is the metric `step`.
     """
-
-    def __init__(self, run: TrackedRun) -> None:
-        wandb = _package("wandb", "wandb")
-        self._run = wandb.init(
-            project=run.project,
-            name=run.name,
-            id=f"{run.name}-{run.key}",
-            resume="allow",
-            dir=str(run.path),
-            config=dict(run.config),
-        )
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log one row."""
-        self._run.log({**values, "step": step})
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
+    tracked = _package("wandb").init(
+        project=run.project,
+        name=run.name,
+        id=f"{run.name}-{run.key}",
+        resume="allow",
+        dir=str(run.path),
+        config=dict(run.config),
+    )
+    tracked.define_metric("step")
+    tracked.define_metric("*", step_metric="step")
+    return Sink(lambda values, step: tracked.log({**values, "step": step}), tracked.finish)
 
 
-class TrackioSink:
-    """A trackio run, in trackio's own local store."""
-
-    def __init__(self, run: TrackedRun) -> None:
-        self._trackio = _package("trackio", "trackio")
-        self._trackio.init(
-            project=run.project, name=run.name, resume="allow", config=dict(run.config)
-        )
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log one row."""
-        self._trackio.log(dict(values), step=step)
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._trackio.finish()
+def trackio(run: TrackedRun) -> Sink:
+    """Log to trackio's own local store."""
+    package = _package("trackio")
+    package.init(project=run.project, name=run.name, resume="allow", config=dict(run.config))
+    return Sink(lambda values, step: package.log(dict(values), step=step), package.finish)
 
 
-class MlflowSink:
-    """An MLflow run; `MLFLOW_TRACKING_URI` says where, as for every MLflow client.
+def mlflow(run: TrackedRun) -> Sink:
+    """Log to the MLflow server at `MLFLOW_TRACKING_URI`.
 
     The id is kept in `mlflow-run-id` of the run directory, so a continued run goes on there.
     """
+    client = _package("mlflow").MlflowClient()
+    from mlflow.entities import Metric
 
-    def __init__(self, run: TrackedRun) -> None:
-        mlflow = _package("mlflow", "mlflow")
-        from mlflow.entities import Metric
-
-        self._metric: Callable[..., Any] = Metric
-        self._client = mlflow.MlflowClient()
-        note = run.path / "mlflow-run-id"
-        if note.is_file():
-            self._id = note.read_text(encoding="utf-8").strip()
-            self._client.update_run(self._id, status="RUNNING")
-            return
-        found = self._client.get_experiment_by_name(run.project)
-        experiment = found.experiment_id if found else self._client.create_experiment(run.project)
-        self._id = self._client.create_run(experiment, run_name=run.name).info.run_id
+    note = run.path / "mlflow-run-id"
+    if note.is_file():
+        identity = note.read_text(encoding="utf-8").strip()
+        client.update_run(identity, status="RUNNING")
+    else:
+        found = client.get_experiment_by_name(run.project)
+        experiment = found.experiment_id if found else client.create_experiment(run.project)
+        identity = client.create_run(experiment, run_name=run.name).info.run_id
         for section, values in run.config.items():
             for key, value in values.items():
-                self._client.log_param(self._id, f"{section}.{key}", str(value)[:500])
-        note.write_text(self._id + "\n", encoding="utf-8")
+                client.log_param(identity, f"{section}.{key}", str(value)[:500])
+        note.write_text(identity + "\n", encoding="utf-8")
 
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log one batch."""
+    def log(values: Mapping[str, float], step: int) -> None:
         now = int(time.time() * 1000)
-        metrics = [self._metric(name, value, now, step) for name, value in values.items()]
-        self._client.log_batch(self._id, metrics=metrics)
+        metrics = [Metric(name, value, now, step) for name, value in values.items()]
+        client.log_batch(identity, metrics=metrics)
 
-    def close(self) -> None:
-        """Mark the run as finished."""
-        self._client.set_terminated(self._id)
+    return Sink(log, lambda: client.set_terminated(identity))
 
 
 TRACKERS: dict[str, Callable[[TrackedRun], Sink]] = {
-    "tensorboard": TensorBoardSink,
-    "wandb": WandbSink,
-    "trackio": TrackioSink,
-    "mlflow": MlflowSink,
+    "tensorboard": tensorboard,
+    "wandb": wandb,
+    "trackio": trackio,
+    "mlflow": mlflow,
 }
 
 
-def _package(module: str, package: str) -> Any:
+def _package(name: str) -> Any:
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
-            f"track.to asks for {package!r}, which is not installed ({error}), so its metrics "
-            f"would be lost. Install it: pip install 'rolltree[track]' (or pip install {package})."
+            f"track.to asks for {name!r}, which is not installed ({error}), so its metrics would "
+            f"be lost. Install it: pip install 'rolltree[track]' (or pip install {name})."
         ) from error
 
 
-class Tracking:
-    """A reporter around another one: everything is passed on, and numbers go to the trackers.
+class Trackers:
+    """The trackers of `track.to`, opened when training starts.
 
     Raises:
         UnknownName: `track.to` names a tracker that does not exist.
-        ConfigError: its package is not installed (when training starts).
     """
 
-    def __init__(self, inner: Reporter, config: TrainConfig) -> None:
-        self._inner, self._config = inner, config
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
         self._sinks: list[Sink] = []
         for name in config.track.to:
             if name not in TRACKERS:
                 raise UnknownName(f"there is no tracker {name!r}.{did_you_mean(name, TRACKERS)}")
 
-    def on_start(self, start: TrainStart) -> None:
-        """Open the trackers."""
+    def open(self, path: Path, first_step: int) -> None:
+        """Open the trackers of the run at `path`.
+
+        Raises:
+            ConfigError: a tracker's package is not installed.
+        """
         section = self._config.track
-        name = section.name or start.run_path.resolve().name
-        config = self._config.as_dict()
-        run = TrackedRun(start.run_path, section.project, name, config, start.first_step)
+        name = section.name or path.resolve().name
+        run = TrackedRun(path, section.project, name, self._config.as_dict(), first_step)
         for tracker in section.to:
             self._sinks.append(TRACKERS[tracker](run))
-        self._inner.on_start(start)
 
-    def on_rollouts(self, step: int, num_done: int, num_total: int) -> None:
-        """Pass it on."""
-        self._inner.on_rollouts(step, num_done, num_total)
-
-    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the metrics of a step."""
-        self._log(numbers(metrics), step)
-        self._inner.on_step(step, metrics)
-
-    def on_eval(self, phase: str, step: int, metrics: Mapping[str, Any], stored: bool) -> None:
-        """Send an evaluation, unless an earlier start did."""
-        if not stored:
-            self._log(numbers(metrics, phase.partition("/")[0]), step)
-        self._inner.on_eval(phase, step, metrics, stored)
-
-    def on_notice(self, message: str) -> None:
-        """Pass it on."""
-        self._inner.on_notice(message)
-
-    def on_end(self, report: TrainReport) -> None:
-        """Pass it on."""
-        self._inner.on_end(report)
+    def log(self, metrics: Mapping[str, Any], step: int, stem: str = "") -> None:
+        """Send the numbers of nested metrics."""
+        for sink in self._sinks:
+            sink.log(numbers(metrics, stem), step)
 
     def close(self) -> None:
         """Close the trackers, also after a failure."""
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             sink.close()
-
-    def _log(self, values: Mapping[str, float], step: int) -> None:
-        for sink in self._sinks:
-            sink.log(values, step)
 
 
 def numbers(data: Mapping[str, Any], stem: str = "") -> dict[str, float]:

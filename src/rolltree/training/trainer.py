@@ -27,7 +27,12 @@ from rolltree.models import load_model
 from rolltree.training.algorithms import Algorithm
 from rolltree.training.batches import Batch, Pack, build_batch, rollout_names, split_rollouts
 from rolltree.training.config import TrainConfig
-from rolltree.training.forward import LogprobModel, choose_forward, enable_checkpointing
+from rolltree.training.forward import (
+    LogprobModel,
+    backward_precision,
+    choose_forward,
+    enable_checkpointing,
+)
 from rolltree.training.kl import KLS
 from rolltree.training.layout import FloatColumn, collate
 from rolltree.training.logprobs import RecordLogprobs
@@ -42,9 +47,7 @@ from rolltree.training.objective import (
     starts_over_rollouts,
 )
 from rolltree.training.optim import Optimizer, learning_rate
-from rolltree.training.precision import backward_precision
-from rolltree.training.ranks import Ranks
-from rolltree.training.shard import shard
+from rolltree.training.ranks import Ranks, shard
 from rolltree.types import Sample
 
 Exclusive = Callable[[], AbstractContextManager[None]]
@@ -161,7 +164,7 @@ class Trainer:
         """
         began = time.perf_counter()
         section = self.config.train
-        skip = section.skip_flat and self.algorithm.only_advantage
+        skip = section.skip_zero_advantage and self.algorithm.only_advantage
         rank, num_ranks = (self.ranks.rank, self.ranks.size) if self.ranks else (0, 1)
         batches = [
             build_batch(

@@ -1,8 +1,7 @@
-"""Says, while a step waits for rollouts it could learn from, that it waits, and why.
+"""Warns when no group has reward variance.
 
-With dynamic sampling, or while the trainer waits for the asynchronous stream, a run can stand still
-without an error: every reward is the same, every rollout fails, or none ends. It knows results and
-a clock. It leaves out what to do about it.
+With dynamic sampling, or while the trainer waits for the asynchronous feed, a run can stand still
+without an error: every reward is the same, every rollout fails, or none ends.
 """
 
 from __future__ import annotations
@@ -16,47 +15,47 @@ from contextlib import asynccontextmanager
 from rolltree.types import RolloutResult
 
 PATIENCE_S = 45.0
-"""Seconds without a useful group before the first notice, and between notices."""
-_LOOK_EVERY_S = 5.0
+"""Seconds without reward variance before the first notice, and between notices."""
+_CHECK_EVERY_S = 5.0
 
 
-class StarvationWatch:
-    """Counts what came since the last group that teaches something.
+class NoSignalWarning:
+    """Counts the groups since the last one with reward variance.
 
     Args:
-        say: gets each notice.
+        notify: gets each notice.
         patience_s: how long to wait before the first notice, and between notices.
         clock: seconds, monotonic.
 
-    Example of a notice: `step 3 has waited 47 s for rollouts to learn from: 24 groups came and none
-    has a spread of rewards; all 192 rewards are 1.`
+    Example of a notice: `step 3 has waited 47 s for a group with reward variance: none of
+    24 groups has any; all 192 rewards are 1.`
     """
 
     def __init__(
         self,
-        say: Callable[[str], None],
+        notify: Callable[[str], None],
         *,
         patience_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._say, self._clock = say, clock
+        self._notify, self._clock = notify, clock
         self._patience_s = PATIENCE_S if patience_s is None else patience_s
         self.begin(0)
 
     def begin(self, step: int) -> None:
         """Start counting for a step."""
         self._step = step
-        self.useful()
+        self.signal()
 
-    def useful(self) -> None:
-        """Note a group that teaches something: the waiting is over for now."""
-        self._since = self._said = self._clock()
+    def signal(self) -> None:
+        """Note a group with reward variance."""
+        self._since = self._notified = self._clock()
         self._num_groups = 0
         self._rewards: Counter[float] = Counter()
         self._errors: Counter[str] = Counter()
 
-    def useless(self, results: Sequence[RolloutResult]) -> None:
-        """Note a group that teaches nothing."""
+    def no_signal(self, results: Sequence[RolloutResult]) -> None:
+        """Note a group without reward variance."""
         self._num_groups += 1
         for result in results:
             if result.error is not None:
@@ -66,22 +65,22 @@ class StarvationWatch:
                 float(state["reward"]) for state in result.states if state["reward"] is not None
             )
 
-    def look(self) -> None:
-        """Say what is wrong if it has been too long; call it every few seconds."""
+    def check(self) -> None:
+        """Send a notice if it has been too long; call it every few seconds."""
         now = self._clock()
-        if now - self._said >= self._patience_s:
-            self._said = now
-            self._say(
-                f"step {self._step} has waited {now - self._since:.0f} s for rollouts to learn "
-                f"from: {self.reason()}"
+        if now - self._notified >= self._patience_s:
+            self._notified = now
+            self._notify(
+                f"step {self._step} has waited {now - self._since:.0f} s for a group with reward "
+                f"variance: {self.reason()}"
             )
 
     def reason(self) -> str:
-        """Return what came instead."""
+        """Return what came instead, as a sentence."""
         if not self._num_groups:
-            return "no group of rollouts has ended; look at the engine and the environment."
+            return "no group of rollouts has ended. Check the engine and the environment."
         failed, scored = sum(self._errors.values()), sum(self._rewards.values())
-        parts = [f"{self._num_groups} groups came and none has a spread of rewards"]
+        parts = [f"none of {self._num_groups} groups has any"]
         if failed:
             kind, count = self._errors.most_common(1)[0]
             share = f"{failed} of {failed + scored} rollouts failed"
@@ -90,20 +89,20 @@ class StarvationWatch:
             parts.append(f"all {scored} rewards are {next(iter(self._rewards)):g}")
         elif scored:
             shown = ", ".join(f"{value:g} ({n} times)" for value, n in self._rewards.most_common(3))
-            parts.append(f"the most frequent rewards are {shown}, each group alike")
+            parts.append(f"the most frequent rewards are {shown}, equal within each group")
         return "; ".join(parts) + "."
 
     @asynccontextmanager
-    async def looking(self) -> AsyncIterator[None]:
-        """Look every few seconds while the block runs."""
-        every = min(_LOOK_EVERY_S, self._patience_s)
+    async def watching(self) -> AsyncIterator[None]:
+        """Check every few seconds while the block runs."""
+        every = min(_CHECK_EVERY_S, self._patience_s)
 
-        async def keep_looking() -> None:
+        async def keep_checking() -> None:
             while True:
                 await asyncio.sleep(every)
-                self.look()
+                self.check()
 
-        task = asyncio.create_task(keep_looking(), name="starvation-watch")
+        task = asyncio.create_task(keep_checking(), name="no-signal-warning")
         try:
             yield
         finally:

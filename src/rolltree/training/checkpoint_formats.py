@@ -1,14 +1,17 @@
-"""What a checkpoint holds, in two formats: whole tensors, or each rank's shards.
+"""Models on disk: the contents of a checkpoint in two formats, and the exported model.
 
 `full`: rank 0 gathers everything and writes Hugging Face's layout (or peft's, with adapters) and
-one file of optimizer state; anything can read it. `sharded`: every rank writes its own parts with
-torch.distributed.checkpoint as safetensors, whose headers say which part of what they are. Both are
-read by any number of ranks, each taking its parts. It knows models and optimizers. It leaves out
-directories that must be whole (`checkpoint.py`).
+one file of optimizer state. `sharded`: every rank writes its own part with
+torch.distributed.checkpoint as safetensors. Any number of ranks reads both.
+
+    model/    the exported model in Hugging Face's layout, adapters merged in, with the tokenizer
+    adapter/  peft's layout, when the model has adapters
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import (
@@ -28,10 +32,9 @@ from transformers.utils import logging as hf_logging
 
 from rolltree.errors import TrainingError
 from rolltree.models.layouts import Weights, open_file, open_weights
-from rolltree.training.lora import is_adapted, peft_name
+from rolltree.training.lora import is_adapted, peft_name, plain_tensors
 from rolltree.training.optim import Optimizer
-from rolltree.training.ranks import Ranks
-from rolltree.training.shard import own_part, reshard, whole
+from rolltree.training.ranks import Ranks, own_part, reshard, whole
 
 OPTIMIZER = "optimizer.safetensors"
 SHARDS = "shards"
@@ -199,3 +202,91 @@ def _copy_in(
         part, spans = own_part(own[name])
         if part.numel():
             part.copy_(weights.read(key, spans))
+
+
+def sync(path: Path) -> None:
+    """Have a file's content, or a folder's entries, on the disk when this returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_files(folder: Path) -> dict[str, int]:
+    """Sync every file below a folder, and the folders; return their sizes by relative name."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in (*files, *(path for path in folder.rglob("*") if path.is_dir()), folder):
+        sync(path)
+    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder; nothing is fine too."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    elif path.exists():
+        path.unlink()
+
+
+def put_in_place(working: Path, final: Path) -> None:
+    """Rename a synced folder to its name, replacing what is there."""
+    remove(final)
+    working.rename(final)
+    sync(final.parent)
+
+
+def export_model(
+    model: Any,
+    tokenizer: Any,
+    path: Path,
+    *,
+    max_shard_size: str = "5GB",
+    ranks: Ranks | None = None,
+) -> Path:
+    """Write model and tokenizer as a folder that transformers and `load_model` read.
+
+    The folder appears whole or not at all; an older one is replaced. Adapters are merged, and also
+    written beside it, as `adapter`. Every rank calls it, rank 0 writes.
+    """
+    writes = ranks is None or ranks.leads
+    tensors = {name: value.cpu().contiguous() for name, value in plain_tensors(model) if writes}
+    adapter = {}
+    if is_adapted(model):
+        adapter = {name: whole(value).cpu() for name, value in trained_tensors(model).items()}
+    if not writes:
+        return path
+
+    def write_model(folder: Path) -> None:
+        plain = _skeleton(model) if adapter else model
+        plain.save_pretrained(folder, state_dict=tensors, max_shard_size=max_shard_size)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+    _write(path, write_model)
+    if adapter:
+        _write(
+            path.with_name("adapter"),
+            lambda folder: model.save_pretrained(folder, state_dict=adapter),
+        )
+    return path
+
+
+def _write(path: Path, fill: Callable[[Path], Any]) -> None:
+    working = path.with_name(f".{path.name}.tmp")
+    remove(working)
+    working.mkdir(parents=True)
+    with quiet():
+        fill(working)
+    sync_files(working)
+    put_in_place(working, path)
+
+
+def _skeleton(model: Any) -> Any:
+    """Return the model without adapters and without weights, for its configuration."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        plain = AutoModelForCausalLM.from_config(model.config)
+    plain.generation_config = model.generation_config
+    return plain

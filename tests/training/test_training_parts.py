@@ -5,12 +5,12 @@ import torch
 from loop_kit import make_config
 
 from rolltree.errors import ConfigError, UnknownName
-from rolltree.training import build_local, open_run
+from rolltree.training import build_parts, open_run
 from rolltree.types import SamplingParams
 
 
 def test_the_engine_serves_the_models_own_tensors(model, tmp_path):
-    parts = build_local(make_config(model, tmp_path / "run"))
+    parts = build_parts(make_config(model, tmp_path / "run"))
 
     async def main():
         ask = {"sampling": SamplingParams(max_tokens=3, temperature=0.0)}
@@ -32,7 +32,7 @@ def test_the_engine_serves_the_models_own_tensors(model, tmp_path):
 
 
 def test_the_config_reaches_the_engine(model, tmp_path):
-    parts = build_local(make_config(model, tmp_path / "run", engine={"max_context": 96}))
+    parts = build_parts(make_config(model, tmp_path / "run", engine={"max_context": 96}))
     assert parts.engine.max_context == 96
     assert parts.client.model == str(model)
     asyncio.run(parts.client.aclose())
@@ -40,7 +40,7 @@ def test_the_config_reaches_the_engine(model, tmp_path):
 
 def test_unknown_models_are_named(tmp_path):
     with pytest.raises(UnknownName, match="Did you mean 'smollm2-135m'"):
-        build_local(make_config("smollm2-153m", tmp_path / "run"))
+        build_parts(make_config("smollm2-153m", tmp_path / "run"))
 
 
 def test_the_same_directory_continues_and_another_config_is_refused(model, tmp_path):

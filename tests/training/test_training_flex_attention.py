@@ -12,10 +12,14 @@ from training_kit import config, difference, group, states, tiny_model, trainer,
 from rolltree.errors import ConfigError
 from rolltree.samples import build_samples
 from rolltree.training import forward
-from rolltree.training.flex import flex_forest_attention, flex_mask
 from rolltree.training.forward import LogprobModel, choose_forward
 from rolltree.training.layout import collate
-from rolltree.training.tree_attention import forest_attention, tree_layout
+from rolltree.training.tree_attention import (
+    flex_forest_attention,
+    flex_mask,
+    forest_attention,
+    tree_layout,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 

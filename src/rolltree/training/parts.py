@@ -1,9 +1,7 @@
-"""Model, engine and client of a run on one machine, from its config.
+"""Model, tokenizer, engine and client of a run, from its config.
 
-The embedded engine serves the very tensors that the trainer changes, or, with several ranks or
-adapters, a plain copy of the weights; vLLM in this process has a copy that `publish` renews;
-servers reload them from disk or are sent them. It knows the names in the config. It leaves out the
-environment, which the caller builds, and starting servers.
+The embedded engine serves the tensors that the trainer changes, or, with several ranks or adapters,
+a plain copy of the weights; vLLM and servers have copies that `publish` renews.
 """
 
 from __future__ import annotations
@@ -18,17 +16,16 @@ from rolltree.inference.vllm import vllm_client
 from rolltree.models import resolve_model
 from rolltree.store import Run
 from rolltree.training.config import MAY_CHANGE, TrainConfig
-from rolltree.training.leading import adapt, load_trained
+from rolltree.training.publishing import TransferTarget, WeightTarget, server_parts
+from rolltree.training.rank0 import adapt, load_trained
 from rolltree.training.ranks import Ranks
-from rolltree.training.servers import TransferTarget, server_parts
-from rolltree.training.train import WeightTarget
 
 
 @dataclass(frozen=True, slots=True)
-class LocalParts:
-    """What `train` needs and a config can make. Close it with `await parts.aclose()`.
+class TrainParts:
+    """Model, tokenizer, engine and client of a run. Close them with `await parts.aclose()`.
 
-    `served` is what the engine reads: `model`, or a plain copy of it.
+    `served` is the module that the engine reads: `model`, or a plain copy of it.
     """
 
     model: Any
@@ -44,23 +41,27 @@ class LocalParts:
         await self.client.aclose()
 
 
-def build_local(config: TrainConfig, ranks: Ranks | None = None) -> LocalParts:
+def build_parts(
+    config: TrainConfig, ranks: Ranks | None = None, *, model: Any = None, tokenizer: Any = None
+) -> TrainParts:
     """Load the model in float32 and start, or connect to, the engine that `engine.kind` names.
 
-    With several ranks only rank 0 calls it.
+    With several ranks only rank 0 calls it. A `model` that is given, with its tokenizer, is trained
+    in place instead of the one that `model.name` names.
 
     Raises:
         UnknownName: there is no such model.
         ConfigError: the model or the engine's settings cannot be used, or vLLM is not installed.
     """
-    model, tokenizer = load_trained(config, ranks)
+    if model is None:
+        model, tokenizer = load_trained(config, ranks)
     served = model
     if ranks is not None or config.model.lora_rank:
         device = config.model.device if ranks is None else ranks.device
         served = copy.deepcopy(model).to(device)
     adapt(model, config)
     client, engine = _ENGINES[config.engine.kind](config, served, tokenizer)
-    return LocalParts(model, tokenizer, engine, client, served)
+    return TrainParts(model, tokenizer, engine, client, served)
 
 
 def _options(config: TrainConfig) -> dict[str, Any]:

@@ -1,13 +1,11 @@
-"""The loop: rollouts, credit, samples, optimizer step, publish, store.
+"""The training loop: rollouts, credit, samples, optimizer step, publish, store.
 
     for each step:  requests -> rollouts (stored at once) -> advantages -> samples
                     -> engine paused: gradients, weights in place, version + 1 -> metrics stored
 
-With `train.async_steps` rollouts come from a stream that goes on while the gradients are computed,
-and the engine is paused only while the weights are written. Kill it anywhere: the same call
-continues from the last checkpoint, trains the later steps again from their stored rollouts, and
-samples only what is missing. It knows every stage by its interface and no environment. It leaves
-out evaluation, which is injected.
+With `train.async_steps`, sampling goes on while the gradients are computed, and the engine is
+paused only while the weights are written. A run that was killed continues from its last checkpoint:
+later steps are trained again from their stored rollouts, and only what is missing is sampled.
 """
 
 from __future__ import annotations
@@ -15,15 +13,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from rolltree.errors import ConfigError, TrainingError
+from rolltree.errors import TrainingError
 from rolltree.rollouts import RolloutEngine, RolloutSource
 from rolltree.samples import SampleBatch, build_samples
 from rolltree.store import Run
@@ -31,23 +27,21 @@ from rolltree.tasks import uninterrupted
 from rolltree.training.advantages import assign_credit
 from rolltree.training.checkpoint import Checkpoints, TrainState
 from rolltree.training.config import TrainConfig
-from rolltree.training.feed import Feed, StepRollouts, SyncFeed
-from rolltree.training.handover import Handover
-from rolltree.training.leading import (
+from rolltree.training.feeds import Feed, StepRollouts, StreamFeed, SyncFeed
+from rolltree.training.metrics import rollout_metrics
+from rolltree.training.no_signal_warning import NoSignalWarning
+from rolltree.training.parts import TrainParts
+from rolltree.training.publishing import Publisher, WeightLock
+from rolltree.training.rank0 import (
     export_together,
     make_checkpoints,
     make_trainer,
     renew_copy,
 )
-from rolltree.training.publishing import Publisher
 from rolltree.training.ranks import Ranks
 from rolltree.training.reporter import Reporter, Silent, TrainReport, TrainStart
-from rolltree.training.rollout_metrics import rollout_metrics
 from rolltree.training.staleness import mask_stale, staleness_limit
-from rolltree.training.starving import StarvationWatch
-from rolltree.training.stopping import to_the_end
-from rolltree.training.stream import StreamFeed
-from rolltree.training.trackers import Tracking
+from rolltree.training.trackers import Trackers
 from rolltree.training.trainer import Trainer
 from rolltree.types import RolloutResult, State
 
@@ -56,153 +50,87 @@ Evaluate = Callable[[str, int], Awaitable[Mapping[str, Any]]]
 a kill, with the same weights."""
 
 
-class WeightTarget(Protocol):
-    """What serves the trained weights: the embedded engine, or a stand-in for it."""
-
-    @property
-    def version(self) -> int:
-        """The policy version that it samples with."""
-        ...
-
-    def paused(self) -> AbstractAsyncContextManager[None]:
-        """Return a context in which nothing is sampled."""
-        ...
-
-    def publish(self, version: int) -> Awaitable[None] | None:
-        """Take note that the weights are now those of `version`; awaited if it is a coroutine."""
-        ...
-
-
-def train(
+async def run_training(
     config: TrainConfig,
+    parts: TrainParts,
     *,
     source: RolloutSource,
     run: Run,
-    client: object,
-    engine: WeightTarget,
-    model: Any,
-    tokenizer: Any = None,
     evaluate: Evaluate | None = None,
     reporter: Reporter | None = None,
-    served: Any = None,
     ranks: Ranks | None = None,
 ) -> TrainReport:
-    """Run `train_async`, which says what the arguments are, in a new event loop."""
-    return asyncio.run(
-        train_async(
-            config,
-            source=source,
-            run=run,
-            client=client,
-            engine=engine,
-            model=model,
-            tokenizer=tokenizer,
-            evaluate=evaluate,
-            reporter=reporter,
-            served=served,
-            ranks=ranks,
-        )
-    )
+    """Train `parts.model` in place until `train.num_steps` steps are done, continuing `run`.
 
-
-async def train_async(
-    config: TrainConfig,
-    *,
-    source: RolloutSource,
-    run: Run,
-    client: object,
-    engine: WeightTarget,
-    model: Any,
-    tokenizer: Any = None,
-    evaluate: Evaluate | None = None,
-    reporter: Reporter | None = None,
-    served: Any = None,
-    ranks: Ranks | None = None,
-) -> TrainReport:
-    """Train `model` in place until `train.num_steps` steps are done, continuing what `run` holds.
+    `rolltree.train` makes everything that this takes.
 
     Args:
         config: the settings; those the run was started with.
-        source: what is trained on.
+        parts: see `build_parts`. The model is as it was before any training; a checkpoint in `run`
+            is loaded into it.
+        source: the environment.
         run: where rollouts, metrics and checkpoints go, opened for writing.
-        client: samples from `engine`.
-        engine: serves `served`'s own tensors.
-        model: as it was before any training; a checkpoint in `run` is loaded into it.
-        tokenizer: exported with the model.
         evaluate: called before, during and after training as `config.eval` says.
-        reporter: told about everything.
-        served: a plain copy of `model` where the engine cannot read that itself (adapters, ranks);
-            it is renewed at every publish. None: `model`.
-        ranks: those that train with this one, which is rank 0; the others run `follow`.
+        reporter: gets progress callbacks.
+        ranks: the processes that train with this one, which is rank 0; the others run `follow`.
 
-    Cancelled, it ends the step that writes weights, saves a checkpoint, and raises.
+    If cancelled, it finishes the step that writes weights, saves a checkpoint, and raises.
 
     Raises:
         TrainingError: a step cannot go on; the same call continues when the cause is removed.
-        ConfigError: the source and the config do not fit, or ranks come without `served`.
+        ConfigError: the source and the config do not fit.
     """
-    if ranks is not None and served is None:
-        raise ConfigError(
-            "several ranks train, and no plain copy of the weights was given as `served`, so the "
-            "engine would sample from one rank's shards. Pass the `served` of `build_local`."
-        )
     if config.train.num_threads is not None:
         torch.set_num_threads(config.train.num_threads)
     rollouts = RolloutEngine(
         source,
-        client,
+        parts.client,
         max_concurrent=config.engine.max_concurrent,
         time_limit_s=config.engine.time_limit_s,
         retries=config.engine.retries,
     )
-    tracking = Tracking(reporter or Silent(), config)
-    trainer = make_trainer(model, config, ranks)
-    read = model if served is None else served
+    trackers = Trackers(config)
+    trainer = make_trainer(parts.model, config, ranks)
     loop = _Loop(
         config=config,
-        source=source,
         run=run,
-        engine=engine,
-        model=model,
-        tokenizer=tokenizer,
+        parts=parts,
         evaluate=evaluate,
-        reporter=tracking,
+        reporter=reporter or Silent(),
+        trackers=trackers,
         ranks=ranks,
         trainer=trainer,
         checkpoints=make_checkpoints(run.checkpoints, config, ranks),
         rollouts=rollouts,
         publisher=Publisher(
-            read,
-            engine,
+            parts.served,
+            parts.engine,
             rollouts.client,
             tolerance=config.engine.probe_tolerance,
-            renew=lambda: renew_copy(model, read, ranks),
+            renew=lambda: renew_copy(parts.model, parts.served, ranks),
         ),
     )
     try:
         return await loop.run_all()
     finally:
-        tracking.close()
+        trackers.close()
 
 
 @dataclass(slots=True, kw_only=True)
 class _Loop:
     config: TrainConfig
-    source: RolloutSource
     run: Run
-    engine: WeightTarget
-    model: Any
-    tokenizer: Any
+    parts: TrainParts
     evaluate: Evaluate | None
     reporter: Reporter
+    trackers: Trackers
     ranks: Ranks | None
     trainer: Trainer
     checkpoints: Checkpoints
     rollouts: RolloutEngine
     publisher: Publisher
-    evaluations: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     averages: Mapping[str, float] = field(default_factory=dict)
-    handover: Handover | None = None  # of a step that failed while it wrote
+    weight_lock: WeightLock | None = None  # of a step that failed while it wrote
     done: int = 0  # steps whose weights are there and whose metrics are stored
     saved: int = 0
     is_writing: bool = False  # a step has begun: weights and averages may be half its own
@@ -218,7 +146,7 @@ class _Loop:
     async def _run_all(self) -> TrainReport:
         first = self._restore()
         self.done = self.saved = first.step
-        async with self.engine.paused():
+        async with self.parts.engine.paused():
             await self.publisher.publish(first.version)
         await self.publisher.verify(first.version)
         self._start(first)
@@ -234,13 +162,14 @@ class _Loop:
                 exact = inside and self.config.train.async_steps > 0
                 if step == num_steps or step % self.config.checkpoint.every == 0 or exact:
                     self._save(step)
+                self.trackers.log(metrics, step)
                 self.reporter.on_step(step, metrics)
                 if inside:
                     await self._evaluate(f"eval/{step:06d}", step, current=step)
         finally:
             await feed.aclose()
-            if self.handover is not None:
-                await self.handover.aclose()
+            if self.weight_lock is not None:
+                await self.weight_lock.aclose()
         if self.config.eval.after:
             await self._evaluate(self._last_phase(num_steps), num_steps, current=num_steps)
         return self._end()
@@ -250,7 +179,7 @@ class _Loop:
         path = self.checkpoints.latest()
         state = TrainState(0, 0)
         if path is not None:
-            state = self.checkpoints.load(path, self.model, self.trainer.optimizer)
+            state = self.checkpoints.load(path, self.parts.model, self.trainer.optimizer)
             self.averages = state.averages
         num_steps = self.config.train.num_steps
         if state.step > num_steps:
@@ -263,6 +192,7 @@ class _Loop:
         return state
 
     def _start(self, first: TrainState) -> None:
+        self.trackers.open(self.run.path, first.step + 1)
         self.reporter.on_start(
             TrainStart(
                 run_path=self.run.path,
@@ -274,25 +204,25 @@ class _Loop:
         )
 
     def _feed(self) -> Feed:
-        watch = StarvationWatch(self._say)
+        warning = NoSignalWarning(self._notify)
         if self.config.train.async_steps:
             return StreamFeed(
                 self.config,
                 self.rollouts,
                 self.run,
-                watch=watch,
+                warning=warning,
                 on_progress=self.reporter.on_rollouts,
             )
         return SyncFeed(
             self.config,
             self.rollouts,
             self.run,
-            watch=watch,
-            say=self._say,
+            warning=warning,
+            notify=self._notify,
             on_progress=self.reporter.on_rollouts,
         )
 
-    def _say(self, message: str) -> None:
+    def _notify(self, message: str) -> None:
         self.run.add_event("notice", {"message": message})
         self.reporter.on_notice(message)
 
@@ -300,7 +230,7 @@ class _Loop:
         """Take one step and return its metrics; the weights are published."""
         began = time.perf_counter()
         found = await feed.next(step)
-        return await to_the_end(self._take(step, found, began))
+        return await uninterrupted(self._take(step, found, began))
 
     async def _take(self, step: int, found: StepRollouts, began: float) -> dict[str, float]:
         """Train on what was found; weights, version and stored metrics move together."""
@@ -324,20 +254,19 @@ class _Loop:
     async def _train(self, batch: SampleBatch, step: int) -> dict[str, float]:
         """Train on the samples, publish the weights as version `step`, and verify that."""
         if not self.config.train.async_steps:
-            async with self.engine.paused():
+            async with self.parts.engine.paused():
                 trained = self.trainer.step(batch.samples, step)
                 await self.publisher.publish(step)
             return trained | await self.publisher.verify(step)
         samples, stale = mask_stale(batch.samples, step - 1, staleness_limit(self.config))
-        self.handover = handover = Handover(
-            self.engine.paused, lambda: self.publisher.publish(step)
+        self.weight_lock = lock = WeightLock(
+            self.parts.engine.paused, lambda: self.publisher.publish(step)
         )
-        trained = await uninterrupted(
-            asyncio.to_thread(self.trainer.step, samples, step, exclusive=handover)
-        )
-        self.handover = None
+        step_in_thread = asyncio.to_thread(self.trainer.step, samples, step, exclusive=lock)
+        trained = await uninterrupted(step_in_thread)
+        self.weight_lock = None
         verified = await self.publisher.verify(step)
-        return trained | stale | verified | {"time/paused_s": handover.paused_s}
+        return trained | stale | verified | {"time/paused_s": lock.paused_s}
 
     def _samples(self, results: Sequence[RolloutResult]) -> tuple[SampleBatch, dict[str, float]]:
         """Assign credit and build the samples of one step."""
@@ -364,14 +293,14 @@ class _Loop:
             section.scope,
             truncation=report.effects,
             max_seq_len=section.max_seq_len,
-            group_key=keys[section.share] if section.scope == "tree" else None,
+            group_key=keys[section.share_prefix_across] if section.scope == "tree" else None,
         )
         return batch, report.metrics
 
     def _save(self, step: int) -> None:
         start = time.perf_counter()
         state = TrainState(step, step, self.averages)
-        path = self.checkpoints.save(self.model, self.trainer.optimizer, state)
+        path = self.checkpoints.save(self.parts.model, self.trainer.optimizer, state)
         spent = time.perf_counter() - start
         data = {"name": path.name, "time_s": spent, "checksum": self.publisher.checksum()}
         self.run.add_event("checkpoint", data, step=step)
@@ -403,21 +332,15 @@ class _Loop:
                 self.run.add_event("evaluation_begun", {"phase": phase}, step=step)
             metrics = dict(await self.evaluate(phase, step))
             self.run.add_event("evaluation", {"phase": phase, "metrics": metrics}, step=step)
-        self.evaluations[phase] = metrics
+        if not stored:
+            self.trackers.log(metrics, step, phase.partition("/")[0])
         self.reporter.on_eval(phase, step, metrics, bool(stored))
 
     def _end(self) -> TrainReport:
-        path: Path | None = None
         if self.config.checkpoint.export:
-            place = self.run.path / "model"
-            path = export_together(self.model, self.tokenizer, place, self.config, self.ranks)
-        report = TrainReport(
-            run_path=self.run.path,
-            num_steps=self.config.train.num_steps,
-            steps=tuple(row.metrics for row in self.run.steps()),
-            evaluations=dict(self.evaluations),
-            model_path=path,
-        )
+            path = self.run.path / "model"
+            export_together(self.parts.model, self.parts.tokenizer, path, self.config, self.ranks)
+        report = TrainReport.read(self.run)
         self.reporter.on_end(report)
         return report
 

@@ -1,20 +1,18 @@
-"""Rank 0 leads, the others follow: the commands that make them call the same thing together.
+"""Rank 0 leads, the others follow: commands for everything that all ranks do together.
 
     rank 0                      the others
     trainer.step(samples, 7) -> "step", with the samples   -> trainer.step(samples, 7)
     checkpoints.save(...)    -> "save"                     -> checkpoints.save(...)
 
-Everything else of a run (rollouts, store, engine, evaluation, metrics) is rank 0's alone, so the
-loop does not know that there are ranks. It knows what is collective. It leaves out how commands
-travel (`ranks.py`).
+Rollouts, store, engine, evaluation and metrics are rank 0's alone.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +22,12 @@ import torch
 
 from rolltree.models import load_model
 from rolltree.training.checkpoint import Checkpoints, TrainState
+from rolltree.training.checkpoint_formats import export_model
 from rolltree.training.config import TrainConfig
-from rolltree.training.export import export_model
 from rolltree.training.lora import add_adapter, copy_weights
 from rolltree.training.optim import Optimizer
-from rolltree.training.ranks import STOP, Ranks
+from rolltree.training.ranks import STOP, Ranks, samples_from_data, samples_to_data
 from rolltree.training.trainer import Exclusive, Trainer
-from rolltree.training.wire import samples_from_data, samples_to_data
 from rolltree.types import Sample
 
 
@@ -55,7 +52,7 @@ def adapt(model: Any, config: TrainConfig) -> None:
         add_adapter(model, config.model, config.run.seed)
 
 
-class LeadingTrainer(Trainer):
+class Rank0Trainer(Trainer):
     """The trainer of rank 0: each of its steps is a step of every rank."""
 
     def step(
@@ -67,7 +64,7 @@ class LeadingTrainer(Trainer):
         return super().step(samples, step, exclusive=exclusive)
 
 
-class LeadingCheckpoints(Checkpoints):
+class Rank0Checkpoints(Checkpoints):
     """The checkpoints of rank 0: saving and loading is for every rank."""
 
     def save(self, model: Any, optimizer: Optimizer, state: TrainState) -> Path:
@@ -85,13 +82,13 @@ class LeadingCheckpoints(Checkpoints):
 
 def make_trainer(model: Any, config: TrainConfig, ranks: Ranks | None) -> Trainer:
     """Return the trainer of this process, which leads if there are ranks."""
-    return Trainer(model, config) if ranks is None else LeadingTrainer(model, config, ranks)
+    return Trainer(model, config) if ranks is None else Rank0Trainer(model, config, ranks)
 
 
 def make_checkpoints(root: Path, config: TrainConfig, ranks: Ranks | None) -> Checkpoints:
     """Return the checkpoints below `root`, which lead if this is rank 0 of several."""
     section = config.checkpoint
-    kind = LeadingCheckpoints if ranks is not None and ranks.leads else Checkpoints
+    kind = Rank0Checkpoints if ranks is not None and ranks.leads else Checkpoints
     return kind(
         root,
         section.keep,
@@ -155,21 +152,35 @@ COMMANDS: dict[str, Callable[[_Follower, Mapping[str, Any]], None]] = {
 }
 
 
-def follow(config: TrainConfig, ranks: Ranks) -> None:
-    """Do what rank 0 says until it says that it is over.
+def follow(config: TrainConfig, ranks: Ranks, model: Any = None) -> None:
+    """Do what rank 0 says until it says that training is over.
 
-    SIGTERM and Ctrl-C are rank 0's to answer: it has everybody save, then lets them go.
+    SIGTERM and Ctrl-C are left to rank 0, which has every rank save. `model` is trained instead of
+    the one that the config names.
 
     Raises:
         TrainingError: rank 0 has ended, or has an error that every rank has.
     """
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if config.train.num_threads is not None:
-        torch.set_num_threads(config.train.num_threads)
-    model, _ = load_trained(config, ranks)
-    adapt(model, config)
-    follower = _Follower(config, ranks, Trainer(model, config, ranks))
-    while (command := ranks.hear()).name != STOP:
-        COMMANDS[command.name](follower, command.data)
+    with _signals_ignored():
+        if config.train.num_threads is not None:
+            torch.set_num_threads(config.train.num_threads)
+        if model is None:
+            model, _ = load_trained(config, ranks)
+        adapt(model, config)
+        follower = _Follower(config, ranks, Trainer(model, config, ranks))
+        while (command := ranks.hear()).name != STOP:
+            COMMANDS[command.name](follower, command.data)
+
+
+@contextmanager
+def _signals_ignored() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    kinds = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(kind, signal.SIG_IGN) for kind in kinds]
+    try:
+        yield
+    finally:
+        for kind, handler in zip(kinds, before, strict=True):
+            signal.signal(kind, handler)

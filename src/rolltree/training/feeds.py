@@ -1,15 +1,14 @@
-"""Rollouts that are sampled while the trainer steps: the asynchronous feed.
+"""Where the loop gets the rollouts of a step: a synchronous and an asynchronous feed.
 
-Groups are started in the order of the plan, as long as `started <= (version + 1 + async_steps) *
-groups_per_step + dropped` (the staleness control of AReaL, Fu et al. 2025, arXiv:2505.24298,
-equation 3). A step takes the oldest groups that are complete, so one slow episode delays nobody; an
-episode goes on while weights change, and each of its tokens knows its version.
+`SyncFeed` samples a step's groups when the step asks for them. With dynamic sampling (DAPO, Yu et
+al. 2025, arXiv:2503.14476, section 3.2) groups whose advantages are all zero are replaced, at most
+`algorithm.dynamic_sampling_max` times per step.
 
-Before a step trains, the run store gets a `batch` event with the groups that it takes and those
-that were dropped. That ledger is what a killed run continues from: steps after the checkpoint are
-trained again from the same stored rollouts, so the weights and their version numbers come back;
-groups that no step took are taken now; what was in flight is sampled again. It knows requests,
-results and the store. It leaves out the weights.
+`StreamFeed` samples while the trainer steps. Groups are started in the order of the plan, as long
+as `started <= (version + 1 + async_steps) * groups_per_step + dropped` (AReaL, Fu et al. 2025,
+arXiv:2505.24298, equation 3). A step takes the oldest complete groups, so one slow rollout delays
+nobody. Before a step trains, a `batch` event stores which groups it takes and which were dropped; a
+killed run trains the steps after its checkpoint again from that ledger.
 """
 
 from __future__ import annotations
@@ -17,18 +16,182 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from rolltree.errors import TrainingError
 from rolltree.rollouts import RolloutEngine
 from rolltree.store import Run
-from rolltree.training.collect import check_some_worked, gather, stored_results
+from rolltree.training.advantages import assign_credit
 from rolltree.training.config import TrainConfig
-from rolltree.training.feed import OnProgress, StepRollouts, has_spread, joined
-from rolltree.training.plan import step_requests
+from rolltree.training.no_signal_warning import NoSignalWarning
+from rolltree.training.plan import (
+    check_some_worked,
+    gather,
+    replacement_requests,
+    step_requests,
+    stored_results,
+)
 from rolltree.training.staleness import newest_version, staleness_limit
-from rolltree.training.starving import StarvationWatch
 from rolltree.types import RolloutRequest, RolloutResult
+
+OnProgress = Callable[[int, int, int], None]
+"""(step, rollouts done, rollouts wanted so far)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRollouts:
+    """`trained` is what the step learns from; `sampled` adds the groups that were replaced.
+
+    `metrics` says how they came together.
+    """
+
+    trained: tuple[RolloutResult, ...]
+    sampled: tuple[RolloutResult, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Feed(Protocol):
+    """Where the loop gets a step's rollouts."""
+
+    async def next(self, step: int) -> StepRollouts:
+        """Return the rollouts that step `step` trains on."""
+        ...
+
+    async def aclose(self) -> None:
+        """Stop what runs."""
+        ...
+
+
+def has_signal(results: Sequence[RolloutResult], config: TrainConfig) -> bool:
+    """Return whether credit gives any call of one group an advantage other than 0.
+
+    The moving-average baseline is left out: it depends on other groups and is rarely exactly 0.
+    """
+    algorithm = config.algorithm
+    policy = replace(algorithm.policy(config.train.max_seq_len), baseline="none")
+    report = assign_credit(results, algorithm.resolve().credit, policy)
+    return any(
+        (step.get("advantage") or 0.0) != 0.0
+        for state in report.trained
+        for step in state.get("trajectory") or ()
+    )
+
+
+class SyncFeed:
+    """Samples a step's rollouts when the step asks for them, and waits for all.
+
+    Args:
+        config: the run's settings.
+        rollouts: runs the rollouts.
+        run: where they are stored.
+        warning: counts groups with and without reward variance.
+        notify: gets a notice when the limit of replacements is reached.
+        on_progress: told how many of the step's rollouts are done.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        rollouts: RolloutEngine,
+        run: Run,
+        *,
+        warning: NoSignalWarning,
+        notify: Callable[[str], None],
+        on_progress: OnProgress,
+    ) -> None:
+        self._config, self._rollouts, self._run = config, rollouts, run
+        self._warning, self._notify, self._on_progress = warning, notify, on_progress
+
+    async def next(self, step: int) -> StepRollouts:
+        """Return the rollouts of step `step`, stored ones included."""
+        config, source = self._config, self._rollouts.source
+        requests = step_requests(config, source, step)
+        found = await gather(
+            requests,
+            self._rollouts,
+            self._run,
+            lambda done: self._on_progress(step, done, len(requests)),
+            retry_failed=True,
+        )
+        check_some_worked(found.results)
+        reused = {"rollout/reused_share": found.num_reused / len(requests)}
+        if not config.algorithm.dynamic_sampling_max:
+            return StepRollouts(found.results, found.results, reused)
+        self._warning.begin(step)
+        async with self._warning.watching():
+            replaced = await self._replace(step, by_group(found.results))
+        return StepRollouts(replaced.trained, replaced.sampled, reused | dict(replaced.metrics))
+
+    async def aclose(self) -> None:
+        """Do nothing: nothing runs between steps."""
+
+    async def _replace(
+        self, step: int, planned: Sequence[tuple[RolloutResult, ...]]
+    ) -> StepRollouts:
+        """Replace groups without signal until none is left or the limit is reached."""
+        config, limit = self._config, self._config.algorithm.dynamic_sampling_max
+        useful, flat = self._split(planned)
+        sampled, num_extra = list(planned), 0
+        missing = len(planned) - len(useful)
+        while missing and num_extra < limit:
+            count = min(missing, limit - num_extra)
+            requests = replacement_requests(
+                config, self._rollouts.source, step, first=num_extra, count=count
+            )
+            before = sum(map(len, sampled))
+            total = before + len(requests)
+
+            def progress(done: int, before: int = before, total: int = total) -> None:
+                self._on_progress(step, before + done, total)
+
+            found = await gather(requests, self._rollouts, self._run, progress)
+            num_extra += count
+            groups = by_group(found.results)
+            sampled += groups
+            more, less = self._split(groups)
+            useful, flat = useful + more, flat + less
+            missing = len(planned) - len(useful)
+        if missing:
+            self._notify(
+                f"step {step} trains on {missing} of {len(planned)} groups without reward "
+                f"variance, after {num_extra} replacements (algorithm.dynamic_sampling_max): "
+                f"{self._warning.reason()}"
+            )
+        trained = useful + flat[len(flat) - missing :]
+        return StepRollouts(
+            joined(trained),
+            joined(sampled),
+            {"dynamic/num_replaced": float(num_extra), "dynamic/num_flat_trained": float(missing)},
+        )
+
+    def _split(
+        self, groups: Sequence[tuple[RolloutResult, ...]]
+    ) -> tuple[list[tuple[RolloutResult, ...]], list[tuple[RolloutResult, ...]]]:
+        useful, flat = [], []
+        for group in groups:
+            if has_signal(group, self._config):
+                useful.append(group)
+                self._warning.signal()
+            else:
+                flat.append(group)
+                self._warning.no_signal(group)
+        return useful, flat
+
+
+def by_group(results: Sequence[RolloutResult]) -> list[tuple[RolloutResult, ...]]:
+    """Return the results of each group, groups in the order of their first member."""
+    groups: dict[str, list[RolloutResult]] = {}
+    for result in results:
+        groups.setdefault(result.request.group_id, []).append(result)
+    return [tuple(group) for group in groups.values()]
+
+
+def joined(groups: Sequence[Sequence[RolloutResult]]) -> tuple[RolloutResult, ...]:
+    """Return the results of all groups in order."""
+    return tuple(result for group in groups for result in group)
+
 
 LEDGER = "batch"
 Group = tuple[RolloutResult, ...]
@@ -39,10 +202,10 @@ class StreamFeed:
 
     Args:
         config: the run's settings; `train.async_steps` is at least 1.
-        rollouts: plays the episodes.
+        rollouts: runs the rollouts.
         run: where rollouts and the ledger are stored.
-        watch: told what is useful while a step waits.
-        on_progress: told how far the rollouts of the next step are.
+        warning: counts groups with and without reward variance.
+        on_progress: told how many rollouts of the next step are done.
     """
 
     def __init__(
@@ -51,11 +214,11 @@ class StreamFeed:
         rollouts: RolloutEngine,
         run: Run,
         *,
-        watch: StarvationWatch,
+        warning: NoSignalWarning,
         on_progress: OnProgress,
     ) -> None:
         self._config, self._rollouts, self._run = config, rollouts, run
-        self._watch, self._on_progress = watch, on_progress
+        self._warning, self._on_progress = warning, on_progress
         size = config.algorithm.group_size
         self._slots = asyncio.Semaphore(max(1, rollouts.max_concurrent // size))
         self._ledger = {e.step: e.data for e in run.events(LEDGER) if e.step is not None}
@@ -78,8 +241,8 @@ class StreamFeed:
         """
         if step in self._ledger:
             return self._again(step)
-        self._watch.begin(step)
-        async with self._watch.looking():
+        self._warning.begin(step)
+        async with self._warning.watching():
             chosen = await self._wait(step)
         results = joined(chosen)
         check_some_worked(results)
@@ -147,12 +310,12 @@ class StreamFeed:
         if _is_stale(group, step, self._config):
             return "stale"
         flat = Counter(self._dropped.values())["flat"]
-        limit = self._config.algorithm.replace_flat
-        useful = has_spread(group, self._config)
+        limit = self._config.algorithm.dynamic_sampling_max
+        useful = has_signal(group, self._config)
         if useful:
-            self._watch.useful()
+            self._warning.signal()
         else:
-            self._watch.useless(group)
+            self._warning.no_signal(group)
         return None if useful or flat >= limit else "flat"
 
     def _note(self, name: str, why: str | None) -> None:
@@ -192,8 +355,8 @@ class StreamFeed:
     def _metrics(self, chosen: Sequence[Group], dropped: dict[str, str]) -> dict[str, float]:
         why = Counter(dropped.values())
         dynamic = {}
-        if self._config.algorithm.replace_flat:
-            num_flat = sum(not has_spread(group, self._config) for group in chosen)
+        if self._config.algorithm.dynamic_sampling_max:
+            num_flat = sum(not has_signal(group, self._config) for group in chosen)
             dynamic = {
                 "dynamic/num_replaced": float(why["flat"]),
                 "dynamic/num_flat_trained": float(num_flat),

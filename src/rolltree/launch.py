@@ -1,0 +1,252 @@
+"""Whole training runs: `train(config, environment=env)` makes the parts, trains, evaluates, stores.
+
+The room above training, evaluation and environments; `rolltree train` calls it too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from rolltree.environments import load_environment
+from rolltree.errors import ConfigError, Stopped
+from rolltree.evaluation import EvalProgress, evaluate
+from rolltree.inference import ModelClient
+from rolltree.reports import TrainView
+from rolltree.rollouts import RolloutSource
+from rolltree.store import Run
+from rolltree.tasks import run_sync
+from rolltree.training import (
+    Evaluate,
+    Reporter,
+    TrainConfig,
+    TrainParts,
+    TrainReport,
+    WeightTarget,
+    build_parts,
+    load_train_config,
+    open_run,
+    run_training,
+)
+from rolltree.training.rank0 import follow
+from rolltree.training.ranks import STOP, start_ranks
+
+ConfigSource = TrainConfig | Mapping[str, Any] | str | Path
+
+
+def train(
+    config: ConfigSource | None = None,
+    *,
+    environment: RolloutSource | str | Path | None = None,
+    model: Any = None,
+    **options: Any,
+) -> TrainReport:
+    """Train a model by reinforcement learning and return a report, which can be printed.
+
+        rt.train("examples/demo/demo.toml")
+        rt.train(environment=env, model="tiny", num_steps=2, run_dir="runs/first")
+
+    The same call continues a run that was stopped or killed. It also works where an event loop
+    runs already, as in a notebook. Under torchrun every rank makes the call and gets the report.
+
+    Args:
+        config: a TOML file, plain data or a `TrainConfig`; None for the defaults.
+        environment: an environment, or the name or path of one; None takes the config's `env.id`.
+        model: the name or folder of a model, the `model` section as a mapping, or a Hugging Face
+            causal LM in float32, which is trained in place and needs `tokenizer`.
+        options: the other arguments of `train_async`, and settings as `load_train_config` takes
+            them: `num_steps=20`, `lr=1e-5`, `optim={"lr": 1e-5}`, `run_dir="runs/x"`.
+
+    Raises:
+        ConfigError: a setting is unknown or wrong, or the run was started with other settings.
+        TrainingError: training cannot go on; the message says why.
+        Stopped: SIGTERM came; what was done is saved.
+    """
+
+    async def work() -> TrainReport:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        with stop_on_sigterm() if in_main_thread else nullcontext():
+            return await train_async(config, environment=environment, model=model, **options)
+
+    return run_sync(work())
+
+
+async def train_async(
+    config: ConfigSource | None = None,
+    *,
+    environment: RolloutSource | str | Path | None = None,
+    model: Any = None,
+    tokenizer: Any = None,
+    client: ModelClient | None = None,
+    engine: WeightTarget | None = None,
+    evaluate: Evaluate | None = None,
+    reporter: Reporter | None = None,
+    run: Run | None = None,
+    **settings: Any,
+) -> TrainReport:
+    """Do what `train` does in the running event loop.
+
+    Args:
+        config: see `train`.
+        environment: see `train`.
+        model: see `train`.
+        tokenizer: that of a model which is given as an object.
+        client: samples from `engine`; give both, with `model`, or none. They stay open.
+        engine: serves `model`'s own tensors, or copies them when a version is published.
+        evaluate: `(phase, step) -> metrics`, instead of the held-out evaluation of the config.
+        reporter: gets progress callbacks. None shows progress on stderr, `Silent()` nothing.
+        run: where everything is stored, opened for writing, instead of the config's `run.dir`.
+        settings: see `train`.
+
+    If cancelled, it saves a checkpoint and raises.
+    """
+    if isinstance(model, str | Path | Mapping):
+        settings["model"], model = str(model) if isinstance(model, Path) else model, None
+    if model is not None:
+        settings.setdefault("model_name", _name_of(model))
+    if run is not None:
+        settings["run_dir"] = str(run.path)
+    if model is not None and tokenizer is None:
+        raise ConfigError("the model was given as an object, without its tokenizer. Pass both.")
+    if (client is None) != (engine is None) or (client is not None and model is None):
+        raise ConfigError(
+            "client, engine and model belong together: the engine serves the model that is "
+            "trained. Pass all three, or leave client and engine out."
+        )
+    checked = load_train_config(config, **settings)
+    stopped: BaseException | None = None
+    with start_ranks(checked.model.device) as ranks:
+        if ranks is not None and not ranks.leads:
+            follow(checked, ranks, model)
+        else:
+            try:
+                async with AsyncExitStack() as stack:
+                    checked, source = await _environment(checked, environment, stack)
+                    stored = run or stack.enter_context(open_run(checked))
+                    shown = reporter or stack.enter_context(TrainView(Console(stderr=True)))
+                    if client is not None and engine is not None:
+                        _check_engine(checked, ranks is not None)
+                        parts = TrainParts(model, tokenizer, engine, client, model)
+                    else:
+                        parts = build_parts(checked, ranks, model=model, tokenizer=tokenizer)
+                        stack.push_async_callback(parts.aclose)
+                    await run_training(
+                        checked,
+                        parts,
+                        source=source,
+                        run=stored,
+                        evaluate=evaluate or held_out(checked, source, parts.client, stored, shown),
+                        reporter=shown,
+                        ranks=ranks,
+                    )
+            except (asyncio.CancelledError, Stopped) as error:
+                stopped = error
+            if ranks is not None:
+                ranks.tell(STOP)
+    if stopped is not None:
+        raise stopped
+    with Run.open(checked.run.dir, "r") as finished:
+        return TrainReport.read(finished)
+
+
+async def _environment(
+    config: TrainConfig, given: RolloutSource | str | Path | None, stack: AsyncExitStack
+) -> tuple[TrainConfig, RolloutSource]:
+    """Return the environment, and the config with its name; `stack` closes what is loaded here."""
+    if given is None or isinstance(given, str | Path):
+        env_id = config.env.id if given is None else str(given)
+        if not env_id:
+            raise ConfigError(
+                "there is no environment to train on: the config has no env.id. Set it, or pass "
+                "environment= (an object, a name or a path)."
+            )
+        source = load_environment(env_id, **config.env.args)
+        await stack.enter_async_context(source)
+        return load_train_config(config, env={"id": env_id}), source
+    if config.env.args:
+        raise ConfigError(
+            f"env.args is {config.env.args!r}, but the environment was given as an object, so they "
+            "would do nothing. Leave env.args out, or pass the environment's name."
+        )
+    return load_train_config(config, env={"id": given.env_id}), given
+
+
+def held_out(
+    config: TrainConfig, source: RolloutSource, client: Any, run: Run, reporter: Reporter
+) -> Evaluate:
+    """Return the evaluation on the held-out split that the config's `eval` section describes."""
+
+    async def evaluate_phase(phase: str, step: int) -> Mapping[str, Any]:
+        def progress(at: EvalProgress) -> None:
+            reporter.on_eval_progress(phase, at.num_done, at.num_total)
+
+        report = await evaluate(
+            source,
+            client,
+            num_examples=config.eval.num_examples,
+            rollouts_per_example=config.eval.rollouts_per_example,
+            sampling=config.eval.sampling_args(config.sampling),
+            max_concurrent=config.engine.max_concurrent,
+            seed=config.run.seed,
+            run=run,
+            phase=phase,
+            time_limit_s=config.engine.time_limit_s,
+            retries=config.engine.retries,
+            on_progress=progress,
+        )
+        return report.as_dict()
+
+    return evaluate_phase
+
+
+def _check_engine(config: TrainConfig, has_ranks: bool) -> None:
+    """Refuse an engine that was given where it would not serve what is trained."""
+    if has_ranks or config.model.lora_rank:
+        what = "several ranks train" if has_ranks else "model.lora_rank is set"
+        raise ConfigError(
+            f"an engine was given and {what}, so the engine needs a plain copy of the weights. "
+            "Leave client and engine out, or call training.run_training with TrainParts."
+        )
+
+
+def _name_of(model: Any) -> str:
+    return str(getattr(model.config, "name_or_path", "") or type(model).__name__)
+
+
+@contextmanager
+def stop_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM cancel the current task inside this block, which then raises `Stopped`.
+
+    Only in the main thread. `train_async` saves when it is cancelled.
+
+    Raises:
+        Stopped: SIGTERM came.
+    """
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+    received: list[int] = []
+
+    def stop() -> None:
+        if not received:  # a second one would interrupt the saving
+            received.append(signal.SIGTERM)
+            task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, stop)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        task.uncancel()
+        raise Stopped(
+            "stopped by SIGTERM; what was done is saved. The same command continues the run."
+        ) from None
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
