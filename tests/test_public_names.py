@@ -171,9 +171,9 @@ HEAVY = ("torch", "transformers", "starlette", "uvicorn", "datasets", "openai", 
 def test_nothing_heavy_is_imported():
     loaded = run(
         "import sys, rolltree\n"
-        "needs_torch = rolltree._ROOMS['training'] + rolltree._ROOMS['launch']\n"
-        "needs_torch += rolltree._ROOMS['inference.local']\n"
-        "for name in set(rolltree.__all__) - {'evaluate', *needs_torch.split()}:\n"
+        "torch_rooms = ('training', 'launch', 'inference.local')\n"
+        "heavy = {name for room in torch_rooms for name in rolltree._ROOMS[room].split()}\n"
+        "for name in set(rolltree.__all__) - {'evaluate', *heavy}:\n"
         "    getattr(rolltree, name)\n"
         "print(*sys.modules)"
     ).split()

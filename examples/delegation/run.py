@@ -5,7 +5,7 @@
 
 A tiny model (0.8M parameters) plays both roles of `code_book.py`. It is first fine-tuned on games
 of a half-competent player, then trained by reinforcement on the embedded engine. Kill it and start
-the same command: it continues. It leaves out nothing that the library does by itself.
+the same command: it continues.
 """
 
 from __future__ import annotations
@@ -21,24 +21,11 @@ from typing import Any
 import torch
 from code_book import expert, load_environment
 
-from rolltree.evaluation import evaluate
-from rolltree.inference.chat import ChatRenderer
-from rolltree.models import load_model
+import rolltree as rt
+from rolltree.inference import ChatRenderer
 from rolltree.rollouts import Split
 from rolltree.rollouts.record import decode_results
-from rolltree.samples import build_samples
-from rolltree.testing import ScriptedClient
-from rolltree.training import (
-    Silent,
-    Trainer,
-    assign_credit,
-    build_parts,
-    load_train_config,
-    open_run,
-    supervised_states,
-    train_async,
-)
-from rolltree.types import RolloutResult
+from rolltree.training import build_parts, run_training
 
 NOISE = {"ask": 0.2, "book": 0.5, "tell": 0.2}
 
@@ -49,9 +36,9 @@ def warm_start(folder: Path, options: argparse.Namespace) -> Path:
         return folder
     torch.manual_seed(options.seed)
     torch.set_num_threads(1)  # a model this small has nothing for a second thread to do
-    model, tokenizer = load_model("tiny")
+    model, tokenizer = rt.load_model("tiny")
     environment = load_environment()
-    client = ScriptedClient(expert(NOISE, options.seed), renderer=ChatRenderer(tokenizer))
+    client = rt.ScriptedClient(expert(NOISE, options.seed), renderer=ChatRenderer(tokenizer))
     played = environment.generate_sync(
         environment.get_dataset(), client, score_rollouts=False, rollouts_per_example=options.games
     )
@@ -64,14 +51,16 @@ def warm_start(folder: Path, options: argparse.Namespace) -> Path:
         for s in result.states
     ]
     random.Random(options.seed).shuffle(games)
-    config = load_train_config(
+    config = rt.load_train_config(
         {"algorithm": {"name": "sft"}, "optim": {"lr": 2e-3}, "train": {"num_threads": 1}}
     )
-    trainer = Trainer(model, config)
+    trainer = rt.Trainer(model, config)
     size = len(games) // options.warm_steps
     for step in range(1, options.warm_steps + 1):
         batch = games[(step - 1) * size : step * size]
-        samples = build_samples(supervised_states(batch), "tree", group_key=lambda s: 0).samples
+        samples = rt.build_samples(
+            rt.supervised_states(batch), "tree", group_key=lambda s: 0
+        ).samples
         loss = trainer.step(samples, step)["train/loss"]
         if step % 20 == 0 or step == 1:
             print(f"warm start {step:3}: loss {loss:.3f}", flush=True)
@@ -83,7 +72,7 @@ def warm_start(folder: Path, options: argparse.Namespace) -> Path:
     return folder
 
 
-class Lines(Silent):
+class Lines(rt.Reporter):
     """One line every ten steps."""
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -96,7 +85,7 @@ class Lines(Silent):
             )
 
 
-def credit_table(results: list[RolloutResult]) -> str:
+def credit_table(results: list[rt.RolloutResult]) -> str:
     """Return one group as a table: who was asked what, earned what, and is credited with what."""
     lines = [f"{'rollout':10} {'agent':7} {'asked':20} {'said':12} {'earned':>6} {'advantage':>9}"]
     for result in results:
@@ -122,7 +111,7 @@ async def main(options: argparse.Namespace) -> None:
     model_folder = await asyncio.to_thread(warm_start, folder / "warm", options)
     print(f"warm start done after {time.perf_counter() - started:.0f} s", flush=True)
     algorithm: dict[str, Any] = {"name": options.algorithm, "group_size": 8, "groups_per_step": 8}
-    config = load_train_config(
+    config = rt.load_train_config(
         {
             "run": {"dir": str(folder / "run"), "seed": options.seed},
             "model": {"name": str(model_folder)},
@@ -130,16 +119,20 @@ async def main(options: argparse.Namespace) -> None:
             "sampling": {"max_tokens": 10},
             "algorithm": algorithm | {"flow": options.flow},
             "optim": {"lr": options.lr},
-            "train": {"num_steps": options.num_steps, "share": "group", "num_threads": 1},
+            "train": {
+                "num_steps": options.num_steps,
+                "share_prefix_across": "group",
+                "num_threads": 1,
+            },
             "checkpoint": {"every": 20, "export": False},
         }
     )
     environment = load_environment()
     parts = build_parts(config)
-    with open_run(config) as run:
+    with rt.open_run(config) as run:
 
         async def success(phase: str, split: Split) -> float:
-            report = await evaluate(
+            report = await rt.evaluate(
                 environment,
                 parts.client,
                 sampling={"max_tokens": 10, "temperature": 1.0},
@@ -159,22 +152,14 @@ async def main(options: argparse.Namespace) -> None:
                 "held_out": await success(f"{phase}/held_out", "eval"),
             }
 
-        report = await train_async(
-            config,
-            source=environment,
-            run=run,
-            client=parts.client,
-            engine=parts.engine,
-            model=parts.model,
-            tokenizer=parts.tokenizer,
-            evaluate=measure,
-            reporter=Lines(),
+        report = await run_training(
+            config, parts, source=environment, run=run, evaluate=measure, reporter=Lines()
         )
         rows = list(run.rollouts(phase="train", train_step=1))
         print("\nThe first group of the first step:\n")
         results = [r for r in decode_results(rows) if r.request.group_id.endswith("/g00")]
         section = config.algorithm
-        assign_credit(results, section.resolve().credit, section.policy(None))
+        rt.assign_credit(results, section.resolve().credit, section.policy(None))
         print(credit_table(sorted(results, key=lambda r: r.request.index_in_group)))
     await parts.aclose()
     print()
@@ -194,7 +179,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--dir", default="runs/delegation", help="where the run is kept")
     parser.add_argument("--flow", default="own", help="own, shared, discounted or team")
-    parser.add_argument("--algorithm", default="grpo", help="a row of rolltree.training.ALGORITHMS")
+    parser.add_argument("--algorithm", default="grpo", help="such as grpo, see docs/training.md")
     parser.add_argument("--num-steps", type=int, default=60)
     parser.add_argument("--games", type=int, default=8, help="of the warm start, per question")
     parser.add_argument("--warm-steps", type=int, default=240)

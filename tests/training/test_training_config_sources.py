@@ -102,7 +102,7 @@ def test_keywords_are_sections_keys_of_one_section_or_section_and_key(config):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_tokens": 4}, "sampling_max_tokens, eval_max_tokens, train_max_tokens"),
+        ({"max_tokens": 4}, "sampling_max_tokens, train_max_tokens, eval_max_tokens"),
         ({"num_stesp": 4}, "no setting 'num_stesp'. Did you mean 'num_steps'"),
         ({"learning_rate": 1e-5}, "no setting 'learning_rate'"),
         ({"optim": {"lrr": 1.0}}, "no key optim.lrr. Did you mean 'lr'"),

@@ -163,7 +163,7 @@ class TestPolicies:
         with Run.open(tmp_path / "run", "r") as run:
             assert run.num_rollouts(train_step=1) == 12
         source = Two()
-        assert start(config, source).num_steps == 2
+        assert len(start(config, source).metrics) == 2
         assert source.played == []
         assert report.metrics[0]["credit/untrained_share"] == 0.0
 
