@@ -56,6 +56,7 @@ $(VENV)/.train: $(VENV)/bin/python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.train
+	@echo "Installing into $(VENV): what the tests and the checks need (about a minute) ..."
 	$(PIP) --editable '.[train,envs,dev]'
 	@$(PIP) reasoning-gym >/dev/null 2>&1 || \
 	  echo "reasoning-gym was not installed (it needs a C compiler): the tests of its adapter will be skipped."

@@ -103,7 +103,8 @@ async def test_a_request_in_flight_goes_on_with_the_new_weights(
         )
         for seed in range(32)
     ]
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0)  # they are sent first: when the next is answered, they have begun
+    await client.chat(asked, sampling=SamplingParams(temperature=3.0, max_tokens=2))
     await publish_weights([client], taught_otherwise, 7)
     mixed = [each for each in await asyncio.gather(*waiting) if 7 in versions_of(each)[1:]]
     mixed = [each for each in mixed if 4 in versions_of(each)]
