@@ -4,6 +4,7 @@ Links to other sites are left out.
 """
 
 import importlib
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,3 +111,23 @@ def test_settings_exist():
     for page, key in sorted(keys):
         section, _, name = key.partition(".")
         assert key in no_settings or name in sections[section], f"{page}: no setting {key}"
+
+
+def test_the_settings_page_has_every_key_with_its_default():
+    training = pytest.importorskip("rolltree.training")
+    text = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    documented = {}
+    for section, body in re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL):
+        for keys, defaults in re.findall(r"^\| (`.*?`) \| (.*?) \|", body, re.MULTILINE):
+            names, values = re.findall(r"`(\w+)`", keys), re.findall(r"`(.*?)`", defaults)
+            documented.update({(section, name): None for name in names})
+            documented.update(zip([(section, name) for name in names], values, strict=False))
+    real = {
+        (section.name, field.name): field.default_factory()
+        if field.default is msgspec.NODEFAULT
+        else field.default
+        for section in msgspec.structs.fields(training.TrainConfig)
+        for field in msgspec.structs.fields(section.type)
+    }
+    shown = {key: None if value is None else json.dumps(value) for key, value in real.items()}
+    assert documented == shown
