@@ -181,23 +181,18 @@ class _Worker:
     """
 
     def __init__(self, target: str, memory_bytes: int | None, inherit_env: bool) -> None:
-        passed = None if inherit_env else _scrubbed()
         lifeline, held = os.pipe()
         said = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the process is
+        path = [folder or os.getcwd() for folder in sys.path]
+        arguments = [target, str(lifeline), str(memory_bytes or 0), *path]
         try:
-            arguments = [
-                target,
-                str(lifeline),
-                str(memory_bytes or 0),
-                *(p or os.getcwd() for p in sys.path),
-            ]
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _BOOT, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=said,
                 pass_fds=(lifeline,),
-                env=passed,
+                env=None if inherit_env else _scrubbed(),
                 start_new_session=True,
                 bufsize=0,
             )
@@ -321,51 +316,42 @@ def serve() -> None:
     """Answer requests until the other side is gone; arguments are those of `_Worker`."""
     target, lifeline, memory_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     _end_with_parent(lifeline)
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(2, 1)
     os.close(null)
-    function = _find(target)
+    module, _, name = target.partition(":")
+    function: Callable[[Any], Any] = getattr(importlib.import_module(module), name)
     if memory_bytes:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     out_of_memory = _encode({"out_of_memory": True})
-    _reply(replies, _encode({"ready": True}))
-    while header := requests.read(_HEADER):
+    frame = _encode({"ready": True})
+    while frame is not out_of_memory:
+        replies.write(frame)
+        replies.flush()
+        if not (header := requests.read(_HEADER)):
+            return
         try:
             frame = _answer(function, requests.read(int.from_bytes(header, "big")))
         except MemoryError:
-            _reply(replies, out_of_memory)
-            os._exit(1)
-        _reply(replies, frame)
+            frame = out_of_memory
+    os.write(replies.fileno(), frame)
+    os._exit(1)
 
 
 def _answer(function: Callable[[Any], Any], request: bytes) -> bytes:
-    reply: dict[str, Any]
     try:
         frame = _encode({"value": function(json.loads(request)), "reusable": _is_clean()})
     except MemoryError:
         raise
     except BaseException as error:  # noqa: BLE001  a function that exits is one that fails
-        message = str(error) or type(error).__name__
-        trace = traceback.format_exc()
-        reply = {"kind": type(error).__name__, "message": message, "trace": trace}
-        frame = _encode({"error": reply, "reusable": _is_clean()})
+        kind = type(error).__name__
+        told = {"kind": kind, "message": str(error) or kind, "trace": traceback.format_exc()}
+        frame = _encode({"error": told, "reusable": _is_clean()})
     sys.stdout.flush()
     sys.stderr.flush()
     return frame
-
-
-def _reply(fd: int, frame: bytes) -> None:
-    data = memoryview(frame)
-    while data:
-        data = data[os.write(fd, data) :]
-
-
-def _find(target: str) -> Callable[[Any], Any]:
-    module, _, name = target.partition(":")
-    function: Callable[[Any], Any] = getattr(importlib.import_module(module), name)
-    return function
 
 
 def _is_clean() -> bool:

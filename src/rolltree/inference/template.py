@@ -28,7 +28,12 @@ class TemplateLimitError(TemplateError):
     """The template ran too long or made something too large: it is broken or hostile."""
 
 
-_pool = WorkerPool("rolltree.inference.template_worker:render", memory_bytes=MEMORY_BYTES)
+_pool = WorkerPool(
+    "rolltree.inference.template_worker:render",
+    memory_bytes=MEMORY_BYTES,
+    max_workers=2,
+    max_idle=2,
+)
 
 
 class ChatTemplate:
