@@ -13,8 +13,8 @@ from env_scripts import ScriptedModel
 
 from rolltree.environments import MCPEnv, MCPServer
 from rolltree.environments.mcp_env import MCPConnection
-from rolltree.environments.tools import ToolUnavailable
 from rolltree.errors import ConfigError
+from rolltree.tools import ToolUnavailable
 from wait_kit import wait_until
 
 SCRIPT = str(Path(__file__).with_name("mcp_notes_server.py"))

@@ -68,11 +68,17 @@ class GenerateMetadata:
         return getattr(self, name)
 
 
+_DEFAULTS: dict[str, Any] = {"answer": "", "info": {}}
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class GenerateResults:
     """Finished rollouts in the order of their inputs, with one list per column.
 
-    `results.state`, `results.reward`, `results.metrics["name"]`; `results["reward"]` is the same.
+    Columns are attributes and items: `results.reward` is `results["reward"]`. They are `state`,
+    the input's (`prompt`, `answer`, `task`, `info`, `example_id`), `completion`, `reward` (None
+    for a rollout that failed or was not scored), `stop_conditions` and `metrics`, which is one
+    list per metric name.
     """
 
     state: list[State]
@@ -80,54 +86,25 @@ class GenerateResults:
     results: list[RolloutResult] = field(default_factory=list)
 
     @property
-    def prompt(self) -> list[Any]:
-        """The prompts."""
-        return self._column("prompt")
-
-    @property
-    def completion(self) -> list[Any]:
-        """The completions."""
-        return self._column("completion")
-
-    @property
-    def answer(self) -> list[Any]:
-        """The reference answers, "" where there is none."""
-        return self._column("answer", "")
-
-    @property
-    def task(self) -> list[str]:
-        """The tasks."""
-        return self._column("task")
-
-    @property
-    def info(self) -> list[dict[str, Any]]:
-        """The `info` dicts, empty where there is none."""
-        return self._column("info", {})
-
-    @property
-    def example_id(self) -> list[int]:
-        """The example ids; the rollouts of one example share theirs."""
-        return self._column("example_id")
-
-    @property
-    def reward(self) -> list[float | None]:
-        """The rewards; None for a rollout that failed or whose scoring failed."""
-        return self._column("reward")
-
-    @property
-    def stop_conditions(self) -> list[str | None]:
-        """The name of the stop condition that ended each rollout; None where none did."""
-        return self._column("stop_condition")
-
-    @property
     def metrics(self) -> dict[str, list[float | None]]:
         """One list per metric; None where a rollout has no value."""
         return metric_columns(self.state)
 
+    @property
+    def stop_conditions(self) -> list[str | None]:
+        """The name of the stop condition that ended each rollout; None where none did."""
+        return [state.get("stop_condition") for state in self.state]
+
+    def __getattr__(self, column: str) -> list[Any]:
+        if column not in (*INPUT_FIELDS, "completion", "reward"):
+            raise AttributeError(
+                f"results have no column {column!r}.{did_you_mean(column, _COLUMNS)}"
+            )
+        return [state.get(column, _DEFAULTS.get(column)) for state in self.state]
+
     def __getitem__(self, column: str) -> Any:
-        known = {*INPUT_FIELDS, *_OWN_COLUMNS}
-        if column not in known:
-            raise KeyError(f"results have no column {column!r}.{did_you_mean(column, known)}")
+        if column not in _COLUMNS:
+            raise KeyError(f"results have no column {column!r}.{did_you_mean(column, _COLUMNS)}")
         return getattr(self, column)
 
     def __repr__(self) -> str:
@@ -140,11 +117,11 @@ class GenerateResults:
     def __len__(self) -> int:
         return len(self.state)
 
-    def _column(self, key: str, default: Any = None) -> list[Any]:
-        return [state.get(key, default) for state in self.state]
 
-
-_OWN_COLUMNS = ("state", "completion", "reward", "metrics", "stop_conditions", "metadata")
+_COLUMNS = (
+    *INPUT_FIELDS,
+    *("state", "completion", "reward", "metrics", "stop_conditions", "metadata"),
+)
 
 
 def metric_columns(states: Sequence[State]) -> dict[str, list[float | None]]:

@@ -17,7 +17,7 @@ from rolltree.environments.tool_env import ToolEnv
 from rolltree.errors import ConfigError
 from rolltree.threads import run_in_pool
 from rolltree.tools import Tool, ToolUnavailable
-from rolltree.types import State
+from rolltree.types import State, ToolSchema
 
 logger = logging.getLogger("rolltree.environments")
 
@@ -59,16 +59,6 @@ class MCPServer:
         return cls(**{**given, "args": tuple(given.get("args") or ())})
 
 
-@dataclass(frozen=True, slots=True)
-class MCPTool:
-    """A tool as its server describes it: a JSON schema of its arguments."""
-
-    server: str
-    name: str
-    description: str
-    parameters: dict[str, Any]
-
-
 class MCPConnection:
     """An open connection to one server. Its methods may be called from any thread or loop."""
 
@@ -104,13 +94,13 @@ class MCPConnection:
             raise
         return self
 
-    def tools(self) -> list[MCPTool]:
-        """Return the server's tools, all pages of them.
+    def tools(self) -> list[ToolSchema]:
+        """Return the server's tools, all pages of them, as OpenAI schemas.
 
         Raises:
             ToolUnavailable: the server is gone.
         """
-        found: list[MCPTool] = self._submit(self._list()).result()
+        found: list[ToolSchema] = self._submit(self._list()).result()
         return found
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
@@ -164,14 +154,19 @@ class MCPConnection:
                 return
             raise
 
-    async def _list(self) -> list[MCPTool]:
+    async def _list(self) -> list[ToolSchema]:
         client, found, cursor = self._opened.result(), [], None
         while True:
             page = await self._guarded(client.list_tools(cursor=cursor), "listing its tools")
             for tool in page.tools:
                 schema = {"type": "object", "properties": {}, **tool.input_schema}
                 schema.pop("$schema", None)
-                found.append(MCPTool(self.server.name, tool.name, tool.description or "", schema))
+                function = {
+                    "name": tool.name,
+                    "description": tool.description or "",
+                    "parameters": schema,
+                }
+                found.append({"type": "function", "function": function})
             cursor = page.next_cursor
             if not cursor:
                 return found
@@ -303,9 +298,9 @@ class MCPEnv(ToolEnv):
         super().__init__(tools=tools, **settings)
         self._shared = self._connect()
         try:
-            for connection in self._shared.values():
-                for described in connection.tools():
-                    self._offer(described)
+            for server, connection in self._shared.items():
+                for schema in connection.tools():  # the server checks what is beyond names
+                    self.add_tool(Tool.of_schema(schema, _RemoteTool(server)))
         except BaseException:
             _close(self._shared)
             raise
@@ -322,11 +317,10 @@ class MCPEnv(ToolEnv):
 
     async def run_tool(self, tool: Tool, arguments: dict[str, Any], state: State) -> Any:
         """Ask the server whose tool it is, or call the function."""
-        if not isinstance(tool.func, _Remote):
+        if not isinstance(tool.func, _RemoteTool):
             return await super().run_tool(tool, arguments, state)
         own = self._sessions[state[_SESSION]] if self.isolated else self._shared
-        described = tool.func.tool
-        text, is_error = await own[described.server].call(described.name, arguments)
+        text, is_error = await own[tool.func.server].call(tool.name, arguments)
         if is_error:
             raise MCPToolError(text)
         return text
@@ -354,32 +348,15 @@ class MCPEnv(ToolEnv):
             raise
         return opened
 
-    def _offer(self, described: MCPTool) -> None:
-        if described.name in self.tool_map:
-            raise ConfigError(
-                f"there are two tools named {described.name!r}; a call could not say which one it "
-                f"means. One is of the MCP server {described.server!r}; leave one out."
-            )
-        function = {
-            "name": described.name,
-            "description": described.description,
-            "parameters": described.parameters,
-        }
-        schema = {"type": "function", "function": function}
-        tool = Tool.of_schema(schema, _Remote(described))  # the server checks what is beyond names
-        self.tool_map[tool.name] = tool
-        self.oai_tools.append(tool.schema)
 
+@dataclass(frozen=True, slots=True)
+class _RemoteTool:
+    """Stands for the function of a tool that a server runs."""
 
-class _Remote:
-    """Stands for the function of a tool that runs elsewhere."""
-
-    def __init__(self, tool: MCPTool) -> None:
-        self.tool = tool
-        self.__name__ = tool.name
+    server: str
 
     async def __call__(self, **arguments: Any) -> Any:
-        raise ConfigError(f"the MCP tool {self.tool.name!r} is called by its environment only.")
+        raise ConfigError(f"a tool of the MCP server {self.server!r} is called by its environment.")
 
 
 def _close(connections: Mapping[str, MCPConnection]) -> None:
