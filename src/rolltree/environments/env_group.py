@@ -17,7 +17,7 @@ from rolltree.environments.lifecycle import teardown
 from rolltree.errors import ConfigError, UnknownName, did_you_mean
 from rolltree.rollouts.episode import current_episode
 from rolltree.rubrics import Rubric, Scores
-from rolltree.rubrics.functions import RewardFunction
+from rolltree.rubrics.groups import CompositeRubric
 from rolltree.types import RolloutInput, SamplingArgs, State
 
 
@@ -173,26 +173,16 @@ class _Joined(Sequence[Row]):
         raise IndexError(f"the group has {len(self)} rows, and {index} is past them")
 
 
-class _GroupRubric(Rubric):
+class _GroupRubric(CompositeRubric):
     """Each state is scored by the rubric of its environment."""
 
     def __init__(self, group: EnvGroup) -> None:
         super().__init__()
         self._group = group
 
-    @property
-    def functions(self) -> tuple[RewardFunction, ...]:
-        """The functions of all environments' rubrics, of each name the first."""
-        every = (f for env in self._group.envs for f in env.rubric.functions)
-        named: dict[str, RewardFunction] = {}
-        for function in every:
-            named.setdefault(function.name, function)
-        return tuple(named.values())
-
-    @property
-    def has_group_rewards(self) -> bool:
-        """Whether some environment's rubric needs whole groups."""
-        return any(env.rubric.has_group_rewards for env in self._group.envs)
+    def parts(self) -> Sequence[Rubric]:
+        """Return the environments' rubrics."""
+        return [env.rubric for env in self._group.envs]
 
     def add_reward_func(self, func: Any, weight: float = 1.0, *, run_inline: bool = False) -> None:
         """Refuse: whose reward it should be is not known."""

@@ -12,7 +12,29 @@ from rolltree.rubrics.rubric import Rubric, Scores
 from rolltree.types import State, TrajectoryStep
 
 
-class RubricGroup(Rubric):
+class CompositeRubric(Rubric):
+    """A rubric made of others, which `parts` returns."""
+
+    def parts(self) -> Sequence[Rubric]:
+        """Return the rubrics that it is made of."""
+        raise NotImplementedError
+
+    @property
+    def functions(self) -> tuple[RewardFunction, ...]:
+        """The functions of all parts, of each name the first."""
+        named: dict[str, RewardFunction] = {}
+        for rubric in self.parts():
+            for function in rubric.functions:
+                named.setdefault(function.name, function)
+        return tuple(named.values())
+
+    @property
+    def has_group_rewards(self) -> bool:
+        """Whether some part needs the whole group."""
+        return any(rubric.has_group_rewards for rubric in self.parts())
+
+
+class RubricGroup(CompositeRubric):
     """The sum of its rubrics: rewards and step rewards add up, metrics are joined.
 
     A rubric that overrides `score_rollout` is asked through that method, on a copy of the state.
@@ -26,7 +48,7 @@ class RubricGroup(Rubric):
             raise ConfigError("a RubricGroup needs at least one rubric; it would score nothing.")
         super().__init__(parser=parser or rubrics[0].parser)
         self.rubrics = list(rubrics)
-        names = self.get_reward_func_names()
+        names = [name for rubric in self.rubrics for name in rubric.get_reward_func_names()]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ConfigError(
@@ -34,15 +56,9 @@ class RubricGroup(Rubric):
                 "overwrite the other. Rename one."
             )
 
-    @property
-    def functions(self) -> tuple[RewardFunction, ...]:
-        """The functions of all rubrics, in the rubrics' order."""
-        return tuple(f for rubric in self.rubrics for f in rubric.functions)
-
-    @property
-    def has_group_rewards(self) -> bool:
-        """Whether some rubric needs the whole group."""
-        return any(rubric.has_group_rewards for rubric in self.rubrics)
+    def parts(self) -> Sequence[Rubric]:
+        """Return the rubrics."""
+        return self.rubrics
 
     def adopt_parser(self, parser: Parser) -> None:
         """Hand the environment's parser to every rubric that has none of its own."""
@@ -131,7 +147,7 @@ def _add(total: Scores, part: Scores) -> None:
         total.reward = total.reward + part.reward if both else None  # type: ignore[operator]
 
 
-class PerAgentRubric(Rubric):
+class PerAgentRubric(CompositeRubric):
     """Score an episode's own rollouts by `default`, others by their agents' rubrics.
 
     A delegated rollout of an agent without a rubric keeps the reward that it earned in its world
@@ -156,19 +172,9 @@ class PerAgentRubric(Rubric):
             return found
         return self.default if state.get("parent_rollout") is None else _NOTHING
 
-    @property
-    def functions(self) -> tuple[RewardFunction, ...]:
-        """The functions of all rubrics, of each name the first."""
-        named: dict[str, RewardFunction] = {}
-        for rubric in (self.default, *self.rubrics.values()):
-            for function in rubric.functions:
-                named.setdefault(function.name, function)
-        return tuple(named.values())
-
-    @property
-    def has_group_rewards(self) -> bool:
-        """Whether some rubric needs whole groups."""
-        return any(r.has_group_rewards for r in (self.default, *self.rubrics.values()))
+    def parts(self) -> Sequence[Rubric]:
+        """Return the default rubric and the agents' own."""
+        return (self.default, *self.rubrics.values())
 
     def adopt_parser(self, parser: Any) -> None:
         """Hand the environment's parser to the default rubric."""
