@@ -1,8 +1,4 @@
-"""Agents: a model with a context, a parser and tools. One `act()` is one turn.
-
-The room knows the client interface, messages, parsers and tools. It knows nothing about worlds or
-protocols: somebody tells an agent what it observes and does what it decided.
-"""
+"""Agents: a model with a context, a parser and tools. One `act()` is one turn."""
 
 from rolltree.agents.agent import Agent
 from rolltree.agents.context import (

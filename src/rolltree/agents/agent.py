@@ -1,9 +1,6 @@
 """`Agent`: a model with a memory and a parser. One `act()` is one turn.
 
-It knows the client interface, messages, and how an answer becomes an action. Every model call is
-recorded, with its exact tokens, in the agent's own `trajectory`. It knows nothing about worlds and
-protocols: somebody tells it what it observes and does what it decided. It leaves out tools
-(`rolltree.agents.tool_agent`).
+Every model call is recorded, with its exact tokens, in the agent's own `trajectory`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Context strategies: which messages of its history an agent shows the model.
 
-A strategy is configuration without state; the agent owns the history. It knows messages. It knows
-nothing about tokens, so whether the exact prefix holds follows from what it shows:
+A strategy is configuration without state; the agent owns the history.
 
-| strategy | breaks of the prefix |
+| strategy | breaks of the exact token prefix |
 |---|---|
 | `FullDialog` | none: it only ever appends |
 | `TruncatedThinking` | one per turn in which the turn before had reasoning |

@@ -1,11 +1,9 @@
 """`ToolAgent` and `ReActAgent`: agents that use tools before they act.
 
-Tools have one of two scopes (spec 2). The agent itself runs its internal `tools` and goes on with
-their results. `external_tools` are somebody else's: the turn pauses, `waiting` says what was asked,
-`answer` gives the results, and the next `act` continues the turn. What a model gets wrong (a call
-that cannot be read, an unknown tool, wrong arguments) and what a tool raises is an answer to it.
-
-The module knows nothing about who answers external calls, and leaves out sandboxes.
+Tools have one of two scopes (spec 2). The agent runs its internal `tools` and continues with their
+results. The protocol answers `external_tools`: the turn pauses, `waiting` lists the calls, `answer`
+gives the results, and the next `act` continues the turn. What a model gets wrong (a call that
+cannot be read, an unknown tool, wrong arguments) and what a tool raises is an answer to it.
 """
 
 from __future__ import annotations

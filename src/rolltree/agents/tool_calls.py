@@ -1,9 +1,8 @@
-"""How a model spells tool calls: natively, by its chat template, or as text (ReAct).
+"""Tool call formats: native calls, by the chat template, or calls as text (ReAct).
 
-A spelling says what the model is told about its tools, reads calls out of a message, and writes
-answers as messages. Native calls are read by `rolltree.inference`; the text form is that of ReAct
-(Yao et al., 2022, arXiv:2210.03629): Thought, Action, Action Input, Observation, Final Answer. The
-module knows nothing about running tools.
+A format says what the model is told about its tools, reads calls out of a message, and writes
+answers as messages. The text form is that of ReAct (Yao et al., 2022, arXiv:2210.03629): Thought,
+Action, Action Input, Observation, Final Answer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-r"""Example data sets and answer extraction as verifiers 0.1.8 names them.
-
-It knows where a few public data sets are and how their rows become `question` and `answer`. It
-leaves out gated and very large ones: load those with `datasets` and pass them on.
-"""
+"""Example data sets and answer extraction as verifiers 0.1.8 names them."""
 
 from __future__ import annotations
 

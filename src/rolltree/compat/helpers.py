@@ -1,8 +1,4 @@
-"""Small functions of verifiers 0.1.8's `utils` that environments call.
-
-They work on messages and responses as values. They know nothing about environments. What they
-leave out: saving results and configuring clients, which `rolltree eval` does.
-"""
+"""Small functions of verifiers 0.1.8's `utils` that environments call."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """`install()`: `import verifiers` gives `rolltree.compat.verifiers`.
 
-It knows `sys.modules` and the table of module paths. It leaves out import hooks: what it registers
-are the modules themselves, so a class is one class under both names.
+It registers the modules themselves, so a class is one class under both names.
 """
 
 from __future__ import annotations

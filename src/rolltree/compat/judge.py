@@ -1,7 +1,4 @@
-"""`JudgeRubric` with the constructor of verifiers 0.1.8.
-
-It knows the order of the old arguments. The rubric itself is `rolltree.rubrics.JudgeRubric`.
-"""
+"""`JudgeRubric` with the constructor of verifiers 0.1.8."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Where each public name of verifiers 0.1.8 lives, there and here.
 
-Pure data: module paths relative to the package, and for each name the module it comes from. It
-imports nothing of what it names. Names of the openai package are fetched from there when used.
+Pure data. Names of the openai package are fetched from there when used.
 """
 
 from __future__ import annotations

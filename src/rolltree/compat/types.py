@@ -1,7 +1,4 @@
-"""Type names of verifiers 0.1.8 that rolltree has no use for itself.
-
-Only aliases and dict shapes for annotations; no behaviour.
-"""
+"""Type names of verifiers 0.1.8: aliases and dict shapes for annotations."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Environments: data, worlds and rewards behind one interface (spec 1).
-
-The room knows everything below it. It knows nothing about training or evaluation, which only see a
-`RolloutSource`. It leaves out agents and protocols.
-"""
+"""Environments: data, worlds and rewards behind one interface (spec 1)."""
 
 from rolltree.environments.batch_runner import GenerateMetadata, GenerateResults
 from rolltree.environments.dataset import Rows

@@ -1,8 +1,4 @@
-"""The completion of a rollout: what was said after its prompt.
-
-It knows prompts and completions of steps. It knows nothing about tokens, and it leaves out what an
-environment may want to show instead (`Environment._render_completion` can be overridden).
-"""
+"""The completion of a rollout: what was said after its prompt, rewritten histories included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Rows: data sets as environments see them, and where benchmark rows come from."""
+"""Rows: data sets as environments see them, and where benchmark rows come from.
+
+Rows are formatted when they are read, so a large data set costs nothing to open. The `datasets`
+package is needed only for Parquet files and the Hugging Face hub.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """`EnvGroup`: several environments as one, told apart by the task of a row.
 
-It knows rows, the way from a task to its environment, and that each environment plays and scores
-its own rollouts. It knows nothing about turns. It leaves out how the data are mixed: the rows stand
-one environment after the other; shuffle them with a seed.
+The rows stand one environment after the other; shuffle them with a seed to mix them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """`Environment`: data, a rubric and a way to play one rollout (spec 1).
 
-It knows states, clients and rubrics, and it is a `RolloutSource`: the rollout engine runs it, for
-`generate` and `evaluate` too (`runnable`). It knows nothing about training or the run store. It
-leaves out the loop itself, which is `MultiTurnEnv`'s.
-
 A failed rollout is data: `state["error"]` is an `ErrorRecord` with a traceback, the steps made so
-far stay, the reward is None. Only cancellation is raised.
+far stay, and the reward is None. Only cancellation is raised.
 """
 
 from __future__ import annotations

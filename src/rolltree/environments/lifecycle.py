@@ -1,4 +1,13 @@
-"""The lifecycle of an environment: `@stop`, `@cleanup`, `@teardown`, and failures as data."""
+"""The lifecycle of an environment: `@stop`, `@cleanup`, `@teardown`, and failures as data.
+
+Order of marked methods: higher priority first, then base classes before derived ones, and in a
+class the order of definition. A method that overrides a marked one is marked too, whether it
+repeats the decorator or not; a class that sets the name to None removes it.
+
+Environments with a `@teardown` are closed at exit and on SIGTERM, unless the program handles that
+signal itself. Signal handlers can only be set in the main thread: for an environment built in
+another thread this happens when the main thread first plays a rollout.
+"""
 
 from __future__ import annotations
 

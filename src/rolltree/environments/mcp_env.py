@@ -1,4 +1,8 @@
-"""`MCPEnv`: the tools of MCP servers, and the connections to them."""
+"""`MCPEnv`: the tools of MCP servers, and the connections to them.
+
+Each connection lives in a thread with an event loop of its own, because the SDK ties a connection
+to one task, while rollouts may run in several event loops.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`MultiTurnEnv` and `SingleTurnEnv`: the loop between the model and the environment.
-
-It knows turns, limits and the end of a game. It knows nothing about tools. It leaves out several
-agents in one episode.
-"""
+"""`MultiTurnEnv` and `SingleTurnEnv`: the loop between one model and the environment."""
 
 from __future__ import annotations
 

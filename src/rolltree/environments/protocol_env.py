@@ -1,4 +1,8 @@
-"""`ProtocolEnvironment`: agents, a protocol and worlds behind the face of an `Environment`."""
+"""`ProtocolEnvironment`: agents, a protocol and worlds as an `Environment`.
+
+Each rollout of an episode becomes a state, and each model call of an agent a step of its
+trajectory, so evaluation, training and the store need to know only one shape.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`ReasoningGymEnv`: the procedural tasks of the `reasoning_gym` package.
-
-It knows that package's data sets: entries by index, a seed per data set, a score per answer. It
-leaves out curricula.
-"""
+"""`ReasoningGymEnv`: the procedural tasks of the `reasoning_gym` package."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
 """`load_environment`: from a name to an environment.
 
-It knows entry points, modules and folders. It runs the Python code it finds: load what you trust.
-It knows nothing about what an environment does, and it leaves out downloading one.
+It runs the Python code that it finds: load only what you trust.
 
-Where a name is looked up, in this order: the entry point group `rolltree.environments`; an
-installed module of that name (dashes become underscores) with a function `load_environment`; the
-folder `environments/<name>/` of the working directory with `<name>.py`. A path (anything with a
-separator or the ending `.py`) is taken as a path.
+A name is looked up in this order: the entry point group `rolltree.environments`; an installed
+module of that name (dashes become underscores) with a function `load_environment`; the folder
+`environments/<name>/` of the working directory with `<name>.py`. Anything with a separator or the
+ending `.py` is a path.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""`SandboxEnv` and `PythonEnv`: each rollout has a sandbox with a shell or Python."""
+"""`SandboxEnv` and `PythonEnv`: each rollout has a sandbox with a shell or Python.
+
+Do not score inside the sandbox: code that the model wrote can write any file there, a reward file
+too.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`scaffold`: the files of a new environment package, ready to run.
-
-It knows the layout that `load_environment` finds. It knows nothing about what the environment will
-do. It leaves out publishing.
-"""
+"""`scaffold`: the files of a new environment package, ready to run."""
 
 from __future__ import annotations
 

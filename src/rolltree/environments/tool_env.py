@@ -1,4 +1,8 @@
-"""`ToolEnv` and `StatefulToolEnv`: conversations in which the model calls Python functions."""
+"""`ToolEnv` and `StatefulToolEnv`: conversations in which the model calls Python functions.
+
+What a model gets wrong (malformed JSON, an unknown tool, wrong arguments) and what a tool raises
+is an answer to the model, never a failed rollout.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Evaluation: run, aggregate, compare. Over the rollout engine; never imports training.
+"""Evaluation: run, aggregate, compare. It never imports training.
 
-`evaluate` runs a source and stores every rollout, `EvalReport` holds what reducers made of them,
-`compare` pairs two reports. It leaves out how any of it is shown (`rolltree.reports`).
+`evaluate` runs a source and stores every rollout, `EvalReport` holds the aggregates, and `compare`
+pairs two reports.
 """
 
 from rolltree.evaluation.estimate import Estimate, estimate, pass_at_k

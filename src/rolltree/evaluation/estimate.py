@@ -1,4 +1,16 @@
-"""Means with confidence intervals, pass@k, and paired comparison."""
+"""Means with confidence intervals when rollouts come in clusters, and pass@k.
+
+Rollouts of one example are not independent, so the example is the unit: an example's value is the
+mean of its rollouts, the estimate is the mean of the examples' values, and the interval comes from
+their spread. `Estimate.method` names the interval:
+
+- `"t"`: mean +- t(n - 1) * s / sqrt(n), over the n example means with standard deviation s.
+- `"wilson"`: for shares (every value 0 or 1, or declared so), Wilson's score interval (Wilson 1927)
+  at the effective sample size p(1 - p) / SE^2 with SE = s / sqrt(n), at most the number of values
+  (Korn and Graubard 1998), or n when the examples do not differ at all. It stays inside [0, 1], and
+  20 of 20 is not "exactly 1".
+- `"none"`: fewer than two examples, and no shares; `low` and `high` are None.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""From stored rows to aggregates."""
+"""From stored rows to aggregates: a table of pure functions, open to the caller's own.
+
+A reducer takes the outcomes of one evaluation and its settings. An episode that failed, or that
+nothing scored, has no reward: it is left out of every mean and counted in `failures` and
+`num_unscored`, never as a silent 0.0.
+"""
 
 from __future__ import annotations
 

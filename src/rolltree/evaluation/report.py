@@ -1,4 +1,8 @@
-"""Evaluation reports: built from stored rows, compared, and written as files."""
+"""Evaluation reports: built from stored rows, compared, and written as files.
+
+`write_results` writes `results.jsonl` and `metadata.json` with the fields that verifiers 0.1.8
+writes, for tools that read those files. A failed rollout has `reward: null` and its `error`.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Run a source's examples through a model, store what happened, and report.
 
-Over the rollout engine and the run store; nothing here depends on training. Stopped and started
-again with the same run, it runs only what is missing: a request whose result is stored is never
-run again. It leaves out how progress and reports are shown.
+Started again with the same run, it runs only what is missing: a request whose result is stored is
+never run again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Parsers: from what a model wrote to a value that a rubric can judge.
+"""Parsers: from what a model wrote to a value that a rubric can judge or a world can execute.
 
-The room knows text and chat messages. `Parser` and its kin serve rubrics, action parsers serve
-agents. It knows nothing about environments. It leaves out tool calls, which the inference room
-parses because their format belongs to the model.
+Tool calls are parsed by `rolltree.inference`, because their format belongs to the model.
 """
 
 from rolltree.parsers.actions import (

@@ -1,8 +1,7 @@
-r"""Action parsers: from what an agent wrote to an action, with a reward and feedback.
+"""Action parsers: from what an agent wrote to an action, with a reward and feedback.
 
 An action parser is a function from text to `ParseResult`. Parsers compose: each reads the action of
-the one before. It knows text and the other parsers of this room. It knows nothing about worlds, and
-leaves out tool calls.
+the one before.
 
 Example:
     >>> parse = compose_parsers(without_thinking(), tagged("move"), one_of(["left", "right"]))

@@ -1,8 +1,7 @@
 """`XMLParser`: named fields between tags, as in `<answer>42</answer>`.
 
-It knows tags without attributes, found by text. It is no XML parser in the strict sense: models
-write `a < b` inside a field, and that must not break it. It leaves out nesting: of nested tags of
-one name, a field ends at the first closing tag.
+Not a strict XML parser: models write `a < b` inside a field, and that must not break it. Tags have
+no attributes, and of nested tags of one name a field ends at the first closing tag.
 """
 
 from __future__ import annotations

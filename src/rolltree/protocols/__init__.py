@@ -1,7 +1,6 @@
 """Protocols: the loops between agents and worlds (spec 2).
 
-A protocol plays one episode and returns its rollouts. The room knows agents, worlds and values; it
-knows nothing about datasets, rewards beyond the worlds' own, or training.
+A protocol plays one episode and returns its rollouts.
 """
 
 from rolltree.protocols.budget import Budget, Meter

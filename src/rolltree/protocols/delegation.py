@@ -1,11 +1,9 @@
 """`DelegatingProtocol`: an agent hands subtasks to other agents through external tools.
 
-A call of a registered tool begins an agent of its own, with its own history, its own budget and,
-where it has one, its own world. Calls of one message are worked on at the same time. What the child
-comes to is the tool's answer; a child that fails, or has spent its budget, is an answer, too. All
-rollouts are returned: each names its parent's rollout and the step there that asked for it.
-
-It knows agents and budgets. It leaves out credit: who is rewarded for what is training's part.
+A call of a registered tool starts a child agent with its own history, its own budget and, where it
+has one, its own world. Calls of one message run side by side. The child's result is the tool's
+answer; so is its failure or a spent budget. All rollouts are returned: each names its parent's
+rollout and the step there that asked for it. Credit between them is assigned in training.
 """
 
 from __future__ import annotations

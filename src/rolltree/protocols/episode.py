@@ -1,4 +1,8 @@
-"""One episode: what it is played with, what is recorded of it, and the interface of protocols."""
+"""One episode: its context, the recording of its rollouts, and the interface of protocols.
+
+A `Recording` holds every rollout from the moment it begins, so an episode that is cancelled or
+fails loses nothing.
+"""
 
 from __future__ import annotations
 

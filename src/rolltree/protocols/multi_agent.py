@@ -1,4 +1,9 @@
-"""Protocols for several agents: all at once, or one after another."""
+"""Protocols for several agents: all at once, or one after another.
+
+`MultiAgentSyncProtocol` plays worlds like PettingZoo's `ParallelEnv`: in every round all live
+agents take their turns at the same time, then the world steps once. Truncation is per agent.
+`TurnProtocol` plays worlds like PettingZoo's `AECEnv`: the current agent sees the world and acts.
+"""
 
 from __future__ import annotations
 

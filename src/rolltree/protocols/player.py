@@ -1,9 +1,8 @@
 """One agent in one episode: its turns with external tool calls in between, and its rollout.
 
-Every protocol plays its agents through a `Player`. It knows the agent's interface and the table of
-`action_target`: "internal" needs nothing, "external" is answered here and the agent acts again,
-"env" ends the turn. It knows nothing about worlds. It leaves out what a handler does, such as
-delegating.
+Every protocol plays its agents through a `Player`. What happens next follows from `action_target`:
+after "internal" the agent has continued by itself, "external" calls are answered here and the agent
+acts again, "env" ends the turn.
 """
 
 from __future__ import annotations

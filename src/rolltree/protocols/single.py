@@ -2,9 +2,7 @@
 
     observe -> act (tools in between) -> step the world -> observe -> ...
 
-It ends when the world ends, after `max_steps` turns, or when time, tokens or budget are spent; the
-step that is marked as the last one is really the last one. It knows agents and worlds by their
-interfaces. It leaves out how external tool calls are answered.
+It ends when the world ends, after `max_steps` turns, or when time, tokens or budget are spent.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Rollouts: requests, strategies, and the engine that runs them.
-
-The room knows requests, clients and the shape of a source; it knows no environment class. It
-leaves out scoring (rubrics), storing (store) and what is learned from a rollout (training).
-"""
+"""Rollouts: requests, strategies, and the engine that runs them."""
 
 from rolltree.rollouts.engine import DroppedGroup, GeneratedBatch, RolloutEngine, RolloutProgress
 from rolltree.rollouts.episode import Clock, Episode, current_episode

@@ -1,4 +1,10 @@
-"""The rollout engine: many episodes at once, bounded, each failing alone."""
+"""The rollout engine: many episodes at once, bounded, each failing alone.
+
+Time limits. An episode that has spent `time_limit_s` (waiting for the server excluded) should end
+at its next turn boundary: sources ask `current_episode().clock.expired` there. One that has not
+ended `grace_s` later is cancelled and becomes a `RolloutTimeout` error that keeps its states.
+Retries of single requests are the client's.
+"""
 
 from __future__ import annotations
 

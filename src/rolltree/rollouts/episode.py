@@ -1,8 +1,4 @@
-"""One running episode: its clock, and the states it has made so far.
-
-The engine opens an episode, the source fills it. It knows nothing about environments. It leaves
-out what happens when the time is over.
-"""
+"""One running episode: its clock, and the states it has made so far."""
 
 from __future__ import annotations
 

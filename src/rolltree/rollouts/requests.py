@@ -1,4 +1,8 @@
-"""Rollout sources, and the requests that are made from their examples."""
+"""What the rollout engine runs: sources of examples, and the requests made from them.
+
+One request is one episode; several are made by transforming requests (`RequestStrategy`).
+Everything random comes from one `run_seed` through `rolltree.seeds`.
+"""
 
 from __future__ import annotations
 

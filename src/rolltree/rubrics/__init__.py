@@ -1,8 +1,4 @@
-"""Rubrics: from a finished rollout to a reward and metrics.
-
-The room knows states, parsers and functions, and of models only a client that a judge asks. It
-knows nothing about engines or training. It leaves out normalised advantages, which are credit's.
-"""
+"""Rubrics: from a finished rollout to a reward and metrics."""
 
 from rolltree.rubrics.functions import RewardFunc, RewardFunction, run_inline
 from rolltree.rubrics.groups import PerAgentRubric, RubricGroup

@@ -1,7 +1,6 @@
 """Reward functions: what they ask for by argument name, and how they are called.
 
-It knows signatures, threads and numbers. It knows nothing about weights or about where scores are
-written. It leaves out time limits: a function that never returns keeps its rollout waiting.
+They have no time limit: a function that never returns keeps its rollout waiting.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Rubrics made of rubrics: sums, and one rubric per agent."""
+"""Rubrics made of other rubrics: `RubricGroup` adds them up, `PerAgentRubric` has one per agent.
+
+There are no weights between rubrics: weigh the functions.
+"""
 
 from __future__ import annotations
 

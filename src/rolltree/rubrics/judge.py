@@ -1,8 +1,4 @@
-"""`JudgeRubric`: rewards that ask a model.
-
-It knows a model client and a prompt template. It knows nothing about what the judge's words mean:
-a reward function reads them. It leaves out the retries of a request, which are the client's.
-"""
+"""`JudgeRubric`: rewards that ask a model."""
 
 from __future__ import annotations
 

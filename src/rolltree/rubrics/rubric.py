@@ -1,4 +1,9 @@
-"""`Rubric`: weighted reward functions over a finished rollout."""
+"""`Rubric`: weighted reward functions over a finished rollout; `ToolRubric`: metrics of tool calls.
+
+A function that raises scores `None`, never 0: the metric is None, `state["scoring_errors"]` holds
+the error under the function's name, and when the function has a weight the reward is None and
+`state["error"]` says why.
+"""
 
 from __future__ import annotations
 

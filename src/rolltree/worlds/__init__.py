@@ -1,9 +1,6 @@
-"""Worlds: what agents act in, as text, one adapter per library of worlds.
+"""Worlds: what agents act in, as text, with one adapter per library of worlds.
 
-The room knows Gymnasium, PettingZoo and TextArena by their interfaces and imports none of them
-before it is asked for a world by its id. It knows nothing about models, agents or rewards beyond
-the world's own, so it stands on one level with parsers and below agents: protocols play worlds with
-agents, environments wrap single worlds. It leaves out the loop between world and agent.
+Gymnasium, PettingZoo and TextArena are imported only to make a world by its id.
 """
 
 from rolltree.steps import StepOutcome

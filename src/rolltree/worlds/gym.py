@@ -1,4 +1,8 @@
-"""`GymWorld`: any `gymnasium.Env` as text, and actions of its spaces."""
+"""`GymWorld`: any `gymnasium.Env` as text, and readers from text to an action of a space.
+
+Spaces are known by the name of their class, so the `gymnasium` package is needed only to make a
+world by its id. Vector environments and images are not supported.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """PettingZoo's worlds for several agents, read and acted on by text.
 
 `ParallelGame` adapts a `ParallelEnv`, in which all live agents act at once, `TurnGame` an `AECEnv`,
-in which they act one after another. It knows PettingZoo's interfaces and needs the package (1.27 or
-later) only to make a world by its id. It leaves out who the agents are.
+in which they act one after another. The package (1.27 or later) is needed only to make a world by
+its id.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """`TextArenaWorld`: a game of the `textarena` package, played against fixed opponents.
 
-It knows TextArena's interface: players, observations as lists of messages, rewards at the end. It
-leaves out self-play.
-
 TextArena's games draw from Python's global `random`. Here every game has its own stream, put in
-place while one of its steps runs, so that games side by side are reproducible.
+place while one of its steps runs, so that games that run at the same time are reproducible.
 """
 
 from __future__ import annotations
