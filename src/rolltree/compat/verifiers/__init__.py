@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
     if name in REMOVED:
         raise AttributeError(
             f"verifiers' trainer is not part of rolltree, so there is no {name!r}. Train with "
-            "rolltree.training.loop or `rolltree train`; see docs/training.md."
+            "rolltree.train or `rolltree train`; see docs/training.md."
         )
     if name in MODULES:
         return import_module(f"{__name__}.{name}")
