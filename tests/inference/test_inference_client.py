@@ -10,7 +10,7 @@ from rolltree.errors import ConfigError
 from rolltree.inference import (
     ModelClient,
     OpenAIClient,
-    WrappedClient,
+    OpenAISDKClient,
     as_client,
     sampling_from_args,
 )
@@ -35,7 +35,7 @@ def test_every_client_has_the_interface() -> None:
 def test_an_openai_like_object_is_wrapped() -> None:
     client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace()))
     wrapped = as_client(client, "small")
-    assert isinstance(wrapped, WrappedClient)
+    assert isinstance(wrapped, OpenAISDKClient)
     assert wrapped.model == "small"
 
 

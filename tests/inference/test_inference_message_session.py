@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from inference_templates import TOOLS, assistant, user
 
 from rolltree.errors import BadResponse, TokenError
-from rolltree.inference.dialect import TokenFields
 from rolltree.inference.message_session import MessageSession, generated
+from rolltree.inference.request_fields import TokenFields
 from rolltree.types import FinishReason, GenerateRequest, ModelResponse, SamplingParams
 
 PLAIN = SamplingParams()

@@ -186,7 +186,7 @@ def test_pools_that_make_no_sense() -> None:
             EndpointPool(clients)
     with pytest.raises(ConfigError, match="different models"):
         EndpointPool([client, OpenAIClient("http://b/v1", "n")])
-    with pytest.raises(ConfigError, match="means nothing"):
+    with pytest.raises(ConfigError, match="must be >= 0"):
         EndpointPool([client], spread=0.5)
     pool = EndpointPool([client])
     assert as_client(pool) is pool

@@ -7,7 +7,7 @@ from protocol_kit import CountWorld, a_call, a_delegator, an_agent, move
 
 from rolltree.agents import Agent
 from rolltree.errors import ConfigError
-from rolltree.inference.timed import Clock
+from rolltree.inference.deadline import Clock
 from rolltree.protocols import EpisodeContext, Recording, SingleAgentProtocol
 from rolltree.samples import build_samples
 from rolltree.seeds import derive_seed

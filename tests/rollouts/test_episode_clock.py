@@ -16,7 +16,7 @@ def now(monkeypatch):
     class Now:
         seconds = 100.0
 
-    monkeypatch.setattr("rolltree.inference.timed.time.monotonic", lambda: Now.seconds)
+    monkeypatch.setattr("rolltree.inference.deadline.time.monotonic", lambda: Now.seconds)
     return Now
 
 

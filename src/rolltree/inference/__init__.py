@@ -1,9 +1,8 @@
-"""Inference: one client interface, exact prompts from token ids, remote and scripted models.
+"""Inference: one client interface, exact prompts from token ids, remote and embedded models.
 
-`ModelClient` is what the rest of rolltree talks to. The room knows the values of `rolltree.types`
-and nothing about environments, rewards or training. Names are loaded on first use (PEP 562), so
-whoever needs one costs no other. The embedded torch engine lives in `rolltree.inference.local`, the
-server over it in `rolltree.inference.server`; neither is imported here.
+`ModelClient` is what the rest of rolltree talks to. Names are loaded on first use (PEP 562). The
+embedded torch engine is in `rolltree.inference.local`, vLLM in this process in
+`rolltree.inference.vllm`, the server in `rolltree.inference.server`; none is imported here.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from rolltree.inference.completion import REASONING_TAGS as REASONING_TAGS
     from rolltree.inference.completion import ParsedCompletion as ParsedCompletion
     from rolltree.inference.openai_client import OpenAIClient as OpenAIClient
+    from rolltree.inference.openai_sdk import OpenAISDKClient as OpenAISDKClient
     from rolltree.inference.parse import parse_response_messages as parse_response_messages
     from rolltree.inference.parse import parse_response_tokens as parse_response_tokens
     from rolltree.inference.pool import EndpointPool as EndpointPool
@@ -29,14 +29,12 @@ if TYPE_CHECKING:
     from rolltree.inference.retry import RetryPolicy as RetryPolicy
     from rolltree.inference.session import Prompt as Prompt
     from rolltree.inference.session import TokenSession as TokenSession
-    from rolltree.inference.sglang import SGLangClient as SGLangClient
     from rolltree.inference.template import ChatTemplate as ChatTemplate
     from rolltree.inference.template import TemplateError as TemplateError
     from rolltree.inference.tool_calls import TOOL_PARSERS as TOOL_PARSERS
     from rolltree.inference.tool_calls import ToolCall as ToolCall
     from rolltree.inference.tool_calls import ToolCalls as ToolCalls
     from rolltree.inference.transfer.publisher import WeightTransfer as WeightTransfer
-    from rolltree.inference.wrapped import WrappedClient as WrappedClient
 
 _MODULES: dict[str, str] = {
     "chat": "ChatRenderer Continuation",
@@ -44,15 +42,14 @@ _MODULES: dict[str, str] = {
     "completion": "REASONING_TAGS ParsedCompletion",
     "parse": "parse_response_messages parse_response_tokens",
     "openai_client": "OpenAIClient",
+    "openai_sdk": "OpenAISDKClient",
     "pool": "EndpointPool",
     "publish": "publish_adapter publish_weights served_version",
     "retry": "RetryPolicy",
     "session": "Prompt TokenSession",
-    "sglang": "SGLangClient",
     "template": "ChatTemplate TemplateError",
     "transfer.publisher": "WeightTransfer",
     "tool_calls": "TOOL_PARSERS ToolCall ToolCalls",
-    "wrapped": "WrappedClient",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 

@@ -1,9 +1,4 @@
-"""The one interface to a model: `ModelClient`, and what turns other things into it.
-
-It knows the values of `rolltree.types` and how OpenAI names sampling fields. It knows nothing about
-HTTP, chat templates or torch; those live in the clients that implement the interface. It leaves out
-weight publishing, which belongs to whoever owns the weights.
-"""
+"""The one interface to a model, `ModelClient`, and what turns other things into it."""
 
 from __future__ import annotations
 
@@ -75,9 +70,9 @@ def as_client(client: object, model: str | None = None) -> ModelClient:
     """
     client = getattr(client, "__rolltree_client__", client)  # an OpenAI-shaped view of a client
     if hasattr(getattr(client, "chat", None), "completions"):
-        from rolltree.inference.wrapped import WrappedClient
+        from rolltree.inference.openai_sdk import OpenAISDKClient
 
-        return WrappedClient(client, model)
+        return OpenAISDKClient(client, model)
     if all(callable(getattr(client, name, None)) for name in ("chat", "generate", "session")):
         return cast(ModelClient, client)
     raise ConfigError(

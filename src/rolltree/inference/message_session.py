@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rolltree.errors import ServerError
-from rolltree.inference.dialect import TokenFields
 from rolltree.inference.message_index import MessageIndex
 from rolltree.inference.parse import response_fields
+from rolltree.inference.request_fields import TokenFields
 from rolltree.inference.session import CallTree
 from rolltree.inference.wire import PromptReader
 from rolltree.types import (

@@ -1,32 +1,24 @@
 """A client for OpenAI-compatible servers: httpx and msgspec, arrays instead of response objects.
 
 With a `ChatRenderer` it renders prompts itself and sends token ids (token-in); without one it sends
-messages and takes whatever ids the server returns. It knows vLLM's token id fields. It leaves out
-streaming, several servers (`pool`) and weight updates (`publish`).
+messages and takes whatever ids the server returns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import httpx
+import numpy as np
 
 from rolltree.errors import ConfigError, ServerError
 from rolltree.inference.chat import ChatRenderer
-from rolltree.inference.completion import cut_at_stop
-from rolltree.inference.dialect import (
-    LogprobsMode,
-    TokenFields,
-    TokenIds,
-    extension_fields,
-    extra_fields,
-    outgoing,
-    sampling_fields,
-)
+from rolltree.inference.client_base import MessageClient, ModelCall
+from rolltree.inference.context_limit import DEFAULT_MAX_TOKENS, ContextLimit, cut_by_default
 from rolltree.inference.http import HttpServer
-from rolltree.inference.message_session import MessageSession, ask_for_tokens, generated
+from rolltree.inference.message_session import MessageSession, ask_for_tokens
 from rolltree.inference.parse import (
     extract_finish_reason,
     extract_message,
@@ -34,26 +26,37 @@ from rolltree.inference.parse import (
     extract_versions,
     response_head,
 )
-from rolltree.inference.retry import Outcome, RetryPolicy
-from rolltree.inference.room import DEFAULT_MAX_TOKENS, Room, cut_by_default
-from rolltree.inference.session import Prompt, TokenSession, check_message_type
-from rolltree.inference.token_in import TokenEndpoint, TokenInEndpoint
-from rolltree.inference.wire import Decode, Response, decode_response
-from rolltree.types import (
-    FinishReason,
-    GenerateRequest,
-    IntArray,
-    Messages,
-    MessageType,
-    ModelResponse,
-    SamplingParams,
-    ToolSchema,
+from rolltree.inference.request_fields import (
+    LogprobsMode,
+    TokenFields,
+    TokenIds,
+    check_choice,
+    extension_fields,
+    extra_fields,
+    sampling_fields,
+    token_in_fields,
 )
+from rolltree.inference.retry import Outcome, RetryPolicy
+from rolltree.inference.session import Prompt, TokenSession
+from rolltree.inference.wire import Decode, Response, decode_response
+from rolltree.types import FinishReason, MessageType, ModelResponse, SamplingParams
 
+TokenEndpoint = Literal["auto", "generate", "completions"]
+"""Where prompts of ids are sent: see and fall back, vLLM's token-in endpoint, or completions."""
+_TOKEN_IN_PATH = "/inference/v1/generate"
+_ABSENT = (404, 405, 501)
 _PATHS: dict[MessageType, str] = {"chat": "/chat/completions", "completion": "/completions"}
 
 
-class OpenAIClient:
+class OpenAIMemory(MessageSession):
+    """What a session remembers: its calls by message, and by token where prompts are rendered."""
+
+    def __init__(self, tokens: TokenFields, renderer: ChatRenderer | None) -> None:
+        super().__init__(tokens)
+        self.by_token = None if renderer is None else TokenSession(renderer)
+
+
+class OpenAIClient(MessageClient[OpenAIMemory]):
     """One OpenAI-compatible server.
 
     Args:
@@ -111,7 +114,7 @@ class OpenAIClient:
         self.token_in = TokenInEndpoint(self._server, token_endpoint)
         self.version = 0
         self._max_tokens_field = "max_tokens"
-        self._room = Room(self._server)
+        self._context_limit = ContextLimit(self._server)
 
     def __repr__(self) -> str:
         return f"OpenAIClient({self._server.base_url!r}, {self._model!r})"
@@ -126,29 +129,19 @@ class OpenAIClient:
         """The server behind this client."""
         return self._server
 
-    def session(self) -> OpenAISession:
-        """Return a client for one rollout that remembers its calls."""
-        return OpenAISession(self)
+    def new_memory(self) -> OpenAIMemory:
+        """Return what a session remembers, empty."""
+        return OpenAIMemory(self.tokens, self.renderer)
 
-    async def chat(
-        self,
-        messages: Messages,
-        *,
-        tools: Sequence[ToolSchema] | None = None,
-        sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
-        model: str | None = None,
-        message_type: MessageType = "chat",
-    ) -> ModelResponse:
-        """Ask once, with no memory of earlier calls. See `ModelClient.chat`."""
-        return await self.session().chat(
-            messages, tools=tools, sampling=sampling, model=model, message_type=message_type
+    async def respond(self, call: ModelCall, memory: OpenAIMemory) -> ModelResponse:
+        """Send ids where prompts are rendered here and the server returns ids, else messages."""
+        by_token = memory.by_token
+        if by_token is None or not self.tokens.wanted or isinstance(call.prompt, np.ndarray):
+            return await self.respond_by_message(call, memory)
+        prompt = by_token.prepare(
+            call.prompt, call.tools, message_type=call.message_type, model=call.model
         )
-
-    async def generate(self, request: GenerateRequest) -> ModelResponse:
-        """Sample one completion after exactly these ids. See `ModelClient.generate`."""
-        version = self.version
-        outcome = await self.ask_ids(request.prompt_ids.tolist(), request.sampling, request.model)
-        return generated(request, self.tokens, outcome.value, **_facts(outcome, version))
+        return await self._respond_by_token(by_token, prompt, call.sampling, memory.reader.decode)
 
     async def check_health(self) -> None:
         """Return if the server answers at all.
@@ -166,31 +159,43 @@ class OpenAIClient:
         self,
         content: Mapping[str, Any],
         message_type: MessageType,
-        sampling: SamplingParams,
-        model: str | None,
-        decode: Decode = decode_response,
+        call: ModelCall,
+        memory: MessageSession,
     ) -> Outcome[Response]:
         """Send one request: `content` is its messages or prompt. Asks for ids while there is hope.
-
-        A text completion without `max_tokens` that was cut after 16 tokens is asked again with all
-        that fits, and later ones are asked so at once.
 
         Raises:
             ModelError: as `HttpServer.post` says.
         """
+        decode = memory.reader.decode
+        return await self._ask_all(content, message_type, call.sampling, call.model, decode)
+
+    async def _ask_all(
+        self,
+        content: Mapping[str, Any],
+        message_type: MessageType,
+        sampling: SamplingParams,
+        model: str | None,
+        decode: Decode,
+    ) -> Outcome[Response]:
+        """Ask for all that fits where the call has no limit.
+
+        A text completion without `max_tokens` that was cut after 16 tokens is asked again with the
+        context's limit, and later ones are asked so at once.
+        """
         if message_type == "chat" or sampling.max_tokens is not None:
             return await self._ask(content, message_type, sampling, model, decode)
-        name, prompt, room = model or self._model, content["prompt"], None
-        if self._room.is_needed:
-            room = await self._room.after(prompt, name)
-        asked = replace(sampling, max_tokens=room)
-        outcome = await self._ask(content, message_type, asked, model, decode)
-        if room is None and cut_by_default(outcome.value):
-            self._room.is_needed = True
-            room = await self._room.after(prompt, name)
-            if room is not None and room > DEFAULT_MAX_TOKENS:
-                whole = replace(sampling, max_tokens=room)
-                return await self._ask(content, message_type, whole, model, decode)
+        name, prompt, remaining = model or self._model, content["prompt"], None
+        if self._context_limit.is_needed:
+            remaining = await self._context_limit.remaining(prompt, name)
+        limited = replace(sampling, max_tokens=remaining)
+        outcome = await self._ask(content, message_type, limited, model, decode)
+        if remaining is None and cut_by_default(outcome.value):
+            self._context_limit.is_needed = True
+            remaining = await self._context_limit.remaining(prompt, name)
+            if remaining is not None and remaining > DEFAULT_MAX_TOKENS:
+                limited = replace(sampling, max_tokens=remaining)
+                return await self._ask(content, message_type, limited, model, decode)
         return outcome
 
     async def _ask(
@@ -222,121 +227,81 @@ class OpenAIClient:
             self._max_tokens_field = "max_completion_tokens"  # newer OpenAI models insist on it
             return await ask_for_tokens(self.tokens, send)
 
-    async def ask_ids(
-        self,
-        prompt_ids: list[int],
-        sampling: SamplingParams,
-        model: str | None,
-        decode: Decode = decode_response,
-    ) -> Outcome[Response]:
-        """Send token ids to the completions endpoint."""
-        return await self.ask({"prompt": prompt_ids}, "completion", sampling, model, decode)
-
-
-class OpenAISession:
-    """One rollout's view of an `OpenAIClient`; connections are shared with it."""
-
-    def __init__(self, client: OpenAIClient) -> None:
-        self._client = client
-        self._by_message = MessageSession(client.tokens)
-        self._by_token = None if client.renderer is None else TokenSession(client.renderer)
-
-    @property
-    def model(self) -> str:
-        """The model asked when a call names none."""
-        return self._client.model
-
-    def session(self) -> OpenAISession:
-        """Return a session of its own, with nothing remembered."""
-        return self._client.session()
-
-    def moved_to(self, client: OpenAIClient) -> OpenAISession:
-        """Return this session on another server of the same model: its calls are remembered."""
-        session = OpenAISession(client)
-        session._by_message, session._by_token = self._by_message, self._by_token
-        return session
-
-    async def chat(
-        self,
-        messages: Messages,
-        *,
-        tools: Sequence[ToolSchema] | None = None,
-        sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
-        model: str | None = None,
-        message_type: MessageType = "chat",
+    async def _respond_by_token(
+        self, session: TokenSession, prompt: Prompt, sampling: SamplingParams, decode: Decode
     ) -> ModelResponse:
-        """Sample the next message, continuing an earlier call where one fits."""
-        check_message_type(messages, message_type)
-        if self._by_token is not None and self._client.tokens.wanted:
-            prompt = self._by_token.prepare(messages, tools, message_type=message_type, model=model)
-            return await self._chat_by_token(self._by_token, prompt, sampling)
-        content: dict[str, Any] = {"prompt": messages}
-        if not isinstance(messages, str):
-            messages = list(messages)
-            content = {"messages": outgoing(messages)}
-            if tools:
-                content["tools"] = list(tools)
-        version = self._client.version
-        outcome = await self._client.ask(
-            content, message_type, sampling, model, self._by_message.reader.decode
-        )
-        facts = _facts(outcome, version)
-        return self._by_message.complete(
-            messages, tools, message_type, model, sampling, outcome.value, **facts
-        )
-
-    async def generate(self, request: GenerateRequest) -> ModelResponse:
-        """Sample one completion after exactly these ids."""
-        return await self._client.generate(request)
-
-    async def aclose(self) -> None:
-        """Do nothing: the connections are the client's."""
-
-    async def _chat_by_token(
-        self, session: TokenSession, prompt: Prompt, sampling: SamplingParams
-    ) -> ModelResponse:
-        client = self._client
-        version = client.version
+        version = self.version
         asked = _with_ends(sampling, session.renderer.end_ids)
-        ids = prompt.ids.tolist()
+        sent = prompt.ids.tolist()
         outcome = None
         kind: MessageType = "chat"  # the shape of the token-in endpoint's logprobs
-        if client.token_in.takes(sampling):
-            outcome = await client.token_in.ask(ids, asked, prompt.model or client.model)
+        if self.token_in.takes(sampling):
+            outcome = await self.token_in.ask(sent, asked, prompt.model or self.model)
         if outcome is None:
-            reader = self._by_message.reader
-            outcome = await client.ask_ids(ids, asked, prompt.model, reader.decode)
+            content = {"prompt": sent}
+            outcome = await self._ask_all(content, "completion", asked, prompt.model, decode)
             kind = "completion"
         response = outcome.value
         reason = extract_finish_reason(response)
         found = extract_tokens(response, kind, prompt.ids)
+        temperature = sampling.temperature
         fields = response_head(response) | {"wait_s": outcome.wait_s}
         if outcome.num_retries:
             fields["info"] = {**fields["info"], "num_retries": outcome.num_retries}
         if found is None:
-            client.tokens.refuse("the answer holds none")
+            self.tokens.refuse("the answer holds none")
             fields["text"] = extract_message(response, "completion")[1]
-            return session.complete(
-                prompt, None, None, reason, temperature=sampling.temperature, **fields
-            )
-        client.tokens.prove()
+            return session.complete(prompt, None, None, reason, temperature=temperature, **fields)
+        self.tokens.prove()
         _, ids, logprobs = found
-        stopped = reason == FinishReason.STOP
+        if reason == FinishReason.STOP:
+            fields["text"] = session.renderer.answer_text(ids, sampling)
         return session.complete(
             prompt,
             ids,
-            logprobs if client.tokens.usable_logprobs(sampling) else None,
+            logprobs if self.tokens.usable_logprobs(sampling) else None,
             reason,
-            temperature=sampling.temperature,
+            temperature=temperature,
             versions=extract_versions(response, len(ids), version),
-            text=_text(session.renderer, ids, sampling) if stopped else None,
             **fields,
         )
 
 
-def _facts(outcome: Outcome[Response], version: int) -> dict[str, Any]:
-    """Return what the record keeps of a request; no token is older than `version`, its start's."""
-    return {"version": version, "num_retries": outcome.num_retries, "wait_s": outcome.wait_s}
+class TokenInEndpoint:
+    """The token-in endpoint of one server, used while it is there."""
+
+    def __init__(self, server: HttpServer, mode: TokenEndpoint) -> None:
+        check_choice("token_endpoint", mode, ("auto", "generate", "completions"))
+        self._server, self._mode = server, mode
+        self._known = mode == "generate"
+        self.is_absent = mode == "completions"
+
+    def takes(self, sampling: SamplingParams) -> bool:
+        """Whether to ask here: stop strings and further fields are left to `/v1/completions`."""
+        return not (self.is_absent or sampling.stop or any(sampling.extra.values()))
+
+    async def ask(
+        self, prompt_ids: list[int], sampling: SamplingParams, model: str
+    ) -> Outcome[Response] | None:
+        """Send ids; None where the server has no such endpoint.
+
+        Raises:
+            ModelError: as `HttpServer.post` says.
+        """
+        body = {
+            "model": model,
+            "token_ids": prompt_ids,
+            "sampling_params": token_in_fields(sampling),
+        }
+        try:
+            outcome = await self._server.post(_TOKEN_IN_PATH, body, decode_response, at_root=True)
+        except ServerError as error:
+            if self._known or error.status not in _ABSENT:
+                raise
+            self.is_absent = True
+            return None
+        self._known = True
+        return outcome
 
 
 def _with_ends(sampling: SamplingParams, end_ids: Sequence[int]) -> SamplingParams:
@@ -345,10 +310,3 @@ def _with_ends(sampling: SamplingParams, end_ids: Sequence[int]) -> SamplingPara
     ends = (*sampling.stop_token_ids, *body.pop("stop_token_ids", ()), *end_ids)
     extra = {**sampling.extra, "extra_body": body} if sampling.extra else {}
     return replace(sampling, stop_token_ids=tuple(dict.fromkeys(ends)), extra=extra)
-
-
-def _text(renderer: ChatRenderer, ids: IntArray, sampling: SamplingParams) -> str:
-    """Return the text of an answer without what stopped it."""
-    if len(ids) and int(ids[-1]) in sampling.stop_token_ids:
-        return renderer.decode(ids[:-1])
-    return cut_at_stop(renderer.decode_answer(ids), sampling.stop)

@@ -4,33 +4,28 @@ A rollout stays on one server, whose prefix cache knows its earlier turns. Rollo
 the same prompt (a group) go to the same one, unless it has far more to do than the others:
 rendezvous hashing with bounded loads (Thaler and Ravishankar 1998; Mirrokni et al. 2018). A server
 that fails is left alone for a while and asked for its health before it is used again; its rollouts
-move on, with what they remember. It knows nothing about HTTP beyond that.
+move on, with what they remember.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from time import monotonic
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
+import numpy as np
 
 from rolltree.errors import BadResponse, ConfigError, ConnectionFailed, ModelError, ServerError
 from rolltree.inference.client import ModelClient
+from rolltree.inference.client_base import ClientBase, ModelCall
 from rolltree.inference.openai_client import OpenAIClient
 from rolltree.inference.retry import Retry, RetryPolicy, with_retries
-from rolltree.types import (
-    GenerateRequest,
-    Messages,
-    MessageType,
-    ModelResponse,
-    SamplingParams,
-    ToolSchema,
-)
+from rolltree.types import ModelResponse
 
 _NO_RETRIES = RetryPolicy(max_retries=0)
 _ALWAYS_FITS = 16
@@ -59,7 +54,7 @@ class Endpoint:
         return self.num_failures == 0
 
 
-class EndpointPool:
+class EndpointPool(ClientBase):
     """Servers of one model. Every retry is made here, on the next best server, and counted.
 
     Args:
@@ -91,7 +86,9 @@ class EndpointPool:
                 "Use one pool per model."
             )
         if cool_down_s < 0 or spread < 1:
-            raise ConfigError("cool_down_s is below 0 or spread below 1, which means nothing.")
+            raise ConfigError(
+                f"cool_down_s must be >= 0 and spread >= 1; they are {cool_down_s} and {spread}."
+            )
         self.endpoints = [Endpoint(*pair) for pair in zip(clients, names, strict=True)]
         self.retry = retry or RetryPolicy(max_retries=6 + len(clients))
         self._cool_down_s, self._spread = cool_down_s, spread
@@ -128,23 +125,9 @@ class EndpointPool:
         """Return a client for one rollout; its first prompt decides where it goes."""
         return PooledSession(self)
 
-    async def chat(
-        self,
-        messages: Messages,
-        *,
-        tools: Sequence[ToolSchema] | None = None,
-        sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
-        model: str | None = None,
-        message_type: MessageType = "chat",
-    ) -> ModelResponse:
-        """Ask once, with no memory of earlier calls. See `ModelClient.chat`."""
-        return await self.session().chat(
-            messages, tools=tools, sampling=sampling, model=model, message_type=message_type
-        )
-
-    async def generate(self, request: GenerateRequest) -> ModelResponse:
-        """Sample one completion after exactly these ids. See `ModelClient.generate`."""
-        return await self.session().generate(request)
+    async def call(self, call: ModelCall) -> ModelResponse:
+        """Make one call, with no memory of earlier ones."""
+        return await self.session().call(call)
 
     async def aclose(self) -> None:
         """Close all clients."""
@@ -195,7 +178,7 @@ class EndpointPool:
         return None
 
 
-class PooledSession:
+class PooledSession(ClientBase):
     """One rollout on one server of a pool at a time."""
 
     def __init__(self, pool: EndpointPool) -> None:
@@ -213,43 +196,9 @@ class PooledSession:
         """Return a session of its own, with nothing remembered."""
         return self._pool.session()
 
-    async def chat(
-        self,
-        messages: Messages,
-        *,
-        tools: Sequence[ToolSchema] | None = None,
-        sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
-        model: str | None = None,
-        message_type: MessageType = "chat",
-    ) -> ModelResponse:
-        """Sample the next message where this rollout is at home, or on the next best server."""
-        if self._key is None:
-            self._key = msgspec.json.encode([model, messages, tools])
-
-        async def ask(session: Any) -> ModelResponse:
-            answer: ModelResponse = await session.chat(
-                messages, tools=tools, sampling=sampling, model=model, message_type=message_type
-            )
-            return answer
-
-        return await self._ask(ask, self._key)
-
-    async def generate(self, request: GenerateRequest) -> ModelResponse:
-        """Sample one completion after exactly these ids."""
-
-        async def ask(session: Any) -> ModelResponse:
-            answer: ModelResponse = await session.generate(request)
-            return answer
-
-        return await self._ask(ask, self._key or request.prompt_ids.tobytes())
-
-    async def aclose(self) -> None:
-        """Do nothing: the connections are the pool's."""
-
-    async def _ask(
-        self, ask: Callable[[Any], Awaitable[ModelResponse]], key: bytes
-    ) -> ModelResponse:
-        failed: list[str] = []
+    async def call(self, call: ModelCall) -> ModelResponse:
+        """Make the call where this rollout is at home, or on the next best server."""
+        key, failed = self._key_of(call), list[str]()
 
         async def attempt() -> tuple[ModelResponse, Endpoint]:
             endpoint = await self._pool.choose(key, self._at)
@@ -257,7 +206,7 @@ class PooledSession:
             endpoint.num_in_flight += 1
             endpoint.num_calls += 1
             try:
-                answer = await ask(session)
+                answer = await call.to(session)
             except (ConnectionFailed, BadResponse, ServerError) as error:
                 if isinstance(error, ServerError) and not error.retryable:
                     raise
@@ -276,6 +225,14 @@ class PooledSession:
             info["num_retries"] = answer.info.get("num_retries", 0) + len(failed)
             info["failed_endpoints"] = failed
         return answer.annotated(wait_s=outcome.wait_s, **info)
+
+    def _key_of(self, call: ModelCall) -> bytes:
+        """Return what decides on the server: the rollout's first prompt by messages."""
+        if self._key is None:
+            if isinstance(call.prompt, np.ndarray):
+                return call.prompt.tobytes()
+            self._key = msgspec.json.encode([call.model, call.prompt, call.tools])
+        return self._key
 
     def _on(self, endpoint: Endpoint) -> Any:
         """Return this rollout's session on a server, with what it remembers where that can move."""

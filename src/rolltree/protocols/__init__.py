@@ -3,7 +3,7 @@
 A protocol plays one episode and returns its rollouts.
 """
 
-from rolltree.protocols.budget import Budget, Meter
+from rolltree.protocols.budget import Budget, BudgetedClient
 from rolltree.protocols.delegation import DelegatingProtocol, SubAgent, delegate_tool
 from rolltree.protocols.episode import (
     AgentSource,
@@ -28,7 +28,7 @@ __all__ = [
     "DelegatingProtocol",
     "ExternalToolHandler",
     "InteractionProtocol",
-    "Meter",
+    "BudgetedClient",
     "MultiAgentProtocol",
     "MultiAgentSyncProtocol",
     "Opponent",

@@ -1,25 +1,17 @@
 """What a delegated agent may spend: model calls, sampled tokens, seconds.
 
-The meter sits between an agent and its model, so that it sees every call, also those that an agent
-makes beside its dialog. It knows the client interface. It leaves out what happens when a budget is
-spent: `BudgetSpent` says that it is.
+`BudgetedClient` sits between an agent and its model, so that it sees every call, also those that an
+agent makes beside its dialog.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rolltree.errors import BudgetSpent, ConfigError
 from rolltree.inference.client import ModelClient
-from rolltree.types import (
-    GenerateRequest,
-    Messages,
-    MessageType,
-    ModelResponse,
-    SamplingParams,
-    ToolSchema,
-)
+from rolltree.inference.client_base import DelegatingClient, ModelCall
+from rolltree.types import ModelResponse, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +39,17 @@ class Budget:
                 )
 
 
-class Meter:
-    """A `ModelClient` that counts what goes through it and refuses what is beyond a budget.
+class BudgetedClient(DelegatingClient):
+    """A client that counts what goes through it and refuses what is beyond a budget.
 
     Its sessions count together. The last call may be shorter than asked for, so that no token is
     sampled beyond `max_tokens`.
     """
 
     def __init__(self, inner: ModelClient, budget: Budget) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._budget = budget
         self._spent = _Spent()
-
-    @property
-    def model(self) -> str:
-        """The model that is asked when a call names none."""
-        return self._inner.model
 
     @property
     def num_calls(self) -> int:
@@ -74,47 +61,15 @@ class Meter:
         """How many tokens were sampled."""
         return self._spent.tokens
 
-    def session(self) -> ModelClient:
-        """Return the inner client's session, on the same meter."""
-        session = Meter(self._inner.session(), self._budget)
-        session._spent = self._spent
-        return session
-
-    async def chat(
-        self,
-        messages: Messages,
-        *,
-        tools: Sequence[ToolSchema] | None = None,
-        sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
-        model: str | None = None,
-        message_type: MessageType = "chat",
-    ) -> ModelResponse:
+    async def call(self, call: ModelCall) -> ModelResponse:
         """Pass the call on, counted.
 
         Raises:
             BudgetSpent: there is nothing left for it.
         """
-        sampling = self._begin(sampling)
-        response = await self._inner.chat(
-            messages, tools=tools, sampling=sampling, model=model, message_type=message_type
-        )
+        response = await super().call(replace(call, sampling=self._begin(call.sampling)))
         self._spent.tokens += response.num_completion_tokens
         return response
-
-    async def generate(self, request: GenerateRequest) -> ModelResponse:
-        """Pass the call on, counted.
-
-        Raises:
-            BudgetSpent: there is nothing left for it.
-        """
-        response = await self._inner.generate(
-            replace(request, sampling=self._begin(request.sampling))
-        )
-        self._spent.tokens += response.num_completion_tokens
-        return response
-
-    async def aclose(self) -> None:
-        """Do nothing: the connections belong to whoever made the inner client."""
 
     def _begin(self, sampling: SamplingParams) -> SamplingParams:
         budget, spent = self._budget, self._spent

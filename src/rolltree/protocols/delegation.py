@@ -17,7 +17,7 @@ from typing import Any
 from rolltree.agents import Agent
 from rolltree.errors import ConfigError, record_error
 from rolltree.inference.client import as_client
-from rolltree.inference.timed import Clock, TimedClient
+from rolltree.inference.deadline import Clock, TimedClient
 from rolltree.protocols.budget import Budget
 from rolltree.protocols.episode import (
     AgentSource,

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from rolltree.agents import Agent
 from rolltree.errors import record_error
-from rolltree.inference.timed import Clock
+from rolltree.inference.deadline import Clock
 from rolltree.steps import AgentStep, EnvironmentStep, Rollout, Step
 from rolltree.tasks import uninterrupted
 from rolltree.types import ChatMessage, ErrorRecord, SamplingArgs, SamplingParams, TruncationReason

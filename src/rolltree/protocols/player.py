@@ -14,8 +14,8 @@ from typing import Any, TypeAlias, TypeVar
 from rolltree.agents import Agent
 from rolltree.errors import BudgetSpent, ModelError, PromptTooLong, did_you_mean, record_error
 from rolltree.inference.client import as_client
-from rolltree.inference.timed import TimedClient
-from rolltree.protocols.budget import Budget, Meter
+from rolltree.inference.deadline import TimedClient
+from rolltree.protocols.budget import Budget, BudgetedClient
 from rolltree.protocols.episode import EpisodeContext, RolloutBuilder
 from rolltree.seeds import derive_seed
 from rolltree.steps import (
@@ -97,7 +97,7 @@ class Player:
             for clock in context.clocks:
                 client = TimedClient(as_client(client), clock)
         if client is not None and self.budget is not None:
-            client = Meter(as_client(client), self.budget)
+            client = BudgetedClient(as_client(client), self.budget)
         self.agent.reset(
             client=client,
             sampling=context.sampling,

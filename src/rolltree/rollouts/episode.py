@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from rolltree.inference.timed import Clock, TimedClient
+from rolltree.inference.deadline import Clock, TimedClient
 from rolltree.types import RolloutRequest, State
 
 __all__ = ["Clock", "Episode", "TimedClient", "current_episode", "playing"]

@@ -1,7 +1,6 @@
 """Faults in a row: what goes wrong at the first call, the second, and so on.
 
-`FaultyClient` puts them in front of any model client; `ScriptedServer` takes `HttpFault`s. It knows
-nothing about scripts.
+`FaultyClient` puts them in front of any model client; `ScriptedServer` takes `HttpFault`s.
 """
 
 from __future__ import annotations
@@ -13,14 +12,8 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeAlias, TypeVar
 
 from rolltree.inference.client import ModelClient
-from rolltree.types import (
-    GenerateRequest,
-    Messages,
-    MessageType,
-    ModelResponse,
-    SamplingParams,
-    ToolSchema,
-)
+from rolltree.inference.client_base import DelegatingClient, ModelCall
+from rolltree.types import ModelResponse
 
 FaultT = TypeVar("FaultT")
 
@@ -73,7 +66,7 @@ ClientFault: TypeAlias = BaseException | float
 """What happens before a call: an exception is raised, or a number of seconds passes."""
 
 
-class FaultyClient:
+class FaultyClient(DelegatingClient):
     """Any client with faults in front of it, in the order of the calls of all its sessions.
 
     Example:
@@ -89,49 +82,22 @@ class FaultyClient:
         | Callable[[int], ClientFault | None]
         | FaultRow[ClientFault],
     ) -> None:
-        self._client = client
+        super().__init__(client)
         self.faults: FaultRow[ClientFault]
         if isinstance(faults, FaultRow):
             self.faults = faults
         else:
             self.faults = FaultRow(faults)
 
-    @property
-    def model(self) -> str:
-        """The inner client's model."""
-        return self._client.model
-
-    def session(self) -> FaultyClient:
-        """Return a session of the inner client behind the same row of faults."""
-        return FaultyClient(self._client.session(), self.faults)
-
-    async def chat(
-        self,
-        messages: Messages,
-        *,
-        tools: Sequence[ToolSchema] | None = None,
-        sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
-        model: str | None = None,
-        message_type: MessageType = "chat",
-    ) -> ModelResponse:
+    async def call(self, call: ModelCall) -> ModelResponse:
         """Meet the next fault, then ask the inner client."""
-        await self._meet()
-        return await self._client.chat(
-            messages, tools=tools, sampling=sampling, model=model, message_type=message_type
-        )
-
-    async def generate(self, request: GenerateRequest) -> ModelResponse:
-        """Meet the next fault, then ask the inner client."""
-        await self._meet()
-        return await self._client.generate(request)
-
-    async def aclose(self) -> None:
-        """Close the inner client."""
-        await self._client.aclose()
-
-    async def _meet(self) -> None:
         fault = self.faults.next()
         if isinstance(fault, BaseException):
             raise fault
         if fault is not None:
             await asyncio.sleep(fault)
+        return await super().call(call)
+
+    async def aclose(self) -> None:
+        """Close the inner client."""
+        await self._inner.aclose()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rolltree.errors import ConfigError, TokenError
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.parse import extract_versions
+from rolltree.inference.request_fields import token_in_fields
 from rolltree.inference.server.app import ServerOptions, is_loopback
 from rolltree.inference.server.model_server import ServedModel, choice_seeds
 from rolltree.inference.server.requests import (
@@ -25,7 +26,6 @@ from rolltree.inference.server.requests import (
     parse_request,
 )
 from rolltree.inference.server.responses import MessageDeltas, TextDeltas, settled_text, spans
-from rolltree.inference.token_in import sampling_params
 from rolltree.testing.tokenizer import ByteTokenizer
 from rolltree.types import FinishReason, SamplingParams
 
@@ -135,7 +135,7 @@ def test_every_field_that_clients_send_is_known() -> None:
     sent = {"return_token_ids": True, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
     check_fields(sent | {"logprobs": 1, "stop_token_ids": [1]}, TEXT_FIELDS, "m")
     check_fields(sent | {"logprobs": True}, CHAT_FIELDS, "m")
-    params = sampling_params(SamplingParams(max_tokens=4, seed=3, top_k=2))
+    params = token_in_fields(SamplingParams(max_tokens=4, seed=3, top_k=2))
     assert params["top_k"] == 2
     assert (params["seed"], params["max_tokens"], params["logprobs"]) == (3, 4, 0)
 

@@ -11,7 +11,7 @@ import pytest
 from inference_templates import TOOLS, user
 
 from rolltree.errors import BadResponse, ConfigError, ConnectionFailed, PromptTooLong, ServerError
-from rolltree.inference import WrappedClient, as_client
+from rolltree.inference import OpenAISDKClient, as_client
 from rolltree.testing import HttpFault, ScriptedServer
 from rolltree.types import FinishReason, GenerateRequest, SamplingParams
 
@@ -220,6 +220,6 @@ async def test_other_errors_of_the_package_are_bad_responses() -> None:
 
 
 async def test_openais_own_server_is_not_asked_for_ids() -> None:
-    client = WrappedClient(openai.AsyncOpenAI(api_key="key"), "m")
+    client = OpenAISDKClient(openai.AsyncOpenAI(api_key="key"), "m")
     assert not client.tokens.wanted
     await client.aclose()

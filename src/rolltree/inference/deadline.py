@@ -1,4 +1,4 @@
-"""Time that was spent and time that was waited: a clock, and a client that tells it.
+"""Time limits of episodes that leave waiting out: a clock, and a client that reports to it.
 
 The clock counts the seconds that an episode, or a part of one, spent itself; what a model call
 waited in queues and retries (`ModelResponse.wait_s`) is taken out.
@@ -8,20 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from rolltree.inference.client import ModelClient
-from rolltree.types import (
-    GenerateRequest,
-    Messages,
-    MessageType,
-    ModelResponse,
-    SamplingParams,
-    ToolSchema,
-)
-
-_DEFAULT = SamplingParams()
+from rolltree.inference.client_base import DelegatingClient, ModelCall
+from rolltree.types import ModelResponse
 
 
 class Clock:
@@ -89,14 +82,14 @@ class Clock:
         return None if self.limit_s is None else self.limit_s + self.grace_s - self.spent_s
 
 
-class TimedClient:
-    """A `ModelClient` that tells an episode's clock when its calls start, end and waited.
+class TimedClient(DelegatingClient):
+    """A client that tells an episode's clock when its calls start, end and waited.
 
     `model`, when given, is the model that it asks instead of the inner client's.
     """
 
     def __init__(self, inner: ModelClient, clock: Clock, model: str | None = None) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._clock = clock
         self._model = model
 
@@ -105,45 +98,13 @@ class TimedClient:
         """The model that is asked when a call names none."""
         return self._model or self._inner.model
 
-    def session(self) -> ModelClient:
-        """Return the inner client's session, on the same clock."""
-        return TimedClient(self._inner.session(), self._clock, self._model)
-
-    async def chat(
-        self,
-        messages: Messages,
-        *,
-        tools: Sequence[ToolSchema] | None = None,
-        sampling: SamplingParams = _DEFAULT,
-        model: str | None = None,
-        message_type: MessageType = "chat",
-    ) -> ModelResponse:
+    async def call(self, call: ModelCall) -> ModelResponse:
         """Pass the call on, timed."""
         wait_s = 0.0
         self._clock.call_started()
         try:
-            response = await self._inner.chat(
-                messages,
-                tools=tools,
-                sampling=sampling,
-                model=model or self._model,
-                message_type=message_type,
-            )
+            response = await super().call(replace(call, model=call.model or self._model))
             wait_s = response.wait_s
             return response
         finally:
             self._clock.call_ended(wait_s)
-
-    async def generate(self, request: GenerateRequest) -> ModelResponse:
-        """Pass the call on, timed."""
-        wait_s = 0.0
-        self._clock.call_started()
-        try:
-            response = await self._inner.generate(request)
-            wait_s = response.wait_s
-            return response
-        finally:
-            self._clock.call_ended(wait_s)
-
-    async def aclose(self) -> None:
-        """Do nothing: the connections belong to whoever made the inner client."""

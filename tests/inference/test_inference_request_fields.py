@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltree.errors import ServerError, UnsupportedSetting
-from rolltree.inference.dialect import (
+from rolltree.inference.message_session import ask_for_tokens
+from rolltree.inference.request_fields import (
     TokenFields,
     extension_fields,
     extra_fields,
@@ -15,7 +16,6 @@ from rolltree.inference.dialect import (
     samples_the_model,
     sampling_fields,
 )
-from rolltree.inference.remote import ask_for_tokens
 from rolltree.types import SamplingParams
 
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from inference_templates import user
 
+from rolltree.contrib.sglang import SGLangClient
 from rolltree.errors import BadResponse, ServerError, TokenError, UnsupportedSetting
-from rolltree.inference import ChatRenderer, RetryPolicy, SGLangClient
+from rolltree.inference import ChatRenderer, RetryPolicy
 from rolltree.testing.tokenizer import ByteTokenizer
 from rolltree.types import FinishReason, GenerateRequest, SamplingParams
 

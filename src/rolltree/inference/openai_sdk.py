@@ -1,10 +1,9 @@
-"""Somebody else's client as a `ModelClient`: `openai.AsyncOpenAI`, or anything shaped like it.
+"""Adapter for the OpenAI SDK: `openai.AsyncOpenAI`, or anything shaped like it, as a `ModelClient`.
 
-Requests go through `client.chat.completions.create` and `client.completions.create`; the response
-object is kept in `ModelResponse.raw`, without the token data that the record has: a server
-restates the whole prompt's ids in every turn. It knows the openai package only by the attributes of
-its objects and exceptions and imports nothing of it. It leaves out token-in: give `OpenAIClient` a
-renderer.
+Requests go through `client.chat.completions.create` and `client.completions.create`. The response
+object is kept in `ModelResponse.raw` without its token data, which the record has: a server
+restates the whole prompt's ids in every turn. The openai package is not imported. Token-in needs
+`OpenAIClient`.
 """
 
 from __future__ import annotations
@@ -12,21 +11,21 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rolltree.errors import BadResponse, ConfigError, ConnectionFailed, ModelError, ServerError
-from rolltree.inference.dialect import (
+from rolltree.inference.client_base import MessageClient, ModelCall
+from rolltree.inference.http import status_error
+from rolltree.inference.message_session import MessageSession, ask_for_tokens
+from rolltree.inference.request_fields import (
     LogprobsMode,
     TokenFields,
     TokenIds,
     extension_fields,
     extra_fields,
-    outgoing,
     sampling_fields,
 )
-from rolltree.inference.http import status_error
-from rolltree.inference.message_session import MessageSession, ask_for_tokens, generated
 from rolltree.inference.retry import (
     Outcome,
     Retry,
@@ -34,18 +33,14 @@ from rolltree.inference.retry import (
     parse_retry_after,
     with_retries,
 )
-from rolltree.inference.session import check_message_type
 from rolltree.types import (
-    GenerateRequest,
-    Messages,
     MessageType,
     ModelResponse,
     SamplingParams,
-    ToolSchema,
 )
 
 
-class WrappedClient:
+class OpenAISDKClient(MessageClient[MessageSession]):
     """An AsyncOpenAI-like object as a `ModelClient`.
 
     The openai client's own retries are switched off and made here instead, as many, so that they
@@ -55,6 +50,8 @@ class WrappedClient:
     Raises:
         ConfigError: the object is a blocking client.
     """
+
+    keeps_raw = True
 
     def __init__(
         self,
@@ -82,39 +79,22 @@ class WrappedClient:
         self.version = 0
 
     def __repr__(self) -> str:
-        return f"WrappedClient({type(self._client).__name__}, {self._model!r})"
+        return f"OpenAISDKClient({type(self._client).__name__}, {self._model!r})"
 
     @property
     def model(self) -> str:
         """The model asked when a call names none; empty when there is none."""
         return self._model or ""
 
-    def session(self) -> WrappedSession:
-        """Return a client for one rollout that remembers its calls."""
-        return WrappedSession(self)
+    def new_memory(self) -> MessageSession:
+        """Return a session's calls by message."""
+        return MessageSession(self.tokens)
 
-    async def chat(
-        self,
-        messages: Messages,
-        *,
-        tools: Sequence[ToolSchema] | None = None,
-        sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
-        model: str | None = None,
-        message_type: MessageType = "chat",
-    ) -> ModelResponse:
-        """Ask once, with no memory of earlier calls. See `ModelClient.chat`."""
-        return await self.session().chat(
-            messages, tools=tools, sampling=sampling, model=model, message_type=message_type
-        )
-
-    async def generate(self, request: GenerateRequest) -> ModelResponse:
-        """Sample one completion after exactly these ids. See `ModelClient.generate`."""
-        content = {"prompt": request.prompt_ids.tolist()}
-        version = self.version
-        outcome = await self.ask(content, "completion", request.sampling, request.model)
-        made = generated(request, self.tokens, outcome.value, **_facts(outcome, version))
-        _drop_tokens(outcome.value, made, request.sampling)
-        return made
+    async def respond(self, call: ModelCall, memory: MessageSession) -> ModelResponse:
+        """Send messages, a string or ids."""
+        response = await self.respond_by_message(call, memory)
+        _drop_tokens(response.raw, response, call.sampling)
+        return response
 
     async def aclose(self) -> None:
         """Close the wrapped client if it can be closed."""
@@ -127,8 +107,8 @@ class WrappedClient:
         self,
         content: Mapping[str, Any],
         message_type: MessageType,
-        sampling: SamplingParams,
-        model: str | None,
+        call: ModelCall,
+        memory: MessageSession,
     ) -> Outcome[Any]:
         """Send one request: `content` is its messages or prompt.
 
@@ -136,7 +116,7 @@ class WrappedClient:
             ConfigError: neither the call nor the client names a model.
             ModelError: the request failed.
         """
-        name = model or self._model
+        sampling, name = call.sampling, call.model or self._model
         if not name:
             raise ConfigError(
                 "neither the call nor as_client(client, model) names a model, so the server cannot "
@@ -196,69 +176,10 @@ class WrappedClient:
         )
 
 
-class WrappedSession:
-    """One rollout's view of a `WrappedClient`."""
-
-    def __init__(self, client: WrappedClient) -> None:
-        self._client = client
-        self._by_message = MessageSession(client.tokens)
-
-    @property
-    def model(self) -> str:
-        """The model asked when a call names none."""
-        return self._client.model
-
-    def session(self) -> WrappedSession:
-        """Return a session of its own, with nothing remembered."""
-        return self._client.session()
-
-    async def chat(
-        self,
-        messages: Messages,
-        *,
-        tools: Sequence[ToolSchema] | None = None,
-        sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
-        model: str | None = None,
-        message_type: MessageType = "chat",
-    ) -> ModelResponse:
-        """Sample the next message; `extends` is set where the server's ids continue a call's."""
-        check_message_type(messages, message_type)
-        content: dict[str, Any] = {"prompt": messages}
-        if not isinstance(messages, str):
-            messages = list(messages)
-            content = {"messages": outgoing(messages)}
-            if tools:
-                content["tools"] = list(tools)
-        version = self._client.version
-        outcome = await self._client.ask(content, message_type, sampling, model)
-        facts = _facts(outcome, version)
-        made = self._by_message.complete(
-            messages, tools, message_type, model, sampling, outcome.value, **facts
-        )
-        _drop_tokens(outcome.value, made, sampling)
-        return made
-
-    async def generate(self, request: GenerateRequest) -> ModelResponse:
-        """Sample one completion after exactly these ids."""
-        return await self._client.generate(request)
-
-    async def aclose(self) -> None:
-        """Do nothing: the connections are the client's."""
-
-
-def _facts(outcome: Outcome[Any], version: int) -> dict[str, Any]:
-    return {
-        "version": version,
-        "num_retries": outcome.num_retries,
-        "wait_s": outcome.wait_s,
-        "raw": outcome.value,
-    }
-
-
 def _drop_tokens(response: Any, made: ModelResponse, sampling: SamplingParams) -> None:
     """Set to None what an object of the openai package says and `made` has as arrays.
 
-    Logprobs that the made has no use for, and alternatives that the caller asked for, stay.
+    Logprobs that the record has no use for, and alternatives that the caller asked for, stay.
     """
     if made.prompt_ids is None or type(response).__module__.partition(".")[0] != "openai":
         return

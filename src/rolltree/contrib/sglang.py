@@ -1,9 +1,7 @@
 """A client for SGLang's native `/generate`: ids in, ids and logprobs out.
 
-Prompts are rendered here, so a `ChatRenderer` is needed. The fields are those of SGLang's
-documentation: `input_ids`, `sampling_params`, `return_logprob`; `output_ids` and
-`meta_info.output_token_logprobs`, triples (logprob, id, text). It leaves out SGLang's
-OpenAI-compatible endpoints, which `OpenAIClient` talks to (without ids).
+Written from SGLang's documentation and tested against a stand-in only. SGLang's OpenAI-compatible
+endpoints are `OpenAIClient`'s (without ids).
 """
 
 from __future__ import annotations
@@ -17,21 +15,12 @@ import numpy as np
 
 from rolltree.errors import BadResponse, ConfigError, TokenError, UnsupportedSetting
 from rolltree.inference.chat import ChatRenderer
-from rolltree.inference.completion import cut_at_stop
+from rolltree.inference.client_base import TokenClient, check_model
+from rolltree.inference.engine import extra_of
 from rolltree.inference.http import HttpServer
 from rolltree.inference.parse import finish_reason_named
 from rolltree.inference.retry import RetryPolicy
-from rolltree.inference.session import Prompt, TokenSession
-from rolltree.types import (
-    FinishReason,
-    GenerateRequest,
-    IntArray,
-    Messages,
-    MessageType,
-    ModelResponse,
-    SamplingParams,
-    ToolSchema,
-)
+from rolltree.types import FinishReason, GenerateRequest, SamplingParams
 
 
 class _Finish(msgspec.Struct):
@@ -110,7 +99,7 @@ def sampled_of(answer: GenerateAnswer, version: int) -> dict[str, Any]:
     }
 
 
-class SGLangClient:
+class SGLangClient(TokenClient):
     """One SGLang server, asked by token ids.
 
     Args:
@@ -159,30 +148,6 @@ class SGLangClient:
         """The server behind this client."""
         return self._server
 
-    def session(self) -> SGLangSession:
-        """Return a client for one rollout, whose prompts continue its own calls exactly."""
-        return SGLangSession(self)
-
-    async def chat(
-        self,
-        messages: Messages,
-        *,
-        tools: Sequence[ToolSchema] | None = None,
-        sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
-        model: str | None = None,
-        message_type: MessageType = "chat",
-    ) -> ModelResponse:
-        """Ask once, with no memory of earlier calls. See `ModelClient.chat`."""
-        return await self.session().chat(
-            messages, tools=tools, sampling=sampling, model=model, message_type=message_type
-        )
-
-    async def generate(self, request: GenerateRequest) -> ModelResponse:
-        """Sample one completion after exactly these ids. See `ModelClient.generate`."""
-        sampled = await self.ask(request.prompt_ids, request.sampling, request.model)
-        session, temperature = TokenSession(self.renderer), request.sampling.temperature
-        return session.complete(Prompt(request.prompt_ids), **sampled, temperature=temperature)
-
     async def check_health(self) -> None:
         """Return if the server is well; raises as `HttpServer.check_health`."""
         await self._server.check_health()
@@ -191,22 +156,17 @@ class SGLangClient:
         """Close the connections."""
         await self._server.aclose()
 
-    async def ask(
-        self, ids: IntArray, sampling: SamplingParams, model: str | None
-    ) -> dict[str, Any]:
-        """Send ids int32 `[_P]`; return what was sampled, for `TokenSession.complete`.
+    async def sample(self, request: GenerateRequest) -> dict[str, Any]:
+        """Send ids and return what was sampled.
 
         Raises:
             UnsupportedSetting: the call names another model, or has fields that SGLang lacks.
             ModelError: as `HttpServer.post` says.
         """
-        if model not in (None, self._model):
-            raise UnsupportedSetting(
-                f"this server runs {self._model!r}, but {model!r} was asked for, and its answer "
-                "would pass for that model's. Leave the model's name out."
-            )
+        check_model(request.model, self._model)
+        sampling = request.sampling
         body = {
-            "input_ids": ids.tolist(),
+            "input_ids": request.prompt_ids.tolist(),
             "sampling_params": sampling_params(sampling, self.renderer.end_ids),
             "return_logprob": True,
             "logprob_start_len": -1,
@@ -214,60 +174,12 @@ class SGLangClient:
         outcome = await self._server.post("/generate", body, decode_answer)
         found = sampled_of(outcome.value, self.version)
         if found["finish_reason"] == FinishReason.STOP:
-            found["text"] = self._text(found["ids"], sampling)
+            found["text"] = self.renderer.answer_text(found["ids"], sampling)
         if sampling.top_p != 1.0 or sampling.top_k:
             found["logprobs"] = None
         if outcome.num_retries:
             found["info"] = {**found["info"], "num_retries": outcome.num_retries}
         return {**found, "wait_s": outcome.wait_s}
-
-    def _text(self, ids: list[int], sampling: SamplingParams) -> str:
-        if ids and ids[-1] in sampling.stop_token_ids:
-            return self.renderer.decode(ids[:-1])
-        return cut_at_stop(self.renderer.decode_answer(ids), sampling.stop)
-
-
-class SGLangSession:
-    """One rollout's view of an `SGLangClient`."""
-
-    def __init__(self, client: SGLangClient) -> None:
-        self._client, self._calls = client, TokenSession(client.renderer)
-
-    @property
-    def model(self) -> str:
-        """The name of the model behind this client."""
-        return self._client.model
-
-    def session(self) -> SGLangSession:
-        """Return a session of its own, with nothing remembered."""
-        return self._client.session()
-
-    def moved_to(self, client: SGLangClient) -> SGLangSession:
-        """Return this session on another server of the same model: its calls are remembered."""
-        session = SGLangSession(client)
-        session._calls = self._calls
-        return session
-
-    async def chat(
-        self,
-        messages: Messages,
-        *,
-        tools: Sequence[ToolSchema] | None = None,
-        sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
-        model: str | None = None,
-        message_type: MessageType = "chat",
-    ) -> ModelResponse:
-        """Sample the next message, continuing an earlier call where one fits."""
-        prompt = self._calls.prepare(messages, tools, message_type=message_type, model=model)
-        sampled = await self._client.ask(prompt.ids, sampling, model)
-        return self._calls.complete(prompt, **sampled, temperature=sampling.temperature)
-
-    async def generate(self, request: GenerateRequest) -> ModelResponse:
-        """Sample one completion after exactly these ids."""
-        return await self._client.generate(request)
-
-    async def aclose(self) -> None:
-        """Do nothing: the connections are the client's."""
 
 
 def sampling_params(sampling: SamplingParams, end_ids: Sequence[int]) -> dict[str, Any]:
@@ -276,8 +188,7 @@ def sampling_params(sampling: SamplingParams, end_ids: Sequence[int]) -> dict[st
     Raises:
         UnsupportedSetting: there are further fields.
     """
-    further = {**sampling.extra, **sampling.extra.get("extra_body", {})}
-    further.pop("extra_body", None)
+    further = extra_of(sampling)
     if further:
         raise UnsupportedSetting(
             f"{', '.join(sorted(further))}: only temperature, top_p, top_k, max_tokens, stop, "

@@ -1,9 +1,7 @@
-"""How many tokens fit behind a prompt, for a server that must be told.
+"""How many tokens fit behind a prompt, for servers that must be told.
 
-vLLM's `/v1/completions` takes a missing or null `max_tokens` for 16 and cuts the answer there; it
-is found out when that happens. `/v1/models` says how long prompt and completion may be together,
-`/tokenize` how long a string is. It knows nothing about sampling. Where a server does not say,
-nobody knows: None.
+vLLM's `/v1/completions` takes a missing or null `max_tokens` for 16 and cuts the answer there.
+`/v1/models` says how long prompt and completion may be together, `/tokenize` how long a string is.
 """
 
 from __future__ import annotations
@@ -39,8 +37,8 @@ class _Count(msgspec.Struct):
     count: int
 
 
-class Room:
-    """The contexts of one server's models, asked for once.
+class ContextLimit:
+    """The context windows of one server's models, asked for once.
 
     `is_needed`: the server has cut an answer that had no limit.
     """
@@ -50,8 +48,11 @@ class Room:
         self._server = server
         self._contexts: dict[str, int] | None = None
 
-    async def after(self, prompt: list[int] | str, model: str) -> int | None:
-        """Return how many tokens fit behind `prompt`; None where that is unknown or none do."""
+    async def remaining(self, prompt: list[int] | str, model: str) -> int | None:
+        """Return how many tokens fit behind `prompt`.
+
+        Returns None if the server doesn't say, or if none fit.
+        """
         if self._contexts is None:
             self._contexts = await self._ask_contexts()
         context = self._contexts.get(model)

@@ -1,8 +1,7 @@
-"""What to write into a request: OpenAI's sampling fields, and the fields that ask for token ids.
+"""The fields of a request: OpenAI's sampling fields, vLLM's, and those that ask for token ids.
 
 Whether a server understands the latter is found out by asking: `TokenFields` remembers what became
-of the first request and says once, in the log, when no ids can be had. It knows OpenAI's and vLLM's
-field names. It knows nothing about HTTP.
+of the first request and says once, in the log, when no ids can be had.
 """
 
 from __future__ import annotations
@@ -86,6 +85,27 @@ def extra_fields(sampling: SamplingParams) -> dict[str, Any]:
             "stream = True is set, but an answer is used only when it is complete. Leave it out."
         )
     return {name: value for name, value in sampling.extra.items() if name != "extra_body"}
+
+
+def token_in_fields(sampling: SamplingParams) -> Mapping[str, Any]:
+    """Return vLLM's `SamplingParams` for its token-in endpoint, logprobs asked for.
+
+    All fields that a model folder could give another default are set.
+    """
+    params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "logprobs": 0,
+    }
+    if sampling.max_tokens is not None:
+        params["max_tokens"] = sampling.max_tokens
+    if sampling.seed is not None:
+        params["seed"] = sampling.seed
+    return params
 
 
 def outgoing(messages: Sequence[ChatMessage]) -> list[ChatMessage]:

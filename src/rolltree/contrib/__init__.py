@@ -1,0 +1,1 @@
+"""Adapters that no real counterpart has tested yet. Import them by module."""

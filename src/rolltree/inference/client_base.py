@@ -1,0 +1,261 @@
+"""What model clients share: one `chat` and `generate`, sessions that remember, and delegation.
+
+A client of a model implements `respond`; `TokenClient` (prompts rendered here, ids sent) and
+`MessageClient` (messages sent) do most of it. A client in front of another one is a
+`DelegatingClient`.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+
+from rolltree.errors import UnsupportedSetting
+from rolltree.inference.chat import ChatRenderer
+from rolltree.inference.client import ModelClient
+from rolltree.inference.message_session import MessageSession, generated
+from rolltree.inference.request_fields import TokenFields, outgoing
+from rolltree.inference.retry import Outcome
+from rolltree.inference.session import Prompt, TokenSession, check_message_type
+from rolltree.types import (
+    GenerateRequest,
+    IntArray,
+    Messages,
+    MessageType,
+    ModelResponse,
+    SamplingParams,
+    ToolSchema,
+)
+
+MemoryT = TypeVar("MemoryT")
+DEFAULT_SAMPLING = SamplingParams()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCall:
+    """One call of a model client: messages, a string, or token ids (int32 `[_P]`) to continue."""
+
+    prompt: Messages | IntArray
+    sampling: SamplingParams = DEFAULT_SAMPLING
+    model: str | None = None
+    tools: Sequence[ToolSchema] | None = None
+    message_type: MessageType = "chat"
+
+    async def to(self, client: ModelClient) -> ModelResponse:
+        """Make the call on `client`."""
+        if isinstance(self.prompt, np.ndarray):
+            return await client.generate(GenerateRequest(self.prompt, self.sampling, self.model))
+        return await client.chat(
+            self.prompt,
+            tools=self.tools,
+            sampling=self.sampling,
+            model=self.model,
+            message_type=self.message_type,
+        )
+
+
+class ClientBase(ABC):
+    """A `ModelClient` in terms of `call`."""
+
+    @property
+    @abstractmethod
+    def model(self) -> str:
+        """The model asked when a call names none."""
+
+    @abstractmethod
+    def session(self) -> ModelClient:
+        """Return a client for one rollout that remembers its calls."""
+
+    @abstractmethod
+    async def call(self, call: ModelCall) -> ModelResponse:
+        """Make one call; raises as `ModelClient` says."""
+
+    async def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[ToolSchema] | None = None,
+        sampling: SamplingParams = DEFAULT_SAMPLING,
+        model: str | None = None,
+        message_type: MessageType = "chat",
+    ) -> ModelResponse:
+        """Sample the next assistant message, or continue a string (`message_type="completion"`)."""
+        return await self.call(ModelCall(messages, sampling, model, tools, message_type))
+
+    async def generate(self, request: GenerateRequest) -> ModelResponse:
+        """Sample one completion after exactly `request.prompt_ids`."""
+        ids = np.asarray(request.prompt_ids, np.int32)
+        return await self.call(ModelCall(ids, request.sampling, request.model))
+
+    async def aclose(self) -> None:  # noqa: B027  (most clients own nothing)
+        """Do nothing: what this client uses belongs to somebody else."""
+
+
+class DelegatingClient(ClientBase):
+    """A client in front of another one; its sessions are in front of that one's sessions.
+
+    A session is a copy of the client, so what its attributes refer to is shared.
+    """
+
+    def __init__(self, inner: ModelClient) -> None:
+        self._inner = inner
+
+    @property
+    def model(self) -> str:
+        """The inner client's model."""
+        return self._inner.model
+
+    def session(self) -> ModelClient:
+        """Return this client in front of a session of the inner one."""
+        session = copy.copy(self)
+        session._inner = self._inner.session()
+        return session
+
+    async def call(self, call: ModelCall) -> ModelResponse:
+        """Pass the call on."""
+        return await call.to(self._inner)
+
+
+class RootClient(ClientBase, Generic[MemoryT]):
+    """A client that asks a model itself; each of its sessions remembers its calls."""
+
+    @abstractmethod
+    def new_memory(self) -> MemoryT:
+        """Return what a session remembers, empty."""
+
+    @abstractmethod
+    async def respond(self, call: ModelCall, memory: MemoryT) -> ModelResponse:
+        """Make one call of the session whose memory this is."""
+
+    def session(self) -> Session[MemoryT]:
+        """Return a client for one rollout that remembers its calls."""
+        return Session(self, self.new_memory())
+
+    async def call(self, call: ModelCall) -> ModelResponse:
+        """Make one call, with no memory of earlier ones."""
+        return await self.respond(call, self.new_memory())
+
+
+class Session(ClientBase, Generic[MemoryT]):
+    """One rollout's view of a client, whose connections it shares."""
+
+    def __init__(self, client: RootClient[MemoryT], memory: MemoryT) -> None:
+        self._client, self._memory = client, memory
+
+    @property
+    def model(self) -> str:
+        """The model asked when a call names none."""
+        return self._client.model
+
+    def session(self) -> Session[MemoryT]:
+        """Return a session of its own, with nothing remembered."""
+        return self._client.session()
+
+    def moved_to(self, client: RootClient[MemoryT]) -> Session[MemoryT]:
+        """Return this session on another server of the same model: its calls are remembered."""
+        return Session(client, self._memory)
+
+    async def call(self, call: ModelCall) -> ModelResponse:
+        """Make one call, continuing an earlier one where it fits."""
+        return await self._client.respond(call, self._memory)
+
+
+class TokenClient(RootClient[TokenSession]):
+    """A client that renders prompts itself and asks for what follows exact ids."""
+
+    renderer: ChatRenderer
+
+    def new_memory(self) -> TokenSession:
+        """Return a session's calls by token."""
+        return TokenSession(self.renderer)
+
+    @abstractmethod
+    async def sample(self, request: GenerateRequest) -> dict[str, Any]:
+        """Sample one completion after exactly `request.prompt_ids`.
+
+        Returns the arguments of `TokenSession.complete` beside prompt and temperature.
+        """
+
+    async def respond(self, call: ModelCall, memory: TokenSession) -> ModelResponse:
+        """Sample what follows the prompt; a prompt of ids is not remembered."""
+        if isinstance(call.prompt, np.ndarray):
+            memory, prompt = TokenSession(self.renderer), Prompt(call.prompt)
+        else:
+            prompt = memory.prepare(
+                call.prompt, call.tools, message_type=call.message_type, model=call.model
+            )
+        sampled = await self.sample(GenerateRequest(prompt.ids, call.sampling, call.model))
+        return memory.complete(prompt, **sampled, temperature=call.sampling.temperature)
+
+
+class MessageClient(RootClient[MemoryT]):
+    """A client whose server renders prompts; `tokens` knows whether it returns ids.
+
+    The memory is, or extends, a `MessageSession`. `version`, as it is when a request is sent, is
+    the policy version of tokens for which the server reports none.
+    """
+
+    tokens: TokenFields
+    version: int = 0
+    keeps_raw: ClassVar[bool] = False
+    """Whether the record keeps the response object."""
+
+    @abstractmethod
+    async def ask(
+        self,
+        content: Mapping[str, Any],
+        message_type: MessageType,
+        call: ModelCall,
+        memory: MessageSession,
+    ) -> Outcome[Any]:
+        """Send one request: `content` is its messages or prompt."""
+
+    async def respond_by_message(self, call: ModelCall, memory: MessageSession) -> ModelResponse:
+        """Send messages, a string or ids, and read the tokens of the answer where it has them."""
+        version = self.version  # no sampled token is older
+        if isinstance(call.prompt, np.ndarray):
+            outcome = await self.ask({"prompt": call.prompt.tolist()}, "completion", call, memory)
+            request = GenerateRequest(call.prompt, call.sampling, call.model)
+            facts = self._facts(outcome, version)
+            return generated(request, self.tokens, outcome.value, **facts)
+        messages, message_type = call.prompt, call.message_type
+        check_message_type(messages, message_type)
+        content: dict[str, Any] = {"prompt": messages}
+        if not isinstance(messages, str):
+            messages = list(messages)  # the caller may append to its list meanwhile
+            content = {"messages": outgoing(messages)}
+            if call.tools:
+                content["tools"] = list(call.tools)
+        outcome = await self.ask(content, message_type, call, memory)
+        return memory.complete(
+            messages,
+            call.tools,
+            message_type,
+            call.model,
+            call.sampling,
+            outcome.value,
+            **self._facts(outcome, version),
+        )
+
+    def _facts(self, outcome: Outcome[Any], version: int) -> dict[str, Any]:
+        """Return what the record keeps of a request."""
+        return {
+            "version": version,
+            "num_retries": outcome.num_retries,
+            "wait_s": outcome.wait_s,
+            "raw": outcome.value if self.keeps_raw else None,
+        }
+
+
+def check_model(asked: str | None, known: str) -> None:
+    """Raise `UnsupportedSetting` for another model than the one there is."""
+    if asked not in (None, known):
+        raise UnsupportedSetting(
+            f"this client runs {known!r} and no other model, but {asked!r} was asked for, and its "
+            "answer would pass for that model's. Leave the model's name out."
+        )
