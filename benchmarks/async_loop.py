@@ -1,4 +1,4 @@
-"""What generation that goes on while the trainer steps gains: the loop, synchronous and not.
+"""Seconds per training step: the synchronous loop against generation during the optimizer step.
 
     python benchmarks/async_loop.py            the table, figures on the last line
     python benchmarks/async_loop.py --check    exit 1 when a bar is missed

@@ -1,4 +1,4 @@
-"""How many prompts of long conversations extend the call before: token-in beside re-rendering.
+"""Share of prompts that extend the previous call's ids: token-in against re-rendering.
 
     python benchmarks/extension_rate.py            the table, figures on the last line
     python benchmarks/extension_rate.py --check    exit 1 when token-in is below 100 % anywhere

@@ -1,4 +1,4 @@
-"""Learning compared: rolltree (tree and interleave) beside TRL's GRPOTrainer on one task.
+"""Steps and CPU time to learn one task: rolltree (tree and interleave) against TRL's GRPOTrainer.
 
     python benchmarks/learning.py              table, figures, docs/images/learning.png
     python benchmarks/learning.py --check      exit 1 when a bar is missed

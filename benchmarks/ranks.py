@@ -1,4 +1,4 @@
-"""Several ranks against one: gradients, checkpoints read by other numbers of ranks, kills.
+"""Several ranks against one: gradients, checkpoints resumed at other world sizes, kills.
 
     python benchmarks/ranks.py            the tables, figures on the last line
     python benchmarks/ranks.py --check    exit 1 when a bar is missed

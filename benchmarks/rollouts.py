@@ -1,4 +1,4 @@
-"""What a rollout costs beside verifiers 0.1.8: CPU time, kept memory, import time.
+"""Cost of a rollout compared with verifiers 0.1.8: CPU time, kept memory, import time.
 
     python benchmarks/rollouts.py            2,000 four-turn rollouts per run, figures last
     python benchmarks/rollouts.py --check    exit 1 when a bar is missed

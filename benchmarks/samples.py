@@ -1,4 +1,4 @@
-"""What recording a rollout and making samples of it costs, by turns, pattern and scope.
+"""Cost of recording a rollout and building its samples, by turns, pattern and scope.
 
     python benchmarks/samples.py            the tables, figures on the last line
     python benchmarks/samples.py --check    exit 1 when a bar is missed

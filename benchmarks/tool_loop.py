@@ -1,4 +1,4 @@
-"""Twenty turns with a tool: prompts carried token by token or rendered anew, on two chat templates.
+"""Twenty turns with a tool on two chat templates: prompts carried as ids against re-rendering.
 
     python benchmarks/tool_loop.py            the table, figures on the last line
     python benchmarks/tool_loop.py --check    exit 1 when a bar is missed

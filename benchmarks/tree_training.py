@@ -1,4 +1,4 @@
-"""What training on token trees saves: one gradient, computed as tree, interleaved rows and steps.
+"""Time and memory of one gradient, computed on a token tree, interleaved rows and single calls.
 
     python benchmarks/tree_training.py            the table, figures on the last line
     python benchmarks/tree_training.py --check    exit 1 when a bar is missed

@@ -2,6 +2,7 @@
 
     python benchmarks/weight_publishing.py            # rolltree serve; vLLM where it is installed
     python benchmarks/weight_publishing.py --check    # exit 1 when a bar is missed
+    python benchmarks/weight_publishing.py --json     # one JSON object instead of the table
 
 SmolLM2-135M in float32 (538 MB) on this machine, server and trainer on the same cores. Disk is what
 `engine.publish = "disk"` does: write a folder durably, have it reloaded; transfer is gloo over

@@ -1,12 +1,11 @@
-"""How every benchmark ends: a line per bar, the figures on the last line, `--check` and `--json`.
+"""The ending of every benchmark: a line per bar, the figures on the last line, `--check`, `--json`.
 
 A script makes its parser with `make_parser`, measures, and returns what `conclude` returns:
 
     speed = Bar.at_least("tokens per second", 812.4, 500)
     return conclude(options, [speed], {"rows": rows}, lambda: print_table(rows))
 
-It needs the standard library only: some scripts also run in environments without rolltree. It
-leaves out measuring and tables.
+It needs the standard library only: some scripts also run in environments without rolltree.
 """
 
 from __future__ import annotations

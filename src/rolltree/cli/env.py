@@ -11,7 +11,7 @@ from rolltree.cli.arguments import json_object
 
 
 def list_environments() -> None:
-    """List the environments that can be loaded by name: installed ones, and those in a folder."""
+    """List the environments that can be loaded by name."""
     from rolltree.environments import known_environments
 
     for name in known_environments():
@@ -19,22 +19,24 @@ def list_environments() -> None:
 
 
 def check_contract(
-    env: Annotated[str, typer.Argument(help="An environment: a name or a path.")],
+    env: Annotated[str, typer.Argument(help="Environment: a name or a path.")],
     env_args: Annotated[
-        str | None, typer.Option("--env-args", "-a", help="Its arguments, as a JSON object.")
+        str | None,
+        typer.Option("--env-args", "-a", help="Arguments of the environment, a JSON object."),
     ] = None,
     num_examples: Annotated[
         int, typer.Option("--num-examples", "-n", help="How many examples to play.", min=1)
     ] = 16,
     reward_range: Annotated[
-        tuple[float, float], typer.Option("--reward-range", help="What rewards are meant to be in.")
+        tuple[float, float],
+        typer.Option("--reward-range", help="Lowest and highest intended reward."),
     ] = (0.0, 1.0),
     allow: Annotated[
-        list[str] | None, typer.Option("--allow", help="A check that need not hold; repeatable.")
+        list[str] | None, typer.Option("--allow", help="Check to leave out; repeatable.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Play an environment with probes and report faults; status 1 when there are some."""
+    """Play an environment with scripted answers; exit status 1 if a check fails."""
     import asyncio
     import json
     from dataclasses import asdict
@@ -65,15 +67,13 @@ def check_contract(
 
 
 def new_environment(
-    name: Annotated[str, typer.Argument(help="Its name, such as word-count.")],
+    name: Annotated[str, typer.Argument(help="Name, such as word-count.")],
     kind: Annotated[
-        str, typer.Option("--kind", help="What it begins as: single, multi or tool.")
+        str, typer.Option("--kind", help="Template: single, multi or tool.")
     ] = "single",
-    folder: Annotated[Path, typer.Option("--path", help="Where its folder is made.")] = Path(
-        "environments"
-    ),
+    folder: Annotated[Path, typer.Option("--path", help="Parent folder.")] = Path("environments"),
 ) -> None:
-    """Write the files of a new environment, ready to run and to change."""
+    """Write the files of a new environment."""
     from rolltree.environments.scaffold import scaffold
 
     for file in scaffold(name, kind, folder):

@@ -34,7 +34,7 @@ def evaluate_environment(
         typer.Option(
             "-b",
             "--base-url",
-            help="OpenAI-compatible URL; several times: a pool. Without it: this process.",
+            help="OpenAI-compatible URL; repeat it for a pool. Without it: in this process.",
         ),
     ] = None,
     api_key_var: Annotated[
@@ -48,10 +48,10 @@ def evaluate_environment(
         int, typer.Option("-r", "--rollouts-per-example", help="Rollouts per example.", min=1)
     ] = 3,
     max_concurrent: Annotated[
-        int, typer.Option("-c", "--max-concurrent", help="Rollouts in flight at once.", min=1)
+        int, typer.Option("-c", "--max-concurrent", help="Maximum rollouts in flight.", min=1)
     ] = 32,
     max_tokens: Annotated[
-        int | None, typer.Option("-t", "--max-tokens", help="Most tokens of one answer.", min=1)
+        int | None, typer.Option("-t", "--max-tokens", help="Maximum tokens of one answer.", min=1)
     ] = None,
     temperature: Annotated[
         float | None, typer.Option("-T", "--temperature", help="Sampling temperature.", min=0.0)
@@ -68,27 +68,31 @@ def evaluate_environment(
         bool,
         typer.Option("-s", "--save-results", help="Also write results.jsonl and metadata.json."),
     ] = False,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of worlds and sampling.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of environments and sampling.")] = 0,
     split: Annotated[str, typer.Option("--split", help="eval or train.")] = "eval",
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     run: Annotated[
         Path | None,
-        typer.Option("--run", help="Run directory; one that exists is continued."),
+        typer.Option("--run", help="Run directory; an existing run is continued."),
     ] = None,
     transcripts: Annotated[
-        int, typer.Option("--transcripts", help="Print that many rollouts.", min=0)
+        int, typer.Option("--transcripts", help="Number of rollouts to print.", min=0)
     ] = 0,
     retries: Annotated[
-        int, typer.Option("--retries", help="Run an episode again when the server failed.", min=0)
+        int, typer.Option("--retries", help="Retries of an episode after a server error.", min=0)
     ] = 0,
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Run stored failures of --run again.")
+        bool, typer.Option("--retry-failed", help="Retry the failed rollouts of --run.")
     ] = False,
     time_limit: Annotated[
-        float | None, typer.Option("--time-limit", help="Seconds an episode may take.")
+        float | None,
+        typer.Option(
+            "--time-limit", help="Maximum seconds of an episode, without waiting for the server."
+        ),
     ] = None,
     pass_threshold: Annotated[
-        float, typer.Option("--pass-threshold", help="Reward that counts as a pass in pass@k.")
+        float,
+        typer.Option("--pass-threshold", help="Lowest reward that counts as a pass in pass@k."),
     ] = 1.0,
 ) -> None:
     """Evaluate a model on an environment."""

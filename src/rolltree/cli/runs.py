@@ -12,7 +12,7 @@ RunArgument = Annotated[Path, typer.Argument(help="A run directory.")]
 
 
 def list_stored_runs(
-    root: Annotated[Path, typer.Argument(help="Where to look.")] = Path("runs"),
+    root: Annotated[Path, typer.Argument(help="Directory to search.")] = Path("runs"),
 ) -> None:
     """List the runs below a directory, newest first."""
     from rich.console import Console
@@ -32,14 +32,14 @@ def show_run(
     run: RunArgument,
     phase: PhaseOption = None,
     transcripts: Annotated[
-        int, typer.Option("--transcripts", help="Print that many rollouts.", min=0)
+        int, typer.Option("--transcripts", help="Number of rollouts to print.", min=0)
     ] = 1,
     failed: Annotated[bool, typer.Option("--failed", help="Print failed rollouts only.")] = False,
     limit: Annotated[
-        int, typer.Option("--limit", help="Most characters of one message.", min=1)
+        int, typer.Option("--limit", help="Maximum characters of one message.", min=1)
     ] = 600,
 ) -> None:
-    """Show what a run holds: phases, rewards, curve, and some rollouts."""
+    """Show a run: phases, rewards, curve, and some rollouts."""
     from itertools import islice
 
     from rich.console import Console

@@ -26,38 +26,41 @@ def serve_model(
         int, typer.Option("--port", help="Port; 0 takes a free one.", min=0, max=65535)
     ] = 8000,
     allow_remote: Annotated[
-        bool, typer.Option("--allow-remote", help="Let other machines reach it.")
+        bool, typer.Option("--allow-remote", help="Accept connections from other machines.")
     ] = False,
     api_key_env: Annotated[
         str | None,
         typer.Option("--api-key-env", help="Environment variable that holds the token."),
     ] = None,
     served_model_name: Annotated[
-        str | None, typer.Option("--served-model-name", help="What requests call the model.")
+        str | None, typer.Option("--served-model-name", help="Model name in requests.")
     ] = None,
     dtype: Annotated[
         str, typer.Option("--dtype", help="float32, bfloat16 or float16.")
     ] = "float32",
     device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
     max_batch: Annotated[
-        int, typer.Option("--max-batch", help="Requests that decode together.", min=1)
+        int, typer.Option("--max-batch", help="Maximum requests decoded together.", min=1)
     ] = 64,
     max_context: Annotated[
-        int | None, typer.Option("--max-context", help="Most tokens, prompt and answer.", min=2)
+        int | None,
+        typer.Option("--max-context", help="Maximum tokens of prompt and answer together.", min=2),
     ] = None,
     logprobs_mode: Annotated[
         str, typer.Option("--logprobs-mode", help="processed_logprobs or raw_logprobs.")
     ] = "processed_logprobs",
     batch_invariant: Annotated[
         bool,
-        typer.Option("--batch-invariant", help="The same bits in any batch; slower (docs/engine)."),
+        typer.Option(
+            "--batch-invariant", help="Bitwise equal results in any batch; slower (docs/engine.md)."
+        ),
     ] = False,
-    seed: Annotated[int, typer.Option("--seed", help="For requests that bring none.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of requests without one.")] = 0,
     num_threads: Annotated[
         int | None, typer.Option("--num-threads", help="CPU threads of torch.", min=1)
     ] = None,
 ) -> None:
-    """Serve a model: OpenAI's API, with token ids, logprobs and weight updates as vLLM has them."""
+    """Serve a model by OpenAI's API, with vLLM's token ids, logprobs and weight updates."""
     import functools
     import sys
 
@@ -112,10 +115,10 @@ def serve_model(
 
 def list_models(
     prepare: Annotated[
-        str | None, typer.Argument(help="Make this model ready now, and print its folder.")
+        str | None, typer.Argument(help="Prepare this model and print its folder.")
     ] = None,
 ) -> None:
-    """List the models that rolltree makes itself, or make one ready."""
+    """List the built-in models, or prepare one."""
     from rolltree.models import resolve_model
     from rolltree.models.load import MADE_MODELS
 

@@ -50,7 +50,7 @@ def _estimate_row(table: Table, name: str, value: Estimate, *, show_meter: bool 
 
 
 def evaluation_facts(report: EvalReport) -> Table:
-    """Return what belongs beside the means: how many, how it ended, tokens, time, where."""
+    """Return the counts beside the means: rollouts, failures, truncations, tokens, time."""
     usage = report.results.get("usage", {})
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="bold")
@@ -103,7 +103,7 @@ def comparison_table(comparison: Comparison, names: tuple[str, str] = ("before",
 
 
 class EvalView:
-    """Live progress of an evaluation, for `on_progress`; a line now and then without a terminal."""
+    """Live progress of an evaluation, for `on_progress`; without a terminal, a line per tenth."""
 
     def __init__(self, console: Console, label: str) -> None:
         self._console = console

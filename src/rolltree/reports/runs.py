@@ -79,7 +79,7 @@ def transcript(result: RolloutResult, *, limit: int = 600, title: str = "") -> R
 
 
 def _speaker(state: State) -> Text:
-    """Return who made a rollout, and what they were asked if somebody asked them."""
+    """Return the agent of a rollout, and its subtask if another agent delegated it."""
     name = str(state.get("agent") or "agent")
     if state.get("parent_rollout") is None:
         return safe_text(name)

@@ -82,7 +82,7 @@ def save_reward_curve(run: Run) -> Path | None:
 
 
 def training_report(run: Run, *, num_transcripts: int = 2) -> list[RenderableType]:
-    """Return what a person wants to see at the end of a run, top to bottom."""
+    """Return the report of a run: curve, held-out results, transcripts."""
     parts: list[RenderableType] = []
     curve = reward_curve(run)
     if curve is not None:
@@ -123,7 +123,7 @@ def _held_out(run: Run, phase: str) -> EvalReport:
 
 
 def _transcripts(run: Run, num: int) -> list[RenderableType]:
-    """Return the same held-out examples first and last: the first examples, not the best ones."""
+    """Return the first held-out examples (not the best), at the first and the last evaluation."""
     found = evaluations(run)
     if num < 1 or not found:
         return []
@@ -220,11 +220,11 @@ class TrainView:
             say(self._console, line)
 
     def on_notice(self, message: str) -> None:
-        """Show what a person should know."""
+        """Show a message of the trainer."""
         say(self._console, message)
 
     def on_end(self, report: TrainReport) -> None:
-        """Stop saying what happens next."""
+        """Clear the status line."""
         self._status = ""
 
     def _render(self) -> Group:

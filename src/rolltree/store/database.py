@@ -108,7 +108,7 @@ class Database:
     ) -> Iterator[tuple[Any, ...]]:
         """Yield rows of `rollouts` in the order they were stored, a page in memory at a time.
 
-        The lock is free between pages, so the run may be written while somebody iterates.
+        The lock is free between pages, so the run may be written during iteration.
         """
         after = 0
         sql = (

@@ -56,7 +56,7 @@ class Run:
         are those of `protect`.
 
         Raises:
-            StoreError: there is a run already, or something else that is not ours.
+            StoreError: there is already a run, or a file that rolltree did not make.
         """
         run = cls._make(Path(path), _config_data(config or {}, secrets), kind, secrets)
         if not run._database.is_new:
@@ -72,7 +72,7 @@ class Run:
         """Open an existing run to continue it (`"w"`), or to read it while others write (`"r"`).
 
         Raises:
-            StoreError: not a run, of another schema, or (`"w"`) somebody else is writing.
+            StoreError: not a run, of another schema, or (`"w"`) being written by another process.
         """
         directory = Path(path)
         if mode == "r":

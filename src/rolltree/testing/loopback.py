@@ -1,8 +1,7 @@
 """A minimal HTTP/1.1 server on loopback in a thread of its own, for tests over real sockets.
 
-It reads requests with a Content-Length, keeps connections alive, and can misbehave: answer late,
-cut a body short, reset the connection. It knows nothing about models. It leaves out TLS, chunked
-requests and everything else a server on a network would need.
+It keeps connections alive and can misbehave: answer late, cut a body short, reset the connection.
+Requests need a Content-Length; TLS and chunked requests are not supported.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A byte tokenizer with ChatML special tokens, for tests that must not wait for a real one.
 
 Every byte is a token; special tokens get ids from 256 on. It has what a Hugging Face tokenizer has
-as far as rolltree asks: `encode`, `decode`, `chat_template`, `eos_token_id`, `all_special_ids`. It
-knows nothing about transformers and leaves out merging, padding and truncation.
+as far as rolltree asks: `encode`, `decode`, `chat_template`, `eos_token_id`, `all_special_ids`.
 """
 
 from __future__ import annotations
