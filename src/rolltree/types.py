@@ -12,7 +12,7 @@ Dimension legend, used in every docstring of the project: `_B` batch, `_T` token
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import count
@@ -258,7 +258,9 @@ class ModelResponse:
         if type(other) is not ModelResponse:
             return NotImplemented
         mine, theirs = self._values(), other._values()
-        return all(_equal(mine[name], theirs[name]) for name in mine if name != "raw")
+        return all(
+            _equal(mine[name], theirs[name]) for name in mine if name not in ("raw", "extends")
+        )
 
     def __hash__(self) -> int:
         return hash((self.call_id, self.id))
@@ -472,7 +474,7 @@ class State(dict[str, Any]):
     `state["prompt"]` reads `state["input"]["prompt"]` when there is an input. Forwarding is the
     same for reading, writing, `in`, `get`, `pop`, `setdefault` and `del`; iteration, `len`, `keys`
     and `==` see the dict's own keys only. A copy, and `state | other`, forwards to an input of its
-    own.
+    own. A deep copy shares `state["client"]`; a pickled state has None there.
 
     Keys after a rollout: `input`, `is_completed`, `stop_condition`, `oai_tools`, `trajectory`,
     `completion`, `reward`, `advantage`, `metrics`, `timing`, `error`, `terminated`, `truncated`,
@@ -556,6 +558,19 @@ class State(dict[str, Any]):
         return twin
 
     __copy__ = copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> State:
+        twin = State()
+        memo[id(self)] = twin
+        for key, value in dict.items(self):
+            dict.__setitem__(twin, key, value if key == "client" else deepcopy(value, memo))
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        kept = dict(dict.items(self))
+        if "client" in kept:
+            kept["client"] = None
+        return State, (kept,)
 
 
 def as_input(row: Mapping[str, Any]) -> RolloutInput:

@@ -1,6 +1,8 @@
 """`add_model_response` takes what old environments and tests hand it."""
 
+import copy
 import json
+import pickle
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -9,8 +11,12 @@ import numpy as np
 import pytest
 from env_scripts import single, user
 
+import rolltree as rt
+from rolltree.environments import MultiTurnEnv
 from rolltree.errors import BadResponse, TokenError
 from rolltree.inference.parse import parse_response
+from rolltree.samples import build_samples
+from rolltree.testing import ScriptedClient
 from rolltree.types import OVERLONG_PROMPT, FinishReason, ModelResponse
 
 
@@ -248,3 +254,172 @@ def test_an_overlong_prompt_is_an_empty_response():
         "length",
     )
     assert response.usage.total_tokens == 0
+
+
+def samples_of(state):
+    state["advantage"] = 1.0
+    return build_samples([state]).samples
+
+
+class OwnClient(MultiTurnEnv):
+    """An override that asks a model itself, and returns what that said as it is."""
+
+    def __init__(self, response, **settings):
+        super().__init__(max_turns=1, dataset=[{"prompt": "say one", "answer": ""}], **settings)
+        self.response = response
+
+    async def env_response(self, messages, state):
+        return []
+
+    async def get_model_response(self, *args, **kwargs):
+        return self.response
+
+
+@pytest.mark.parametrize("make", [dict, as_object])
+async def test_an_override_is_recorded_with_the_temperature_and_version_of_its_call(make):
+    client = ScriptedClient(["unused"], version=7)
+    env = OwnClient(make(with_tokens()), sampling_args={"temperature": 0.3})
+    own = await env.rollout(env.example("train", 0), client, "m")
+    given = await env.rollout(env.example("train", 0), client, "m", {"temperature": 0.5})
+    for state, temperature in ((own, 0.3), (given, 0.5)):
+        (step,) = state["trajectory"]
+        assert step["extras"]["temperature"] == temperature
+        assert step["extras"]["policy_version_min"] == 7
+        (sample,) = samples_of(state)
+        records = sample.records
+        assert records.temperature.tolist() == pytest.approx([temperature] * 2)
+        assert records.version.tolist() == [7, 7]
+
+
+async def test_without_a_loop_the_state_says_the_temperature():
+    env = single()
+    state = await env.init_state(env.example("train", 0), sampling_args={"temperature": 0.25})
+    await env.add_model_response(state, state["prompt"], with_tokens())
+    assert state["trajectory"][0]["extras"]["temperature"] == 0.25
+
+
+@pytest.mark.parametrize("reason", ["cosmic_ray", ""])
+async def test_an_unknown_finish_reason_is_as_bad_as_a_clients(reason):
+    response = chat_dict(choice={"finish_reason": reason})
+    with pytest.raises(BadResponse, match="finish_reason"):
+        await step_of(response)
+    env = OwnClient(response)
+    state = await env.rollout(env.example("train", 0), ScriptedClient(["unused"]), "m")
+    assert (state["error"].type, state["error"].phase) == ("BadResponse", "model")
+
+
+@pytest.mark.parametrize("huge", [2**31, 2**63, 2**70, -1])
+async def test_ids_of_no_vocabulary_are_token_errors(huge):
+    response = with_tokens()
+    response["choices"][0]["token_ids"] = [7, huge]
+    with pytest.raises(TokenError):
+        await step_of(response)
+
+
+class Spec1(MultiTurnEnv):
+    """`add_model_response` as spec 1 writes it."""
+
+    async def env_response(self, messages, state):
+        return [{"role": "user", "content": "again"}]
+
+    async def add_model_response(self, state, prompt_messages, response):
+        if response is not None and response.id == "overlong-prompt":
+            state["prompt_too_long"] = True
+            return
+        completion_messages = await rt.parse_response_messages(response, self.message_type)
+        tokens = await rt.parse_response_tokens(response, self.message_type)
+        trajectory_step = rt.TrajectoryStep(
+            prompt=prompt_messages,
+            completion=completion_messages,
+            response=response,
+            tokens=tokens,
+            reward=None,
+            advantage=None,
+            extras={},
+        )
+        state["trajectory"].append(trajectory_step)
+
+
+async def test_the_example_of_spec_1_trains():
+    env = Spec1(max_turns=2, dataset=[{"prompt": user("say one"), "answer": ""}])
+    client = ScriptedClient(["one", "two"])
+    state = await env.rollout(env.example("train", 0), client, "m")
+    assert [step["completion"][0]["content"] for step in state["trajectory"]] == ["one", "two"]
+    (sample,) = samples_of(state)
+    first, second = (step["tokens"]["completion_ids"] for step in state["trajectory"])
+    assert sample.records.target.tolist() == [*first, *second]
+    assert np.all(sample.records.logprob < 0)
+    assert len(rt.process_trajectories_for_training([state])) == 2
+
+
+async def test_what_a_client_said_reads_like_openais_in_every_step():
+    env = MultiTurnEnvWithTwoTurns()
+    state = await env.rollout(env.example("train", 0), ScriptedClient(["one", "two"]), "m")
+    for step, text in zip(state["trajectory"], ("one", "two"), strict=True):
+        choice = step["response"].choices[0]
+        assert (choice.message.content, choice.finish_reason) == (text, "stop")
+        assert choice.token_ids == step["tokens"]["completion_ids"]
+        assert step["response"].prompt_token_ids == step["tokens"]["prompt_ids"]
+        assert len(choice.logprobs.content) == step["response"].usage.completion_tokens
+
+
+class MultiTurnEnvWithTwoTurns(Spec1):
+    add_model_response = MultiTurnEnv.add_model_response
+
+    def __init__(self):
+        super().__init__(max_turns=2, dataset=[{"prompt": user("say one"), "answer": ""}])
+
+
+@pytest.mark.parametrize("read", [False, True])
+async def test_a_finished_state_can_be_copied_and_pickled(read):
+    env = MultiTurnEnvWithTwoTurns()
+    client = ScriptedClient(["one", "two"])
+    state = await env.rollout(env.example("train", 0), client, "m")
+    if read:
+        assert [dict(step) for step in state["trajectory"]]
+    copied = copy.deepcopy(state)
+    assert copied["client"] is state["client"]
+    assert copied["trajectory"].tree is not state["trajectory"].tree
+    back = pickle.loads(pickle.dumps(state))
+    assert (type(back), back["client"]) == (rt.State, None)
+    for twin in (copied, back):
+        assert twin["trajectory"] == state["trajectory"]
+        assert twin["completion"] == state["completion"]
+        assert twin["trajectory"][1]["response"] == state["trajectory"][1]["response"]
+        (made,), (given,) = samples_of(twin), samples_of(state)
+        assert made.records.target.tolist() == given.records.target.tolist()
+        assert made.ids.tolist() == given.ids.tolist()
+    copied["trajectory"][0]["prompt"][0]["content"] = "changed"
+    assert state["trajectory"][0]["prompt"] == user("say one")
+
+
+async def test_a_call_is_inserted_once():
+    responses = []
+
+    class Kept(MultiTurnEnvWithTwoTurns):
+        async def get_model_response(self, *args, **kwargs):
+            responses.append(await super().get_model_response(*args, **kwargs))
+            return responses[-1]
+
+    env = Kept()
+    state = await env.rollout(env.example("train", 0), ScriptedClient(["one", "two"]), "m")
+    tree = state["trajectory"].tree
+    assert [response.tree is tree for response in responses] == [True, True]
+    assert tree.num_calls == 2
+    assert [tree.turn(call) for call in range(2)] == [0, 1]
+    assert responses[1].prompt_ids.tolist() == state["trajectory"][1]["tokens"]["prompt_ids"]
+
+
+async def test_a_changed_record_is_recorded_as_changed():
+    class Masked(MultiTurnEnvWithTwoTurns):
+        async def get_model_response(self, *args, **kwargs):
+            response = await super().get_model_response(*args, **kwargs)
+            return replace(response, logprobs=response.logprobs - 1)
+
+    env = Masked()
+    state = await env.rollout(env.example("train", 0), ScriptedClient(["one", "two"]), "m")
+    plain = MultiTurnEnvWithTwoTurns()
+    other = await plain.rollout(env.example("train", 0), ScriptedClient(["one", "two"]), "m")
+    for step, before in zip(state["trajectory"], other["trajectory"], strict=True):
+        changed, given = (s["tokens"]["completion_logprobs"] for s in (step, before))
+        assert changed == pytest.approx([value - 1 for value in given])

@@ -11,7 +11,9 @@ import inspect
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import replace
 from types import CoroutineType
@@ -23,7 +25,7 @@ from rolltree.environments.dataset import Data, RowFormat
 from rolltree.environments.lifecycle import Mark, discover, failure_of, forget, register, watch
 from rolltree.environments.openai_view import openai_view
 from rolltree.errors import ConfigError, PromptTooLong, record_error
-from rolltree.inference.client import as_client, sampling_from_args
+from rolltree.inference.client import as_client, policy_version, sampling_from_args
 from rolltree.inference.parse import parse_response
 from rolltree.parsers import Parser
 from rolltree.rollouts import derive_seed, merge_args
@@ -46,6 +48,8 @@ from rolltree.types import (
 )
 
 logger = logging.getLogger("rolltree.environments")
+_REQUEST: ContextVar[tuple[SamplingArgs, int] | None] = ContextVar("_REQUEST", default=None)
+"""Sampling arguments and policy version of the model call that is being made."""
 CLEANUP_LIMIT_S = 30.0
 """A cleanup that takes longer is given up and recorded."""
 
@@ -273,19 +277,38 @@ class Environment(BatchRunner):
         except PromptTooLong:
             return ModelResponse.overlong_prompt()
 
+    @contextmanager
+    def model_request(self, client: Any, args: SamplingArgs) -> Iterator[None]:
+        """Record responses that are not `ModelResponse`s as answers to this request."""
+        token = _REQUEST.set((args, policy_version(client)))
+        try:
+            yield
+        finally:
+            _REQUEST.reset(token)
+
     async def add_model_response(
         self, state: State, prompt_messages: Messages, response: Any
     ) -> None:
         """Append the step of one model call. An over-long prompt adds none and ends the rollout.
 
         `response` is what `get_model_response` returns, an OpenAI response, a dict of its shape or
-        a mock of one.
+        a mock of one. The latter are recorded with the temperature and the policy version of the
+        request that the loop made, or with the state's where there is no loop.
         """
         given = response.get("id") if isinstance(response, Mapping) else response
         if (given if isinstance(given, str) else getattr(given, "id", None)) == OVERLONG_PROMPT:
             state["prompt_too_long"] = True
             return
-        answer = parse_response(response, self.message_type)
+        answer = response
+        if not isinstance(response, ModelResponse):  # an override asked the model itself
+            request = _REQUEST.get()
+            if request is None:
+                args = merge_args(self.sampling_args, state.get("sampling_args"))
+                request = args, policy_version(state.get("client"))
+            temperature = sampling_from_args(request[0]).temperature
+            answer = parse_response(
+                response, self.message_type, temperature=temperature, version=request[1]
+            )
         chat = self.message_type == "chat"
         trajectory = state["trajectory"]
         trajectory.append_call(

@@ -145,7 +145,7 @@ class MultiTurnEnv(Environment):
             turn = len(state["trajectory"])
             if seed is not None and turn:
                 args = {**args, "seed": derive_seed(seed, "turn", turn)}
-            with in_phase("model"):
+            with in_phase("model"), self.model_request(session, args):
                 response = await self.get_model_response(
                     session,
                     model,

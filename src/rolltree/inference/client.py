@@ -126,6 +126,20 @@ stop_token_ids=(), seed=None, extra={'min_p': 0.1})
     return SamplingParams(**known, extra=rest)
 
 
+def policy_version(client: Any) -> int:
+    """Return the version of the weights that a client's server was last given; 0 if unknown.
+
+    Sessions, deadlines and budgets are looked through to the client that they pass calls on to.
+    """
+    for _ in range(8):
+        version = getattr(client, "version", None)
+        if type(version) is int:
+            return version
+        behind = (getattr(client, name, None) for name in ("_inner", "_client", "engine"))
+        client = next((inner for inner in behind if inner is not None), None)
+    return 0
+
+
 def sampling_to_args(sampling: SamplingParams) -> SamplingArgs:
     """Return OpenAI request fields that `sampling_from_args` turns into the same params."""
     args: SamplingArgs = {**sampling.extra}

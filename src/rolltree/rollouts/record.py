@@ -4,8 +4,8 @@ One row per trajectory: columns for queries, the token tree as bytes, and a JSON
 message once and every step as references (`message_table`). It knows states, trajectories and
 rows. It leaves out, on purpose:
 
-- the raw response of a step, of which only identity and usage are kept: its text is in the
-  completion, its ids and logprobs in the tree;
+- the raw response of a client that wraps another one, of which only identity and usage are kept:
+  its text is in the completion, its ids and logprobs in the tree;
 - values with behaviour (a game, a sandbox), of which `store.Opaque` keeps the type;
 - secrets in error texts and in pass-through sampling fields, which are cut out.
 """
@@ -20,9 +20,11 @@ from rolltree.errors import StoreError, TokenError
 from rolltree.redact import redact
 from rolltree.rollouts.message_table import MessageReader, MessageTable
 from rolltree.store import StoredRollout, dumps, loads
-from rolltree.tokens import StepTokens, TokenTree, Trajectory, peek
+from rolltree.tokens import RecordedStep, StepTokens, TokenTree, Trajectory, peek
 from rolltree.types import (
     ErrorRecord,
+    FinishReason,
+    ModelResponse,
     RolloutRequest,
     RolloutResult,
     SamplingParams,
@@ -32,6 +34,10 @@ from rolltree.types import (
 
 VERSION = 1
 _RESPONSE_FIELDS = ("id", "model", "object", "created", "system_fingerprint", "usage")
+_IN_EXTRAS = (
+    *("finish_reason", "temperature", "call_id"),
+    *("num_prompt_tokens", "num_completion_tokens"),
+)
 _STEP_FIELDS = ("prompt", "completion", "response", "tokens", "reward", "advantage", "extras")
 _STATE_APART = ("input", "trajectory", "completion", "error")
 _NOT_STORED = ("client", "model", "sampling_args")  # the request has what of them is data
@@ -330,19 +336,22 @@ def _decode_state(
 def _step_data(trajectory: Trajectory, index: int, table: MessageTable) -> dict[str, Any]:
     step: Mapping[str, Any] = trajectory[index]
     prompt, completion = peek(step, "prompt"), peek(step, "completion")
+    extras = peek(step, "extras")
     data: dict[str, Any] = {
         "prompt": table.add(prompt),
         "completion": table.add(completion),
         "call": trajectory.call_of(index),
         "reward": step.get("reward"),
         "advantage": step.get("advantage"),
-        "extras": peek(step, "extras"),
+        "extras": extras,
     }
     if isinstance(prompt, str) and isinstance(completion, str):
         table.add(prompt + completion)  # the next prompt most likely begins so
-    response = _response_data(step.get("response"))
-    if response is not None:
-        data["response"] = response
+    response = step.response_record if isinstance(step, RecordedStep) else step.get("response")
+    if isinstance(response, ModelResponse):
+        data["answer"] = _answer_data(response, completion, extras or {})
+    elif response is not None:
+        data["response"] = _response_data(response)
     tokens = peek(step, "tokens")
     if isinstance(tokens, StepTokens):
         data["assigned"] = {key: tokens[key] for key in tokens.assigned}
@@ -355,27 +364,59 @@ def _step_data(trajectory: Trajectory, index: int, table: MessageTable) -> dict[
 
 
 def _decode_step(data: dict[str, Any], tree: TokenTree, messages: MessageReader) -> TrajectoryStep:
-    tokens = None
-    if data["call"] is not None:
-        tokens = StepTokens(tree, data["call"])
-        for key, value in data.get("assigned", {}).items():
-            tokens[key] = value
-    step = {
-        "prompt": messages.get(data["prompt"]),
-        "completion": messages.get(data["completion"]),
-        "response": data.get("response"),
-        "tokens": tokens,
-        "reward": data["reward"],
-        "advantage": data["advantage"],
-        "extras": data["extras"],
-        **data.get("more", {}),
-    }
+    prompt, completion = messages.get(data["prompt"]), messages.get(data["completion"])
+    response: Any = data.get("response")
+    if "answer" in data:
+        response = _decode_answer(data["answer"], completion, data["extras"] or {})
+    step: dict[str, Any]
+    if data["call"] is not None and "answer" in data and _alike(prompt, completion):
+        step = RecordedStep(tree, data["call"], response, None, prompt, completion)
+    else:
+        step = {"prompt": prompt, "completion": completion, "response": response, "tokens": None}
+        if data["call"] is not None:
+            step["tokens"] = StepTokens(tree, data["call"])
+    for key, value in (data.get("assigned") or {}).items():
+        step["tokens"][key] = value
+    step |= {key: data[key] for key in ("reward", "advantage", "extras")}
+    step |= data.get("more", {})
     return cast(TrajectoryStep, step)
 
 
-def _response_data(response: Any) -> dict[str, Any] | None:
-    if response is None:
-        return None
+def _alike(prompt: Any, completion: Any) -> bool:
+    return type(prompt) is type(completion) and isinstance(prompt, str | list)
+
+
+def _said(completion: Any) -> tuple[Any, Any]:
+    """Return the message and the text that a completion says, where it is one answer."""
+    if isinstance(completion, str):
+        return {"role": "assistant", "content": completion}, completion
+    message = completion[0] if isinstance(completion, list) and len(completion) == 1 else None
+    return message, message.get("content") if isinstance(message, Mapping) else None
+
+
+def _answer_data(
+    response: ModelResponse, completion: Any, extras: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what of a response neither the completion, the extras nor the token tree say."""
+    message, text = _said(completion)
+    told = {"message": message, "text": text, **{name: extras.get(name) for name in _IN_EXTRAS}}
+    values = {name: getattr(response, name) for name in told}
+    values["finish_reason"] = response.finish_reason.value
+    data = {name: value for name, value in values.items() if value != told[name]}
+    rest = {name: getattr(response, name) for name in ("id", "model", "wait_s", "info")}
+    return data | {name: value for name, value in rest.items() if value}
+
+
+def _decode_answer(
+    data: Mapping[str, Any], completion: Any, extras: Mapping[str, Any]
+) -> ModelResponse:
+    message, text = _said(completion)
+    told = {"message": message, "text": text, **{name: extras.get(name) for name in _IN_EXTRAS}}
+    values = {**told, **data}
+    return ModelResponse(**{**values, "finish_reason": FinishReason(values["finish_reason"])})
+
+
+def _response_data(response: Any) -> dict[str, Any]:
     if isinstance(response, Mapping):
         return {name: response[name] for name in _RESPONSE_FIELDS if name in response}
     found = {name: getattr(response, name, None) for name in _RESPONSE_FIELDS}

@@ -8,11 +8,10 @@ from rolltree.tokens.arena import ROOT, Place, TokenArena
 from rolltree.tokens.breaks import Break, BreakCause, Decoder, explain_break
 from rolltree.tokens.buffers import checked_logprobs, readable_floats
 from rolltree.tokens.calls import CallTable
-from rolltree.tokens.step import RecordedStep, peek
+from rolltree.tokens.step import RecordedStep, StepTokens, mask_list, peek
 from rolltree.tokens.streams import PlacedStream, TokenStream
 from rolltree.tokens.trajectory import Trajectory, insert_step
 from rolltree.tokens.tree import TokenTree
-from rolltree.tokens.view import StepTokens, mask_list
 
 __all__ = [
     "Break",

@@ -1,23 +1,183 @@
-"""`RecordedStep`: one model call as spec 1's step dict, whose parts are built when they are read.
+"""Spec 1's step dicts as views on the token tree: `RecordedStep` and its `StepTokens`.
 
 T turns restate T prompts, each with the ids, masks and numbers of its call. A recorded step keeps
-what is new in its prompt, the step before it, and a handle into the token tree; `prompt`,
-`completion`, `tokens` and `extras` become lists and dicts when somebody reads them, and stay from
-then on, so that changing them in place works as with any dict. `peek` reads without keeping.
+what is new in its prompt, the step before it, and a handle into the token tree. Its values become
+lists and dicts when somebody reads them, and stay from then on, so that changing them in place
+works as with any dict; `peek` reads without keeping. `StepTokens` builds fresh lists at every read:
+assign a key to change it.
 
-Knows the step's keys and the tree's accessors. Leaves out which step continues which: see
-`trajectory.py`.
+Readers that bypass Python methods see markers instead of values: hand those `dict(step)`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
+import numpy as np
+
+from rolltree.tokens.buffers import readable_floats
 from rolltree.tokens.tree import TokenTree
-from rolltree.tokens.view import StepTokens
-from rolltree.types import ChatMessage, Messages, ModelResponse
+from rolltree.types import ChatMessage, FloatArray, Messages, ModelResponse
+
+TOKEN_KEYS = (
+    "prompt_ids",
+    "prompt_mask",
+    "completion_ids",
+    "completion_mask",
+    "completion_logprobs",
+)
+
+
+class LazyDict(dict[str, Any]):
+    """A dict that builds values when they are read: those that hold the marker `_unread`."""
+
+    __slots__ = ()
+    _unread: ClassVar[Any] = None
+    _keeps: ClassVar[bool] = False  # whether what was built stays
+    _builders: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
+
+    def peek(self, key: str) -> Any:
+        """Return `self[key]` without keeping what was built for it: for readers that only look."""
+        value = dict.__getitem__(self, key)
+        return self._builders[key](self) if self._is_unread(key, value) else value
+
+    def _is_unread(self, key: str, value: Any) -> bool:
+        return value is self._unread and key in self._builders
+
+    def __getitem__(self, key: str) -> Any:
+        value = dict.__getitem__(self, key)
+        if self._is_unread(key, value):
+            value = self._builders[key](self)
+            if self._keeps:
+                dict.__setitem__(self, key, value)
+        return value
+
+    def __iter__(self) -> Iterator[str]:  # `dict(step)` and `{**step}` then ask __getitem__
+        return dict.__iter__(self)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value under `key`, or `default`."""
+        return self[key] if key in self else default  # noqa: SIM401 (this is get)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        """Return the value under `key`, after setting it to `default` when it is missing."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def items(self) -> Any:
+        """Return the pairs of keys and values."""
+        return self.copy().items()
+
+    def values(self) -> Any:
+        """Return the values."""
+        return self.copy().values()
+
+    def copy(self) -> dict[str, Any]:
+        """Return a plain dict with the same values."""
+        return {key: self[key] for key in self}
+
+    def __copy__(self) -> dict[str, Any]:
+        return self.copy()
+
+    def _same(self, key: str, mine: Any, theirs: Any) -> bool:
+        return bool(mine == theirs)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mapping) or self.keys() != other.keys():
+            return False
+        return all(self._same(key, self.peek(key), peek(other, key)) for key in self)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = None
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | dict(other)
+
+    def __ror__(self, other: Any) -> Any:
+        return dict(other) | self.copy()
+
+    def __repr__(self) -> str:
+        return repr({key: self.peek(key) for key in self})
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return dict, ({key: self.peek(key) for key in self},)
+
+
+# -- the tokens of a step ------------------------------------------------------------------------
+
+
+def mask_list(weights: FloatArray) -> list[Any]:
+    """Return loss weights as ints where all are whole numbers, else as floats."""
+    whole = weights.astype(np.int64)
+    return whole.tolist() if np.array_equal(whole, weights) else readable_floats(weights)
+
+
+def _logprob_list(view: StepTokens) -> list[float]:
+    logprobs = view.tree.logprobs(view.call)
+    return [] if logprobs is None else readable_floats(logprobs)
+
+
+class StepTokens(LazyDict):
+    """The tokens of one call, as a dict of lists that exist only while they are looked at.
+
+    `completion_logprobs` is empty when the engine gave none. Every read builds fresh lists; what
+    was assigned stays with this view and wins over the tree (None under one of the five keys means
+    what the tree says). Logprobs are float32, so `==` compares them as such.
+    """
+
+    __slots__ = ("call", "tree")
+    _builders: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
+        "prompt_ids": lambda view: view.tree.prompt_ids(view.call).tolist(),
+        "prompt_mask": lambda view: mask_list(view.tree.prompt_mask(view.call)),
+        "completion_ids": lambda view: view.tree.completion_ids(view.call).tolist(),
+        "completion_mask": lambda view: mask_list(view.tree.mask(view.call)),
+        "completion_logprobs": _logprob_list,
+    }
+
+    def __init__(self, tree: TokenTree, call: int) -> None:
+        super().__init__(dict.fromkeys(TOKEN_KEYS))
+        self.tree = tree
+        self.call = call
+
+    @property
+    def assigned(self) -> tuple[str, ...]:
+        """The keys that were assigned after the call was recorded."""
+        return tuple(key for key, value in dict.items(self) if not self._is_unread(key, value))
+
+    @property
+    def as_recorded(self) -> bool:
+        """Whether the tree still says all that training reads: no token key was assigned."""
+        return not any(key in TOKEN_KEYS for key in self.assigned)
+
+    def _same(self, key: str, mine: Any, theirs: Any) -> bool:
+        if mine == theirs or key != "completion_logprobs":
+            return bool(mine == theirs)
+        if not isinstance(theirs, list) or not all(isinstance(x, int | float) for x in theirs):
+            return False
+        return np.array_equal(np.array(mine, np.float32), np.array(theirs, np.float32))
+
+    def _refuse(self, *_: Any) -> Any:
+        raise TypeError(
+            "the tokens of a recorded call cannot lose keys; training reads them later. Work on a "
+            "copy: dict(step['tokens'])."
+        )
+
+    pop = popitem = clear = __delitem__ = _refuse
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepTokens:
+        copied = StepTokens(deepcopy(self.tree, memo), self.call)
+        for key in self.assigned:
+            copied[key] = deepcopy(dict.__getitem__(self, key), memo)
+        return copied
+
+
+# -- the step ------------------------------------------------------------------------------------
 
 
 class _Unread:
@@ -26,26 +186,26 @@ class _Unread:
 
 
 _UNREAD: Any = _Unread()
+_ARRAYS: dict[str, Any] = dict.fromkeys(("prompt_ids", "completion_ids", "logprobs", "versions"))
 
 
-class RecordedStep(dict[str, Any]):
+class RecordedStep(LazyDict):
     """A `TrajectoryStep` that a client's `ModelResponse` was recorded as.
 
     `head` is the step that this one's prompt continues, or None; `added` is what the prompt has
-    beyond it. The dict below holds a marker for what was not read yet: readers that bypass Python
-    methods fail on it, hand those `dict(step)`.
+    beyond it. The step keeps the response without its arrays, which the tree has.
     """
 
-    __slots__ = (
-        "_added",
-        "_answer",
-        "_call_id",
-        "_finish_reason",
-        "_temperature",
-        "call",
-        "head",
-        "tree",
-    )
+    __slots__ = ("_added", "_answer", "_response", "call", "head", "tree")
+    _unread: ClassVar[Any] = _UNREAD
+    _keeps: ClassVar[bool] = True
+    _builders: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
+        "prompt": lambda step: step._build_prompt(),
+        "completion": lambda step: _unpacked(step._answer),
+        "response": lambda step: step._build_response(),
+        "tokens": lambda step: StepTokens(step.tree, step.call),
+        "extras": lambda step: step._build_extras(),
+    }
 
     def __init__(
         self,
@@ -59,7 +219,7 @@ class RecordedStep(dict[str, Any]):
         super().__init__(
             prompt=_UNREAD,
             completion=_UNREAD,
-            response=response.raw,
+            response=_UNREAD if response.raw is None else response.raw,
             tokens=_UNREAD,
             reward=None,
             advantage=None,
@@ -70,14 +230,18 @@ class RecordedStep(dict[str, Any]):
         self.head = head
         self._added = _packed(added)
         self._answer = _packed(completion)
-        self._call_id = response.call_id
-        self._finish_reason = response.finish_reason
-        self._temperature = response.temperature
+        self._response = replace(response, **_ARRAYS)
 
     @property
     def has_own_tokens(self) -> bool:
         """Whether nobody has read or assigned `tokens`: they are what the tree says."""
         return dict.__getitem__(self, "tokens") is _UNREAD
+
+    @property
+    def response_record(self) -> Any:
+        """The response without the arrays, which the tree has; or what was assigned instead."""
+        value = dict.get(self, "response")
+        return self._response if value is _UNREAD else value
 
     def recorded_conversation(self) -> Messages:
         """Return prompt and completion as they were recorded; a list is a new one."""
@@ -112,14 +276,24 @@ class RecordedStep(dict[str, Any]):
             return "".join(reversed(parts))  # type: ignore[arg-type]
         return [message for part in reversed(parts) for message in part]  # type: ignore[misc]
 
-    def _build_extras(self) -> dict[str, Any]:
+    def _build_response(self) -> ModelResponse:
         tree, call = self.tree, self.call
+        response = replace(
+            self._response,
+            completion_ids=tree.completion_ids(call),
+            logprobs=tree.logprobs(call),
+            versions=tree.versions(call),
+        )
+        return response.placed(tree, call)
+
+    def _build_extras(self) -> dict[str, Any]:
+        tree, call, response = self.tree, self.call, self._response
         extras: dict[str, Any] = {
             "agent": tree.agent(call),
             "turn": tree.turn(call),
-            "call_id": self._call_id,
-            "finish_reason": self._finish_reason.value,
-            "temperature": self._temperature,
+            "call_id": response.call_id,
+            "finish_reason": response.finish_reason.value,
+            "temperature": response.temperature,
             "num_prompt_tokens": tree.prompt_len(call),
             "num_completion_tokens": tree.num_sampled(call),
         }
@@ -128,33 +302,6 @@ class RecordedStep(dict[str, Any]):
             extras["policy_version_min"] = int(versions.min())
             extras["policy_version_max"] = int(versions.max())
         return extras
-
-    def peek(self, key: str) -> Any:
-        """Return `self[key]` without keeping what was built for it: for readers that only look."""
-        value = dict.__getitem__(self, key)
-        return _BUILDERS[key](self) if value is _UNREAD else value
-
-    # -- as a dict -----------------------------------------------------------------------------
-
-    def __getitem__(self, key: str) -> Any:
-        value = dict.__getitem__(self, key)
-        if value is _UNREAD:
-            value = _BUILDERS[key](self)
-            dict.__setitem__(self, key, value)
-        return value
-
-    def __iter__(self) -> Iterator[str]:  # `dict(step)` and `{**step}` then ask __getitem__
-        return dict.__iter__(self)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the value under `key`, or `default`."""
-        return self[key] if key in self else default  # noqa: SIM401 (this is get)
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        """Return the value under `key`, after setting it to `default` when it is missing."""
-        if key not in self:
-            self[key] = default
-        return self[key]
 
     def pop(self, key: str, *default: Any) -> Any:
         """Remove `key` and return its value (or `default` when given)."""
@@ -169,40 +316,6 @@ class RecordedStep(dict[str, Any]):
         key = next(reversed(self), None)
         return dict.popitem(self) if key is None else (key, self.pop(key))
 
-    def items(self) -> Any:
-        """Return the pairs of keys and values."""
-        return self.copy().items()
-
-    def values(self) -> Any:
-        """Return the values."""
-        return self.copy().values()
-
-    def copy(self) -> dict[str, Any]:
-        """Return a plain dict with the same values."""
-        return {key: self[key] for key in self}
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Mapping):
-            return NotImplemented
-        return self.keys() == other.keys() and all(peek(self, k) == peek(other, k) for k in self)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    __hash__ = None
-
-    def __or__(self, other: Any) -> Any:
-        return self.copy() | dict(other)
-
-    def __ror__(self, other: Any) -> Any:
-        return dict(other) | self.copy()
-
-    def __repr__(self) -> str:
-        return repr({key: self.peek(key) for key in self})
-
-    def __copy__(self) -> dict[str, Any]:
-        return self.copy()
-
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         """Return a plain dict; its tokens lie in the copy of the tree that `memo` knows."""
         copied: dict[str, Any] = {}
@@ -210,21 +323,39 @@ class RecordedStep(dict[str, Any]):
         copied.update({key: deepcopy(self.peek(key), memo) for key in self})
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return dict, ({key: self.peek(key) for key in self},)
+    # -- in a copied or pickled trajectory ---------------------------------------------------
 
+    def taken_apart(self, places: Mapping[int, int]) -> tuple[Any, ...]:
+        """Return what `put_together` makes the step of; `places` are steps by `id`."""
+        place = None if self.head is None else places.get(id(self.head))
+        added = self._build_prompt() if place is None else _unpacked(self._added)
+        kept = {key: value for key, value in dict.items(self) if not self._is_unread(key, value)}
+        tokens = kept.pop("tokens", None)
+        if isinstance(tokens, StepTokens) and tokens.tree is self.tree:
+            kept["tokens"] = (tokens.call, {name: tokens[name] for name in tokens.assigned})
+        elif "tokens" in self and not self.has_own_tokens:
+            kept["tokens"] = tokens
+        gone = [key for key in self._builders if key not in self]
+        return self.call, self._response, place, added, _unpacked(self._answer), kept, gone
 
-_BUILDERS: dict[str, Callable[[RecordedStep], Any]] = {
-    "prompt": RecordedStep._build_prompt,
-    "completion": lambda step: _unpacked(step._answer),
-    "tokens": lambda step: StepTokens(step.tree, step.call),
-    "extras": RecordedStep._build_extras,
-}
+    @staticmethod
+    def put_together(tree: TokenTree, parts: tuple[Any, ...], steps: list[Any]) -> RecordedStep:
+        """Return the step that `taken_apart` took apart; `steps` are those before it."""
+        call, response, place, added, completion, kept, gone = parts
+        head = None if place is None else steps[place]
+        step = RecordedStep(tree, call, response, head, added, completion)
+        if isinstance(kept.get("tokens"), tuple):
+            kept["tokens"], assigned = StepTokens(tree, kept["tokens"][0]), kept["tokens"][1]
+            kept["tokens"].update(assigned)
+        dict.update(step, kept)
+        for key in gone:
+            dict.pop(step, key)
+        return step
 
 
 def peek(step: Mapping[str, Any], key: str) -> Any:
     """Return `step.get(key)`; a recorded step keeps nothing of what is built for it."""
-    if isinstance(step, RecordedStep):
+    if isinstance(step, LazyDict):
         return step.peek(key) if key in step else None
     return step.get(key)
 

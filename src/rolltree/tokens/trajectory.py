@@ -12,9 +12,8 @@ from copy import deepcopy
 from typing import Any, SupportsIndex, cast
 
 from rolltree.errors import TokenError
-from rolltree.tokens.step import RecordedStep, peek
+from rolltree.tokens.step import TOKEN_KEYS, RecordedStep, StepTokens, peek
 from rolltree.tokens.tree import TokenTree
-from rolltree.tokens.view import TOKEN_KEYS, StepTokens
 from rolltree.types import Messages, ModelResponse, TrajectoryStep, concat_messages
 
 
@@ -215,25 +214,30 @@ class Trajectory(list[TrajectoryStep]):
     __copy__ = copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Trajectory:
-        copied = Trajectory(tree=deepcopy(self.tree, memo))
-        memo[id(self)] = copied
-        copied._handles = dict(self._handles)
-        list.extend(copied, [deepcopy(step, memo) for step in self])
-        return copied
+        tree = deepcopy(self.tree, memo)
+        steps = [deepcopy(step, memo) for step in self._taken_apart()]
+        memo[id(self)] = made = _rebuild(tree, steps, dict(self._handles))
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        calls = [self.call_of(index) for index in range(len(self))]
-        assigned = [
-            {} if call is None else _assigned(peek(step, "tokens"))
-            for call, step in zip(calls, self, strict=True)
-        ]
-        steps = [
-            step
-            if call is None
-            else {key: peek(step, key) if key != "tokens" else None for key in step}
-            for call, step in zip(calls, self, strict=True)
-        ]
-        return _rebuild, (self.tree, steps, calls, assigned, self._handles)
+        return _rebuild, (self.tree, self._taken_apart(), self._handles)
+
+    def _taken_apart(self) -> list[Any]:
+        """Return the steps in a form that shares messages and tokens: parts, or a plain dict."""
+        places: dict[int, int] = {}
+        taken: list[Any] = []
+        for index, step in enumerate(self):
+            call = self.call_of(index)
+            if isinstance(step, RecordedStep) and step.tree is self.tree:
+                taken.append(step.taken_apart(places))
+            elif call is not None:
+                tokens = peek(step, "tokens")
+                assigned = {key: tokens[key] for key in tokens.assigned}
+                taken.append({**step, "tokens": (call, assigned)})
+            else:
+                taken.append(step)
+            places[id(step)] = index
+        return taken
 
 
 def _plain_step(
@@ -260,7 +264,7 @@ def _plain_step(
     return {
         "prompt": list(prompt) if isinstance(prompt, list) else prompt,
         "completion": completion,
-        "response": response.raw,
+        "response": response if response.raw is None else response.raw,
         "tokens": None,
         "reward": None,
         "advantage": None,
@@ -268,23 +272,20 @@ def _plain_step(
     }
 
 
-def _assigned(tokens: StepTokens) -> dict[str, Any]:
-    return {key: tokens[key] for key in tokens.assigned}
-
-
-def _rebuild(
-    tree: TokenTree,
-    steps: list[Any],
-    calls: list[int | None],
-    assigned: list[dict[str, Any]],
-    handles: dict[int, int],
-) -> Trajectory:
-    """Return the trajectory that `Trajectory.__reduce_ex__` took apart."""
-    for step, call, values in zip(steps, calls, assigned, strict=True):
-        if call is not None:
-            step["tokens"] = StepTokens(tree, call)
-            step["tokens"].update(values)
-    made = Trajectory(steps, tree=tree)
+def _rebuild(tree: TokenTree, parts: list[Any], handles: dict[int, int]) -> Trajectory:
+    """Return the trajectory that `_taken_apart` took apart."""
+    steps: list[Any] = []
+    for part in parts:
+        if isinstance(part, tuple):
+            steps.append(RecordedStep.put_together(tree, part, steps))
+            continue
+        if isinstance(part.get("tokens"), tuple):
+            call, assigned = part["tokens"]
+            part["tokens"] = StepTokens(tree, call)
+            part["tokens"].update(assigned)
+        steps.append(part)
+    made = Trajectory(tree=tree)
+    list.extend(made, steps)
     made._handles = handles
     return made
 
