@@ -13,6 +13,7 @@
     ├── StoreError             the run directory cannot be read or written
     ├── TrainingError          a training step that must not go on: non-finite loss, starvation
     ├── SandboxError           a sandbox could not do what was asked of it
+    │   ├── SandboxFileError   a path that leaves the sandbox, is missing or is not a file
     │   └── SandboxUnavailable this machine cannot isolate untrusted code as asked
     ├── BudgetSpent            an agent has used up its model calls or its tokens
     ├── RolloutTimeout         an episode outlived its time limit                  (TimeoutError)
@@ -87,6 +88,10 @@ class TrainingError(RolltreeError):
 
 class SandboxError(RolltreeError):
     """A sandbox could not do what was asked of it: a path outside it, a closed sandbox."""
+
+
+class SandboxFileError(SandboxError):
+    """A path leaves the sandbox, or no such regular file is there; code in it may be the reason."""
 
 
 class SandboxUnavailable(SandboxError):

@@ -12,7 +12,7 @@ from rolltree.environments import cleanup
 from rolltree.environments.sandbox_env import PythonEnv, SandboxEnv
 from rolltree.errors import SandboxError, SandboxUnavailable
 from rolltree.rollouts import RolloutEngine
-from rolltree.sandbox import Limits, LocalBackend, SandboxLevel
+from rolltree.sandbox import Limits, LocalBackend, Sandbox, SandboxLevel
 from rolltree.store import Run
 
 ROWS = [{"question": "what is six times seven?", "answer": "42"}]
@@ -199,6 +199,31 @@ async def test_a_sandbox_that_fails_is_a_failed_rollout():
     assert (state["error"].type, state["error"].phase) == ("SandboxError", "environment")
     assert state["reward"] is None
     assert broken.closed == 1
+
+
+async def test_what_a_model_can_cause_is_an_answer_and_no_failed_rollout(backend):
+    """These were SandboxErrors: reward None, so a policy could leave the baseline by them."""
+
+    async def show(path: str, sandbox: Sandbox) -> str:
+        """Show a file."""
+        return (await sandbox.read_file(path)).decode()
+
+    env = SandboxEnv(sandbox=backend, dataset=ROWS)
+    env.add_sandbox_tool(show)
+    state = await play(
+        env,
+        call("bash", command="echo a\0b"),
+        call("bash", command="echo " + "x" * 200_000),
+        call("show", path="../../etc/passwd"),
+        call("show", path="none"),
+        "42",
+    )
+    assert state["error"] is None
+    told = answers(state)
+    assert "NUL" in told[0]
+    assert "too long" in told[1]
+    assert "no path inside" in told[2]
+    assert "no file 'none'" in told[3]
 
 
 async def test_tools_of_ones_own_run_outside(backend):

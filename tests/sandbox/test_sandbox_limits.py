@@ -93,6 +93,24 @@ async def test_plain_runs(sandbox):
     assert result.level == sandbox.level.name
 
 
+@pytest.mark.parametrize("part", ["a\0b", "x" * 200_000, "x" * 3_000_000])
+async def test_a_command_that_cannot_start_is_an_answer(sandbox, part):
+    """Such a command was a SandboxError, which fails the rollout: a way out of the baseline."""
+    result = await sandbox.run(["sh", "-c", f"echo {part}"])
+    assert (result.ended, result.exit_code) == ("exit", 126)
+    assert result.text().endswith("[exit code 126]")
+    assert (await sandbox.run(["echo", "on"])).stdout == "on\n"
+
+
+async def test_lone_surrogates_become_question_marks(sandbox):
+    """JSON of a model can have them, UTF-8 cannot."""
+    assert (await sandbox.run(["echo", "\ud800"])).stdout == "?\n"
+    assert (await sandbox.run(["cat"], stdin="\udfff")).stdout == "?"
+    assert (await sandbox.run_python("print('\ud800')")).stdout == "?\n"
+    with pytest.raises(SandboxError, match="no path inside"):
+        await sandbox.write_file("\ud800", "x")
+
+
 async def test_environment_is_an_allow_list(sandbox, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     result = await sandbox.run_python("import os; print(sorted(os.environ))")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import itertools
 import os
@@ -23,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rolltree.errors import SandboxError
+from rolltree.errors import SandboxError, SandboxFileError
 from rolltree.sandbox.interface import Limits, RunResult, SandboxLevel
 from rolltree.sandbox.process import Launch, SupervisedProcess, SupervisedSession, run_to_end
 from rolltree.tasks import being_cancelled
@@ -59,18 +60,26 @@ class FolderSandbox(ABC):
     ) -> RunResult:
         """Run a command in the folder until it ends, with all processes it started.
 
+        A command that no system could start (a NUL character, too long) ends with exit code 126.
+
         Raises:
             SandboxError: the sandbox is closed, or could not be set up.
         """
         self._check_open()
         limits = limits or self.limits
-        data = stdin.encode() if isinstance(stdin, str) else stdin
-        work = run_to_end(self.launch(command, limits), limits, data)
+        command = [_bytes_of(part).decode() for part in command]
+        if any("\0" in part for part in command):
+            return self._not_started("a command cannot have NUL characters")
+        work = run_to_end(self.launch(command, limits), limits, _bytes_of(stdin))
         task = asyncio.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         try:
             return await task
+        except OSError as error:
+            if error.errno != errno.E2BIG:
+                raise
+            return self._not_started("the command is too long; write it to a file")
         except asyncio.CancelledError:
             if self._closed and not being_cancelled():
                 raise SandboxError("the sandbox was closed while code ran in it.") from None
@@ -103,17 +112,16 @@ class FolderSandbox(ABC):
         """Put a file into the folder.
 
         Raises:
-            SandboxError: the path leads out of the folder, or is a link.
+            SandboxFileError: the path leads out of the folder, or is a link.
         """
         self._check_open()
-        raw = data.encode() if isinstance(data, str) else data
-        await asyncio.to_thread(self._folder.write, name, raw)
+        await asyncio.to_thread(self._folder.write, name, _bytes_of(data))
 
     async def read_file(self, name: str, *, max_bytes: int = 2**20) -> bytes:
         """Return a file of the folder.
 
         Raises:
-            SandboxError: there is no such regular file, or it has more than `max_bytes`.
+            SandboxFileError: there is no such regular file, or it has more than `max_bytes`.
         """
         self._check_open()
         return await asyncio.to_thread(self._folder.read, name, max_bytes)
@@ -142,11 +150,20 @@ class FolderSandbox(ABC):
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
+    def _not_started(self, why: str) -> RunResult:
+        """Return what a shell says: the model wrote the command, so this is no failure of ours."""
+        return RunResult("", f"{why}\n", "exit", 126, level=self.level.name)
+
     def _check_open(self) -> None:
         if self._closed:
             raise SandboxError(
                 "the sandbox is closed: its processes and files are gone. Create another one."
             )
+
+
+def _bytes_of(text: str | bytes) -> bytes:
+    """Return UTF-8; a lone surrogate, which JSON of a model can have, becomes a question mark."""
+    return text.encode(errors="replace") if isinstance(text, str) else text
 
 
 class PrivateFolder:
@@ -176,7 +193,7 @@ class PrivateFolder:
         """Write a file, making folders on its way.
 
         Raises:
-            SandboxError: the path leaves the folder, or goes through a link or a file.
+            SandboxFileError: the path leaves the folder, or goes through a link or a file.
         """
         parts = _parts(name)
         with self._enter(parts[:-1], name, create=True) as parent:
@@ -194,7 +211,7 @@ class PrivateFolder:
         """Return a regular file's bytes.
 
         Raises:
-            SandboxError: there is no such regular file inside the folder, or it is too large.
+            SandboxFileError: there is no such regular file inside the folder, or it is too large.
         """
         parts = _parts(name)
         with self._enter(parts[:-1], name, create=False) as parent, _explained(name):
@@ -202,14 +219,14 @@ class PrivateFolder:
             fd = os.open(parts[-1], flags, dir_fd=parent)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
-            raise SandboxError(
+            raise SandboxFileError(
                 f"{name!r} in the sandbox is no regular file, and reading it could block or reach "
                 "the host. Have the code write a plain file."
             )
         with open(fd, "rb") as file:
             data = file.read(max_bytes + 1)
         if len(data) > max_bytes:
-            raise SandboxError(
+            raise SandboxFileError(
                 f"{name!r} in the sandbox has more than {max_bytes} bytes; the code may have made "
                 "it large on purpose. Pass a larger max_bytes if it is what you want."
             )
@@ -231,7 +248,7 @@ class PrivateFolder:
                             pending.append(f"{prefix}{entry.name}/")
                         elif entry.is_file(follow_symlinks=False):
                             found.append(prefix + entry.name)
-            except (OSError, SandboxError):
+            except (OSError, SandboxFileError):
                 continue  # it changed under our hands, or the code locked itself out
         return sorted(found)
 
@@ -309,8 +326,9 @@ def _flatten(work: Path) -> None:
 
 def _parts(name: str) -> list[str]:
     parts = [part for part in name.split("/") if part not in ("", ".")]
-    if not parts or ".." in parts or name.startswith("/") or "\0" in name:
-        raise SandboxError(
+    has_surrogates = any("\ud800" <= char <= "\udfff" for char in name)
+    if not parts or ".." in parts or name.startswith("/") or "\0" in name or has_surrogates:
+        raise SandboxFileError(
             f"{name!r} is no path inside a sandbox. Use a relative path without '..', like "
             "'data/input.txt'."
         )
@@ -322,11 +340,11 @@ def _explained(name: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise SandboxError(
+        raise SandboxFileError(
             f"there is no file {name!r} in the sandbox. List what there is with list_files()."
         ) from error
     except OSError as error:
-        raise SandboxError(
+        raise SandboxFileError(
             f"{name!r} in the sandbox cannot be reached ({error.strerror}): it is a link, or "
             "something on its way is no folder. Links are not followed, they may lead outside."
         ) from error
