@@ -5,17 +5,10 @@ A protocol plays one episode and returns its rollouts.
 
 from rolltree.protocols.budget import Budget, BudgetedClient
 from rolltree.protocols.delegation import DelegatingProtocol, SubAgent, delegate_tool
-from rolltree.protocols.episode import (
-    AgentSource,
-    EpisodeContext,
-    InteractionProtocol,
-    Recording,
-    RolloutBuilder,
-    opened,
-)
+from rolltree.protocols.episode import EpisodeContext, Recording, RolloutBuilder, opened
 from rolltree.protocols.multi_agent import MultiAgentSyncProtocol, Opponent, TurnProtocol
 from rolltree.protocols.player import ExternalToolHandler
-from rolltree.protocols.single import SingleAgentProtocol
+from rolltree.protocols.single import AgentSource, InteractionProtocol, SingleAgentProtocol
 
 SingleAgentSyncProtocol = SingleAgentProtocol
 """Another name of `SingleAgentProtocol`."""

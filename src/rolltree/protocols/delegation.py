@@ -19,17 +19,14 @@ from rolltree.errors import ConfigError, record_error
 from rolltree.inference.client import as_client
 from rolltree.inference.deadline import Clock, TimedClient
 from rolltree.protocols.budget import Budget
-from rolltree.protocols.episode import (
+from rolltree.protocols.episode import EpisodeContext, Recording, RolloutBuilder, opened
+from rolltree.protocols.player import Player
+from rolltree.protocols.single import (
     AgentSource,
-    EpisodeContext,
-    InteractionProtocol,
-    Recording,
-    RolloutBuilder,
-    make_agent,
-    opened,
+    SingleAgentProtocol,
+    check_max_steps,
+    play_alone,
 )
-from rolltree.protocols.player import ExternalToolHandler, Player, seat_seed
-from rolltree.protocols.single import check_max_steps, play_alone
 from rolltree.steps import AgentStep, ToolAnswer, ToolRequest
 from rolltree.types import ToolSchema
 from rolltree.worlds import World
@@ -88,17 +85,17 @@ class SubAgent:
         check_max_steps(self.max_steps)
 
 
-class DelegatingProtocol(InteractionProtocol):
+class DelegatingProtocol(SingleAgentProtocol):
     """One agent acts in a world (or answers a question) and may delegate.
 
     Args:
         agent: the episode's own agent, or a function that makes one.
         children: external tool name to the kind of agent that answers it.
-        max_steps, stop_on_parse_error, max_external_calls: as in `SingleAgentProtocol`.
-        external_tool_handler: answers the external tools that are not in `children`.
         max_depth: how deep children may delegate further; 1: only the episode's own agent does.
         max_children: most children of one episode, at all depths.
         max_concurrent: most children of the episode's own agent that run at once.
+        settings: `InteractionProtocol`'s. `external_tool_handler` answers the external tools that
+            are not in `children`.
 
     Raises:
         ConfigError: there is no child, or a limit under which none could run.
@@ -109,15 +106,12 @@ class DelegatingProtocol(InteractionProtocol):
         agent: AgentSource,
         children: Mapping[str, SubAgent],
         *,
-        max_steps: int = 50,
-        stop_on_parse_error: bool = False,
-        external_tool_handler: ExternalToolHandler | None = None,
-        max_external_calls: int = 32,
         max_depth: int = 1,
         max_children: int = 16,
         max_concurrent: int = 8,
+        **settings: Any,
     ) -> None:
-        check_max_steps(max_steps)
+        super().__init__(agent, **settings)
         for name, value in (
             ("len(children)", len(children)),
             ("max_depth", max_depth),
@@ -129,32 +123,22 @@ class DelegatingProtocol(InteractionProtocol):
                     f"{name} is {value}; nothing could be delegated. Give at least 1, or use "
                     "SingleAgentProtocol."
                 )
-        self.agent = agent
         self.children = dict(children)
-        self.max_steps = max_steps
-        self.stop_on_parse_error = stop_on_parse_error
-        self.external_tool_handler = external_tool_handler
-        self.max_external_calls = max_external_calls
         self.max_depth = max_depth
         self.max_children = max_children
         self.max_concurrent = max_concurrent
 
-    async def play(
-        self, world: World | None, context: EpisodeContext, recording: Recording
-    ) -> None:
-        """Play one episode."""
-        agent = make_agent(self.agent)
-        builder = recording.begin(RolloutBuilder(agent, context.episode_id))
-        player = _Delegator(
+    def make_player(
+        self, agent: Agent, builder: RolloutBuilder, context: EpisodeContext, recording: Recording
+    ) -> Player:
+        """Return a player that can delegate."""
+        return _Delegator(
             agent,
             builder,
             context,
             handler=self.external_tool_handler,
             max_external_calls=self.max_external_calls,
-        )
-        player.family = _Family(self, recording, asyncio.Semaphore(self.max_concurrent))
-        await play_alone(
-            player, world, max_steps=self.max_steps, stop_on_parse_error=self.stop_on_parse_error
+            family=_Family(self, recording, asyncio.Semaphore(self.max_concurrent)),
         )
 
 
@@ -171,7 +155,9 @@ class _Family:
 class _Delegator(Player):
     """A player whose registered external calls begin other players."""
 
-    family: _Family
+    def __init__(self, *args: Any, family: _Family, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.family = family
 
     async def answer_one(self, request: ToolRequest, position: int) -> ToolAnswer:
         """Return what a child came to, or what the handler says."""
@@ -219,8 +205,8 @@ class _Delegator(Player):
         client = self.context.client
         context = replace(
             self.context,
-            seed=seat_seed(self.context, "world", name),
-            sampling_seed=seat_seed(self.context, "child", name),
+            seed=self.context.derive_seed("world", name),
+            sampling_seed=self.context.derive_seed("child", name),
             messages=(),
             clocks=(*self.context.clocks, clock),
             client=None if client is None else TimedClient(as_client(client), clock),
@@ -232,8 +218,8 @@ class _Delegator(Player):
             handler=self.handler,
             max_external_calls=kind.max_external_calls,
             budget=kind.budget,
+            family=self.family,
         )
-        child.family = self.family
         return child, clock
 
     async def _run(self, kind: SubAgent, request: ToolRequest, position: int) -> ToolAnswer:

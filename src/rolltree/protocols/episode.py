@@ -1,4 +1,4 @@
-"""One episode: its context, the recording of its rollouts, and the interface of protocols.
+"""One episode: its context, and the recording of its rollouts.
 
 A `Recording` holds every rollout from the moment it begins, so an episode that is cancelled or
 fails loses nothing.
@@ -7,15 +7,14 @@ fails loses nothing.
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 from rolltree.agents import Agent
-from rolltree.errors import record_error
 from rolltree.inference.deadline import Clock
+from rolltree.seeds import derive_seed
 from rolltree.steps import AgentStep, EnvironmentStep, Rollout, Step
 from rolltree.tasks import uninterrupted
 from rolltree.types import ChatMessage, ErrorRecord, SamplingArgs, SamplingParams, TruncationReason
@@ -163,10 +162,6 @@ class Recording:
         return [builder.build() for builder in self.ordered()]
 
 
-AgentSource: TypeAlias = Agent | Callable[[], Agent]
-"""An agent, for one episode at a time, or a function that makes one, for many at once."""
-
-
 @dataclass(frozen=True, slots=True)
 class EpisodeContext:
     """What one episode is played with; every field has a default for playing by hand.
@@ -191,41 +186,9 @@ class EpisodeContext:
     max_seq_len: int | None = None
     episode_id: str = "episode"
 
-
-class InteractionProtocol(ABC):
-    """A loop between agents and a world. It keeps nothing of an episode, so it can play many."""
-
-    async def run(
-        self, world: Any, context: EpisodeContext | None = None, recording: Recording | None = None
-    ) -> list[Rollout]:
-        """Play one episode and return its rollouts, parents before their children.
-
-        A failure is in `Rollout.error`: of the rollout that failed or, where none is to blame, of
-        all that nobody delegated. Only cancellation is raised, and what fails before any rollout
-        has begun; `recording`, when given, then holds what there was. The world is neither made
-        nor closed here.
-        """
-        recording = recording if recording is not None else Recording()
-        try:
-            await self.play(world, context or EpisodeContext(), recording)
-        except Exception as error:
-            own = [builder for builder in recording.builders if builder.parent is None]
-            if not own:
-                raise
-            if not any(builder.error for builder in own):
-                failure = record_error(error, "environment")
-                for builder in own:
-                    builder.fail(failure)
-        return recording.rollouts()
-
-    @abstractmethod
-    async def play(self, world: Any, context: EpisodeContext, recording: Recording) -> None:
-        """Play one episode into `recording`."""
-
-
-def make_agent(source: AgentSource) -> Agent:
-    """Return the agent, or a new one."""
-    return source if isinstance(source, Agent) else source()
+    def derive_seed(self, *parts: str | int) -> int | None:
+        """Return a sampling seed for a part of the episode, None where nothing is seeded."""
+        return None if self.sampling_seed is None else derive_seed(self.sampling_seed, *parts)
 
 
 @asynccontextmanager

@@ -7,26 +7,14 @@ agents take their turns at the same time, then the world steps once. Truncation 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rolltree.protocols.episode import (
-    AgentSource,
-    EpisodeContext,
-    InteractionProtocol,
-    Recording,
-    RolloutBuilder,
-    make_agent,
-)
-from rolltree.protocols.player import (
-    EpisodeCut,
-    ExternalToolHandler,
-    Player,
-    check_names,
-    seat_seed,
-)
-from rolltree.protocols.single import check_max_steps
+from rolltree.errors import did_you_mean
+from rolltree.protocols.episode import EpisodeContext, Recording
+from rolltree.protocols.player import EpisodeCut, Player
+from rolltree.protocols.single import AgentSource, InteractionProtocol
 from rolltree.seeds import derive_seed
 from rolltree.steps import AgentStep, StepOutcome
 from rolltree.tools import side_by_side
@@ -41,29 +29,13 @@ class MultiAgentSyncProtocol(InteractionProtocol):
 
     Args:
         agents: the world's names to agents, or to functions that make them.
-        max_steps: most rounds.
-        external_tool_handler, max_external_calls: as in `SingleAgentProtocol`, for every agent.
-        stop_on_parse_error: an agent whose answer holds no action is out: `terminated`.
-
-    Raises:
-        ConfigError: `max_steps` is below 1.
+        settings: `InteractionProtocol`'s. `max_steps` counts rounds, and an agent whose answer
+            holds no action is out with `stop_on_parse_error`.
     """
 
-    def __init__(
-        self,
-        agents: Mapping[str, AgentSource],
-        *,
-        max_steps: int = 50,
-        stop_on_parse_error: bool = False,
-        external_tool_handler: ExternalToolHandler | None = None,
-        max_external_calls: int = 32,
-    ) -> None:
-        check_max_steps(max_steps)
+    def __init__(self, agents: Mapping[str, AgentSource], **settings: Any) -> None:
+        super().__init__(**settings)
         self.agents = dict(agents)
-        self.max_steps = max_steps
-        self.stop_on_parse_error = stop_on_parse_error
-        self.external_tool_handler = external_tool_handler
-        self.max_external_calls = max_external_calls
 
     async def play(
         self, world: ParallelWorld, context: EpisodeContext, recording: Recording
@@ -71,7 +43,7 @@ class MultiAgentSyncProtocol(InteractionProtocol):
         """Play one episode."""
         names = list(world.possible_agents)
         check_names(list(self.agents), names, "give MultiAgentSyncProtocol one agent for each")
-        players = seat_players(self, self.agents, context, recording)
+        players = self.seat_all(self.agents, context, recording)
         first = await drive(world.reset, seed=context.seed)
         seen: dict[str, str] = {}
         for name, (obs, _) in first.items():
@@ -129,26 +101,6 @@ class MultiAgentSyncProtocol(InteractionProtocol):
         return obs
 
 
-def seat_players(
-    protocol: Any, agents: Mapping[str, Any], context: EpisodeContext, recording: Recording
-) -> dict[str, Player]:
-    """Return a player for each seat, begun; seats keep the order in which they were given."""
-    players: dict[str, Player] = {}
-    for name, source in agents.items():
-        agent = make_agent(source)
-        builder = RolloutBuilder(agent, f"{context.episode_id}/{name}", meta={"seat": name})
-        own = replace(context, sampling_seed=seat_seed(context, "seat", name))
-        players[name] = Player(
-            agent,
-            recording.begin(builder),
-            own,
-            handler=protocol.external_tool_handler,
-            max_external_calls=protocol.max_external_calls,
-        )
-        players[name].begin(context.messages)
-    return players
-
-
 @dataclass(frozen=True, slots=True)
 class Opponent:
     """A player without a model: `make(seed)` gives a function from an observation to an action.
@@ -167,13 +119,9 @@ class TurnProtocol(InteractionProtocol):
 
     Args:
         agents: the world's names to agents, to functions that make them, or to an `Opponent`.
-        max_steps: most turns of all agents together, those without an action included.
-        stop_on_parse_error: an answer without an action ends the episode: `terminated` for the
-            agent that gave it; for the others it is truncated by the world's rules ("env").
-        external_tool_handler, max_external_calls: as in `SingleAgentProtocol`, for every agent.
-
-    Raises:
-        ConfigError: `max_steps` is below 1.
+        settings: `InteractionProtocol`'s. `max_steps` counts the turns of all agents together (200
+            when left out). With `stop_on_parse_error`, an answer without an action is `terminated`
+            for the agent that gave it; for the others it is truncated by the world's rules ("env").
     """
 
     def __init__(
@@ -181,16 +129,10 @@ class TurnProtocol(InteractionProtocol):
         agents: Mapping[str, AgentSource | Opponent],
         *,
         max_steps: int = 200,
-        stop_on_parse_error: bool = False,
-        external_tool_handler: ExternalToolHandler | None = None,
-        max_external_calls: int = 32,
+        **settings: Any,
     ) -> None:
-        check_max_steps(max_steps)
+        super().__init__(max_steps=max_steps, **settings)
         self.agents = dict(agents)
-        self.max_steps = max_steps
-        self.stop_on_parse_error = stop_on_parse_error
-        self.external_tool_handler = external_tool_handler
-        self.max_external_calls = max_external_calls
 
     async def play(self, world: TurnWorld, context: EpisodeContext, recording: Recording) -> None:
         """Play one episode."""
@@ -203,7 +145,7 @@ class TurnProtocol(InteractionProtocol):
             for name, agent in self.agents.items()
             if isinstance(agent, Opponent)
         }
-        players = seat_players(self, models, context, recording)
+        players = self.seat_all(models, context, recording)
         await drive(world.reset, seed=context.seed)
         reason = TruncationReason.MAX_STEPS
         try:
@@ -264,3 +206,13 @@ class TurnProtocol(InteractionProtocol):
                 builder.end(
                     terminated=outcome.terminated, reason=TruncationReason.ENV if is_cut else None
                 )
+
+
+def check_names(given: Sequence[str], wanted: Sequence[str], what: str) -> None:
+    """Raise `ValueError` when somebody of the world has no agent, or an agent has no place."""
+    missing = [name for name in wanted if name not in given]
+    extra = [name for name in given if name not in wanted]
+    if missing or extra:
+        said = f"nobody plays {missing[0]!r}" if missing else f"there is no {extra[0]!r} in it"
+        hint = did_you_mean((missing or extra)[0], given if missing else wanted)
+        raise ValueError(f"the world's agents are {list(wanted)} and {said}: {what}.{hint}")

@@ -12,12 +12,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from rolltree.agents import Agent
-from rolltree.errors import BudgetSpent, ModelError, PromptTooLong, did_you_mean, record_error
+from rolltree.errors import BudgetSpent, ModelError, PromptTooLong, record_error
 from rolltree.inference.client import as_client
 from rolltree.inference.deadline import TimedClient
 from rolltree.protocols.budget import Budget, BudgetedClient
 from rolltree.protocols.episode import EpisodeContext, RolloutBuilder
-from rolltree.seeds import derive_seed
 from rolltree.steps import (
     PARSE_FEEDBACK,
     AgentStep,
@@ -211,20 +210,3 @@ async def call_handler(handler: Callable[..., Any], request: ToolRequest) -> Any
         return await handler(request)
     result = await run_in_thread(lambda: handler(request), name="rolltree-handler")
     return await result if inspect.isawaitable(result) else result
-
-
-def seat_seed(context: EpisodeContext, *parts: str | int) -> int | None:
-    """Return the sampling seed of one seat at the table, None where nothing is seeded."""
-    if context.sampling_seed is None:
-        return None
-    return derive_seed(context.sampling_seed, *parts)
-
-
-def check_names(given: Sequence[str], wanted: Sequence[str], what: str) -> None:
-    """Raise `ValueError` when somebody of the world has no agent, or an agent has no place."""
-    missing = [name for name in wanted if name not in given]
-    extra = [name for name in given if name not in wanted]
-    if missing or extra:
-        said = f"nobody plays {missing[0]!r}" if missing else f"there is no {extra[0]!r} in it"
-        hint = did_you_mean((missing or extra)[0], given if missing else wanted)
-        raise ValueError(f"the world's agents are {list(wanted)} and {said}: {what}.{hint}")

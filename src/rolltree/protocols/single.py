@@ -1,4 +1,4 @@
-"""`SingleAgentProtocol`: one agent in one world.
+"""The base of protocols, and `SingleAgentProtocol`: one agent in one world.
 
     observe -> act (tools in between) -> step the world -> observe -> ...
 
@@ -7,18 +7,115 @@ It ends when the world ends, after `max_steps` turns, or when time, tokens or bu
 
 from __future__ import annotations
 
-from rolltree.errors import ConfigError
-from rolltree.protocols.episode import (
-    AgentSource,
-    EpisodeContext,
-    InteractionProtocol,
-    Recording,
-    RolloutBuilder,
-    make_agent,
-)
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from rolltree.agents import Agent
+from rolltree.errors import ConfigError, record_error
+from rolltree.protocols.episode import EpisodeContext, Recording, RolloutBuilder
 from rolltree.protocols.player import EpisodeCut, ExternalToolHandler, Player
+from rolltree.steps import Rollout
 from rolltree.types import TruncationReason
 from rolltree.worlds import World, drive
+
+AgentSource: TypeAlias = Agent | Callable[[], Agent]
+"""An agent, for one episode at a time, or a function that makes one, for many at once."""
+
+
+class InteractionProtocol(ABC):
+    """A loop between agents and a world. It keeps nothing of an episode, so it can play many.
+
+    Args:
+        max_steps: most turns, those without an action included. A turn may be many model calls.
+        stop_on_parse_error: an answer without an action is the end: `terminated`, because that is
+            then the rule of the game.
+        external_tool_handler: answers external tool calls, `handler(request) -> str`; it may be
+            asynchronous, and what it raises becomes the answer.
+        max_external_calls: how many of them are answered in one episode, for each agent.
+
+    Raises:
+        ConfigError: `max_steps` is below 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_steps: int = 50,
+        stop_on_parse_error: bool = False,
+        external_tool_handler: ExternalToolHandler | None = None,
+        max_external_calls: int = 32,
+    ) -> None:
+        check_max_steps(max_steps)
+        self.max_steps = max_steps
+        self.stop_on_parse_error = stop_on_parse_error
+        self.external_tool_handler = external_tool_handler
+        self.max_external_calls = max_external_calls
+
+    async def run(
+        self, world: Any, context: EpisodeContext | None = None, recording: Recording | None = None
+    ) -> list[Rollout]:
+        """Play one episode and return its rollouts, parents before their children.
+
+        A failure is in `Rollout.error`: of the rollout that failed or, where none is to blame, of
+        all that nobody delegated. Only cancellation is raised, and what fails before any rollout
+        has begun; `recording`, when given, then holds what there was. The world is neither made
+        nor closed here.
+        """
+        recording = recording if recording is not None else Recording()
+        try:
+            await self.play(world, context or EpisodeContext(), recording)
+        except Exception as error:
+            own = [builder for builder in recording.builders if builder.parent is None]
+            if not own:
+                raise
+            if not any(builder.error for builder in own):
+                failure = record_error(error, "environment")
+                for builder in own:
+                    builder.fail(failure)
+        return recording.rollouts()
+
+    @abstractmethod
+    async def play(self, world: Any, context: EpisodeContext, recording: Recording) -> None:
+        """Play one episode into `recording`."""
+
+    def seat(
+        self,
+        source: AgentSource,
+        context: EpisodeContext,
+        recording: Recording,
+        name: str | None = None,
+    ) -> Player:
+        """Return a player for the agent. One with a `name` has its own rollout id and seed."""
+        agent = source if isinstance(source, Agent) else source()
+        rollout_id, meta = context.episode_id, {}
+        if name is not None:
+            rollout_id, meta = f"{rollout_id}/{name}", {"seat": name}
+            context = replace(context, sampling_seed=context.derive_seed("seat", name))
+        builder = recording.begin(RolloutBuilder(agent, rollout_id, meta=meta))
+        return self.make_player(agent, builder, context, recording)
+
+    def make_player(
+        self, agent: Agent, builder: RolloutBuilder, context: EpisodeContext, recording: Recording
+    ) -> Player:
+        """Return the player of an agent; protocols with players of their own override it."""
+        return Player(
+            agent,
+            builder,
+            context,
+            handler=self.external_tool_handler,
+            max_external_calls=self.max_external_calls,
+        )
+
+    def seat_all(
+        self, agents: Mapping[str, AgentSource], context: EpisodeContext, recording: Recording
+    ) -> dict[str, Player]:
+        """Return a player per name, in the given order; their episodes have begun."""
+        players = {name: self.seat(a, context, recording, name) for name, a in agents.items()}
+        for player in players.values():
+            player.begin(context.messages)
+        return players
 
 
 class SingleAgentProtocol(InteractionProtocol):
@@ -29,46 +126,18 @@ class SingleAgentProtocol(InteractionProtocol):
 
     Args:
         agent: an agent, or a function that makes one for each episode.
-        max_steps: most turns, those without an action included. A turn may be many model calls.
-        stop_on_parse_error: an answer that holds no action is the end: `terminated`, because that
-            is then the rule of the game.
-        external_tool_handler: answers external tool calls, `handler(request) -> str`; it may be
-            asynchronous, and what it raises becomes the answer.
-        max_external_calls: how many of them are answered in one episode.
-
-    Raises:
-        ConfigError: `max_steps` is below 1.
+        settings: `InteractionProtocol`'s.
     """
 
-    def __init__(
-        self,
-        agent: AgentSource,
-        *,
-        max_steps: int = 50,
-        stop_on_parse_error: bool = False,
-        external_tool_handler: ExternalToolHandler | None = None,
-        max_external_calls: int = 32,
-    ) -> None:
-        check_max_steps(max_steps)
+    def __init__(self, agent: AgentSource, **settings: Any) -> None:
+        super().__init__(**settings)
         self.agent = agent
-        self.max_steps = max_steps
-        self.stop_on_parse_error = stop_on_parse_error
-        self.external_tool_handler = external_tool_handler
-        self.max_external_calls = max_external_calls
 
     async def play(
         self, world: World | None, context: EpisodeContext, recording: Recording
     ) -> None:
         """Play one episode."""
-        agent = make_agent(self.agent)
-        builder = recording.begin(RolloutBuilder(agent, context.episode_id))
-        player = Player(
-            agent,
-            builder,
-            context,
-            handler=self.external_tool_handler,
-            max_external_calls=self.max_external_calls,
-        )
+        player = self.seat(self.agent, context, recording)
         await play_alone(
             player,
             world,

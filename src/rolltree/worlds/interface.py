@@ -1,8 +1,8 @@
 """What a world is to a protocol, and the base of the adapters to other libraries' worlds.
 
 `World` is for one agent, `ParallelWorld` for several that act at once (PettingZoo's
-`ParallelEnv`), `TurnWorld` for several that act one after another (PettingZoo's `AECEnv`). A world that can be saved
-and restored has `snapshot()` and `restore(saved)` (`CanSnapshot`).
+`ParallelEnv`), and `TurnWorld` for several that act one after another (PettingZoo's `AECEnv`). A
+world that can be saved and restored has `snapshot()` and `restore(saved)` (`CanSnapshot`).
 """
 
 from __future__ import annotations
