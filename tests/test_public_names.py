@@ -151,18 +151,25 @@ def run(code):
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
-# CPU time: an import waits for nothing, and other processes do not count.
-IMPORT = "import time; t = time.process_time(); {}; print(time.process_time() - t)"
+def import_cpu_s(line):
+    """Return the CPU seconds of an import in a fresh interpreter, the least of three."""
+    code = f"import time; t = time.process_time(); {line}; print(time.process_time() - t)"
+    return min(float(run(code)) for _ in range(3))
 
 
-def test_import_takes_less_than_0_3_s():
-    assert min(float(run(IMPORT.format("import rolltree"))) for _ in range(3)) < 0.3
+@pytest.fixture(scope="module")
+def yardstick_s():
+    """CPU seconds of importing what every user has: slower machines have a longer yardstick."""
+    return import_cpu_s("import asyncio, json, numpy")
 
 
-def test_the_names_an_environment_needs_load_fast_too():
+def test_import_is_lazy(yardstick_s):
+    assert import_cpu_s("import rolltree") < 1.5 * yardstick_s  # 0.1
+
+
+def test_the_names_an_environment_needs_load_fast_too(yardstick_s):
     names = "Environment, Rubric, XMLParser, load_environment, State"
-    line = IMPORT.format(f"from rolltree import {names}")
-    assert min(float(run(line)) for _ in range(3)) < 0.6
+    assert import_cpu_s(f"from rolltree import {names}") < 6 * yardstick_s  # 3.6
 
 
 HEAVY = ("torch", "transformers", "starlette", "uvicorn", "datasets", "openai", "pandas")
