@@ -1,19 +1,24 @@
 """An answer's text to an assistant message: reasoning split off, tool calls read.
 
-It knows the styles of reasoning and tool calls. It knows nothing about tokens and prompts.
 It never raises for what a model wrote: what cannot be read stays in the content, and the message's
 `parse_problems` says what was wrong.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rolltree.errors import UnknownName, did_you_mean
-from rolltree.inference.harmony import MARKER, split_harmony
 from rolltree.inference.tool_calls import TOOL_PARSERS, call_messages, find_tool_parser
 from rolltree.types import ChatMessage, FinishReason, ToolSchema
+
+_HARMONY_MARKER = "<|channel|>"
+"""What a chat template that writes OpenAI's harmony format mentions."""
+_MESSAGE = re.compile(r"(.*?)<\|message\|>(.*?)(?:<\|end\|>|<\|return\|>|<\|call\|>|\Z)", re.DOTALL)
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=\S")
 
 REASONING_TAGS: dict[str, tuple[str, str]] = {
     "none": ("", ""),
@@ -108,8 +113,35 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
 
 
 def _find_reasoning(source: str) -> str:
-    if MARKER in source:
+    if _HARMONY_MARKER in source:
         return "harmony"
     return next(
         (name for name, (_, end) in REASONING_TAGS.items() if end and end in source), "none"
     )
+
+
+def split_harmony(text: str) -> tuple[str | None, str]:
+    """Return reasoning and content of OpenAI's harmony format: analysis, and other channels.
+
+    An answer of gpt-oss is several messages, each on a channel:
+
+        <|channel|>analysis<|message|>thinking<|end|>
+        <|start|>assistant<|channel|>commentary to=functions.add json<|message|>{...}<|call|>
+        <|start|>assistant<|channel|>final<|message|>what the user reads<|return|>
+
+    Messages to a tool stay as they were written, and so does what has no complete header.
+    """
+    reasoning: list[str] = []
+    content: list[str] = []
+    at = 0
+    for match in _MESSAGE.finditer(text):
+        at = match.end()
+        channel = _CHANNEL.search(match[1])
+        if _RECIPIENT.search(match[1]):
+            content.append(match[0])
+        elif channel is not None and channel[1] == "analysis":
+            reasoning.append(match[2])
+        else:
+            content.append(match[2])
+    content.append(text[at:])
+    return ("\n".join(reasoning) if reasoning else None), "".join(content)

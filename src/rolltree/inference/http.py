@@ -1,7 +1,6 @@
 """One HTTP server that answers JSON: connection limit, retries, and errors by what they mean.
 
-It knows status codes and how OpenAI-compatible servers say that a prompt is too long. It knows
-nothing about what is asked. The API key is kept out of `repr`, logs and error messages.
+The API key is kept out of `repr`, logs and error messages.
 """
 
 from __future__ import annotations

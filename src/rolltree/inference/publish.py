@@ -4,8 +4,8 @@ The same calls work on vLLM (started with `VLLM_SERVER_DEV_MODE=1`) and on `roll
 load, forget cached keys, set the version, ask for it, resume. A request that is being sampled stays
 where it is and goes on with the new weights; its tokens say which version each one is from.
 `publish_weights` has servers load safetensors from a disk that they can read, `publish_adapter` a
-LoRA adapter (vLLM only). The module knows nothing about how weights are made or saved. Transfers
-without a disk are `rolltree.inference.transfer`'s, which uses the same frame.
+LoRA adapter (vLLM only). Transfers without a disk are
+`rolltree.inference.transfer`'s, which uses the same frame.
 """
 
 from __future__ import annotations

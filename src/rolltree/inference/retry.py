@@ -1,8 +1,8 @@
-"""Trying again: which failures of a model call pass by themselves, and how long to wait.
+"""Retry policy for transient failures of model calls.
 
 A failed attempt raises `Retry` around the error to be reported; any other exception ends the call.
 Waiting doubles from attempt to attempt with full jitter and never undercuts the server's
-Retry-After. Every retry is counted and timed, so that none is silent. It knows nothing about HTTP.
+Retry-After. Every retry is counted and timed, so that none is silent.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RetryPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def __post_init__(self) -> None:
         if self.max_retries < 0 or min(self.first_wait_s, self.max_wait_s) < 0:
             raise ConfigError(
-                f"{self} has a negative count or time, which means nothing. Use 0 for no retries."
+                f"{self} has a negative count or time; they must be >= 0. Use 0 for no retries."
             )
 
     def wait_s(self, attempt: int, after_s: float | None) -> float:

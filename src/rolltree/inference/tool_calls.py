@@ -1,8 +1,7 @@
 """Tool calls as models write them: text in, content and calls out, one parser per style.
 
 A parser is a function from text to `ToolCalls`. What a model wrote wrongly is an answer, not a
-crash: it stays in the content and is named in `problems`. The module knows nothing about tools that
-exist or about running them, and leaves out streaming.
+crash: it stays in the content and is named in `problems`.
 """
 
 from __future__ import annotations

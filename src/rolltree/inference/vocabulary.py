@@ -1,8 +1,7 @@
 """A tokenizer as this room needs it: text to ids and back, and which ids are special.
 
 It works with any object that has `encode(text, add_special_tokens=False)` and `decode(ids)`, such
-as transformers' fast tokenizers. It knows nothing about templates. It leaves out normalisation:
-text that a tokenizer changes is changed here too.
+as transformers' fast tokenizers. Text that a tokenizer normalises is normalised here too.
 """
 
 from __future__ import annotations

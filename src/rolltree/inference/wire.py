@@ -40,7 +40,7 @@ class Function(msgspec.Struct):
     arguments: str = ""
 
 
-class ToolCall(msgspec.Struct):
+class MessageToolCall(msgspec.Struct):
     """A tool call that the server parsed."""
 
     id: str | None = None
@@ -53,7 +53,7 @@ class Message(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[MessageToolCall] | None = None
 
 
 class Span(msgspec.Struct):

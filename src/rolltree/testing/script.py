@@ -2,7 +2,7 @@
 
 It turns an answer's text into the ids and logprobs that an engine with this tokenizer would have
 reported, and obeys `max_tokens`, `stop` and `stop_token_ids`. Nothing is sampled, so temperature,
-top_p, top_k and seed have nothing to act on. It knows nothing about clients and servers.
+top_p, top_k and seed have nothing to act on.
 """
 
 from __future__ import annotations

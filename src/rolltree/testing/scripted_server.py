@@ -2,7 +2,7 @@
 
 It answers `/v1/chat/completions`, `/v1/completions`, `/v1/models` and `/health`, with vLLM's token
 id fields made by a byte tokenizer. It checks what vLLM checks as far as clients depend on it:
-context length, unknown models, API key. It leaves out streaming and sampling.
+context length, unknown models, API key. It does not stream.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """The forward pass of Llama-like decoders, without the modules around it.
 
-transformers' forward spends a third of a small model's decode step in Python: module calls,
-keyword plumbing, one kernel per addition. For the one architecture that most models share (RMS
-norm, rotary positions, grouped attention, gated SiLU: Llama, Mistral, Qwen 2 and 3, SmolLM) the
-same arithmetic is written out here on the model's own parameters. `probe` accepts it only after it
-gave the model's own logits; every other model runs through transformers. The module knows nothing
-about requests, and it leaves out every variation but biases and query/key norms.
+transformers' forward spends a third of a small model's decode step in Python. For the one
+architecture that most models share (RMS norm, rotary positions, grouped attention, gated SiLU:
+Llama, Mistral, Qwen 2 and 3, SmolLM, with biases and query/key norms) the same arithmetic is
+written out here on the model's own parameters. `probe` accepts it only after it gave the model's
+own logits; every other model runs through transformers.
 """
 
 from __future__ import annotations

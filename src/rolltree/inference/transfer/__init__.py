@@ -5,5 +5,5 @@
     publisher.py  `WeightTransfer`: the trainer's side, with vLLM's endpoints as its control
 
 The servers' sides are `rolltree.inference.vllm.transfer` and `rolltree.inference.server.weights`.
-The package needs torch. It knows nothing about training.
+The package needs torch.
 """

@@ -1,7 +1,6 @@
 """Tensors as bytes: which bucket holds which, how they are packed, and a checksum of each bucket.
 
-Both sides derive the same buckets from the same list of names, dtypes and shapes. The module knows
-tensors. It knows nothing about how the bytes travel.
+Both sides derive the same buckets from the same list of names, dtypes and shapes.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 The trainer (rank 0) opens a store on an address of its own and hands out an invitation; workers
 (ranks 1 and up) come to it, and both sides make a process group that no other part of the program
-knows: gloo between CPUs, nccl between GPUs. Whoever waits does so for a limited time. An operation
-of gloo cannot be taken back, so a channel that is given up leaves it to a thread of its own. The
-module knows torch.distributed. It leaves out who loads what arrives.
+uses: gloo between CPUs, nccl between GPUs. Every wait has a time limit. A gloo operation cannot be
+cancelled, so a channel that is given up leaves it to a thread of its own.
 """
 
 from __future__ import annotations

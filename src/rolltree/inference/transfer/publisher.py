@@ -6,8 +6,7 @@
     each server     /finish_weight_update, forget cached keys, set and ask for the version, resume
 
 vLLM must be started for it (`SETUP`); `rolltree serve` always is. A server has a process group of
-its own, so one that fails fails alone; its group is made anew at the next publish. The module knows
-HTTP and channels. It leaves out where tensors come from.
+its own, so one that fails fails alone; its group is made anew at the next publish.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Weights that a trainer broadcasts, received in vLLM's worker: a backend of vLLM's own interface.
 
 vLLM looks a backend's name up among those that are registered; `worker.py` registers this one as
-"rolltree". Tensors come in buckets (`rolltree.inference.transfer`), each is checked before it is
-loaded, and a model that did not get all of its weights is an error. It knows vLLM's layerwise
-reloading. It leaves out draft models.
+"rolltree". Each bucket is checked before it is loaded, and a model that did not get all of its
+weights is an error. Draft models are not supported.
 """
 
 from __future__ import annotations

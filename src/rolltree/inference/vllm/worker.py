@@ -3,7 +3,7 @@
 On a CPU vLLM packs the output layer's weights into a form of its own. Where they are tied to the
 embedding, its `reload_weights` renews the embedding and leaves that packed copy as it was: answers
 then come from half an update. Importing the module also registers the weight-transfer backend
-"rolltree" (`transfer.py`). It knows vLLM's worker. It leaves out where weights come from.
+"rolltree" (`transfer.py`).
 
     python -m vllm.entrypoints.openai.api_server \
         --worker-extension-cls rolltree.inference.vllm.worker.WeightReload \
