@@ -98,8 +98,8 @@ async def publish_by(update: Update, clients: Sequence[HasServer], version: int)
     """
     if version < 0 or not clients:
         raise ConfigError(
-            f"publishing version {version} to {len(clients)} servers means nothing: a version is "
-            "a whole number from 0, and at least one server takes it."
+            f"version {version} cannot be published to {len(clients)} servers: the version must be "
+            ">= 0, and at least one server must take it."
         )
     outcomes = await asyncio.gather(
         *(update(client.server) for client in clients),

@@ -185,7 +185,7 @@ async def test_what_does_not_fit_changes_nothing_and_fails_loudly(
     assert await answers(client) == ["12", "Paris, Paris", "one two three four"]
     with pytest.raises(ConfigError, match=r"holds no \*.safetensors"):
         await publish_weights([client], tmp_path, 99)
-    with pytest.raises(ConfigError, match="means nothing"):
+    with pytest.raises(ConfigError, match="must be >= 0"):
         await publish_weights([client], taught, -1)
 
 
