@@ -109,12 +109,13 @@ async def train_async(
     """
     if isinstance(model, str | Path | Mapping):
         settings["model"], model = str(model) if isinstance(model, Path) else model, None
-    if model is not None:
-        settings.setdefault("model_name", _name_of(model))
-    if run is not None:
-        settings["run_dir"] = str(run.path)
     if model is not None and tokenizer is None:
         raise ConfigError("the model was given as an object, without its tokenizer. Pass both.")
+    if model is not None:
+        name = getattr(model.config, "name_or_path", "") or type(model).__name__
+        settings.setdefault("model_name", str(name))
+    if run is not None:
+        settings["run_dir"] = str(run.path)
     if (client is None) != (engine is None) or (client is not None and model is None):
         raise ConfigError(
             "client, engine and model belong together: the engine serves the model that is "
@@ -214,10 +215,6 @@ def _check_engine(config: TrainConfig, has_ranks: bool) -> None:
             f"an engine was given and {what}, so the engine needs a plain copy of the weights. "
             "Leave client and engine out, or call training.run_training with TrainParts."
         )
-
-
-def _name_of(model: Any) -> str:
-    return str(getattr(model.config, "name_or_path", "") or type(model).__name__)
 
 
 @contextmanager

@@ -1,0 +1,159 @@
+"""`rolltree.train`: whole runs from one call."""
+
+import asyncio
+import threading
+
+import pytest
+import torch
+from loop_kit import make_config
+
+import rolltree as rt
+from rolltree.errors import ConfigError, UnknownName
+from rolltree.store import Run
+
+FILE = """
+import rolltree as rt
+
+def load_environment(reward=1.0):
+    rubric = rt.Rubric([lambda completion: reward / (1 + len(completion[-1]["content"]))])
+    rows = [{"question": f"say {i}"} for i in range(6)]
+    return rt.SingleTurnEnv(dataset=rows[:4], eval_dataset=rows[4:], rubric=rubric)
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "short.py"
+    file.write_text(FILE)
+    return file
+
+
+def settings(model, tmp_path, **sections):
+    data = make_config(model, tmp_path / "run", train={"num_steps": 2}, **sections).as_dict()
+    return data | {"eval": {"before": True, "after": True}}
+
+
+class Note(rt.Reporter):
+    def __init__(self):
+        self.seen = []
+
+    def on_step(self, step, metrics):
+        self.seen.append(step)
+
+    def on_eval_progress(self, phase, num_done, num_total):
+        self.seen.append((phase, num_done, num_total))
+
+
+def test_an_environment_object_is_trained_evaluated_and_stored(model, tmp_path, path):
+    environment, note = rt.load_environment(path), Note()
+    report = rt.train(settings(model, tmp_path), environment=environment, reporter=note)
+    assert len(report.metrics) == len(report.rows()) == 2
+    assert report.rows()[1]["step"] == 2
+    assert set(report.evaluations) == {"eval_before", "eval_after"}
+    assert {1, 2, ("eval_before", 2, 2), ("eval_after", 2, 2)} <= set(note.seen)
+    assert report.path == tmp_path / "run"
+    with report.run as run:
+        assert run.config["env"]["id"] == "short"
+        assert run.num_rollouts(phase="train") == 12
+    shown = repr(report)
+    assert shown.startswith(f"TrainReport(2 steps, run {tmp_path / 'run'})")
+    assert "eval_after: held-out reward 0." in shown
+
+    longer = rt.train(
+        settings(model, tmp_path), environment=environment, num_steps=3, reporter=note
+    )
+    assert [row["step"] for row in longer.rows()] == [1, 2, 3]
+    assert longer.metrics[:2] == report.metrics
+    assert note.seen.count(1) == 1
+
+
+async def test_it_works_in_a_running_event_loop(model, tmp_path, path):
+    data = settings(model, tmp_path)
+    silent = {"environment": path, "reporter": rt.Silent()}
+    first = await rt.train_async(data, num_steps=1, **silent)
+    again = rt.train(data, num_steps=2, **silent)
+    assert (len(first.metrics), len(again.metrics)) == (1, 2)
+    assert threading.current_thread() is threading.main_thread()
+
+
+def test_parts_can_be_passed(model, tmp_path, path):
+    module, tokenizer = rt.load_model(str(model))
+    before = [p.detach().clone() for p in module.parameters()]
+    client = rt.local_client(module, tokenizer, max_context=128)
+    phases = []
+
+    async def evaluate(phase, step):
+        phases.append((phase, step, client.engine.version))
+        return {"reward": float(step)}
+
+    async def main():
+        with Run.create(tmp_path / "mine", config={}) as run:
+            report = await rt.train_async(
+                settings(model, tmp_path),
+                environment=rt.load_environment(path),
+                model=module,
+                tokenizer=tokenizer,
+                client=client,
+                engine=client.engine,
+                evaluate=evaluate,
+                reporter=rt.Silent(),
+                run=run,
+            )
+        answer = await client.chat([{"role": "user", "content": "still open"}])
+        await client.aclose()
+        return report, answer
+
+    report, answer = asyncio.run(main())
+    assert phases == [("eval_before", 0, 0), ("eval_after", 2, 2)]
+    assert report.path == tmp_path / "mine"
+    assert not (tmp_path / "run").exists()
+    assert set(answer.versions) == {2}
+    after = list(module.parameters())
+    assert any(not torch.equal(*pair) for pair in zip(before, after, strict=True))
+
+
+def test_a_model_object_gets_an_engine(model, tmp_path, path):
+    module, tokenizer = rt.load_model(str(model))
+    report = rt.train(
+        settings(model, tmp_path),
+        environment=path,
+        model=module,
+        tokenizer=tokenizer,
+        reporter=rt.Silent(),
+    )
+    with report.run as run:
+        assert run.config["model"]["name"] == str(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({}, ConfigError, "pass environment="),
+        ({"environment": "nothing-like-this"}, UnknownName, "no environment"),
+        ({"environment": "x", "num_stesp": 2}, ConfigError, "Did you mean 'num_steps'"),
+        ({"environment": "x", "model": object()}, ConfigError, "without its tokenizer"),
+        ({"environment": "x", "client": object()}, ConfigError, "belong together"),
+        ({"environment": "x", "model": "nothing"}, UnknownName, "no environment 'x'"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_stored(model, tmp_path, options, error, message):
+    with pytest.raises(error, match=message):
+        rt.train(settings(model, tmp_path), **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_arguments_for_an_environment_that_exists_already_are_refused(model, tmp_path, path):
+    data = settings(model, tmp_path, env={"args": {"reward": 2.0}})
+    with pytest.raises(ConfigError, match="given as an object"):
+        rt.train(data, environment=rt.load_environment(path))
+    report = rt.train(data, environment=path, reporter=rt.Silent())
+    assert max(step["reward/max"] for step in report.metrics) <= 2.0
+
+
+def test_an_engine_that_cannot_serve_adapters_is_refused(model, tmp_path, path):
+    module, tokenizer = rt.load_model(str(model))
+    client = rt.local_client(module, tokenizer)
+    parts = {"model": module, "tokenizer": tokenizer, "client": client, "engine": client.engine}
+    with pytest.raises(ConfigError, match="lora_rank is set"):
+        rt.train(settings(model, tmp_path), environment=path, lora_rank=2, **parts)
+    asyncio.run(client.aclose())
