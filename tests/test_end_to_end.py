@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from rolltree.environments import ToolEnv, stop
 from rolltree.inference import ChatRenderer
-from rolltree.models.template import CHAT_TEMPLATE
+from rolltree.models.made import CHAT_TEMPLATE
 from rolltree.rollouts import RolloutEngine
 from rolltree.rollouts.record import decode_results, encode_result
 from rolltree.rollouts.requests import build_requests

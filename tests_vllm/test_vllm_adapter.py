@@ -10,7 +10,7 @@ from vllm_kit import off_by, vllm_server
 
 from rolltree.inference import ChatRenderer, OpenAIClient
 from rolltree.inference.publish import publish_adapter, served_version
-from rolltree.models.template import CHAT_TEMPLATE
+from rolltree.models.made import CHAT_TEMPLATE
 from rolltree.types import SamplingParams
 
 HELLO = [{"role": "user", "content": "What is 7 + 5?"}]

@@ -17,7 +17,7 @@ from vllm_kit import (
 import rolltree as rt
 from rolltree.inference import ChatRenderer
 from rolltree.inference.vllm import vllm_client
-from rolltree.models.template import CHAT_TEMPLATE
+from rolltree.models.made import CHAT_TEMPLATE
 from rolltree.types import FinishReason, GenerateRequest, SamplingParams
 
 HELLO = [{"role": "user", "content": "What is 7 + 5?"}]

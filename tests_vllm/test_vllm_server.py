@@ -19,7 +19,7 @@ from vllm_kit import (
 import rolltree as rt
 from rolltree.inference import ChatRenderer, OpenAIClient, WeightTransfer, as_client
 from rolltree.inference.publish import publish_weights, served_version
-from rolltree.models.template import CHAT_TEMPLATE
+from rolltree.models.made import CHAT_TEMPLATE
 from rolltree.types import FinishReason, GenerateRequest, SamplingParams
 
 HELLO = [{"role": "user", "content": "What is 7 + 5?"}]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import rolltree as rt
-from rolltree.models.template import CHAT_TEMPLATE
+from rolltree.models.made import CHAT_TEMPLATE
 
 START_S = 300.0
 SETTINGS = {

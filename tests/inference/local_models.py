@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rolltree.models.tiny import byte_tokenizer
+from rolltree.models.made import byte_tokenizer
 from rolltree.types import GenerateRequest, SamplingParams
 
 torch.set_num_threads(1)

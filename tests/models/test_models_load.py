@@ -9,7 +9,7 @@ import torch
 
 from rolltree.errors import ConfigError, UnknownName
 from rolltree.models import TinyConfig, eos_token_ids, load_model, make_tiny, resolve_model
-from rolltree.models.smollm2 import gguf_path
+from rolltree.models.made import gguf_path
 
 torch.set_num_threads(1)
 SMALL = TinyConfig(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1)

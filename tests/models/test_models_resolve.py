@@ -12,7 +12,7 @@ import pytest
 
 from rolltree.errors import ConfigError, UnknownName
 from rolltree.models import TinyConfig, eos_token_ids, load_model, make_tiny, resolve_model
-from rolltree.models import smollm2 as smollm2_module
+from rolltree.models import made as made_module
 
 SMALL = TinyConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=24)
 
@@ -108,11 +108,11 @@ class TestMissingPackages:
 
         monkeypatch.setattr(metadata, "distribution", lambda name: Hollow())
         with pytest.raises(ConfigError, match=r"which 9\.9 has no file SmolLM2-135M"):
-            smollm2_module.gguf_path()
+            made_module.gguf_path()
 
     def test_no_reader_says_what_to_install_and_leaves_no_folder(self, monkeypatch, tmp_path):
         monkeypatch.setenv("ROLLTREE_HOME", str(tmp_path))
-        monkeypatch.setattr(smollm2_module, "gguf_path", lambda: (tmp_path / "x.gguf", "1"))
+        monkeypatch.setattr(made_module, "gguf_path", lambda: (tmp_path / "x.gguf", "1"))
         monkeypatch.setattr("rolltree.models.load.gguf_path", lambda: (tmp_path / "x.gguf", "1"))
         self.without(monkeypatch, "gguf")
         with pytest.raises(ConfigError, match="pip install gguf"):

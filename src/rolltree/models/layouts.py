@@ -4,8 +4,7 @@
     pytorch_model.bin/.pt  one pickled file      pytorch_model.bin.index.json   several
 
 safetensors are read tensor by tensor, also in parts. Pickled files go through torch's restricted
-unpickler (`weights_only=True`): it builds tensors and containers and refuses everything else. The
-module knows files and names. It leaves out modules, dtypes and devices.
+unpickler (`weights_only=True`): it builds tensors and containers and refuses everything else.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """From a name to a folder, from a folder to a model and its tokenizer.
 
 Loading runs no code from the folder and asks no hub; pickled weights go through torch's restricted
-unpickler (`layouts.py`). The module knows nothing about how models are made or used. It leaves out
-adapters, quantised weights and sharding over devices.
+unpickler (`layouts.py`).
 """
 
 from __future__ import annotations
@@ -14,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rolltree.errors import ConfigError, UnknownName, did_you_mean
-from rolltree.models.cache import made_once
-from rolltree.models.smollm2 import build_smollm2, gguf_path
-from rolltree.models.tiny import TinyConfig, make_tiny
+from rolltree.models.made import TinyConfig, build_smollm2, gguf_path, made_once, make_tiny
 
 _SAFE: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 _DTYPES = ("float32", "bfloat16", "float16")

@@ -1,8 +1,7 @@
 """Training: credit, losses, exact training on token trees, the loop and its checkpoints.
 
-`train(config, source=..., run=..., client=..., engine=..., model=...)` is the whole loop;
-`build_parts` makes the parts that a config names. The room takes rollouts from any source and
-never imports an environment or the evaluation. It leaves out critics and several machines.
+`run_training` is the loop, over the parts that `build_parts` makes; `rolltree.train` calls both. The
+room takes rollouts from any source and never imports an environment or the evaluation.
 """
 
 from rolltree.training.advantages import CreditPolicy, CreditReport, assign_credit

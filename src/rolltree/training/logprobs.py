@@ -1,9 +1,8 @@
-"""Logprobs of sampled tokens without the vocabulary of every token.
+"""Logprobs of sampled tokens without materializing the logits of every token.
 
 The language model head runs only at positions that a loss record reads, in chunks, and each chunk
-is recomputed in the backward pass, so at most `chunk_rows` x `_V` logits exist at a time. It knows
-nothing about attention or losses. It leaves out top-k and top-p: a truncated distribution is
-refused before training, by `config.py`.
+is recomputed in the backward pass, so at most `chunk_rows` x `_V` logits exist at a time. The
+distribution is the full one: the config has no top-k and no top-p for training.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """LoRA adapters through peft, and the weights that they amount to.
 
 y = W x + (alpha / r) B A x, and only A and B are trained (Hu et al. 2021, arXiv:2106.09685,
-equation 3). It knows linear layers. It leaves out other adapters, dropout (the trainer computes
-what the engine sampled from) and quantised base weights.
+equation 3). There is no dropout, so that the trainer computes what the engine sampled from, and
+quantised base weights are not supported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""AdamW over float32 master weights, its schedule, clipping, and the state a checkpoint keeps.
-
-It knows named parameters and nothing about losses or models. It leaves out other optimizers.
-"""
+"""AdamW over float32 master weights, its schedule, clipping, and the state a checkpoint keeps."""
 
 from __future__ import annotations
 

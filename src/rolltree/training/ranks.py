@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from rolltree.errors import ConfigError, TrainingError
 from rolltree.samples import SampleStream
 from rolltree.training.forward import LogprobModel
-from rolltree.types import Records, Sample, SampleOrigin
+from rolltree.types import Sample
 
 STOP = "stop"
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -43,7 +43,7 @@ _WAIT = timedelta(days=30)
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What rank 0 wants: a row of `follow.COMMANDS`, or `STOP`, with plain data and arrays."""
+    """What rank 0 wants: a row of `rank0.COMMANDS`, or `STOP`, with plain data and arrays."""
 
     name: str
     data: Mapping[str, Any]
@@ -184,46 +184,18 @@ def decode(data: bytes) -> Any:
     return msgspec.msgpack.Decoder(ext_hook=_from_extension).decode(data)
 
 
-def samples_to_data(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """Return samples as data for `encode`."""
-    return [
-        {
-            "ids": sample.ids,
-            "positions": sample.positions,
-            "subtree_end": sample.subtree_end,
-            "records": {
-                name: getattr(sample.records, name) for name in Records.__dataclass_fields__
-            },
-            "origins": [_origin(origin) for origin in sample.origins],
-            "streams": {
-                name: {"positions": stream.positions, "values": stream.values}
-                for name, stream in sample.info.get("streams", {}).items()
-            },
-        }
-        for sample in samples
-    ]
+def samples_to_data(samples: Sequence[Sample]) -> list[Sample]:
+    """Return samples as data for `encode`: with the part of `info` that training reads."""
+    return [replace(s, info={"streams": s.info.get("streams", {})}) for s in samples]
 
 
 def samples_from_data(data: Sequence[Mapping[str, Any]]) -> list[Sample]:
-    """Return the samples that `samples_to_data` described."""
+    """Return the samples that `samples_to_data` described, after `decode`."""
+    samples = msgspec.convert(data, list[Sample], dec_hook=lambda kind, array: array)
     return [
-        Sample(
-            row["ids"],
-            row["positions"],
-            row["subtree_end"],
-            Records(**row["records"]),
-            tuple(
-                SampleOrigin(**{**origin, "calls": tuple(origin["calls"])})
-                for origin in row["origins"]
-            ),
-            {"streams": {name: _stream(**stream) for name, stream in row["streams"].items()}},
-        )
-        for row in data
+        replace(s, info={"streams": {k: _stream(**v) for k, v in s.info["streams"].items()}})
+        for s in samples
     ]
-
-
-def _origin(origin: SampleOrigin) -> dict[str, Any]:
-    return {name: getattr(origin, name) for name in SampleOrigin.__dataclass_fields__}
 
 
 def _stream(positions: Any, values: Any) -> SampleStream:

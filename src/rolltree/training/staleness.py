@@ -1,8 +1,7 @@
 """How old each token is in policy versions, and which ones are too old to train.
 
-The lag of a token is the version of the weights before the step minus the version that sampled it;
-defined per token, since an episode may go on while weights change. It knows records and states. It
-leaves out who keeps rollouts fresh, which is `stream.py`.
+The lag of a token is the version of the weights before the step minus the version that sampled it.
+It is defined per token, because weights may change during a rollout.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     states = supervised_states([[(prompt_ids, completion_ids), ...], ...])
     trainer.step(build_samples(states, "tree").samples, step)
 
-Prompts are context, completions are trained; what conversations share is computed once, as in any
-tree. It knows token ids only. It leaves out rendering text: a chat template is the caller's.
+Prompts are context, completions are trained; what conversations share is computed once. Render text
+to token ids with the tokenizer's chat template first.
 """
 
 from __future__ import annotations

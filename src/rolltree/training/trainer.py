@@ -3,9 +3,8 @@
     samples -> packs (`batches.py`) -> forward, loss (`objective.py`), backward per pack
             -> clip -> AdamW
 
-With several ranks every rank is given all samples, computes its own packs, and steps its own shard
-of the weights; sums over ranks make it the step that one rank would take. It knows samples, models
-and the objective. It leaves out where samples come from and publishing the weights.
+Every rank gets all samples, computes its own packs and steps its own shard of the weights; sums over
+ranks make it the step that one process would take.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """For which models tree training is exact: what the configuration says, then a probe.
 
-A model whose tokens talk through anything but full attention (linear attention, a recurrent state,
-a sliding window, a short convolution, rotary angles that depend on the length of the row) would
-train on the wrong function, silently. Such models are refused by name. It knows nothing about
-training. It leaves out how a refused model is trained instead: row by row.
+A model whose tokens interact through anything but full attention (linear attention, a recurrent
+state, a sliding window, a short convolution, rotary angles that depend on the row's length) would
+silently train on the wrong function. Such models are refused by name and can be trained row by row.
 """
 
 from __future__ import annotations
