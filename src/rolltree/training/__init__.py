@@ -1,7 +1,7 @@
 """Training: credit, losses, exact training on token trees, the loop and its checkpoints.
 
-`run_training` is the loop, over the parts that `build_parts` makes; `rolltree.train` calls both. The
-room takes rollouts from any source and never imports an environment or the evaluation.
+`run_training` is the loop, over the parts that `build_parts` makes; `rolltree.train` calls both.
+The room takes rollouts from any source and never imports an environment or the evaluation.
 """
 
 from rolltree.training.advantages import CreditPolicy, CreditReport, assign_credit

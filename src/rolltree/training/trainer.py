@@ -3,8 +3,8 @@
     samples -> packs (`batches.py`) -> forward, loss (`objective.py`), backward per pack
             -> clip -> AdamW
 
-Every rank gets all samples, computes its own packs and steps its own shard of the weights; sums over
-ranks make it the step that one process would take.
+Every rank gets all samples, computes its own packs and steps its own shard of the weights; sums
+over ranks make it the step that one process would take.
 """
 
 from __future__ import annotations
