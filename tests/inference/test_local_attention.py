@@ -72,7 +72,7 @@ def test_attention_over_any_plan_is_attention(data: st.DataObject, group: int) -
     query = torch.randn(sum(counts), 2 * group, 4, generator=generator)
     plan = plan_of(rows, counts, start)
     found = attend(query, keys, values, plan, 0.5)
-    assert torch.allclose(found, slow_attention(query, keys, values, plan, 0.5), atol=1e-5)
+    assert torch.allclose(found, slow_attention(query, keys, values, plan, 0.5), atol=1e-4)
     through, _ = slot_attention(
         None, query.transpose(0, 1)[None], keys, values, None, scaling=0.5, plan=plan
     )

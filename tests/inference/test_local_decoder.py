@@ -128,8 +128,8 @@ def test_logprobs_are_those_of_teacher_forcing() -> None:
         found = result(request)
         forced = teacher_forced(shared_model(), request.prompt, found.completion_ids, 0.7)
         raw = teacher_forced(shared_model(), request.prompt, found.completion_ids)
-        assert np.abs(found.logprobs - forced).mean() < 1e-5
-        assert np.abs(found.raw_logprobs - raw).mean() < 1e-5
+        assert np.abs(found.logprobs - forced).mean() < 5e-5
+        assert np.abs(found.raw_logprobs - raw).mean() < 5e-5
         assert len(found.logprobs) == len(found.completion_ids) == len(found.versions) == 12
 
 

@@ -98,7 +98,7 @@ async def test_a_seed_gives_the_same_answer_in_any_company() -> None:
             ask(random_prompt(0, 10), temperature=1.0, max_tokens=20, seed=12)
         )
     assert among.completion_ids.tolist() == alone.completion_ids.tolist()
-    assert np.allclose(among.logprobs, alone.logprobs, atol=1e-5)
+    assert np.allclose(among.logprobs, alone.logprobs, atol=1e-4)
     assert other.completion_ids.tolist() != alone.completion_ids.tolist()
 
 

@@ -96,7 +96,7 @@ def test_an_even_grid_of_uniforms_reproduces_the_distribution(
     share = torch.bincount(found.ids, minlength=size) / steps
     expected = (logits[0] / temperature).softmax(-1)
     assert (share - expected).abs().max() <= 1.01 / steps
-    assert torch.allclose(found.logprobs, expected.log()[found.ids], atol=1e-5)
+    assert torch.allclose(found.logprobs, expected.log()[found.ids], atol=1e-4)
 
 
 @given(st.integers(0, 10**6), st.integers(2, 2000), st.floats(0.0, 1.0))
@@ -133,7 +133,7 @@ def test_cuts_agree_with_transformers(
         theirs = TopKLogitsWarper(min(top_k, size))(None, theirs)
     if top_p < 1:
         theirs = TopPLogitsWarper(top_p)(None, theirs)
-    assert torch.allclose(ours.softmax(-1), theirs.softmax(-1), atol=1e-6)
+    assert torch.allclose(ours.softmax(-1), theirs.softmax(-1), atol=1e-5)
 
 
 def test_a_nucleus_of_thousands_is_found_too() -> None:

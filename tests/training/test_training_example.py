@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from loop_kit import make_config, make_model, start
+from training_kit import FLOAT32, difference
 
 from rolltree.models import load_model
 from rolltree.rollouts.record import decode_results
@@ -62,9 +63,9 @@ def test_both_doors_train_a_stored_run_the_same(example, tmp_path):
     wanted = [p.grad.clone() for p in trainer.optimizer.parameters]
     trainer.optimizer.zero_grad()
     loss = example.accumulate(LogprobModel(model), samples, 8192)
-    assert loss == pytest.approx(report.metrics[0]["train/loss"], abs=1e-6)
-    for parameter, gradient in zip(trainer.optimizer.parameters, wanted, strict=True):
-        assert torch.allclose(parameter.grad, gradient, atol=1e-7)
+    assert loss == pytest.approx(report.metrics[0]["train/loss"], abs=1e-5)
+    found = torch.cat([p.grad.flatten() for p in trainer.optimizer.parameters])
+    assert difference(found, torch.cat([gradient.flatten() for gradient in wanted])) < FLOAT32
 
 
 async def test_it_runs(example, tmp_path, capsys, monkeypatch):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_training_layout import forests, seen_by_definition
 from torch.nn.attention.flex_attention import create_block_mask
-from training_kit import config, difference, group, states, tiny_model, trainer, tree
+from training_kit import FLOAT32, config, difference, group, states, tiny_model, trainer, tree
 
 from rolltree.errors import ConfigError
 from rolltree.samples import build_samples
@@ -52,7 +52,7 @@ def test_the_forward_pass_is_that_of_the_blocks(heads):
     got = flex_forest_attention(query, key, value, flex_mask(forest.subtree_end), 0.3)
     expected = forest_attention(query, key, value, tree_layout(forest), 0.3)
     assert got.shape == expected.shape
-    assert difference(got, expected) < 1e-5
+    assert difference(got, expected) < FLOAT32
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
@@ -65,7 +65,7 @@ def test_logprobs_of_a_model_are_the_same(kind):
         run = LogprobModel(model, name)
         with torch.no_grad(), run.context():
             found[name] = run(forest).logprob.numpy()
-    np.testing.assert_allclose(found["tree_flex"], found["tree"], atol=1e-5)
+    np.testing.assert_allclose(found["tree_flex"], found["tree"], atol=FLOAT32)
 
 
 class TestSetting:

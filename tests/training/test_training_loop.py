@@ -127,7 +127,7 @@ class TestResume:
         assert recorder.seen[0] == ("start", 1, 0)
         assert [s["rollout/reused_share"] for s in report.metrics] == [1.0, 1.0, 1.0, 0.0]
         for old, new in zip(interrupted, report.metrics[:3], strict=True):
-            assert new["train/loss"] == pytest.approx(old["train/loss"], abs=1e-7)
+            assert new["train/loss"] == pytest.approx(old["train/loss"], abs=1e-5)
 
     def test_half_a_steps_rollouts_are_kept(self, model, tmp_path):
         config = make_config(model, tmp_path / "run", train={"num_steps": 1})

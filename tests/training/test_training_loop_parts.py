@@ -92,14 +92,14 @@ class TestAlgorithmsThroughTheLoop:
             assert np.isfinite(step["train/loss"])
             assert step["train/grad_norm"] > 0
         if algorithm.get("kl_coef"):
-            assert report.metrics[0]["train/kl"] == pytest.approx(0, abs=1e-6)
+            assert report.metrics[0]["train/kl"] == pytest.approx(0, abs=1e-5)
             assert report.metrics[1]["train/kl"] > 0
 
     def test_several_updates_measure_the_first(self, model, tmp_path):
         section = {"updates_per_step": 3, "num_steps": 1}
         (several,) = start(make_config(model, tmp_path / "run", train=section)).metrics
         (once,) = start(make_config(model, tmp_path / "once", train={"num_steps": 1})).metrics
-        assert several["train/loss"] == pytest.approx(once["train/loss"], abs=1e-6)
+        assert several["train/loss"] == pytest.approx(once["train/loss"], abs=1e-5)
         assert several["mismatch/abs_mean"] < 1e-4
         assert several["train/grad_norm"] != pytest.approx(once["train/grad_norm"], rel=1e-3)
 
@@ -219,7 +219,7 @@ class TestSaving:
         again = start(config, source)
         assert source.played == []
         for one, other in zip(first.metrics, again.metrics, strict=True):
-            assert other["train/loss"] == pytest.approx(one["train/loss"], abs=1e-7)
+            assert other["train/loss"] == pytest.approx(one["train/loss"], abs=1e-5)
 
 
 class TestSchedule:

@@ -11,7 +11,7 @@ import torch
 from loop_cases import CASES
 from loop_kit import curve, make_config, make_model, start
 from ranks_kit import run_worlds
-from training_kit import LetterSource, group, tiny_model, tree
+from training_kit import FLOAT32, LetterSource, group, tiny_model, tree
 
 from rolltree.errors import ConfigError, Stopped
 from rolltree.launch import stop_on_sigterm
@@ -62,7 +62,7 @@ class TestRanks:
         assert store.load(store.latest(), model, trainer.optimizer).step == 4
         wanted = dict(plain_tensors(model))
         for key, tensor in exported.named_parameters():
-            assert torch.allclose(tensor, wanted[key], atol=1e-6)
+            assert torch.allclose(tensor, wanted[key], atol=FLOAT32)
 
     def test_a_killed_follower_ends_the_run_and_the_same_command_continues_it(self, results):
         found = results["loses_a_follower/1"]
@@ -120,7 +120,7 @@ class TestLora:
         copy_weights(model, served)
         copy_weights(model, None)  # a rank without a copy
         ids = torch.tensor([[4, 8, 15, 16, 23, 42]])
-        assert torch.allclose(served(ids).logits, model(ids).logits, atol=1e-5)
+        assert torch.allclose(served(ids).logits, model(ids).logits, atol=FLOAT32)
         before = tiny_model(kind)(ids).logits
         assert not torch.allclose(model(ids).logits, before, atol=1e-2)
 
@@ -144,7 +144,7 @@ class TestLora:
             found.append((metrics[-1]["train/kl"], *(p.detach() for p in model.parameters())))
         assert found[0][0] > 1e-4
         for own, copied in zip(*found, strict=True):
-            assert torch.allclose(torch.as_tensor(own), torch.as_tensor(copied), atol=1e-6)
+            assert torch.allclose(torch.as_tensor(own), torch.as_tensor(copied), atol=FLOAT32)
 
     def test_the_adapters_are_on_again_when_a_pass_breaks(self):
         model, trainer = self.adapted()
@@ -173,7 +173,7 @@ class TestLora:
             state = trainer.optimizer.tensors()
             gradients.append(torch.cat([v.flatten() for k, v in state.items() if "avg/" in k]))
         difference = (gradients[0] - gradients[1]).norm() / gradients[1].norm()
-        assert float(difference) < 1e-5
+        assert float(difference) < FLOAT32
 
     def test_a_target_that_is_no_linear_layer_is_refused(self):
         with pytest.raises(ConfigError, match=r"'q_porj'.* Did you mean 'q_proj'"):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from loop_kit import make_config, start
-from test_training_tree_attention import difference, gradient
-from training_kit import LetterSource, flat, group, tree
+from test_training_tree_attention import gradient
+from training_kit import LetterSource, check_no_worse, difference, flat, group, tree
 
 from rolltree.models import load_model
 from rolltree.training import why_not_tree
@@ -44,11 +44,14 @@ def test_a_step_on_smollm2_agrees_with_its_engine(tmp_path):
         assert step["samples/reuse_factor"] > 2
 
 
-def test_trees_of_smollm2_are_exact():
+def test_trees_of_smollm2_are_as_exact_as_rows():
+    """Two float32 gradients differ by what rounding the CPU does; the law is against float64."""
     model, _ = load_model("smollm2-135m")
     assert why_not_tree(model) is None
     calls = group(3, 12, 2)
     rows, loss = gradient(model, [[flat(call)] for call in calls], "rows")
     ours, tree_loss = gradient(model, [[tree(calls)]])
-    assert difference(ours, rows) < 5e-6
-    assert tree_loss == pytest.approx(loss, rel=1e-5)
+    assert tree_loss == pytest.approx(loss, rel=1e-4)
+    exact, _ = gradient(model.double(), [[flat(call)] for call in calls], "rows")
+    check_no_worse(ours, rows, exact)
+    assert difference(ours.double(), exact) < 5e-4

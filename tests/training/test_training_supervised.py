@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from training_kit import group, tiny_model, trainer, tree
+from training_kit import FLOAT32, group, tiny_model, trainer, tree
 
 from rolltree.errors import TrainingError
 from rolltree.samples import build_samples
@@ -46,8 +46,8 @@ def test_the_gradient_is_that_of_the_models_own_loss(scope):
     step = worker.optimizer.step
     worker.optimizer.step = lambda lr: seen.update(gradient=gradients(model)) or step(lr)
     metrics = worker.step(samples(scope), 1)
-    assert metrics["train/loss"] == pytest.approx(total, rel=1e-5)
-    assert float((seen["gradient"] - wanted).norm() / wanted.norm()) < 1e-5
+    assert metrics["train/loss"] == pytest.approx(total, rel=FLOAT32)
+    assert float((seen["gradient"] - wanted).norm() / wanted.norm()) < FLOAT32
     assert metrics["train/num_records"] == count
     assert not [name for name in metrics if name.startswith(("mismatch", "ratio"))]
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_kit import (
+    FLOAT32,
     Call,
     config,
     difference,
@@ -61,7 +62,7 @@ class TestBatch:
         wanted = gradient_of(complete, samples)
         skipping._gradients(some)
         got = torch.cat([p.grad.flatten() for p in skipping.optimizer.parameters])
-        assert difference(got, wanted) < 1e-5
+        assert difference(got, wanted) < FLOAT32
 
     def test_one_rollout_stays_when_all_are_flat(self):
         calls = group(4, turns=1)
@@ -122,7 +123,7 @@ class TestStep:
                 # first step: both moments are bias-corrected to g and g^2
                 wanted = before[id(parameter)] * (1 - decay) - 0.01 * part.sign()
                 moved = part.abs() > 1e-8
-                assert torch.allclose(parameter[moved], wanted[moved], atol=1e-6)
+                assert torch.allclose(parameter[moved], wanted[moved], atol=1e-5)
 
     def test_no_gradient_still_lets_the_momentum_run_out(self):
         model = tiny_model()
@@ -163,7 +164,7 @@ class TestStep:
         logits = model(torch.tensor([[3, 4, 5, 6]])).logits[0, 2:].log_softmax(-1)
         call.logprob = logits[[0, 1], [6, 7]].tolist()
         metrics = trainer(model).step([flat(call)], 1)
-        assert metrics["mismatch/abs_max"] < 1e-5
+        assert metrics["mismatch/abs_max"] < FLOAT32
         assert metrics["ratio/ess"] == pytest.approx(1, abs=1e-4)
 
     def test_several_updates_on_the_same_rollouts(self):
@@ -175,13 +176,13 @@ class TestStep:
         for step in (1, 2, 3):
             by_hand.step([tree(group())], step)
         for left, right in zip(model.parameters(), twin.parameters(), strict=True):
-            assert torch.allclose(left, right, atol=1e-7)
+            assert torch.allclose(left, right, atol=1e-5)
 
     def test_gradient_checkpointing_changes_nothing(self):
         samples = [tree(group())]
         plain = gradient_of(trainer(tiny_model()), samples)
         saving = trainer(tiny_model(), train={"gradient_checkpointing": True})
-        assert difference(gradient_of(saving, samples), plain) < 1e-6
+        assert difference(gradient_of(saving, samples), plain) < FLOAT32
 
     def test_cheap_backward_passes_stay_close(self):
         samples = [tree(group(8, 60))]
@@ -197,8 +198,8 @@ class TestStep:
         worker = trainer(algorithm={"kl_coef": 0.5}, optim={"lr": 1e-2})
         samples = [tree(group())]
         first = worker.step(samples, 1)
-        assert first["train/kl"] == pytest.approx(0, abs=1e-6)
-        assert worker.step(samples, 2)["train/kl"] > 1e-5
+        assert first["train/kl"] == pytest.approx(0, abs=1e-5)
+        assert worker.step(samples, 2)["train/kl"] > 1e-4
 
 
 class TestGuards:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_kit import (
+    FLOAT32,
     config,
     difference,
     flat,
@@ -77,9 +78,9 @@ class TestMinibatches:
         first = by_hand.step([flat(call) for call in calls[:2]], 1)
         by_hand.step([flat(call) for call in calls[2:]], 2)
         for left, right in zip(model.parameters(), twin.parameters(), strict=True):
-            assert torch.allclose(left, right, atol=1e-6)
+            assert torch.allclose(left, right, atol=FLOAT32)
         assert metrics["train/num_records"] == sum(len(call.completion) for call in calls)
-        assert metrics["train/loss"] == pytest.approx(first["train/loss"], abs=1e-5)
+        assert metrics["train/loss"] == pytest.approx(first["train/loss"], abs=FLOAT32)
 
     def test_several_passes_go_round(self):
         calls = group(4, turns=1)
@@ -91,7 +92,7 @@ class TestMinibatches:
         for step, part in enumerate((calls[:2], calls[2:], calls[:2], calls[2:]), 1):
             by_hand.step([tree(part)], step)
         for left, right in zip(model.parameters(), twin.parameters(), strict=True):
-            assert torch.allclose(left, right, atol=1e-6)
+            assert torch.allclose(left, right, atol=FLOAT32)
 
     def test_a_number_that_trains_some_rollouts_more_is_refused(self):
         with pytest.raises(ConfigError, match="multiple of 2"):
@@ -127,7 +128,7 @@ class TestProximal:
         frozen = trainer(before)
         batch = build_batch(samples, worker.algorithm, 8192)
         expected = frozen._measure(frozen.logprobs, batch)
-        np.testing.assert_allclose(seen[0].old, expected, atol=1e-5)
+        np.testing.assert_allclose(seen[0].old, expected, atol=FLOAT32)
         factor = np.minimum(np.exp(expected - batch.records.logprob), 2.0)
         np.testing.assert_allclose(seen[0].factor, factor, rtol=1e-4)
         moved = worker._measure(worker.logprobs, batch)
@@ -145,7 +146,7 @@ class TestProximal:
         for part, start in zip(split_rollouts(samples, 2), seen, strict=True):
             batch = build_batch(part, worker.algorithm, 8192)
             expected = frozen._measure(frozen.logprobs, batch)
-            np.testing.assert_allclose(start.old, expected, atol=1e-5)
+            np.testing.assert_allclose(start.old, expected, atol=FLOAT32)
 
     def test_the_second_update_is_clipped_against_it_by_hand(self):
         """PPO's second epoch: the ratio is to the first epoch's logprobs, not to the engine's."""
@@ -198,7 +199,7 @@ class TestProximal:
         )
         inner_small = small._measure
         small._measure = lambda *args: measured.append(1) or inner_small(*args)
-        assert difference(gradient_of(small, built), whole) < 1e-5
+        assert difference(gradient_of(small, built), whole) < FLOAT32
         assert bool(measured) == (correction != "icepop")
 
 

@@ -172,8 +172,19 @@ def gradient_of(worker, samples):
     return gradient
 
 
+FLOAT32 = 5e-5
+"""Bound on the relative difference of two float32 results. How much they round depends on the CPU;
+what breaks a law of training differs by 1e-2 and more."""
+
+
 def difference(left, right):
     return float((left - right).norm() / right.norm())
+
+
+def check_no_worse(ours, theirs, exact, slack=4.0):
+    """Check that `ours` is no further from float64 than `theirs`, up to a factor and rounding."""
+    error, allowed = difference(ours.double(), exact), difference(theirs.double(), exact)
+    assert error < slack * allowed + 1e-6, (error, allowed)
 
 
 def engine_logprobs(model, context, answer, noise):
