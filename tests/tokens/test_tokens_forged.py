@@ -10,7 +10,7 @@ import pytest
 
 from rolltree.errors import TokenError
 from rolltree.tokens import TokenTree
-from rolltree.tokens.codec import Writer
+from rolltree.tokens.serialize import Writer
 
 Fields = dict[str, Any]
 

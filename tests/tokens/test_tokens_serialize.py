@@ -10,7 +10,7 @@ from tokens_kit import examples, ids, logprobs_for
 
 from rolltree.errors import TokenError
 from rolltree.tokens import PlacedStream, TokenStream, TokenTree
-from rolltree.tokens.codec import Reader, Writer, chunks
+from rolltree.tokens.serialize import Reader, Writer, chunks
 
 
 def rich_tree() -> TokenTree:

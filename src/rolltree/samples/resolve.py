@@ -11,7 +11,6 @@ import numpy as np
 from rolltree.errors import TokenError
 from rolltree.samples.truncation import TruncationEffect, own_truncation
 from rolltree.tokens import StepTokens, TokenTree, Trajectory, insert_step, peek
-from rolltree.tokens.merge import extra_values, stream_values
 from rolltree.types import SampleOrigin, State, TrajectoryStep
 
 NO_TOKENS = -1
@@ -180,7 +179,7 @@ def _insert_view(tree: TokenTree, tokens: StepTokens) -> int:
     if tokens.as_recorded:
         return tree.copy_call(recorded, call)
     new = {key: tokens[key] for key in tokens.assigned}
-    values = stream_values(recorded, call)
+    values = recorded.values(call)
     other_ids = "completion_ids" in new or "prompt_ids" in new
     if other_ids and len(tokens["completion_ids"]) != recorded.num_sampled(call):
         for name in ("version", "temperature"):  # one value for all: the oldest, the lowest
@@ -202,5 +201,5 @@ def _insert_view(tree: TokenTree, tokens: StepTokens) -> int:
         prompt_mask=given("prompt_mask", "prompt_mask"),
         agent=recorded.agent(call),
         turn=recorded.turn(call),
-        streams={} if other_ids else extra_values(recorded, call),
+        streams={} if other_ids else recorded.streams(call),
     )

@@ -4,10 +4,9 @@
 the dict view between them. numpy only.
 """
 
-from rolltree.tokens.arena import ROOT, Place, TokenArena
+from rolltree.tokens.arena import ROOT, CallTable, Place, TokenArena
 from rolltree.tokens.breaks import Break, BreakCause, Decoder, explain_break
 from rolltree.tokens.buffers import checked_logprobs, readable_floats
-from rolltree.tokens.calls import CallTable
 from rolltree.tokens.step import RecordedStep, StepTokens, mask_list, peek
 from rolltree.tokens.streams import PlacedStream, TokenStream
 from rolltree.tokens.trajectory import Trajectory, insert_step

@@ -1,11 +1,9 @@
-"""The radix tree of token ids: an append-only arena of int32 ids cut into runs.
+"""The radix tree of token ids, an append-only arena of int32 ids cut into runs, and its calls.
 
 A token's identity is its index in the arena and never changes. A run is a contiguous piece of the
 arena that hangs below one parent token; a branch inside a run is an entry of a dictionary, so
 nothing is ever split or moved. That is what makes call ends permanent, serialization append-only
 and merging a walk over runs.
-
-Knows nothing about calls, logprobs or text. Leaves out deletion: rollouts only grow.
 """
 
 from __future__ import annotations
@@ -32,6 +30,7 @@ class Place(NamedTuple):
 
 
 ROOT = Place(-1, -1)
+NO_TURN = -1
 
 
 class TokenArena:
@@ -247,3 +246,68 @@ class TokenArena:
             else:
                 right = Place(self.run_parent[right.run], self.run_parent_run[right.run])
         return left if left.token <= right.token else right
+
+    def absorb(self, other: TokenArena) -> IntArray:
+        """Add all tokens of `other`; return the new arena index of each of its tokens.
+
+        Walks run by run, parents first: O(unique tokens) at memcmp speed.
+        """
+        mapped = np.empty(other.num_tokens, dtype=np.int32)
+        for run in range(other.num_runs):
+            start, end = other.run_start[run], other.run_end(run)
+            parent = other.run_parent[run]
+            place = self.place(int(mapped[parent])) if parent >= 0 else ROOT
+            last = self.extend(other.ids[start:end], place)
+            position = start
+            for low, high in self.slices(last, end - start):
+                mapped[position : position + high - low] = np.arange(low, high, dtype=np.int32)
+                position += high - low
+        return mapped
+
+
+class CallTable:
+    """One row per call, as columns of machine integers.
+
+    `prompt_token`/`end_token` are arena indices of the last prompt and the last token (-1: none),
+    `parent` the call whose path this prompt was known to extend (-1: none), `num_tokens` and
+    `num_runs` the sizes of the arena after the call: they make saving incremental.
+    """
+
+    COLUMNS = (
+        "prompt_token",
+        "prompt_run",
+        "end_token",
+        "end_run",
+        "prompt_len",
+        "num_sampled",
+        "parent",
+        "agent",
+        "turn",
+        "num_tokens",
+        "num_runs",
+    )
+    __slots__ = COLUMNS
+
+    def __init__(self) -> None:
+        self.prompt_token = array("i")
+        self.prompt_run = array("i")
+        self.end_token = array("i")
+        self.end_run = array("i")
+        self.prompt_len = array("i")
+        self.num_sampled = array("i")
+        self.parent = array("i")
+        self.agent = array("i")
+        self.turn = array("i")
+        self.num_tokens = array("i")
+        self.num_runs = array("i")
+
+    def __len__(self) -> int:
+        return len(self.end_token)
+
+    def end(self, call: int) -> Place:
+        """Return the place of a call's last token."""
+        return Place(self.end_token[call], self.end_run[call])
+
+    def prompt_end(self, call: int) -> Place:
+        """Return the place of a call's last prompt token."""
+        return Place(self.prompt_token[call], self.prompt_run[call])

@@ -1,8 +1,8 @@
 """Why a prompt does not extend what came before: position, surroundings and a cause.
 
 Causes are told from ids alone where ids suffice; with a decoder, which the caller passes in, equal
-text under other ids is told too. Knows the token tree. Leaves out what to do about a break: sample
-makers open a new sample (spec 3).
+text under other ids is told too. A broken prefix opens a new sample
+(spec 3).
 
 Rules, the first that holds gives the cause:
 

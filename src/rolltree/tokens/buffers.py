@@ -1,8 +1,4 @@
-"""Flat growable arrays and the checks on what enters them.
-
-Knows numpy and nothing about trees, calls or samples. Leaves out any meaning of the numbers: the
-tree (`tree.py`) says which slice belongs to which call.
-"""
+"""Flat growable arrays and the checks on the ids and logprobs that enter them."""
 
 from __future__ import annotations
 

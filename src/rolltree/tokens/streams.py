@@ -3,9 +3,6 @@
 Three containers, all append-only and in flat buffers: `SampledStream` (a scalar per sampled token;
 a constant costs one number), `TokenStream` values (any item shape, any stretch of the path) and
 `PlacedStream` values (one array per placeholder, ragged, each distinct array kept once).
-
-Knows numpy and call handles. Leaves out what a stream means: logprobs, routed experts and image
-patches are all the same to it.
 """
 
 from __future__ import annotations

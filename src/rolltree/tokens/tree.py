@@ -1,10 +1,8 @@
 """The token tree of a rollout: every model call is a path of ids in one radix tree.
 
 `TokenTree` adds the calls to the radix tree of `arena.py`: where each prompt and completion ends,
-and the per-token streams that ride along. Calls get the handles 0, 1, 2, ... in order of insertion.
-
-Knows token ids, numbers per token, agent labels. Knows nothing about messages, text, rewards or
-training, and leaves out deletion: a call that was recorded stays.
+and the per-token streams that ride along. Calls get the handles 0, 1, 2, ... in order of insertion
+and stay.
 """
 
 from __future__ import annotations
@@ -16,10 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rolltree.errors import TokenError
-from rolltree.tokens.arena import ROOT, Place, TokenArena
+from rolltree.tokens.arena import NO_TURN, ROOT, CallTable, Place, TokenArena
 from rolltree.tokens.buffers import EMPTY_IDS, as_ids, check_new_ids, checked_logprobs
-from rolltree.tokens.calls import NO_TURN, CallTable
-from rolltree.tokens.merge import extra_values, merge_into, stream_values
 from rolltree.tokens.serialize import load, save
 from rolltree.tokens.streams import (
     ExtraStreams,
@@ -251,49 +247,46 @@ class TokenTree:
         """
         for name in other.extra.names():
             self.extra.check_kind(name, other.extra.kind(name))
-        return merge_into(self, other)
+        mapped = self.arena.absorb(other.arena)
+        first = len(self.calls)
+
+        def moved(token: int) -> Place:
+            return self.arena.place(int(mapped[token])) if token >= 0 else ROOT
+
+        for call in range(len(other.calls)):
+            parent = other.calls.parent[call]
+            self.record(
+                moved(other.calls.prompt_token[call]),
+                moved(other.calls.end_token[call]),
+                other.prompt_len(call),
+                other.num_sampled(call),
+                parent=parent + first if parent >= 0 else -1,
+                agent=other.agent(call),
+                turn=other.turn(call),
+                values=other.values(call),
+                extra=other.streams(call),
+            )
+        return first
 
     def copy_call(self, other: TokenTree, call: int) -> int:
         """Add one call of another tree; return its handle here."""
-        streams = extra_values(other, call)
+        prompt_len, count = other.prompt_len(call), other.num_sampled(call)
         checked = {
-            name: self.extra.check(name, stream, other.prompt_len(call), other.num_sampled(call))
-            for name, stream in streams.items()
+            name: self.extra.check(name, stream, prompt_len, count)
+            for name, stream in other.streams(call).items()
         }
         prompt_end = self.arena.extend(other.prompt_ids(call))
         return self.record(
             prompt_end,
             self.arena.extend(other.completion_ids(call), prompt_end),
-            other.prompt_len(call),
-            other.num_sampled(call),
+            prompt_len,
+            count,
             parent=-1,
             agent=other.agent(call),
             turn=other.turn(call),
-            values=stream_values(other, call),
+            values=other.values(call),
             extra=checked,
         )
-
-    def label(
-        self,
-        call: int,
-        *,
-        agent: str = "",
-        turn: int | None = None,
-        streams: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Name the agent and turn of a call that was inserted without, and add its streams.
-
-        Raises:
-            TokenError: a stream does not fit the call.
-        """
-        sizes = self.prompt_len(call), self.num_sampled(call)
-        checked = {
-            name: self.extra.check(name, value, *sizes) for name, value in (streams or {}).items()
-        }
-        for name, value in checked.items():
-            self.extra.add(call, name, value)
-        self.calls.agent[call] = self._agent_index(agent)
-        self.calls.turn[call] = NO_TURN if turn is None else turn
 
     def _agent_index(self, agent: str) -> int:
         if agent not in self.agents:
@@ -440,6 +433,19 @@ class TokenTree:
         """Return the call whose path the caller said this prompt extends, or None."""
         parent = self.calls.parent[call]
         return None if parent < 0 else parent
+
+    def values(self, call: int) -> dict[str, Any]:
+        """Return a call's per-token values as they were given: a number, an array or None."""
+        prompt, sampled = self.prompt_len(call), self.num_sampled(call)
+        return {
+            name: stream.raw(call, prompt if name == "prompt_mask" else sampled)
+            for name, stream in self.sampled.items()
+        }
+
+    def streams(self, call: int) -> dict[str, TokenStream | PlacedStream]:
+        """Return the named extra streams that a call carries."""
+        found = ((name, self.extra.get(name, call)) for name in self.extra.names())
+        return {name: stream for name, stream in found if stream is not None}
 
     def stream(self, name: str, call: int) -> TokenStream | PlacedStream | None:
         """Return a named extra stream of a call, or None when it carries none."""
