@@ -34,6 +34,8 @@ from rolltree.tasks import outlast
 from rolltree.threads import run_in_thread
 
 START_LIMIT_S = 60.0
+MAX_SAID_BYTES = 2**20
+"""What processes write to standard output and error is in a temporary file, emptied beyond this."""
 _POLL_S = 0.2
 _HEADER = 4
 _PASSED = (
@@ -207,7 +209,7 @@ class _Worker:
         self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._to, False)
         os.set_blocking(self._from, False)
-        self._said_fd = said.fileno()
+        self._said_fd, self._said_before = said.fileno(), 0
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(self._from, select.POLLIN)
         self._writable.register(self._to, select.POLLOUT)
@@ -233,8 +235,10 @@ class _Worker:
     def ask(self, data: bytes, limit_s: float | None) -> dict[str, Any]:
         """Send a request and return the reply."""
         until = None if limit_s is None else time.monotonic() + limit_s
-        os.ftruncate(self._said_fd, 0)
-        os.lseek(self._said_fd, 0, os.SEEK_SET)  # the process shares the position
+        self._said_before = os.lseek(self._said_fd, 0, os.SEEK_CUR)  # the process's own position
+        if self._said_before > MAX_SAID_BYTES:
+            os.ftruncate(self._said_fd, 0)
+            self._said_before = os.lseek(self._said_fd, 0, os.SEEK_SET)
         self._send(memoryview(data), until)
         reply: dict[str, Any] = json.loads(self._receive(until))
         if reply.get("out_of_memory"):
@@ -278,7 +282,7 @@ class _Worker:
 
     def _said(self) -> str:
         end = os.lseek(self._said_fd, 0, os.SEEK_END)
-        said = os.pread(self._said_fd, 2000, max(0, end - 2000))
+        said = os.pread(self._said_fd, 2000, max(self._said_before, end - 2000))
         return said.decode(errors="replace").strip()[-500:]
 
 

@@ -8,6 +8,7 @@ are refused.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -57,6 +58,7 @@ class ChatTemplate:
         time_limit_s: float = 2.0,
     ) -> None:
         self.source = source
+        self._name = hashlib.sha256(source.encode(errors="surrogatepass")).hexdigest()
         self.variables = dict(variables or {})
         self.time_limit_s = time_limit_s
         self._parts = self._wants_parts()
@@ -103,10 +105,12 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
+        order = {"template": self._name, "values": values}
         try:
-            reply: dict[str, Any] = _pool.call(
-                {"source": self.source, "values": values}, limit_s=self.time_limit_s
-            )
+            reply: dict[str, Any] = _pool.call(order, limit_s=self.time_limit_s)
+            if reply.get("problem") == "unknown":
+                order["source"] = self.source
+                reply = _pool.call(order, limit_s=self.time_limit_s)
         except WorkerDied as error:
             what = f"it ran longer than {self.time_limit_s:g} s"
             raise _stopped(what if error.why == "time" else "it took too much memory") from error

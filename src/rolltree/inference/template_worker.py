@@ -6,7 +6,6 @@ a template from everything but its own values; the process bounds its time and m
 
 from __future__ import annotations
 
-import functools
 import json
 from datetime import datetime
 from typing import Any
@@ -19,6 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_CHARACTERS = 8_000_000
 """The longest text that one rendering may give."""
+MAX_TEMPLATES = 64
 
 
 class GenerationTag(Extension):
@@ -33,13 +33,20 @@ class GenerationTag(Extension):
 
 
 def render(order: dict[str, Any]) -> dict[str, Any]:
-    """Render `order["source"]` with `order["values"]`.
+    """Render the template whose name is `order["template"]` with `order["values"]`.
 
-    Returns `{"text": ...}`, or a `problem` ("syntax", "refused", "broken" or "large") with its
-    `message` and, for a syntax error, the `line`.
+    Returns `{"text": ...}`, or a `problem` with its `message`: "unknown" (send it again with its
+    `source`), "syntax" (with the `line`), "refused", "broken" or "large".
     """
+    name = order["template"]
     try:
-        text = _compile(order["source"]).render(**order["values"])
+        if "source" in order:
+            if len(_templates) >= MAX_TEMPLATES:
+                _templates.clear()
+            _templates[name] = _compile(order["source"])
+        if name not in _templates:
+            return {"problem": "unknown", "message": "the process has not seen it yet"}
+        text = _templates[name].render(**order["values"])
     except jinja2.TemplateSyntaxError as error:
         return {"problem": "syntax", "message": str(error.message), "line": error.lineno}
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
@@ -51,7 +58,9 @@ def render(order: dict[str, Any]) -> dict[str, Any]:
     return {"text": text}
 
 
-@functools.lru_cache(64)
+_templates: dict[str, jinja2.Template] = {}
+
+
 def _compile(source: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
