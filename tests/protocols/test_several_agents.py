@@ -174,7 +174,7 @@ class TestAtOnce:
             assert client.calls[0].sampling.seed == derive_seed(3, "seat", name)
 
     @pytest.mark.parametrize(
-        ("names", "message"), [("a", "nobody plays 'b'"), ("abc", "there is no 'c' in it")]
+        ("names", "message"), [("a", "'b' has no agent"), ("abc", "'c' is not one of them")]
     )
     async def test_every_seat_has_an_agent(self, names, message):
         agents = {name: an_agent(["move 1"]) for name in names}

@@ -90,7 +90,7 @@ class TestTheLoop:
         assert (await play(["move 1", "move 2"], threaded)).terminated
 
     def test_no_steps_are_an_error(self):
-        with pytest.raises(ConfigError, match="max_steps is 0"):
+        with pytest.raises(ConfigError, match="max_steps must be >= 1, got 0"):
             SingleAgentProtocol(an_agent([]), max_steps=0)
 
 
@@ -265,7 +265,7 @@ class TestExternalTools:
     async def test_without_a_handler_the_agent_is_told(self):
         agent = a_delegator([a_call("x"), "move 1"])
         rollout = await play([], CountWorld(end=1), agent=agent)
-        assert "Nobody answers 'delegate'" in rollout.agent_steps[0].tool_answers[0].text
+        assert "'delegate' is not available here" in rollout.agent_steps[0].tool_answers[0].text
 
     async def test_external_calls_are_bounded(self):
         """The third call is refused, and an agent that calls on is cut for its budget."""

@@ -5,7 +5,7 @@ from scripted_source import Model, a_request
 
 from rolltree.inference.client import as_client
 from rolltree.rollouts import Clock, Episode, current_episode
-from rolltree.rollouts.episode import TimedClient, playing
+from rolltree.rollouts.requests import TimedClient, playing
 from rolltree.types import GenerateRequest, SamplingParams
 
 

@@ -113,7 +113,7 @@ class Agent:
 
         Args:
             client: instead of the agent's own, for this episode.
-            sampling: the fields it names go over the agent's own.
+            sampling: fields that override the agent's own.
             seed: of the episode's sampling. The call of index i samples with the seed itself for
                 i = 0 and with one derived from it later. None: that of `sampling`, if any.
             messages: what stands in the history after the system prompt, say few-shot examples. A

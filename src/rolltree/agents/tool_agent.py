@@ -39,10 +39,10 @@ class ToolAgent(Agent):
         tools: internal tools: functions with type hints and docstrings, plain or asynchronous.
         external_tools: tools that the protocol answers: functions, of which only signature and
             docstring are used, or OpenAI schemas.
-        max_tool_rounds: how many of a turn's answers may call tools. Whoever has used them up is
-            told to give the final answer; a call made instead is no action.
+        max_tool_rounds: how many of a turn's answers may call tools. After that the
+            model is told to give its final answer; a further call counts as no action.
         last_call: what it is told then.
-        tool_limit_s: how long one call of an internal tool may take; None: for ever.
+        tool_limit_s: how long one call of an internal tool may take; None: no limit.
         bad_call_penalty: the reward of a call that could not be read or made, or came too late.
         error_formatter: what the model is told about an exception that a tool raised.
         tool_call_format: how the model writes calls.

@@ -150,7 +150,7 @@ class ReActCalls:
         try:
             _, end = json.JSONDecoder().raw_decode(body)
         except ValueError:
-            end = len(body)  # whoever reads the arguments says what is wrong with them
+            end = len(body)  # reading the arguments reports what is wrong
         return ParsedCalls((RawToolCall("", found[1], body[:end]),))
 
     def write(self, answers: Sequence[ToolAnswer]) -> list[ChatMessage]:

@@ -25,7 +25,7 @@ async def maybe_await(func: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 async def maybe_semaphore(limit: int | None = None) -> AbstractAsyncContextManager[Any]:
-    """Return a semaphore for a positive limit, else something that lets everybody in."""
+    """Return a semaphore for a positive limit, else a context manager without a limit."""
     return asyncio.Semaphore(limit) if limit and limit > 0 else nullcontext()
 
 

@@ -30,7 +30,7 @@ from rolltree.rollouts import (
     merge_args,
     resolve_sampling,
 )
-from rolltree.rollouts.episode import Episode, playing
+from rolltree.rollouts.requests import Episode, playing
 from rolltree.rubrics import Rubric, write_advantages
 from rolltree.tasks import run_sync
 from rolltree.tokens import Trajectory
@@ -439,7 +439,7 @@ class _Unscored:
 
 
 def _states_of(result: RolloutResult) -> tuple[State, ...]:
-    """Return the states that nobody delegated; the others are in the result."""
+    """Return the states of the episode's own agents; delegated ones are in the result."""
     if result.states:
         return tuple(s for s in result.states if s.get("parent_rollout") is None)
     state = _empty_state(result.request)

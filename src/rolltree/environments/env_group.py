@@ -13,7 +13,7 @@ from rolltree.environments.dataset import Data, Row, Rows
 from rolltree.environments.environment import Environment
 from rolltree.environments.lifecycle import teardown
 from rolltree.errors import ConfigError, UnknownName, did_you_mean
-from rolltree.rollouts.episode import current_episode
+from rolltree.rollouts.requests import current_episode
 from rolltree.rubrics import Rubric, Scores
 from rolltree.rubrics.groups import CompositeRubric
 from rolltree.types import RolloutInput, SamplingArgs, State

@@ -29,7 +29,7 @@ from rolltree.inference.client import as_client, policy_version, sampling_from_a
 from rolltree.inference.parse import parse_response
 from rolltree.parsers import Parser
 from rolltree.rollouts import derive_seed, merge_args
-from rolltree.rollouts.episode import current_episode
+from rolltree.rollouts.requests import current_episode
 from rolltree.rubrics import Rubric
 from rolltree.tasks import being_cancelled, uninterrupted
 from rolltree.tokens import Trajectory

@@ -125,7 +125,7 @@ def register(environment: Closable) -> None:
 
 
 def watch() -> None:
-    """Handle SIGTERM, when this is the main thread, something is open and nobody else does."""
+    """Handle SIGTERM if an environment is open and no handler is set. Only in the main thread."""
     if not _open or threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:

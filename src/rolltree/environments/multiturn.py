@@ -14,7 +14,7 @@ from rolltree.environments.openai_view import OpenAIView
 from rolltree.errors import ConfigError
 from rolltree.inference.client import as_client
 from rolltree.rollouts import derive_seed, merge_args
-from rolltree.rollouts.episode import current_episode
+from rolltree.rollouts.requests import current_episode
 from rolltree.tokens import Trajectory
 from rolltree.types import (
     Messages,
@@ -193,12 +193,12 @@ _ENCODE = msgspec.msgpack.Encoder().encode
 def _snapshot(state: State) -> object:
     """Return a value that is equal to a later one if the state has not changed in between.
 
-    A state that holds objects other than plain data counts as changed, because nobody can tell.
+    A state that holds objects other than plain data counts as changed: they cannot be compared.
     """
     steps, episode = state["trajectory"], current_episode()
     kept: dict[str, Any] = {k: v for k, v in state.items() if k not in _NOT_COMPARED}
     if steps:
-        extras = dict.get(steps[-1], "extras")  # not a dict yet where nobody has read them
+        extras = dict.get(steps[-1], "extras")  # built when they are first read
         kept["trajectory"] = [
             len(steps),
             steps[-1]["reward"],

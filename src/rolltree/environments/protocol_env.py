@@ -22,7 +22,7 @@ from rolltree.protocols import (
     opened,
 )
 from rolltree.rollouts import merge_args
-from rolltree.rollouts.episode import current_episode
+from rolltree.rollouts.requests import current_episode
 from rolltree.rubrics import PerAgentRubric, Rubric
 from rolltree.steps import INCOMPLETE, AgentStep, EnvironmentStep, Rollout
 from rolltree.types import RolloutInput, SamplingArgs, State

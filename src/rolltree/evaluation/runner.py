@@ -64,8 +64,8 @@ async def evaluate(
     Every result is stored in `run` under `phase` before it counts. Failed rollouts have no
     reward: they are left out of means and counted in `EvalReport.num_failed`. A failed rollout
     that is stored is finished, unless `retry_failed` asks to run it again (an event records
-    that). `sampling` goes over the source's own `sampling_args`; `seed` makes world and sampling
-    seeds. `on_result` is called for new results, `on_progress` also once at the start.
+    that). `sampling` overrides fields of the source's `sampling_args`; all seeds are derived from
+    `seed`. `on_result` is called for new results, `on_progress` also once at the start.
 
     Raises:
         ConfigError: nothing to run, or `run` holds this phase with other settings.

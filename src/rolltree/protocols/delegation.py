@@ -160,7 +160,7 @@ class _Delegator(Player):
         self.family = family
 
     async def answer_one(self, request: ToolRequest, position: int) -> ToolAnswer:
-        """Return what a child came to, or what the handler says."""
+        """Return a child's result, or the handler's."""
         kind = self.family.protocol.children.get(request.name)
         if kind is None or request.problem is not None:
             return await super().answer_one(request, position)

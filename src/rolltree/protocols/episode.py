@@ -170,7 +170,7 @@ class EpisodeContext:
         seed: of the world.
         sampling_seed: of all sampling; every agent derives its own. None: nothing is seeded.
         client: the model for agents that bring none; its calls are timed by `clocks` already.
-        sampling: the fields it names go over the agents' own.
+        sampling: fields that override the agents' own.
         messages: what a row of a dataset asks, put into the history of the episode's own agents.
         clocks: when one of them is over, the episode ends at its next turn boundary.
         max_seq_len: no call begins once one had this many tokens, prompt and completion.

@@ -71,7 +71,7 @@ class MultiAgentSyncProtocol(InteractionProtocol):
             player.builder.end(reason=TruncationReason.MAX_STEPS)
 
     async def _poll(self, players: Mapping[str, Player]) -> dict[str, AgentStep]:
-        """Return the turns of all agents, taken at the same time; who is out has none."""
+        """Return the turns of all agents, taken at the same time; an agent that is out has none."""
 
         async def turn(player: Player) -> AgentStep | None:
             try:
@@ -106,7 +106,7 @@ class Opponent:
     """A player without a model: `make(seed)` gives a function from an observation to an action.
 
     Example: `Opponent(lambda seed: partial(pick_a_free_field, random.Random(seed)))`. It has no
-    rollout: nothing of it is trained.
+    rollout, so nothing of it is trained.
     """
 
     make: Callable[[int], Callable[[str], Any]]
@@ -209,10 +209,10 @@ class TurnProtocol(InteractionProtocol):
 
 
 def check_names(given: Sequence[str], wanted: Sequence[str], what: str) -> None:
-    """Raise `ValueError` when somebody of the world has no agent, or an agent has no place."""
+    """Raise `ValueError` unless the given agents are exactly the world's."""
     missing = [name for name in wanted if name not in given]
     extra = [name for name in given if name not in wanted]
     if missing or extra:
-        said = f"nobody plays {missing[0]!r}" if missing else f"there is no {extra[0]!r} in it"
+        said = f"{missing[0]!r} has no agent" if missing else f"{extra[0]!r} is not one of them"
         hint = did_you_mean((missing or extra)[0], given if missing else wanted)
         raise ValueError(f"the world's agents are {list(wanted)} and {said}: {what}.{hint}")

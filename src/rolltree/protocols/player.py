@@ -52,10 +52,10 @@ class Player:
     """An agent, its rollout, and how its external tool calls are answered.
 
     Args:
-        agent: was reset by nobody; `begin` does.
+        agent: an agent that `begin` resets.
         builder: where its steps go.
         context: of the episode, or of the part of it that this agent plays.
-        handler: answers external tool calls. None: they are answered that nobody does.
+        handler: answers external tool calls. None: every call is refused.
         max_external_calls: how many are answered in the episode. Later ones are refused; an agent
             that asks again after a refusal has its episode cut for "budget".
         budget: what its model calls may cost.
@@ -167,7 +167,7 @@ class Player:
             return ToolAnswer(
                 request.call_id,
                 request.name,
-                f"Nobody answers {request.name!r} here. Go on without it.",
+                f"{request.name!r} is not available here. Continue without it.",
             )
         return await answer_of(
             request,

@@ -58,10 +58,10 @@ class InteractionProtocol(ABC):
     ) -> list[Rollout]:
         """Play one episode and return its rollouts, parents before their children.
 
-        A failure is in `Rollout.error`: of the rollout that failed or, where none is to blame, of
-        all that nobody delegated. Only cancellation is raised, and what fails before any rollout
-        has begun; `recording`, when given, then holds what there was. The world is neither made
-        nor closed here.
+        A failure is in `Rollout.error`: of the rollout that failed or, where that is not known, of
+        all the episode's own agents. Only cancellation and failures before any
+        rollout has begun are raised; `recording`, when given, keeps what was played. The caller
+        makes and closes the world.
         """
         recording = recording if recording is not None else Recording()
         try:
@@ -195,6 +195,4 @@ async def play_alone(
 def check_max_steps(max_steps: int) -> None:
     """Raise `ConfigError` when no turn would ever be taken."""
     if max_steps < 1:
-        raise ConfigError(
-            f"max_steps is {max_steps}; nobody would ever act. Give the most turns of an episode."
-        )
+        raise ConfigError(f"max_steps must be >= 1, got {max_steps}: no agent would ever act.")

@@ -1,14 +1,16 @@
 """Rollouts: requests, strategies, and the engine that runs them."""
 
 from rolltree.rollouts.engine import DroppedGroup, GeneratedBatch, RolloutEngine, RolloutProgress
-from rolltree.rollouts.episode import Clock, Episode, current_episode
 from rolltree.rollouts.requests import (
+    Clock,
+    Episode,
     GroupScorer,
     GroupStrategy,
     RequestStrategy,
     RolloutSource,
     Split,
     build_requests,
+    current_episode,
     example_request,
     group_member,
     merge_args,

@@ -17,8 +17,14 @@ from typing import Any
 
 from rolltree.errors import ConfigError, RolloutTimeout, record_error
 from rolltree.inference.client import as_client
-from rolltree.rollouts.episode import Clock, Episode, TimedClient, playing
-from rolltree.rollouts.requests import GroupScorer, RolloutSource
+from rolltree.rollouts.requests import (
+    Clock,
+    Episode,
+    GroupScorer,
+    RolloutSource,
+    TimedClient,
+    playing,
+)
 from rolltree.samples import SampleBatch, TruncationPolicy, build_samples, sample_meta
 from rolltree.tasks import being_cancelled
 from rolltree.types import (
@@ -296,7 +302,7 @@ class RolloutEngine:
             error = self._timed_out(states) if scope.expired() else _broken_source(failure, states)
         except asyncio.CancelledError as failure:
             if being_cancelled():
-                raise  # somebody cancels this run; anything else was cancelled in the episode
+                raise  # this run is being cancelled, not just something inside the episode
             states = tuple(episode.states)
             error = _broken_source(failure, states)
         except Exception as failure:  # noqa: BLE001  one failed episode is data, never a lost run

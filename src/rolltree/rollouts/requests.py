@@ -7,13 +7,49 @@ Everything random comes from one `run_seed` through `rolltree.seeds`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from rolltree.errors import ConfigError
 from rolltree.inference.client import ModelClient, sampling_from_args
+from rolltree.inference.deadline import Clock, TimedClient
 from rolltree.seeds import derive_seed
 from rolltree.types import RolloutInput, RolloutRequest, SamplingArgs, SamplingParams, State
+
+__all__ = ["Clock", "Episode", "TimedClient", "current_episode", "playing"]
+
+
+@dataclass(slots=True)
+class Episode:
+    """What the engine and the source share about one episode."""
+
+    request: RolloutRequest
+    clock: Clock = field(default_factory=Clock)
+    states: list[State] = field(default_factory=list)  # registered as they are made
+
+
+_CURRENT: ContextVar[Episode | None] = ContextVar("rolltree_episode", default=None)
+
+
+def current_episode() -> Episode | None:
+    """Return the episode that the calling task plays, or None outside an episode."""
+    return _CURRENT.get()
+
+
+class playing:  # noqa: N801  (a context manager that reads as a verb)
+    """`with playing(episode):` makes `episode` the current one of this task."""
+
+    def __init__(self, episode: Episode) -> None:
+        self._episode = episode
+
+    def __enter__(self) -> Episode:
+        self._token = _CURRENT.set(self._episode)
+        return self._episode
+
+    def __exit__(self, *exc: object) -> None:
+        _CURRENT.reset(self._token)
+
 
 Split: TypeAlias = Literal["train", "eval"]
 

@@ -146,7 +146,7 @@ def without_semaphore(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a scoring method that can be called without `score_sem`, whatever it asks for.
 
     Rubrics written for verifiers 0.1.8 override `score_rollout(self, state, score_sem)` and enter
-    the semaphore; they get one that lets everybody in.
+    the semaphore; they get one without a limit.
     """
     parameter = inspect.signature(method).parameters.get("score_sem")
     if parameter is None or not inspect.iscoroutinefunction(method):

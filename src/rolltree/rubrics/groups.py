@@ -158,7 +158,7 @@ class PerAgentRubric(CompositeRubric):
     that they add up to the rollout's.
 
     Args:
-        default: for rollouts that nobody delegated, of agents that are not in `rubrics`.
+        default: for the episode's own agents that are not in `rubrics`.
         rubrics: agent name to rubric.
     """
 

@@ -80,7 +80,7 @@ class JudgeRubric(Rubric):
             judge_model = judge_model or DEFAULT_MODEL
         if judge_client is None:
             raise ConfigError(
-                "a JudgeRubric got no judge_client, so nobody could judge. Pass a model client, "
+                "a JudgeRubric needs a judge_client to ask. Pass a model client, "
                 "such as OpenAIClient(base_url, model), or an openai.AsyncOpenAI."
             )
         fields = {name for _, name, _, _ in Formatter().parse(judge_prompt) if name is not None}

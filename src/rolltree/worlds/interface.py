@@ -136,7 +136,7 @@ def bad_action(error: ValueError) -> StepOutcome:
 
 
 class Adapter:
-    """An adapter over `env`, somebody else's world.
+    """Base of the adapters; `env` is the world of the other library.
 
     Args:
         make: a world, or a function that returns one.

@@ -73,7 +73,7 @@ class ParallelGame(_Game):
 
     Args:
         world: a PettingZoo id such as "classic/rps-v2", a world, or a function that returns one.
-        idle_action: what an agent does that decided nothing.
+        idle_action: the action of an agent that gives none.
         settings: `to_text(observation, agent)`, `to_action(text)`, `action_names`, `world_args`,
             `snapshots` and `in_thread`, as in `GymWorld`.
 
@@ -104,7 +104,7 @@ class ParallelGame(_Game):
         """Do what the agents decided.
 
         Raises:
-            ConfigError: somebody decided nothing, and there is no `idle_action`.
+            ConfigError: an agent gave no action, and there is no `idle_action`.
         """
         problems: dict[str, str] = {}
         done: dict[str, Any] = {}
@@ -134,8 +134,8 @@ class ParallelGame(_Game):
     def _idle(self, agent: str) -> Any:
         if self._idle_action is None:
             raise ConfigError(
-                f"{agent!r} gave no action, and this world needs one of everybody. Pass "
-                "idle_action=..., what an agent does that decided nothing."
+                f"{agent!r} gave no action, and this world needs one from every agent. Pass "
+                "idle_action=..., the action of an agent that gives none."
             )
         return self._idle_action
 
