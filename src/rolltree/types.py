@@ -208,6 +208,7 @@ class ModelResponse:
         object.__setattr__(self, "tree", tree)
         object.__setattr__(self, "call", call)
         object.__setattr__(self, "prompt_ids", tree.prompt_view(call))
+        object.__setattr__(self, "logprobs", tree.logprobs(call))
         return self
 
     def annotated(self, *, wait_s: float = 0.0, **info: Any) -> ModelResponse:

@@ -98,7 +98,7 @@ class MessageSession:
             BadResponse: the response has no answer in it.
             TokenError: its token data contradicts itself.
         """
-        found = _read(response, message_type, self._tokens, sampling, None, **fields)
+        found = _read(response, message_type, self._tokens, sampling, None, check=False, **fields)
         message = found["message"]
         found["finish_reason"] = _finish_reason(
             found["finish_reason"], message, found["num_completion_tokens"], sampling
@@ -129,13 +129,16 @@ def _read(
     sampling: SamplingParams,
     sent_ids: IntArray | None,
     *,
+    check: bool = True,
     version: int = 0,
     num_retries: int = 0,
     wait_s: float = 0.0,
     raw: object = None,
 ) -> dict[str, Any]:
     """Return the fields of the record of `response`, and note what it says about token ids."""
-    found = response_fields(response, message_type, version, sent_ids, with_ids=tokens.wanted)
+    found = response_fields(
+        response, message_type, version, sent_ids, with_ids=tokens.wanted, check=check
+    )
     if found["completion_ids"] is not None:
         tokens.prove()
         if not tokens.usable_logprobs(sampling):

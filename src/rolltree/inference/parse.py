@@ -45,11 +45,16 @@ TokenArrays: TypeAlias = tuple[IntArray, IntArray, FloatArray | None]
 
 
 def extract_tokens(
-    response: object, message_type: MessageType, sent_ids: IntArray | None = None
+    response: object,
+    message_type: MessageType,
+    sent_ids: IntArray | None = None,
+    *,
+    check: bool = True,
 ) -> TokenArrays | None:
     """Return the tokens of a response, or None when the server gave no ids.
 
-    `sent_ids` (int32 `[_P]`) is the prompt where it was sent as ids.
+    `sent_ids` (int32 `[_P]`) is the prompt where it was sent as ids. Without `check` the logprobs
+    are as they came: the token tree checks what enters it.
 
     Raises:
         TokenError: there are not as many logprobs as tokens, one is NaN or above 0, or the server
@@ -75,6 +80,8 @@ def extract_tokens(
     values = _entries(logprobs, message_type, "logprob", "token_logprobs")
     if values is None:
         return prompt, completion, None
+    if not check:
+        return prompt, completion, np.array(values, np.float32)
     return prompt, completion, checked_logprobs(values, len(completion))
 
 
@@ -165,14 +172,15 @@ def response_fields(
     sent_ids: IntArray | None = None,
     *,
     with_ids: bool = True,
+    check: bool = True,
 ) -> dict[str, Any]:
     """Return what a response says, as fields of `ModelResponse`; raises as `parse_response`.
 
     `sent_ids` (int32 `[_P]`) is the prompt where it was sent as ids. Without `with_ids` what the
-    response says about ids is left alone.
+    response says about ids is left alone; `check` is `extract_tokens`'s.
     """
     message, text = extract_message(response, message_type)
-    tokens = extract_tokens(response, message_type, sent_ids) if with_ids else None
+    tokens = extract_tokens(response, message_type, sent_ids, check=check) if with_ids else None
     num_prompt, num_completion = extract_usage(response)
     prompt_ids, completion_ids, logprobs = tokens or (None, None, None)
     versions = None

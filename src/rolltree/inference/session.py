@@ -16,7 +16,7 @@ import numpy as np
 from rolltree.errors import ConfigError
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.message_index import MessageIndex
-from rolltree.tokens import TokenTree, checked_logprobs
+from rolltree.tokens import TokenTree
 from rolltree.tokens.buffers import as_ids
 from rolltree.types import (
     ChatMessage,
@@ -164,7 +164,7 @@ class TokenSession:
             ModelResponse(
                 prompt_ids=prompt.ids,
                 completion_ids=completion,
-                logprobs=None if logprobs is None else checked_logprobs(logprobs, count),
+                logprobs=None if logprobs is None else np.array(logprobs, np.float32),
                 versions=np.asarray(whole, np.int32),
                 num_completion_tokens=count,
                 extends=prompt.extends,

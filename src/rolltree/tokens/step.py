@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import replace
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import numpy as np
@@ -186,17 +186,22 @@ class _Unread:
 
 
 _UNREAD: Any = _Unread()
-_ARRAYS: dict[str, Any] = dict.fromkeys(("prompt_ids", "completion_ids", "logprobs", "versions"))
+_KEPT = (
+    *("message", "text", "finish_reason", "temperature", "call_id", "extends"),
+    *("wait_s", "info", "id", "model"),
+)
+_kept_of = attrgetter(*_KEPT)
+_NO_INFO: dict[str, Any] = {}
 
 
 class RecordedStep(LazyDict):
     """A `TrajectoryStep` that a client's `ModelResponse` was recorded as.
 
     `head` is the step that this one's prompt continues, or None; `added` is what the prompt has
-    beyond it. The step keeps the response without its arrays, which the tree has.
+    beyond it. Of the response the step keeps what the tree does not have.
     """
 
-    __slots__ = ("_added", "_answer", "_response", "call", "head", "tree")
+    __slots__ = ("_added", "_answer", "_kept", "call", "head", "tree")
     _unread: ClassVar[Any] = _UNREAD
     _keeps: ClassVar[bool] = True
     _builders: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
@@ -230,7 +235,8 @@ class RecordedStep(LazyDict):
         self.head = head
         self._added = _packed(added)
         self._answer = _packed(completion)
-        self._response = replace(response, **_ARRAYS)
+        kept = _kept_of(response)
+        self._kept = kept if response.info else (*kept[:7], _NO_INFO, *kept[8:])
 
     @property
     def has_own_tokens(self) -> bool:
@@ -241,7 +247,7 @@ class RecordedStep(LazyDict):
     def response_record(self) -> Any:
         """The response without the arrays, which the tree has; or what was assigned instead."""
         value = dict.get(self, "response")
-        return self._response if value is _UNREAD else value
+        return self._response() if value is _UNREAD else value
 
     def recorded_conversation(self) -> Messages:
         """Return prompt and completion as they were recorded; a list is a new one."""
@@ -276,10 +282,18 @@ class RecordedStep(LazyDict):
             return "".join(reversed(parts))  # type: ignore[arg-type]
         return [message for part in reversed(parts) for message in part]  # type: ignore[misc]
 
+    def _response(self, **arrays: Any) -> ModelResponse:
+        tree, call = self.tree, self.call
+        return ModelResponse(
+            **dict(zip(_KEPT, self._kept, strict=True)),
+            num_prompt_tokens=tree.prompt_len(call),
+            num_completion_tokens=tree.num_sampled(call),
+            **arrays,
+        )
+
     def _build_response(self) -> ModelResponse:
         tree, call = self.tree, self.call
-        response = replace(
-            self._response,
+        response = self._response(
             completion_ids=tree.completion_ids(call),
             logprobs=tree.logprobs(call),
             versions=tree.versions(call),
@@ -287,13 +301,14 @@ class RecordedStep(LazyDict):
         return response.placed(tree, call)
 
     def _build_extras(self) -> dict[str, Any]:
-        tree, call, response = self.tree, self.call, self._response
+        tree, call = self.tree, self.call
+        _, _, finish_reason, temperature, call_id, *_ = self._kept
         extras: dict[str, Any] = {
             "agent": tree.agent(call),
             "turn": tree.turn(call),
-            "call_id": response.call_id,
-            "finish_reason": response.finish_reason.value,
-            "temperature": response.temperature,
+            "call_id": call_id,
+            "finish_reason": finish_reason.value,
+            "temperature": temperature,
             "num_prompt_tokens": tree.prompt_len(call),
             "num_completion_tokens": tree.num_sampled(call),
         }
@@ -336,7 +351,7 @@ class RecordedStep(LazyDict):
         elif "tokens" in self and not self.has_own_tokens:
             kept["tokens"] = tokens
         gone = [key for key in self._builders if key not in self]
-        return self.call, self._response, place, added, _unpacked(self._answer), kept, gone
+        return self.call, self._response(), place, added, _unpacked(self._answer), kept, gone
 
     @staticmethod
     def put_together(tree: TokenTree, parts: tuple[Any, ...], steps: list[Any]) -> RecordedStep:

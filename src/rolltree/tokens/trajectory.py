@@ -24,17 +24,21 @@ class Trajectory(list[TrajectoryStep]):
     only ever grows; a deep copy has its own.
     """
 
-    tree: TokenTree
-
     def __init__(
         self, steps: Iterable[TrajectoryStep] = (), *, tree: TokenTree | None = None
     ) -> None:
         super().__init__()
-        self.tree = TokenTree() if tree is None else tree
-        self._is_new = tree is None  # the first response's tree may become this one's
+        self._tree = tree  # None until it is needed: the first response's may become this one's
         self._handles: dict[int, int] = {}
         self._said: tuple[RecordedStep, Messages] | None = None  # the last step's conversation
         self.extend(steps)
+
+    @property
+    def tree(self) -> TokenTree:
+        """The tokens of all steps."""
+        if self._tree is None:
+            self._tree = TokenTree()
+        return self._tree
 
     def append_call(
         self,
@@ -127,9 +131,8 @@ class Trajectory(list[TrajectoryStep]):
         streams: Mapping[str, Any] | None,
     ) -> int:
         """Return the call's handle: the one that it has in this tree already, or a new one."""
-        if self._is_new and response.call == 0 and not self:
-            self.tree = response.tree
-        self._is_new = False
+        if self._tree is None and response.call == 0:
+            self._tree = response.tree
         if response.tree is not self.tree or response.call_id in self._handles:
             return self._insert(response, agent, turn, streams)
         call = cast(int, response.call)

@@ -288,6 +288,28 @@ class TokenTree:
             extra=checked,
         )
 
+    def label(
+        self,
+        call: int,
+        *,
+        agent: str = "",
+        turn: int | None = None,
+        streams: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Name the agent and turn of a call that was inserted without, and add its streams.
+
+        Raises:
+            TokenError: a stream does not fit the call.
+        """
+        sizes = self.prompt_len(call), self.num_sampled(call)
+        checked = {
+            name: self.extra.check(name, value, *sizes) for name, value in (streams or {}).items()
+        }
+        for name, value in checked.items():
+            self.extra.add(call, name, value)
+        self.calls.agent[call] = self._agent_index(agent)
+        self.calls.turn[call] = NO_TURN if turn is None else turn
+
     def _agent_index(self, agent: str) -> int:
         if agent not in self.agents:
             self.agents.append(agent)
