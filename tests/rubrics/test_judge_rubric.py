@@ -80,7 +80,7 @@ async def test_a_judge_that_fails_is_no_zero():
 
 
 def test_wrong_settings():
-    with pytest.raises(ConfigError, match="no judge_client"):
+    with pytest.raises(ConfigError, match="needs a judge_client"):
         JudgeRubric([correct])
     with pytest.raises(ConfigError, match="completion"):
         JudgeRubric([correct], judge_client=ScriptedClient(["x"]), judge_prompt="{completion}")
