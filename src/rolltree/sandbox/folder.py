@@ -26,7 +26,7 @@ from pathlib import Path
 
 from rolltree.errors import SandboxError, SandboxFileError
 from rolltree.sandbox.interface import Limits, RunResult, SandboxLevel
-from rolltree.sandbox.process import Launch, SupervisedProcess, SupervisedSession, run_to_end
+from rolltree.sandbox.process import Feed, Launch, SupervisedProcess, SupervisedSession, run_to_end
 from rolltree.tasks import being_cancelled
 
 PREFIX = "rolltree-sandbox-"
@@ -98,11 +98,10 @@ class FolderSandbox(ABC):
         self._check_open()
         limits = limits or self.limits
 
-        def start(source: str, collector: SupervisedSession) -> SupervisedProcess:
+        def start(source: str, feed: Feed) -> SupervisedProcess:
             self._check_open()
-            command = [self.python, "-s", "-c", source]
-            launch = self.launch(command, limits)
-            return SupervisedProcess(launch, limits, collector, stdin=None, windowed=True)
+            launch = self.launch([self.python, "-s", "-c", source], limits)
+            return SupervisedProcess(launch, limits, feed, stdin=None, windowed=True)
 
         session = SupervisedSession(start, limits, self.level.name)
         self._sessions.append(session)

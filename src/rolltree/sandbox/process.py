@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -56,12 +56,8 @@ class Launch:
     signals_as_codes: bool = False
 
 
-class Collector(Protocol):
-    """What becomes of the output."""
-
-    def feed(self, stream: int, data: bytes) -> bool:
-        """Take bytes of stream 1 or 2; return False when it was too much and the tree must die."""
-        ...
+Feed: TypeAlias = Callable[[int, bytes], bool]
+"""Takes bytes of stream 1 or 2; False when it was too much and the tree must die."""
 
 
 class BoundedOutput:
@@ -87,7 +83,7 @@ class SupervisedProcess:
     Args:
         launch: what to run.
         limits: what it may use.
-        collector: what takes its output.
+        feed: what takes its output.
         stdin: what it reads; None leaves the pipe open for `send`.
         windowed: `wall_s` and `cpu_s` count from `begin` to `end`, not from the start.
     """
@@ -96,13 +92,13 @@ class SupervisedProcess:
         self,
         launch: Launch,
         limits: Limits,
-        collector: Collector,
+        feed: Feed,
         *,
         stdin: bytes | None = b"",
         windowed: bool = False,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._launch, self._collector = launch, collector
+        self._launch, self._feed = launch, feed
         self._override: Ended | None = None
         self._report = bytearray()
         self._unsent = bytearray(stdin or b"")
@@ -146,8 +142,8 @@ class SupervisedProcess:
         assert stderr is not None
         self._stdin = stdin_pipe.fileno()
         os.set_blocking(self._stdin, False)
-        self._watch(stdout.fileno(), lambda data: self._feed(1, data))
-        self._watch(stderr.fileno(), lambda data: self._feed(2, data))
+        self._watch(stdout.fileno(), lambda data: self._take_output(1, data))
+        self._watch(stderr.fileno(), lambda data: self._take_output(2, data))
         self._watch(status_read, self._report.extend)
         self._status_fd = status_read
         self._push()
@@ -217,8 +213,8 @@ class SupervisedProcess:
             with contextlib.suppress(OSError):
                 os.write(self._control, command)
 
-    def _feed(self, stream: int, data: bytes) -> None:
-        if not self._collector.feed(stream, data):
+    def _take_output(self, stream: int, data: bytes) -> None:
+        if not self._feed(stream, data):
             self.kill("output")
 
     def _watch(self, fd: int, take: Callable[[bytes], object]) -> None:
@@ -292,7 +288,7 @@ async def run_to_end(launch: Launch, limits: Limits, stdin: bytes) -> RunResult:
         SandboxError: the isolation could not be set up.
     """
     output = BoundedOutput(limits.output_bytes)
-    process = SupervisedProcess(launch, limits, output, stdin=stdin)
+    process = SupervisedProcess(launch, limits, output.feed, stdin=stdin)
     try:
         await process.wait()
     finally:
@@ -311,7 +307,7 @@ class SupervisedSession:
 
     def __init__(
         self,
-        start: Callable[[str, SupervisedSession], SupervisedProcess],
+        start: Callable[[str, Feed], SupervisedProcess],
         limits: Limits,
         level: str,
     ) -> None:
@@ -338,7 +334,7 @@ class SupervisedSession:
                 raise SandboxError("the Python session is closed. Open another one.")
             began = time.monotonic()
             if self._process is None or self._process.finished.done():
-                self._process = self._start(_REPL.read_text(), self)
+                self._process = self._start(_REPL.read_text(), self._feed)
             process = self._process
             self._kept, self._pending, self._num_bytes = bytearray(), bytearray(), 0
             nonce = secrets.token_hex(8)
@@ -355,7 +351,7 @@ class SupervisedSession:
                 raise
             return self._result(process, time.monotonic() - began)
 
-    def feed(self, stream: int, data: bytes) -> bool:
+    def _feed(self, stream: int, data: bytes) -> bool:
         """Take output; find the mark."""
         self._num_bytes += len(data)
         if self._mark is None or self._marked is None:
