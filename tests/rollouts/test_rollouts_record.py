@@ -458,3 +458,15 @@ class TestReading:
         assert step["tokens"]["prompt_ids"] == [0, 1, 2, 500, 501, 502, 1000, 1001, 1002]
         assert step["tokens"]["completion_mask"] == [1, 1, 1]
         assert line["reward"] == 0.5
+
+
+def test_a_step_costs_its_new_messages_to_encode(monkeypatch):
+    seen = []
+    add = MessageTable._add_message
+    monkeypatch.setattr(
+        MessageTable,
+        "_add_message",
+        lambda table, message: (seen.append(1), add(table, message))[1],
+    )
+    encode_result(RolloutResult(request(), (state_of(conversation(200)),), None))
+    assert len(seen) < 5 * 200  # and not 200 * 200

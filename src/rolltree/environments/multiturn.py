@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -145,7 +146,10 @@ class MultiTurnEnv(Environment):
             turn = len(state["trajectory"])
             if seed is not None and turn:
                 args = {**args, "seed": derive_seed(seed, "turn", turn)}
-            with in_phase("model"), self.model_request(session, args):
+            # Only an override can answer with something that does not know its request.
+            is_own = not isinstance(session, OpenAIView)
+            request = nullcontext() if is_own else self.model_request(session, args)
+            with in_phase("model"), request:
                 response = await self.get_model_response(
                     session,
                     model,

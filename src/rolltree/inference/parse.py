@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -62,12 +63,12 @@ def extract_tokens(
     """
     choice = first_choice(response)
     logprobs = read(choice, "logprobs")
-    completion = _ids(read(choice, "token_ids"), "token_ids")
+    completion = _ids(choice, "token_ids")
     if completion is None:
         completion = _spelled_ids(_entries(logprobs, message_type, "token", "tokens") or [])
-    prompt = _ids(read(response, "prompt_token_ids"), "prompt_token_ids")
+    prompt = _ids(response, "prompt_token_ids")
     if prompt is None:
-        prompt = _ids(read(choice, "prompt_token_ids"), "prompt_token_ids")
+        prompt = _ids(choice, "prompt_token_ids")
     if prompt is None:
         prompt = sent_ids
     if prompt is None or completion is None:
@@ -309,8 +310,14 @@ def _entries(
     return [read(entry, field) for entry in content]
 
 
-def _ids(value: Any, name: str) -> IntArray | None:
-    return as_ids(value, name) if isinstance(value, list | tuple | np.ndarray) else None
+def _ids(holder: object, name: str) -> IntArray | None:
+    value = read(holder, name)
+    if not isinstance(value, list | tuple | np.ndarray):
+        return None
+    if type(value) is list and isinstance(holder, msgspec.Struct):  # integers, the decoder says
+        with suppress(OverflowError):
+            value = np.array(value, np.int64)
+    return as_ids(value, name)
 
 
 def _spelled_ids(texts: list[Any]) -> IntArray | None:

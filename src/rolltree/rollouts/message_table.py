@@ -44,15 +44,19 @@ class MessageTable:
         """How many trie nodes all histories need together."""
         return len(self._nodes) + len(self._pieces)
 
-    def add(self, history: Any) -> Reference:
-        """Return the reference of a history. A string that begins a later one is its prefix."""
+    def add(self, history: Any, after: int = _EMPTY) -> Reference:
+        """Return the reference of a history. A string that begins a later one is its prefix.
+
+        With `after`, the reference of another list, `history` is what follows that one: the cost is
+        O(its own messages).
+        """
         if isinstance(history, str):
             return {"t": self._add_string(history)}
         if history is None:
             return None
         if not isinstance(history, list):
             return {"v": history}
-        node = _EMPTY
+        node = after
         for message in history:
             edge = (node, self._add_message(message))
             node = self._nodes.setdefault(edge, len(self._nodes))

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from rolltree.errors import StoreError, TokenError
 from rolltree.redact import redact
-from rolltree.rollouts.message_table import MessageReader, MessageTable
+from rolltree.rollouts.message_table import MessageReader, MessageTable, Reference
 from rolltree.store import StoredRollout, dumps, loads
 from rolltree.tokens import RecordedStep, StepTokens, TokenTree, Trajectory, peek
 from rolltree.types import (
@@ -253,7 +253,8 @@ def _decode_input(data: dict[str, Any], messages: MessageReader) -> Any:
 def _as_trajectory(value: Any) -> Trajectory:
     """Return a trajectory whose tokens all lie in its own tree; `value` is not changed.
 
-    Tokens that contradict themselves stay in their step as they are.
+    Tokens that contradict themselves stay in their step as they are. So does a tree that has calls
+    of other steps (the value is a slice, or a session's answer was not recorded).
     """
     steps: Sequence[TrajectoryStep] = value or ()
     if isinstance(value, Trajectory) and all(
@@ -288,6 +289,7 @@ def _state_data(
     state: State, trajectory: Trajectory, request_input: dict[str, Any], table: MessageTable
 ) -> dict[str, Any]:
     own = {key: value for key, value in dict.items(state) if key not in _NOT_STORED}
+    prompts: dict[int, Reference] = {}  # by the identity of the step
     error = own.get("error")
     data: dict[str, Any] = {
         "has": [key for key in _STATE_APART if key in own],
@@ -298,7 +300,9 @@ def _state_data(
             if isinstance(error, ErrorRecord)
             else {"value": redact(error)}
         ),
-        "steps": [_step_data(trajectory, index, table) for index in range(len(trajectory))],
+        "steps": [
+            _step_data(trajectory, index, table, prompts) for index in range(len(trajectory))
+        ],
     }
     source = own.get("input")
     if isinstance(source, Mapping):
@@ -333,20 +337,33 @@ def _decode_state(
     return State(own)
 
 
-def _step_data(trajectory: Trajectory, index: int, table: MessageTable) -> dict[str, Any]:
+def _prompt_reference(step: Any, table: MessageTable, prompts: Mapping[int, Reference]) -> Any:
+    """Return a prompt's reference: O(new messages) where it continues a step seen before."""
+    head = step.head if isinstance(step, RecordedStep) else None
+    before = prompts.get(id(head))
+    if head is not None and isinstance(before, int):
+        added = step.words_after(head)
+        if isinstance(added, list):
+            return table.add(added, table.add(peek(head, "completion"), before))
+    return table.add(peek(step, "prompt"))
+
+
+def _step_data(
+    trajectory: Trajectory, index: int, table: MessageTable, prompts: dict[int, Reference]
+) -> dict[str, Any]:
     step: Mapping[str, Any] = trajectory[index]
-    prompt, completion = peek(step, "prompt"), peek(step, "completion")
-    extras = peek(step, "extras")
+    completion, extras = peek(step, "completion"), peek(step, "extras")
     data: dict[str, Any] = {
-        "prompt": table.add(prompt),
+        "prompt": _prompt_reference(step, table, prompts),
         "completion": table.add(completion),
         "call": trajectory.call_of(index),
         "reward": step.get("reward"),
         "advantage": step.get("advantage"),
         "extras": extras,
     }
-    if isinstance(prompt, str) and isinstance(completion, str):
-        table.add(prompt + completion)  # the next prompt most likely begins so
+    prompts[id(step)] = data["prompt"]
+    if isinstance(completion, str) and isinstance(data["prompt"], dict):
+        table.add(peek(step, "prompt") + completion)  # the next prompt most likely begins so
     response = step.response_record if isinstance(step, RecordedStep) else step.get("response")
     if isinstance(response, ModelResponse):
         data["answer"] = _answer_data(response, completion, extras or {})
