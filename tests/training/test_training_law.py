@@ -22,7 +22,7 @@ from rolltree.training.forward import LogprobModel
 from rolltree.training.kl import KLS
 from rolltree.training.logprobs import RecordLogprobs
 from rolltree.training.losses import LOSSES
-from rolltree.training.objective import objective, rollout_ratios, start_of
+from rolltree.training.objective import fixed_terms_of, objective, rollout_ratios
 
 SCOPES = ("step", "turn", "interleave", "tree")
 WIDE = {"clip_low": 0.9, "clip_high": 3.0}
@@ -143,7 +143,7 @@ class Scope:
         records = self.records_for(algorithm)
         leaves = [column.clone().requires_grad_() for column in self.got]
         now = self.got[0].numpy()
-        start = start_of(algorithm, records, self.before, self.reference.numpy())
+        start = fixed_terms_of(algorithm, records, self.before, self.reference.numpy())
         total = objective(
             algorithm,
             records.weight,

@@ -10,7 +10,7 @@ from training_kit import Call, records_of
 from rolltree.training.algorithms import resolve_algorithm
 from rolltree.training.kl import KLS, k1
 from rolltree.training.logprobs import RecordLogprobs, Teacher, gather_logprobs
-from rolltree.training.objective import needs_start, objective, rollout_ratios, start_of
+from rolltree.training.objective import fixed_terms_of, needs_fixed_terms, objective, rollout_ratios
 
 LN2 = math.log(2)
 
@@ -74,7 +74,7 @@ def evaluate(algorithm, now, before=None, reference=None, entropy=None, kl=None)
     """Total and d total / d logprob, every record weighing 1."""
     before = column(*(now if before is None else before))
     fixed = None if reference is None else column(*reference)
-    start = start_of(algorithm, RECORDS, before, fixed)
+    start = fixed_terms_of(algorithm, RECORDS, before, fixed)
     logprob = torch.tensor(now, requires_grad=True)
     got = RecordLogprobs(logprob, torch.tensor(entropy or [0.0] * 4), kl)
     ratios = rollout_ratios(algorithm, RECORDS, start, column(*now))
@@ -93,15 +93,15 @@ def evaluate(algorithm, now, before=None, reference=None, entropy=None, kl=None)
 class TestStart:
     def test_without_a_correction_ratios_are_against_the_engine(self):
         algorithm = resolve_algorithm("reinforce")
-        assert not needs_start(algorithm)
-        start = start_of(algorithm, RECORDS)
+        assert not needs_fixed_terms(algorithm)
+        start = fixed_terms_of(algorithm, RECORDS)
         assert start.old is RECORDS.logprob
         assert start.advantage is RECORDS.advantage
         assert start.factor is None
 
     def test_with_one_they_are_against_the_batchs_start(self):
         algorithm = resolve_algorithm("grpo", correction="token_tis")
-        assert needs_start(algorithm)
+        assert needs_fixed_terms(algorithm)
         # the trainer said -0.5, -2, -1, -2 at the start: k is exp(0.5), 1, 1, 1; it has moved since
         _, gradient = evaluate(algorithm, [-0.4, -2.0, -1.0, -2.1], [-0.5, -2.0, -1.0, -2.0])
         ratio = math.exp(0.1)
@@ -124,7 +124,7 @@ class TestStart:
         now = column(-0.5, -2.0, -1.5, -2.0)  # log ratios 0.5, 0, -0.5, 0
         for name, expected in (("gspo", [0.25, -0.25]), ("gmpo", [0.2, -0.2])):  # cut at 0.4
             algorithm = resolve_algorithm(name)
-            means = rollout_ratios(algorithm, RECORDS, start_of(algorithm, RECORDS), now)
+            means = rollout_ratios(algorithm, RECORDS, fixed_terms_of(algorithm, RECORDS), now)
             assert means.tolist() == pytest.approx(np.repeat(expected, 2).tolist())
         assert rollout_ratios(resolve_algorithm("grpo"), RECORDS, None, now) is None
 
@@ -132,7 +132,7 @@ class TestStart:
 class TestPenalties:
     def test_a_kl_in_the_reward_moves_the_advantage(self):
         algorithm = resolve_algorithm("reinforce", kl="reward", kl_coef=0.5)
-        assert needs_start(algorithm)
+        assert needs_fixed_terms(algorithm)
         now = [-1.0, -2.0, -1.0, -2.0]
         terms, gradient = evaluate(algorithm, now, reference=[-1.0, -4.0, -1.0, -1.0])
         # advantage - 0.5 (logprob - reference): 1, 1 - 1, -2, -2 + 0.5; the loss is -A logprob
@@ -141,9 +141,9 @@ class TestPenalties:
 
     def test_distillation_learns_from_the_teacher_alone(self):
         algorithm = resolve_algorithm("distill")
-        zero = start_of(resolve_algorithm("zero"), RECORDS)
+        zero = fixed_terms_of(resolve_algorithm("zero"), RECORDS)
         assert zero.advantage.tolist() == [1.0, 1.0, -2.0, -2.0]  # credit, not the loss, is zero
-        start = start_of(algorithm, RECORDS, column(-1, -2, -1, -2), column(-3, -2, -0.5, -2))
+        start = fixed_terms_of(algorithm, RECORDS, column(-1, -2, -1, -2), column(-3, -2, -0.5, -2))
         assert start.advantage.tolist() == pytest.approx([1 - 2, 1, -2 + 0.5, -2])
 
     def test_entropy_is_added_to_the_objective(self):

@@ -157,7 +157,7 @@ class TestProximal:
         call.advantage = 1.0
         samples = [flat(call)]
         batch = build_batch(samples, worker.algorithm, 8192)
-        start = worker._start(batch, 2)
+        start = worker._fixed_terms(batch, 2)
         worker._gradients(batch, start)
         worker.optimizer.clip()
         worker.optimizer.step(0.01)

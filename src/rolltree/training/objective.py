@@ -3,8 +3,7 @@
     batch start:  old logprob, advantage (less the KL in the reward), correction factor
     per pack:     weight * (factor * policy loss + kl_coef * KL - entropy_coef * entropy), summed
 
-Functions of arrays per loss record. It knows every table of losses and nothing of models; what it
-leaves out is when each part is computed, which is the trainer's.
+Functions of arrays per loss record; the trainer decides when each part is computed.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from rolltree.types import Records
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class FixedTerms:
     """What stays as it was before the first update on a batch, float32 `[_R]` each.
 
     `old` is what ratios are against. `factor` scales the policy loss; None: nothing corrects.
@@ -37,10 +36,10 @@ class Start:
     advantage: FloatColumn
     factor: FloatColumn | None = None
 
-    def part(self, span: slice) -> Start:
+    def part(self, span: slice) -> FixedTerms:
         """Return the records of one pack."""
         factor = None if self.factor is None else self.factor[span]
-        return Start(self.old[span], self.advantage[span], factor)
+        return FixedTerms(self.old[span], self.advantage[span], factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +54,13 @@ class ObjectiveTerms:
     kl: Tensor | None
 
 
-def needs_start(algorithm: Algorithm) -> bool:
+def needs_fixed_terms(algorithm: Algorithm) -> bool:
     """Return whether the trainer's logprobs at the start of a batch are part of the loss."""
     return algorithm.correction is not None or _kl_in_reward(algorithm)
 
 
-def starts_over_rollouts(algorithm: Algorithm) -> bool:
-    """Return whether `start_of` must see all records of a rollout at once."""
+def fixed_terms_need_whole_rollouts(algorithm: Algorithm) -> bool:
+    """Return whether `fixed_terms_of` must see all records of a rollout at once."""
     return algorithm.correction is not None and get_correction(algorithm.correction).over_rollout
 
 
@@ -69,52 +68,52 @@ def _kl_in_reward(algorithm: Algorithm) -> bool:
     return algorithm.kl_coef > 0 and KLS[algorithm.kl].in_reward
 
 
-def start_of(
+def fixed_terms_of(
     algorithm: Algorithm,
     records: Records,
     logprob: FloatColumn | None = None,
     reference: FloatColumn | None = None,
-) -> Start:
-    """Return what is fixed for `records`, whole rollouts where `starts_over_rollouts`.
+) -> FixedTerms:
+    """Return what is fixed for `records`, whole rollouts where `fixed_terms_need_whole_rollouts`.
 
     Args:
         algorithm: says what is needed.
         records: with the engine's logprobs and the advantages.
-        logprob: the trainer's, before the first update; read where `needs_start`.
+        logprob: the trainer's, before the first update; read where `needs_fixed_terms`.
         reference: the frozen model's; read for a KL in the reward.
     """
     old, advantage, factor = records.logprob, records.advantage, None
     if algorithm.correction is not None:
-        assert logprob is not None, "needs_start was not asked"
+        assert logprob is not None, "see needs_fixed_terms"
         row = get_correction(algorithm.correction)
         difference = logprob - records.logprob
         factor = row.fn(records, difference, algorithm.correction_parameters)
         old = logprob
     if _kl_in_reward(algorithm):
-        assert logprob is not None, "needs_start was not asked"
+        assert logprob is not None, "see needs_fixed_terms"
         assert reference is not None, "a KL in the reward needs the reference's logprobs"
         advantage = advantage - np.float32(algorithm.kl_coef) * (logprob - reference)
-    return Start(old, advantage, factor)
+    return FixedTerms(old, advantage, factor)
 
 
 def rollout_ratios(
-    algorithm: Algorithm, records: Records, start: Start, logprob: FloatColumn
+    algorithm: Algorithm, records: Records, fixed: FixedTerms, logprob: FloatColumn
 ) -> FloatColumn | None:
     """Return the mean of the loss's rollout term per record, None for a loss without one.
 
-    `records`, `start` and `logprob` (now, not at the start) are of whole rollouts.
+    `records`, `fixed` and `logprob` (now, not at the start) are of whole rollouts.
     """
     term = get_loss(algorithm.loss).rollout_term
     if term is None:
         return None
-    ratio, advantage = torch.from_numpy(logprob - start.old), torch.from_numpy(start.advantage)
+    ratio, advantage = torch.from_numpy(logprob - fixed.old), torch.from_numpy(fixed.advantage)
     return rollout_means(records, term(ratio, advantage, algorithm.parameters).numpy())
 
 
 def objective(
     algorithm: Algorithm,
     weight: FloatColumn,
-    start: Start,
+    fixed: FixedTerms,
     got: RecordLogprobs,
     *,
     ratios: FloatColumn | None = None,
@@ -125,7 +124,7 @@ def objective(
     Args:
         algorithm: the parts and their parameters.
         weight: the coefficient of each record, from `aggregation`.
-        start: of these records.
+        fixed: of these records.
         got: logprobs with gradient; entropy with one where `entropy_coef` is set; `kl` for `full`.
         ratios: of these records, from `rollout_ratios`.
         reference: the frozen model's logprobs, without gradient.
@@ -136,14 +135,14 @@ def objective(
 
     inputs = LossInputs(
         got.logprob,
-        tensor(start.old),
-        tensor(start.advantage),
+        tensor(fixed.old),
+        tensor(fixed.advantage),
         None if ratios is None else tensor(ratios),
     )
     terms = get_loss(algorithm.loss).fn(inputs, algorithm.parameters)
     loss, kl = terms.loss, None
-    if start.factor is not None:
-        loss = loss * tensor(start.factor)
+    if fixed.factor is not None:
+        loss = loss * tensor(fixed.factor)
     if algorithm.kl_coef > 0:
         row = KLS[algorithm.kl]
         kl = _estimate(row.fn, got, reference)

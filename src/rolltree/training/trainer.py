@@ -38,12 +38,12 @@ from rolltree.training.logprobs import RecordLogprobs
 from rolltree.training.lora import adapters_off, is_adapted
 from rolltree.training.metrics import RecordStats
 from rolltree.training.objective import (
-    Start,
-    needs_start,
+    FixedTerms,
+    fixed_terms_need_whole_rollouts,
+    fixed_terms_of,
+    needs_fixed_terms,
     objective,
     rollout_ratios,
-    start_of,
-    starts_over_rollouts,
 )
 from rolltree.training.optim import Optimizer, learning_rate
 from rolltree.training.ranks import Ranks, shard
@@ -177,13 +177,13 @@ class Trainer:
             for part in split_rollouts(samples, section.minibatches)
         ]
         num_updates = section.updates_per_step
-        starts = [self._start(batch, num_updates) for batch in batches]
+        fixed_terms = [self._fixed_terms(batch, num_updates) for batch in batches]
         metrics: dict[str, float] = {}
         fresh = step - 1 if section.async_steps else None  # None: every token is
         with ExitStack() as held:
             for update in range(num_updates):
                 batch = batches[update % len(batches)]
-                stats = self._gradients(batch, starts[update % len(batches)])
+                stats = self._gradients(batch, fixed_terms[update % len(batches)])
                 if update == 0:
                     metrics = stats.metrics(batch.records, fresh)
                     if not self.algorithm.supervised:
@@ -212,18 +212,18 @@ class Trainer:
             "train/tokens_per_s": num_tokens * num_updates / len(batches) / spent,
         }
 
-    def _start(self, batch: Batch, num_updates: int) -> Start | None:
+    def _fixed_terms(self, batch: Batch, num_updates: int) -> FixedTerms | None:
         """Return what stays fixed for a batch; None: the first pass over it finds out by itself."""
-        if not needs_start(self.algorithm):
-            return start_of(self.algorithm, batch.records)
-        spans = self.algorithm.over_rollout or starts_over_rollouts(self.algorithm)
+        if not needs_fixed_terms(self.algorithm):
+            return fixed_terms_of(self.algorithm, batch.records)
+        spans = self.algorithm.over_rollout or fixed_terms_need_whole_rollouts(self.algorithm)
         if num_updates == 1 and (batch.is_whole or not spans):
             return None
         reference = None
         if self.reference is not None and KLS[self.algorithm.kl].in_reward:
             reference = self._measure(self.reference, batch)
         logprob = self._measure(self.logprobs, batch)
-        return start_of(self.algorithm, batch.records, logprob, reference)
+        return fixed_terms_of(self.algorithm, batch.records, logprob, reference)
 
     @torch.no_grad()
     def _measure(self, model: LogprobModel, batch: Batch) -> FloatColumn:
@@ -236,17 +236,17 @@ class Trainer:
                 found[item.span] = got
         return found if self.ranks is None else self.ranks.total(found)[0]
 
-    def _gradients(self, batch: Batch, start: Start | None = None) -> RecordStats:
+    def _gradients(self, batch: Batch, fixed: FixedTerms | None = None) -> RecordStats:
         """Add up the gradients of all packs and return what was seen per record of all ranks."""
-        start = start or self._start(batch, 1)
+        fixed = fixed or self._fixed_terms(batch, 1)
         ratios: FloatColumn | None = None
-        if start is not None and self.algorithm.over_rollout and not batch.is_whole:
+        if fixed is not None and self.algorithm.over_rollout and not batch.is_whole:
             now = self._measure(self.logprobs, batch)
-            ratios = rollout_ratios(self.algorithm, batch.records, start, now)
+            ratios = rollout_ratios(self.algorithm, batch.records, fixed, now)
         stats = self._new_stats(len(batch.records))
         for item in batch.packs:
             with self.logprobs.context():
-                part = None if start is None else start.part(item.span)
+                part = None if fixed is None else fixed.part(item.span)
                 mean = None if ratios is None else ratios[item.span]
                 self._backward(self._loss(item, part, mean, stats))
         if self.ranks is not None:
@@ -260,7 +260,7 @@ class Trainer:
         return RecordStats(num_records, kl=self.reference is not None, factor=corrects)
 
     def _loss(
-        self, item: Pack, start: Start | None, ratios: FloatColumn | None, stats: RecordStats
+        self, item: Pack, fixed: FixedTerms | None, ratios: FloatColumn | None, stats: RecordStats
     ) -> Tensor:
         """Return the share of the step's loss that one pack carries.
 
@@ -271,13 +271,13 @@ class Trainer:
         if item.is_filler:  # a loss of 0, computed as other ranks compute theirs
             return 0 * got.logprob.sum()
         now = got.logprob.detach().cpu().numpy()
-        if start is None:
-            fixed = None if reference is None else reference.cpu().numpy()
-            start = start_of(algorithm, records, now, fixed)
+        if fixed is None:
+            below = None if reference is None else reference.cpu().numpy()
+            fixed = fixed_terms_of(algorithm, records, now, below)
         if ratios is None:
-            ratios = rollout_ratios(algorithm, records, start, now)
-        terms = objective(algorithm, records.weight, start, got, ratios=ratios, reference=reference)
-        stats.add(item.span, got, terms, start.factor)
+            ratios = rollout_ratios(algorithm, records, fixed, now)
+        terms = objective(algorithm, records.weight, fixed, got, ratios=ratios, reference=reference)
+        stats.add(item.span, got, terms, fixed.factor)
         return terms.total
 
     def _read(self, item: Pack) -> tuple[RecordLogprobs, Tensor | None]:
