@@ -93,7 +93,7 @@ class ClientBase(ABC):
         return await self.call(ModelCall(ids, request.sampling, request.model))
 
     async def aclose(self) -> None:  # noqa: B027  (most clients own nothing)
-        """Do nothing: what this client uses belongs to somebody else."""
+        """Do nothing: this client owns no connections."""
 
 
 class DelegatingClient(ClientBase):
@@ -194,7 +194,7 @@ class TokenClient(RootClient[TokenSession]):
 
 
 class MessageClient(RootClient[MemoryT]):
-    """A client whose server renders prompts; `tokens` knows whether it returns ids.
+    """A client whose server renders prompts; `tokens` says whether it returns ids.
 
     The memory is, or extends, a `MessageSession`. `version`, as it is when a request is sent, is
     the policy version of tokens for which the server reports none.

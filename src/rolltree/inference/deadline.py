@@ -20,8 +20,8 @@ from rolltree.types import ModelResponse
 class Clock:
     """Seconds an episode has spent, waiting excluded.
 
-    While a model call is in flight nobody knows how much of it is waiting, so the hard limit is
-    suspended until the call returns and says. With calls in parallel their waits add up, which
+    While a model call is in flight it is unknown how much of it is waiting, so the hard limit is
+    suspended until the call returns. With calls in parallel their waits add up, which
     errs on the side of the episode.
     """
 

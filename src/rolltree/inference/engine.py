@@ -327,7 +327,7 @@ class EngineThread(ABC, Generic[RequestT]):
         self.close()
 
     def close(self) -> None:
-        """Do what `aclose` does, and block meanwhile; called at exit if nobody did before."""
+        """Do what `aclose` does, and block meanwhile; called at exit at the latest."""
         self._ask_to_stop()
         self._thread.join()
         atexit.unregister(self.close)
@@ -420,7 +420,7 @@ class EngineThread(ABC, Generic[RequestT]):
             request.settle(error)
 
     def _begin_step(self) -> list[RequestT] | None:
-        """Wait until there is something to do and nobody has paused; None ends the thread."""
+        """Wait until there is work and no pause; None ends the thread."""
         with self._condition:
             while self._ended is None and (
                 self._num_pauses or not (self._inbox or self._has_work())

@@ -70,7 +70,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
             `"processed"` those of the distribution sampled from. Raw ones are dropped when
             temperature, top_p and the like are not neutral, since they would be wrong.
         token_endpoint: where prompts that were rendered here are sent: vLLM's
-            `/inference/v1/generate`, which knows the policy version of every token, or
+            `/inference/v1/generate`, which reports the policy version of every token, or
             `/v1/completions`; `"auto"` finds out.
         retry: how often to try again.
         timeout_s: longest wait for an answer's next bytes.
@@ -78,7 +78,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         transport: an httpx transport instead of the network, for tests.
 
     `version`, as it is when a request is sent, is the policy version of tokens for which the server
-    reports none; whoever publishes weights to the server sets it.
+    reports none; publishing weights to the server sets it.
     """
 
     def __init__(

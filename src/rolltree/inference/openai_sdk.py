@@ -193,6 +193,6 @@ def _drop_tokens(response: Any, made: ModelResponse, sampling: SamplingParams) -
 
 
 def _openai_errors() -> tuple[type[BaseException], ...]:
-    """Return the openai package's root exception, if somebody has imported the package."""
+    """Return the openai package's root exception, if the package has been imported."""
     package = sys.modules.get("openai")
     return (package.OpenAIError,) if package is not None else ()

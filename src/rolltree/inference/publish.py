@@ -166,7 +166,7 @@ async def update_server(server: HttpServer, load: Update, version: int) -> None:
         if reported != str(version):
             raise BadResponse(
                 f"{server.root_url} says that its weights have version {reported!r} after they "
-                f"were set to {version}. Does somebody else publish to it?"
+                f"were set to {version}. Is another trainer publishing to it?"
             )
     except ModelError as error:
         raise ModelError(f"{error} {paused}") from error

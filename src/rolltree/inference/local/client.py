@@ -84,9 +84,7 @@ def local_client(
         ConfigError: see `LocalEngine` and `ChatRenderer`.
         UnsupportedSetting: the embedded engine cannot run this model.
     """
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    known = [*eos_token_ids, *(configured if isinstance(configured, list) else [configured])]
-    ends = [int(token) for token in known if token is not None]
+    ends = [*eos_token_ids, *configured_end_ids(model)]
     renderer = renderer or ChatRenderer(tokenizer, end_ids=ends)
     engine = LocalEngine(
         model,
@@ -95,3 +93,10 @@ def local_client(
         **engine_options,
     )
     return LocalClient(engine, tokenizer, name, renderer=renderer)
+
+
+def configured_end_ids(model: Any) -> list[int]:
+    """Return the end tokens of a model's generation config."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    known = configured if isinstance(configured, list) else [configured]
+    return [int(token) for token in known if token is not None]

@@ -2,7 +2,7 @@
 
 Every request in the batch has at least one token without keys: the one just sampled, or what the
 prefix cache did not know of its prompt. One pass computes the former for everybody and the latter
-up to a limit; whoever has none left samples its next token. The class belongs to one thread.
+up to a limit; a request with none left samples its next token. The class belongs to one thread.
 """
 
 from __future__ import annotations

@@ -240,7 +240,7 @@ class ServerOptions:
             return
         if not self.allow_remote:
             raise ConfigError(
-                f"--host {self.host} can be reached from other machines, and whoever reaches it "
+                f"--host {self.host} can be reached from other machines, and anyone who reaches it "
                 "with the token can use the model and replace its weights. Connections are not "
                 "encrypted. If that is meant, add --allow-remote."
             )

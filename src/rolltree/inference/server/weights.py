@@ -246,7 +246,7 @@ class WeightReceiver:
     def _met(self) -> Channel:
         if self._channel is None:
             raise ConfigError(
-                "no trainer has been met, so there is nobody to receive weights from. Send "
+                "no trainer has been met, so no weights can be received. Send "
                 "/init_weight_transfer_engine first, as `WeightTransfer.open` and `publish` of "
                 "rolltree.inference do."
             )

@@ -235,7 +235,7 @@ def send(
 def receive(channel: Channel, buckets: Iterable[Bucket]) -> Iterator[list[tuple[str, Tensor]]]:
     """Yield the tensors of each bucket, checked, as they arrive; the next one is under way then.
 
-    Each bucket has memory of its own: whoever loads may keep views of it.
+    Each bucket has memory of its own: the loader may keep views of it.
 
     Raises:
         ConnectionFailed: the trainer is gone, or sends nothing in time.
@@ -309,7 +309,7 @@ def _join(
     channel.broadcast(heard)
     if not torch.equal(heard.cpu(), greeting):
         channel.close()
-        raise ConnectionFailed("somebody else than the trainer answered; nothing was received.")
+        raise ConnectionFailed("another process than the trainer answered; nothing was received.")
     return channel
 
 

@@ -54,7 +54,7 @@ class WeightTransfer:
         clients: one per server.
         backend: `"gloo"`, or `"nccl"` between GPUs (not yet run on any).
         device: the GPU on which nccl's buckets are packed, None for torch's current one.
-        address: one of this machine's that the servers reach; nobody else should. They connect to
+        address: one of this machine's that the servers, and only they, reach. They connect to
             it, and it to them, on any port, unencrypted.
         bucket_bytes: how much is packed and sent at once; two buckets are in memory. A larger
             tensor is sent as one.

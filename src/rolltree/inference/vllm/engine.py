@@ -23,7 +23,7 @@ from rolltree.inference.engine import (
     EngineThread,
     SampledToken,
 )
-from rolltree.inference.local.client import LocalClient
+from rolltree.inference.local.client import LocalClient, configured_end_ids
 from rolltree.inference.vllm.backend import Backend, StepOutput, VllmBackend, Weights
 from rolltree.types import FinishReason, IntArray, SamplingParams
 
@@ -283,9 +283,7 @@ def vllm_client(
     Raises:
         ConfigError: vLLM is not installed, or cannot serve the model as asked.
     """
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    known = configured if isinstance(configured, list) else [configured]
-    ends = [int(token) for token in known if token is not None]
+    ends = configured_end_ids(model)
     renderer = renderer or ChatRenderer(tokenizer, end_ids=ends)
     own_limit = getattr(model.config, "max_position_embeddings", None) or DEFAULT_MAX_CONTEXT
     context = max_context or min(own_limit, DEFAULT_MAX_CONTEXT)

@@ -69,7 +69,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """
         if self._channel is None:
             raise RuntimeError(
-                "No trainer has been met, so there is nobody to receive from. Send "
+                "No trainer has been met, so no weights can be received. Send "
                 "/init_weight_transfer_engine first, as rolltree's WeightTransfer.open does."
             )
         loaded: set[str] = set()
