@@ -225,6 +225,24 @@ async def test_stop_conditions_are_asked_after_a_response_that_changes_the_state
     assert asked == [(0, 2), (1, 2), (1, 1), (2, 1), (2, 0)]
 
 
+async def test_a_game_may_end_by_a_change_of_the_environment():
+    class Game(Echo):
+        over = False
+
+        async def env_response(self, messages, state):
+            self.over = True
+            return user("that was the last move")
+
+        @stop
+        async def played(self, state):
+            return self.over
+
+    model = ScriptedModel("go")
+    state = await play(Game(), model)
+    assert state["stop_condition"] == "played"
+    assert len(model.calls) == 1
+
+
 @pytest.mark.parametrize("value", [{"moves": []}, [[]], SimpleNamespace(moves=[])])
 async def test_a_game_may_end_by_a_change_inside_a_value_of_the_state(value):
     def moves(state):

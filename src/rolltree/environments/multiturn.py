@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import abstractmethod
 from contextlib import nullcontext
 from typing import Any
@@ -138,9 +139,9 @@ class MultiTurnEnv(Environment):
     async def _play_turns(self, state: State, session: Any, model: str, args: SamplingArgs) -> None:
         seed = args.get("seed")
         while not await self.is_completed(state):
-            before = _snapshot(state)
+            before = _Snapshot(self, state)
             prompt = await self.get_prompt_messages(state)
-            if _snapshot(state) != before and await self.is_completed(state):
+            if before.has_changed() and await self.is_completed(state):
                 await self._keep_last_response(state, prompt)
                 break
             turn = len(state["trajectory"])
@@ -194,22 +195,39 @@ _NOT_COMPARED = frozenset({"trajectory", "client", "timing"})
 _ENCODE = msgspec.msgpack.Encoder().encode
 
 
-def _snapshot(state: State) -> object:
-    """Return a value that is equal to a later one if the state has not changed in between.
+class _Snapshot:
+    """What stop conditions may look at, to see whether it has changed since.
 
-    A state that holds objects other than plain data counts as changed: they cannot be compared.
+    That is the state, the last step's reward and extras, the clock, and the environment's
+    attributes, if they are set anew. A state that holds objects other than plain data counts as
+    changed: they cannot be compared.
     """
-    steps, episode = state["trajectory"], current_episode()
-    kept: dict[str, Any] = {k: v for k, v in state.items() if k not in _NOT_COMPARED}
-    if steps:
-        extras = dict.get(steps[-1], "extras")  # built when they are first read
-        kept["trajectory"] = [
-            len(steps),
-            steps[-1]["reward"],
-            extras if type(extras) is dict else 0,
-        ]
-    kept["client"] = episode is not None and episode.clock.expired
-    try:
-        return _ENCODE(kept)
-    except (TypeError, ValueError, RecursionError):
-        return object()
+
+    __slots__ = ("_attributes", "_data", "_env", "_state")
+
+    def __init__(self, env: Environment, state: State) -> None:
+        self._env, self._state = env, state
+        self._attributes = list(vars(env).values())
+        self._data = self._encode()
+
+    def has_changed(self) -> bool:
+        """Whether something is, or may be, another now."""
+        if self._data is None or self._encode() != self._data:
+            return True
+        now = vars(self._env).values()
+        if len(now) != len(self._attributes):
+            return True
+        return not all(map(operator.is_, now, self._attributes))
+
+    def _encode(self) -> bytes | None:
+        steps, episode = self._state["trajectory"], current_episode()
+        kept: dict[str, Any] = {k: v for k, v in self._state.items() if k not in _NOT_COMPARED}
+        if steps:
+            extras = dict.get(steps[-1], "extras")  # built when they are first read
+            last = extras if type(extras) is dict else None
+            kept["trajectory"] = [len(steps), steps[-1]["reward"], last]
+        kept["timing"] = episode is not None and episode.clock.expired
+        try:
+            return _ENCODE(kept)
+        except (TypeError, ValueError, RecursionError):
+            return None
