@@ -469,6 +469,9 @@ class TrainingExample:
 INPUT_FIELDS: tuple[str, ...] = ("prompt", "answer", "task", "info", "example_id")
 
 
+_FORWARDED = frozenset(INPUT_FIELDS)
+
+
 class State(dict[str, Any]):
     """What one rollout knows: a dict that forwards the input's fields (spec 1).
 
@@ -485,10 +488,10 @@ class State(dict[str, Any]):
     INPUT_FIELDS = list(INPUT_FIELDS)
 
     def _forwards(self, key: object) -> bool:
-        return key in INPUT_FIELDS and dict.__contains__(self, "input")
+        return key in _FORWARDED and dict.__contains__(self, "input")
 
     def __getitem__(self, key: str) -> Any:
-        if self._forwards(key):
+        if key in _FORWARDED and dict.__contains__(self, "input"):
             source = dict.__getitem__(self, "input")
             if key in source:
                 return source[key]
