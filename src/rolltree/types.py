@@ -16,11 +16,12 @@ from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import count
-from types import SimpleNamespace
 from typing import Any, Literal, NotRequired, TypeAlias, TypedDict, cast
 
 import numpy as np
 from numpy.typing import NDArray
+
+from rolltree.openai_shape import ResponseChoice, ResponsePart, dump_response, same_value
 
 IntArray: TypeAlias = NDArray[np.int32]
 FloatArray: TypeAlias = NDArray[np.float32]
@@ -236,31 +237,14 @@ class ModelResponse:
 
     def model_dump(self) -> dict[str, Any]:
         """Return the response as a dict of OpenAI's shape, with vLLM's fields for token ids."""
-        (choice,) = self.choices
-        return {
-            "id": self.id,
-            "object": "chat.completion",
-            "model": self.model,
-            "choices": [
-                {
-                    "index": 0,
-                    "message": choice.message.model_dump(),
-                    "text": self.text,
-                    "finish_reason": choice.finish_reason,
-                    "logprobs": None if choice.logprobs is None else choice.logprobs.model_dump(),
-                    "token_ids": choice.token_ids,
-                }
-            ],
-            "usage": self.usage.model_dump(),
-            "prompt_token_ids": self.prompt_token_ids,
-        }
+        return dump_response(self)
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not ModelResponse:
             return NotImplemented
         mine, theirs = self._values(), other._values()
         return all(
-            _equal(mine[name], theirs[name]) for name in mine if name not in ("raw", "extends")
+            same_value(mine[name], theirs[name]) for name in mine if name not in ("raw", "extends")
         )
 
     def __hash__(self) -> int:
@@ -276,85 +260,6 @@ class ModelResponse:
 
 def _response_of(values: dict[str, Any]) -> ModelResponse:
     return ModelResponse(**values)
-
-
-def _equal(left: Any, right: Any) -> bool:
-    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
-        return left is not None and right is not None and np.array_equal(left, right)
-    return bool(left == right)
-
-
-class ResponsePart(SimpleNamespace):
-    """A part of a response that reads like OpenAI's objects: attributes and `model_dump()`."""
-
-    def model_dump(self) -> dict[str, Any]:
-        """Return the part as plain dicts and lists."""
-        return {name: _dumped(value) for name, value in vars(self).items()}
-
-
-def _dumped(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_dumped(item) for item in value]
-    return value.model_dump() if isinstance(value, ResponsePart) else value
-
-
-class ResponseChoice:
-    """The one choice of a `ModelResponse`, with OpenAI's attributes for chat and for text."""
-
-    __slots__ = ("_response",)
-    index = 0
-
-    def __init__(self, response: ModelResponse) -> None:
-        self._response = response
-
-    @property
-    def message(self) -> ResponsePart:
-        """The assistant message: `content`, `reasoning_content`, `tool_calls`."""
-        message = self._response.message
-        calls = [
-            ResponsePart(
-                id=call.get("id"),
-                type="function",
-                function=ResponsePart(**call.get("function", {})),
-            )
-            for call in message.get("tool_calls") or ()
-        ]
-        return ResponsePart(
-            role="assistant",
-            content=message.get("content"),
-            reasoning_content=message.get("reasoning_content"),
-            tool_calls=calls or None,
-        )
-
-    @property
-    def text(self) -> str:
-        """The text that was sampled."""
-        return self._response.text
-
-    @property
-    def finish_reason(self) -> str:
-        """Why the model stopped."""
-        return self._response.finish_reason.value
-
-    @property
-    def token_ids(self) -> list[int] | None:
-        """The sampled ids, as vLLM names them."""
-        ids = self._response.completion_ids
-        return None if ids is None else ids.tolist()
-
-    @property
-    def logprobs(self) -> ResponsePart | None:
-        """Logprobs in both of OpenAI's shapes: `content` for chat, `token_logprobs` for text."""
-        ids, logprobs = self._response.completion_ids, self._response.logprobs
-        if ids is None or logprobs is None:
-            return None
-        tokens = [f"token_id:{token}" for token in ids.tolist()]
-        values = logprobs.tolist()
-        content = [
-            ResponsePart(token=token, logprob=value, bytes=None, top_logprobs=[])
-            for token, value in zip(tokens, values, strict=True)
-        ]
-        return ResponsePart(content=content, tokens=tokens, token_logprobs=values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rolltree.errors import StoreError, TokenError
+from rolltree.rollouts.message_table import MessageTable
 from rolltree.rollouts.record import decode_results, decode_rollout, encode_result, export_line
 from rolltree.store import Opaque, Run
 from rolltree.tokens import TokenStream, TokenTree, Trajectory
@@ -463,10 +464,11 @@ class TestReading:
 def test_a_step_costs_its_new_messages_to_encode(monkeypatch):
     seen = []
     add = MessageTable._add_message
-    monkeypatch.setattr(
-        MessageTable,
-        "_add_message",
-        lambda table, message: (seen.append(1), add(table, message))[1],
-    )
+
+    def counted(table, message):
+        seen.append(message)
+        return add(table, message)
+
+    monkeypatch.setattr(MessageTable, "_add_message", counted)
     encode_result(RolloutResult(request(), (state_of(conversation(200)),), None))
     assert len(seen) < 5 * 200  # and not 200 * 200

@@ -1,0 +1,110 @@
+"""How a `ModelResponse` reads like the response objects of the openai package."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+
+def same_value(left: Any, right: Any) -> bool:
+    """Return whether two fields of a record are equal; arrays are compared by their values."""
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        return left is not None and right is not None and np.array_equal(left, right)
+    return bool(left == right)
+
+
+class ResponsePart(SimpleNamespace):
+    """A part of a response that reads like OpenAI's objects: attributes and `model_dump()`."""
+
+    def model_dump(self) -> dict[str, Any]:
+        """Return the part as plain dicts and lists."""
+        return {name: _dumped(value) for name, value in vars(self).items()}
+
+
+def _dumped(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_dumped(item) for item in value]
+    return value.model_dump() if isinstance(value, ResponsePart) else value
+
+
+class ResponseChoice:
+    """The one choice of a `ModelResponse`, with OpenAI's attributes for chat and for text."""
+
+    __slots__ = ("_response",)
+    index = 0
+
+    def __init__(self, response: Any) -> None:
+        self._response = response
+
+    @property
+    def message(self) -> ResponsePart:
+        """The assistant message: `content`, `reasoning_content`, `tool_calls`."""
+        message = self._response.message
+        calls = [
+            ResponsePart(
+                id=call.get("id"),
+                type="function",
+                function=ResponsePart(**call.get("function", {})),
+            )
+            for call in message.get("tool_calls") or ()
+        ]
+        return ResponsePart(
+            role="assistant",
+            content=message.get("content"),
+            reasoning_content=message.get("reasoning_content"),
+            tool_calls=calls or None,
+        )
+
+    @property
+    def text(self) -> str:
+        """The text that was sampled."""
+        return self._response.text
+
+    @property
+    def finish_reason(self) -> str:
+        """Why the model stopped."""
+        return self._response.finish_reason.value
+
+    @property
+    def token_ids(self) -> list[int] | None:
+        """The sampled ids, as vLLM names them."""
+        ids = self._response.completion_ids
+        return None if ids is None else ids.tolist()
+
+    @property
+    def logprobs(self) -> ResponsePart | None:
+        """Logprobs in both of OpenAI's shapes: `content` for chat, `token_logprobs` for text."""
+        ids, logprobs = self._response.completion_ids, self._response.logprobs
+        if ids is None or logprobs is None:
+            return None
+        tokens = [f"token_id:{token}" for token in ids.tolist()]
+        values = logprobs.tolist()
+        content = [
+            ResponsePart(token=token, logprob=value, bytes=None, top_logprobs=[])
+            for token, value in zip(tokens, values, strict=True)
+        ]
+        return ResponsePart(content=content, tokens=tokens, token_logprobs=values)
+
+
+def dump_response(response: Any) -> dict[str, Any]:
+    """Return a `ModelResponse` as a dict of OpenAI's shape, with vLLM's fields for token ids."""
+    choice = ResponseChoice(response)
+    return {
+        "id": response.id,
+        "object": "chat.completion",
+        "model": response.model,
+        "choices": [
+            {
+                "index": 0,
+                "message": choice.message.model_dump(),
+                "text": choice.text,
+                "finish_reason": choice.finish_reason,
+                "logprobs": None if choice.logprobs is None else choice.logprobs.model_dump(),
+                "token_ids": choice.token_ids,
+            }
+        ],
+        "usage": response.usage.model_dump(),
+        "prompt_token_ids": response.prompt_token_ids,
+    }
