@@ -1,7 +1,7 @@
 """Tic-tac-toe against an opponent: an agent, a world with turns, and a player without a model.
 
 The opponent plays perfectly with probability `skill` and at random otherwise; who begins, and what
-the opponent does, follow from the episode's seed. It knows rolltree's worlds and protocols.
+the opponent does, follow from the episode's seed.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def test_the_same_prompt_again_adds_nothing():
     assert render_completion(PROMPT, steps) == [*assistant("a"), *assistant("b")]
 
 
-def test_the_last_words_of_the_environment_come_last():
+def test_the_final_response_of_the_environment_comes_last():
     rendered = render_completion(PROMPT, [step(PROMPT, assistant("a"))], user("bye"))
     assert rendered == [*assistant("a"), *user("bye")]
 
@@ -108,5 +108,5 @@ def test_strings():
         ("ab", "abc", "c"),
     ],
 )
-def test_new_words(before, prompt, new):
+def test_appended_messages(before, prompt, new):
     assert appended_messages(before, prompt) == new

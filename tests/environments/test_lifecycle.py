@@ -462,7 +462,7 @@ def test_teardown_at_the_end_of_a_process(how, where, lines, status):
     assert done.returncode == status
 
 
-def test_a_handler_of_the_program_is_left_alone():
+def test_a_signal_handler_of_the_program_stays():
     lifecycle._open[0] = None
     try:
         before = signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -269,7 +269,7 @@ async def test_a_game_may_end_by_a_change_inside_a_value_of_the_state(value):
     assert len(model.calls) == 1
 
 
-async def test_last_words_end_a_game():
+async def test_a_final_env_response_ends_a_game():
     class LastWords(Echo):
         async def env_response(self, messages, state):
             state["final_env_response"] = user("goodbye")

@@ -61,7 +61,7 @@ def test_best_play_is_a_draw(game):
     assert game.value("XX.OO....", "O") == -1
 
 
-def test_nobody_beats_the_perfect_opponent_and_the_perfect_player_never_loses(game):
+def test_perfect_players_never_lose(game):
     random_x = random.Random(0)
     client = ScriptedClient(lambda m: str(random_x.choice(game.free(board_of(m))) + 1))
     rewards = load(skill=1.0).evaluate_sync(client).reward

@@ -269,3 +269,17 @@ async def test_a_played_world_can_be_stored_and_read_back(tmp_path):
     states = [result.states[0] for result in again]
     assert sorted(s["reward"] for s in states) == sorted(results.reward)
     assert all(s["prompt"][-1]["content"] == "Guess from 1 to 9." for s in states)
+
+
+async def test_a_finished_state_can_be_copied_and_pickled():
+    import copy
+    import pickle
+
+    results = await env_of().evaluate(ScriptedModel(searching), "m")
+    for state in results.state:
+        for again in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+            assert again["completion"] == state["completion"]
+            assert again["world_info"] == state["world_info"]
+            assert [step["reward"] for step in again["trajectory"]] == [
+                step["reward"] for step in state["trajectory"]
+            ]

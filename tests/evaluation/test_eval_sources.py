@@ -108,7 +108,7 @@ class Slow(Source):
         return states
 
 
-async def test_a_rollout_that_hangs_is_a_time_out_and_holds_nobody_up(tmp_path, monkeypatch):
+async def test_a_rollout_that_hangs_times_out_without_blocking_others(tmp_path, monkeypatch):
     engine = runner.RolloutEngine
     monkeypatch.setattr(
         runner, "RolloutEngine", lambda *args, **options: engine(*args, grace_s=0.0, **options)

@@ -236,7 +236,7 @@ class TestBudgets:
             Budget(**{name: 0})
 
     @pytest.mark.parametrize("name", ["max_depth", "max_children", "max_concurrent"])
-    def test_limits_under_which_nobody_can_be_asked(self, name):
+    def test_limits_under_which_no_child_can_run(self, name):
         with pytest.raises(ConfigError, match=f"{name} is 0"):
             DelegatingProtocol(an_agent([]), {"delegate": child([])}, **{name: 0})
 

@@ -60,7 +60,7 @@ def test_missing_answer_and_info_are_empty():
     assert ask(lambda answer, info: (answer, info), state) == ("", {})
 
 
-def test_an_argument_nobody_has_is_recorded_with_the_nearest_name():
+def test_an_unknown_argument_is_recorded_with_the_nearest_name():
     outcome = ask(lambda completions_: 1.0)
     assert isinstance(outcome, ErrorRecord)
     assert "asks for 'completions_'" in outcome.message

@@ -53,7 +53,7 @@ def test_everybody_acts_at_once():
     assert game.agents == []
 
 
-def test_whoever_decided_nothing_does_the_idle_action():
+def test_an_agent_without_an_action_does_the_idle_action():
     game = hands(idle_action=0)
     game.reset(seed=1)
     outcomes = game.step({"player_1": "lizard"})

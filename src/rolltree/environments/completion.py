@@ -9,14 +9,14 @@ from rolltree.types import ChatMessage, Messages, TrajectoryStep, concat_message
 
 
 def render_completion(
-    prompt: Messages, steps: Sequence[TrajectoryStep], last_words: Messages | None = None
+    prompt: Messages, steps: Sequence[TrajectoryStep], final_response: Messages | None = None
 ) -> Messages:
     """Return everything after `prompt`, in the order in which it was said.
 
     As long as each step's prompt continues the step before, that is the last step's conversation
     without `prompt`. Where an environment rewrote the history, nothing said before is lost: of
     such a prompt the new part is what follows its last assistant message and does not already
-    begin the earlier prompt. `last_words` is what the environment said after the last step.
+    begin the earlier prompt. `final_response` is the environment's response after the last step.
     Without steps the completion is empty.
     """
     empty: Messages = "" if isinstance(prompt, str) else []
@@ -26,12 +26,12 @@ def render_completion(
         words = step.words_after(last) if isinstance(step, RecordedStep) else None
         if words is None:
             before = prompt if last is None else conversation([last])
-            words = _new_part(before, peek(step, "prompt"))
+            words = appended_messages(before, peek(step, "prompt"))
         parts.append(words)
         parts.append(peek(step, "completion"))
         last = step
-    if last_words:
-        parts.append(last_words)
+    if final_response:
+        parts.append(final_response)
     return concat_messages(parts)
 
 
@@ -47,15 +47,8 @@ def conversation(steps: Sequence[TrajectoryStep]) -> Messages:
 
 def appended_messages(before: Messages, prompt: Messages) -> Messages:
     """Return what `prompt` adds to the conversation `before`."""
-    return _new_part(before, prompt)
-
-
-def _new_part(before: Messages, prompt: Messages) -> Messages:
-    if isinstance(prompt, str) or isinstance(before, str):
-        shared = _num_shared(before, prompt)
-        return prompt[shared:]
     shared = _num_shared(before, prompt)
-    if shared == len(before):
+    if isinstance(prompt, str) or isinstance(before, str) or shared == len(before):
         return prompt[shared:]
     return prompt[max(shared, _after_last_answer(prompt)) :]
 

@@ -175,7 +175,7 @@ class Environment(BatchRunner):
         model: str = "",
         sampling_args: SamplingArgs | None = None,
     ) -> State:
-        """Return the state before the first turn. It knows the row and nothing of the world.
+        """Return the state before the first turn; `setup_state` adds the environment's own part.
 
         `state["client"]` has OpenAI's methods, for environments that ask a model themselves.
 

@@ -2,8 +2,8 @@
 
 It turns `client.chat.completions.create(...)` and `client.completions.create(...)` into calls of
 the client behind it, so that a user that is played by a model, or a judge inside an environment,
-needs no second connection. It knows nothing about HTTP. It leaves out streaming and several
-completions at once.
+needs no second connection. Streaming and several completions at once are not
+supported.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Histories are paths in a trie of messages, so a prompt that continues an earlier prompt adds one
 node per new message, and one that rewrites history adds nodes from the rewritten message on.
-Strings (the completions endpoint) are paths of text pieces in the same way. It knows nothing
-about rollouts or tokens. It leaves out storing: it turns into JSON text and back.
+Strings (the completions endpoint) are paths of text pieces in the same way.
 
 A history's reference is an integer (a trie node, -1 for the empty list), `{"t": node}` for a
 string, None, or `{"v": value}` for anything that is no chat history.

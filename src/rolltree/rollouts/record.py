@@ -1,8 +1,8 @@
 """Rollout results to store rows and back, exactly, in O(unique tokens) of space.
 
 One row per trajectory: columns for queries, the token tree as bytes, and a JSON record with every
-message once and every step as references (`message_table`). It knows states, trajectories and
-rows. It leaves out, on purpose:
+message once and every step as references (`message_table`). Left out on
+purpose:
 
 - the raw response of a client that wraps another one, of which only identity and usage are kept:
   its text is in the completion, its ids and logprobs in the tree;

@@ -2,7 +2,7 @@
 
 Submodules (`envs.tool_env`, `rubrics.rubric`, `utils.data_utils`, `types`, ...) are made from the
 table in `rolltree.compat.names` when they are imported, and a name is fetched when it is used. It
-leaves out trainers and scripts; what behaves differently on purpose is in docs/compat.md.
+does not cover trainers and scripts; what behaves differently on purpose is in docs/compat.md.
 """
 
 from __future__ import annotations
