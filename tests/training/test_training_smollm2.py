@@ -1,5 +1,7 @@
 """The loop over the real model: its engine and its trainer agree, its trees are exact."""
 
+import re
+
 import pytest
 import torch
 from loop_kit import make_config, start
@@ -48,6 +50,8 @@ def test_trees_of_smollm2_are_as_exact_as_rows():
     """Two float32 gradients differ by what rounding the CPU does; the law is against float64."""
     model, _ = load_model("smollm2-135m")
     assert why_not_tree(model) is None
+    for name, parameter in model.named_parameters():  # the others would take gigabytes in float64
+        parameter.requires_grad_(re.search(r"embed_tokens|layers\.(0|14|29)\.", name) is not None)
     calls = group(3, 12, 2)
     rows, loss = gradient(model, [[flat(call)] for call in calls], "rows")
     ours, tree_loss = gradient(model, [[tree(calls)]])

@@ -124,7 +124,7 @@ def gradient(model, samples, forward="tree", chunk_rows=512, dtype=torch.float32
             loss = (got.logprob * torch.from_numpy(forest.records.advantage)).sum()
             loss.backward()
             total += float(loss.detach())
-    return torch.cat([p.grad.flatten() for p in model.parameters()]), total
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad]), total
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
