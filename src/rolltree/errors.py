@@ -2,25 +2,25 @@
 
     RolltreeError
     ├── ConfigError            a key or value in a config file, flag or argument   (ValueError)
-    ├── UnknownName            a name that no registry holds, with the nearest one (LookupError)
+    ├── UnknownName            an unknown name; the message has the nearest one    (LookupError)
     ├── ModelError             a model call that gave no usable answer
     │   ├── ServerError        the server answered with an error status; `status`, `retryable`
     │   ├── ConnectionFailed   the server could not be reached, or hung up
     │   ├── BadResponse        the server answered, but not with what the API promises
     │   ├── PromptTooLong      the prompt does not fit the context window
-    │   └── UnsupportedSetting this engine cannot do what was asked; nothing is ignored silently
+    │   └── UnsupportedSetting this engine does not have a requested setting
     ├── TokenError             token data that contradicts itself: lengths, ranges, NaN logprobs
     ├── StoreError             the run directory cannot be read or written
-    ├── TrainingError          a training step that must not go on: non-finite loss, starvation
-    ├── SandboxError           a sandbox could not do what was asked of it
+    ├── TrainingError          training cannot continue: non-finite loss, no rollout to learn from
+    ├── SandboxError           a sandbox could not do what was requested
     │   ├── SandboxFileError   a path that leaves the sandbox, is missing or is not a file
-    │   └── SandboxUnavailable this machine cannot isolate untrusted code as asked
+    │   └── SandboxUnavailable this machine cannot isolate untrusted code well enough
     ├── BudgetSpent            an agent has used up its model calls or its tokens
     ├── RolloutTimeout         an episode outlived its time limit                  (TimeoutError)
-    └── Stopped                somebody asked the program to end; what was done is saved
+    └── Stopped                the program was told to stop (SIGTERM); its progress is saved
 
-Each message says what happened, why it matters and what to do next. The module knows nothing
-about who raises; it leaves out the record of a failure, which is `types.ErrorRecord`.
+Each message says what happened, why it matters and what to do next. `types.ErrorRecord` is the
+stored record of a failure.
 """
 
 from __future__ import annotations
