@@ -131,8 +131,8 @@ class LocalBackend:
             reasons.append(f"{name}: {_tried[key]}")
         raise SandboxUnavailable(
             "this machine cannot isolate untrusted code well enough, so it is not run. Install "
-            "bubblewrap (`pip install 'rolltree[sandbox]'`), use the Docker backend, or accept less "
-            "with allow_weaker=True. Tried: " + "; ".join(reasons)
+            "bubblewrap (`pip install 'rolltree[sandbox]'`), use the Docker backend, or accept "
+            "less with allow_weaker=True. Tried: " + "; ".join(reasons)
         )
 
     def _trouble(self, candidate: Candidate) -> str:
