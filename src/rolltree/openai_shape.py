@@ -60,12 +60,12 @@ class ResponseChoice:
     @property
     def text(self) -> str:
         """The text that was sampled."""
-        return self._response.text
+        return str(self._response.text)
 
     @property
     def finish_reason(self) -> str:
         """Why the model stopped."""
-        return self._response.finish_reason.value
+        return str(self._response.finish_reason.value)
 
     @property
     def token_ids(self) -> list[int] | None:

@@ -1,8 +1,4 @@
-"""Every value that crosses a room, and nothing that does work.
-
-A value is a frozen dataclass with slots, a `TypedDict` where the field expects a plain dict, or
-`State`, the dict that one rollout fills. This module knows nothing about engines, environments,
-files or torch. It leaves out the token tree itself (`rolltree.tokens`) and every behaviour.
+"""Every value that crosses a room: frozen dataclasses, `TypedDict`s, and `State`.
 
 Dimension legend, used in every docstring of the project: `_B` batch, `_T` tokens, `_V` vocabulary,
 `_H` heads, `_D` model width, `_S` segments, `_R` loss records. Units are suffixes: `_s`, `_ms`,
@@ -13,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from itertools import count
 from typing import Any, Literal, NotRequired, TypeAlias, TypedDict, cast
@@ -119,12 +115,7 @@ class ErrorRecord:
 
     def as_dict(self) -> dict[str, str]:
         """Return the record as JSON-ready strings."""
-        return {
-            "type": self.type,
-            "message": self.message,
-            "traceback": self.traceback,
-            "phase": self.phase,
-        }
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +162,8 @@ class ModelResponse:
     are, id for id, a prefix of this prompt; it is a hint that makes storing cost O(new tokens).
     `raw` is the response object of a client that wraps another one (the openai package's).
 
-    It also reads like OpenAI's response objects: `choices[0].message`, `.text`, `.finish_reason`,
-    `.logprobs` and `.token_ids`, `usage`, `prompt_token_ids` and `model_dump()` are built when they
-    are read.
+    It also reads like OpenAI's response objects (`choices[0].message`, `usage`, `model_dump()`),
+    with vLLM's fields for token ids; these are built when they are read.
     """
 
     message: ChatMessage
@@ -200,16 +190,14 @@ class ModelResponse:
     @classmethod
     def overlong_prompt(cls) -> ModelResponse:
         """Return the response to a prompt that does not fit: empty, with its `id` saying so."""
-        message = {"role": "assistant", "content": ""}
-        reason = FinishReason.LENGTH
-        return cls(message, "", reason, id=OVERLONG_PROMPT)
+        empty = {"role": "assistant", "content": ""}
+        return cls(empty, "", FinishReason.LENGTH, id=OVERLONG_PROMPT)
 
     def placed(self, tree: Any, call: int) -> ModelResponse:
         """Note that this call lies in `tree` (a `TokenTree`) as `call`. For who inserted it."""
-        object.__setattr__(self, "tree", tree)
-        object.__setattr__(self, "call", call)
-        object.__setattr__(self, "prompt_ids", tree.prompt_view(call))
-        object.__setattr__(self, "logprobs", tree.logprobs(call))
+        values = (tree, call, tree.prompt_view(call), tree.logprobs(call))
+        for name, value in zip(("tree", "call", "prompt_ids", "logprobs"), values, strict=True):
+            object.__setattr__(self, name, value)
         return self
 
     def annotated(self, *, wait_s: float = 0.0, **info: Any) -> ModelResponse:
@@ -225,10 +213,9 @@ class ModelResponse:
     @property
     def usage(self) -> ResponsePart:
         """Token counts as OpenAI names them."""
-        prompt, completion = self.num_prompt_tokens, self.num_completion_tokens
-        return ResponsePart(
-            prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion
-        )
+        counts = self.num_prompt_tokens, self.num_completion_tokens
+        names = ("prompt_tokens", "completion_tokens", "total_tokens")
+        return ResponsePart(**dict(zip(names, (*counts, sum(counts)), strict=True)))
 
     @property
     def prompt_token_ids(self) -> list[int] | None:
@@ -378,7 +365,7 @@ _FORWARDED = frozenset(INPUT_FIELDS)
 
 
 class State(dict[str, Any]):
-    """What one rollout knows: a dict that forwards the input's fields (spec 1).
+    """The dict that one rollout fills. It forwards the input's fields (spec 1).
 
     `state["prompt"]` reads `state["input"]["prompt"]` when there is an input. Forwarding is the
     same for reading, writing, `in`, `get`, `pop`, `setdefault` and `del`; iteration, `len`, `keys`
