@@ -10,7 +10,7 @@ from rolltree.rollouts import RolloutEngine
 from rolltree.store import Run
 from rolltree.testing import ScriptedClient
 from rolltree.training import load_train_config, step_requests
-from rolltree.training.plan import collect
+from rolltree.training.plan import check_some_worked, gather
 from rolltree.types import ErrorRecord, State
 
 CONFIG = load_train_config({"algorithm": {"group_size": 2, "groups_per_step": 3}})
@@ -49,6 +49,12 @@ def engine(source):
 
 def requests(step=1):
     return step_requests(CONFIG, Source(), step)
+
+
+async def collect(requests, engine, run, on_progress=lambda done: None):
+    found = await gather(requests, engine, run, on_progress, retry_failed=True)
+    check_some_worked(found.results)
+    return found
 
 
 async def test_results_come_in_request_order_and_are_stored(run):

@@ -153,22 +153,6 @@ class Collected:
     num_reused: int
 
 
-async def collect(
-    requests: Sequence[RolloutRequest],
-    engine: RolloutEngine,
-    run: Run,
-    on_progress: Callable[[int], None] = lambda num_done: None,
-) -> Collected:
-    """Do what `gather` does, for all requests of a step.
-
-    Raises:
-        TrainingError: every rollout failed; the most common error is quoted.
-    """
-    collected = await gather(requests, engine, run, on_progress, retry_failed=True)
-    check_some_worked(collected.results)
-    return collected
-
-
 async def gather(
     requests: Sequence[RolloutRequest],
     engine: RolloutEngine,
