@@ -2,7 +2,7 @@
 
 `StepOutcome` crosses from a world to a protocol, `ParseResult` from a parser to an agent,
 `AgentStep` from an agent to a protocol, and `Rollout` from a protocol to whoever trains or scores.
-An `AgentStep` holds the spec-1 step of its call (`record`), whose tokens are a view on a token tree.
+An `AgentStep` holds the spec-1 step of its call (`record`), whose tokens are a view on the tree.
 
 Rewards land in one place each. What a parser or an agent gives (a bonus for the format, a penalty)
 is `AgentStep.reward`; what a world gives is `EnvironmentStep.reward`. Nothing is added to both.
