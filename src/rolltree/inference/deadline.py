@@ -103,7 +103,9 @@ class TimedClient(DelegatingClient):
         wait_s = 0.0
         self._clock.call_started()
         try:
-            response = await super().call(replace(call, model=call.model or self._model))
+            if call.model is None and self._model is not None:
+                call = replace(call, model=self._model)
+            response = await call.to(self._inner)
             wait_s = response.wait_s
             return response
         finally:
