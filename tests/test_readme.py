@@ -31,6 +31,7 @@ def test_the_make_targets_exist():
     assert targets == ["demo", "test"]
     for target in targets:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+    assert "make test\n" in (ROOT / ".ci" / "run").read_text()  # CI runs what users run
 
 
 def test_the_commands_and_their_flags_exist():

@@ -1,8 +1,8 @@
-"""The `rolltree` program: its commands, its version, and how errors leave it.
+"""The `rolltree` program: its commands, its version, and its exit statuses.
 
-An error that rolltree raises on purpose is printed as one message, without a traceback, and ends
-the program with status 2 (settings) or 1 (everything else); Ctrl-C ends it with 130, SIGTERM after
-which everything was saved with 75 (BSD's "try again later").
+An error that rolltree raises is printed as one message without a traceback; the exit status is 2
+for wrong settings and 1 for everything else. Ctrl-C gives 130, and SIGTERM after which everything
+was saved gives 75 (BSD's EX_TEMPFAIL, "try again later").
 """
 
 from __future__ import annotations
