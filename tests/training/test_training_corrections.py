@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from training_kit import Call, records_of
 
 from rolltree.errors import ConfigError, UnknownName
-from rolltree.training.corrections import CORRECTIONS, get_correction
+from rolltree.training.coefficients import CORRECTIONS, get_correction
 
 LN2, LN3 = math.log(2), math.log(3)
 

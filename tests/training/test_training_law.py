@@ -14,14 +14,12 @@ import torch
 from training_kit import FLOAT32, difference, gradient_of, states, tiny_model, trainer
 
 from rolltree.samples import build_samples
-from rolltree.training.aggregation import AGGREGATIONS
 from rolltree.training.algorithms import ALGORITHMS, resolve_algorithm
 from rolltree.training.batches import build_batch
-from rolltree.training.corrections import CORRECTIONS
+from rolltree.training.coefficients import AGGREGATIONS, CORRECTIONS
 from rolltree.training.forward import LogprobModel
-from rolltree.training.kl import KLS
 from rolltree.training.logprobs import RecordLogprobs
-from rolltree.training.losses import LOSSES
+from rolltree.training.losses import KLS, LOSSES
 from rolltree.training.objective import fixed_terms_of, objective, rollout_ratios
 
 SCOPES = ("step", "turn", "interleave", "tree")

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from training_kit import Call, records_of
 
 from rolltree.errors import ConfigError, UnknownName
-from rolltree.training.aggregation import AGGREGATIONS, coefficients, rollout_means, rollout_sums
 from rolltree.training.algorithms import ALGORITHMS, resolve_algorithm
+from rolltree.training.coefficients import AGGREGATIONS, coefficients, rollout_means, rollout_sums
 from rolltree.training.losses import LOSSES, LossInputs, get_loss
 
 LN2 = math.log(2)

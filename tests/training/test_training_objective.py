@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from training_kit import Call, records_of
 
 from rolltree.training.algorithms import resolve_algorithm
-from rolltree.training.kl import KLS, k1
 from rolltree.training.logprobs import RecordLogprobs, Teacher, gather_logprobs
+from rolltree.training.losses import KLS, k1
 from rolltree.training.objective import fixed_terms_of, needs_fixed_terms, objective, rollout_ratios
 
 LN2 = math.log(2)

@@ -15,7 +15,7 @@ from rolltree.samples import build_samples
 from rolltree.tokens import Trajectory
 from rolltree.training import Trainer, load_train_config
 from rolltree.training.batches import build_batch
-from rolltree.training.corrections import CORRECTIONS
+from rolltree.training.coefficients import CORRECTIONS
 from rolltree.training.losses import LOSSES
 from rolltree.types import FinishReason, ModelResponse, State
 

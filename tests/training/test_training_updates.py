@@ -100,7 +100,7 @@ class TestMinibatches:
 
 
 def recording(worker):
-    """Let a trainer keep the `Start` that each of its updates used."""
+    """Let a trainer keep the `FixedTerms` that each of its updates used."""
     seen = []
     inner = worker._gradients
 

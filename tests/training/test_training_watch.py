@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from training_kit import Call, flat, group
 
 from rolltree.tasks import uninterrupted
+from rolltree.training.batches import mask_stale
 from rolltree.training.metrics import RecordStats, mismatch_metrics
 from rolltree.training.publishing import WeightLock
-from rolltree.training.staleness import mask_stale
 
 
 def versioned(versions, call=None):

@@ -5,18 +5,16 @@ The room takes rollouts from any source and never imports an environment or the 
 """
 
 from rolltree.training.advantages import CreditPolicy, CreditReport, assign_credit
-from rolltree.training.aggregation import AGGREGATIONS, coefficients
 from rolltree.training.algorithms import ALGORITHMS, Algorithm, resolve_algorithm
 from rolltree.training.checkpoint import Checkpoints, TrainState
 from rolltree.training.checkpoint_formats import export_model
+from rolltree.training.coefficients import AGGREGATIONS, CORRECTIONS, coefficients
 from rolltree.training.config import MAY_CHANGE, TrainConfig, load_train_config
-from rolltree.training.corrections import CORRECTIONS
 from rolltree.training.credit import CREDITS, FLOWS, Flow
 from rolltree.training.forward import LogprobModel
-from rolltree.training.kl import KLS
 from rolltree.training.layout import Forest, collate
 from rolltree.training.loop import Evaluate, run_training
-from rolltree.training.losses import LOSSES, LossInputs, LossTerms, get_loss
+from rolltree.training.losses import KLS, LOSSES, LossInputs, LossTerms, get_loss
 from rolltree.training.optim import Optimizer, learning_rate
 from rolltree.training.parts import TrainParts, build_parts, open_run
 from rolltree.training.plan import step_requests, task_indices

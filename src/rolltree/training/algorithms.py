@@ -1,31 +1,25 @@
 """Algorithms by name: which credit, loss, aggregation and penalties belong together.
 
-A row per algorithm of the literature; a new one is a new row. It knows the tables of `credit`,
-`losses`, `aggregation`, `corrections` and `kl`, and nothing of training. It leaves out what an
-algorithm does to sampling, such as DAPO's dynamic sampling.
+A row per algorithm of the literature; a new one is a new row. What an algorithm does to sampling,
+such as DAPO's dynamic sampling, has settings of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
-from rolltree.errors import ConfigError, UnknownName, did_you_mean
-from rolltree.training.aggregation import AGGREGATIONS
-from rolltree.training.corrections import get_correction
+from rolltree.errors import ConfigError
+from rolltree.training.coefficients import AGGREGATIONS, get_correction
 from rolltree.training.credit import CREDITS
-from rolltree.training.kl import KLS
-from rolltree.training.losses import LOSSES, get_loss
-
-T = TypeVar("T")
+from rolltree.training.losses import KLS, LOSSES, get_loss, look_up
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
     """Credit, loss with its parameters, aggregation with its length (0: not used), and the rest.
 
-    `correction` with its parameters: a row of `corrections`, or None. `kl`: a row of `kl.KLS`, not
+    `correction` with its parameters: a row of `CORRECTIONS`, or None. `kl`: a row of `KLS`, not
     read while `kl_coef` is 0. `entropy_coef`: of the entropy that is added to the objective.
     `teaches`: all there is to learn comes from the reference, which must be another model.
     """
@@ -105,7 +99,7 @@ def resolve_algorithm(
         UnknownName: the algorithm or a part does not exist.
         ConfigError: a parameter that no part reads, one that is needed, or parts that do not fit.
     """
-    row = _look_up("algorithm", name, ALGORITHMS)
+    row = look_up("algorithm", name, ALGORITHMS)
     chosen = replace(
         row,
         credit=credit or row.credit,
@@ -116,10 +110,10 @@ def resolve_algorithm(
         kl_coef=row.kl_coef if kl_coef is None else kl_coef,
         entropy_coef=entropy_coef,
     )
-    _look_up("credit", chosen.credit, CREDITS)
-    _look_up("loss", chosen.loss, LOSSES)
-    _look_up("aggregation", chosen.aggregation, AGGREGATIONS)
-    _look_up("KL estimate", chosen.kl, KLS)
+    look_up("credit", chosen.credit, CREDITS)
+    look_up("loss", chosen.loss, LOSSES)
+    look_up("aggregation", chosen.aggregation, AGGREGATIONS)
+    look_up("KL estimate", chosen.kl, KLS)
     given = {key: value for key, value in (parameters or {}).items() if value is not None}
     of_correction = {key: given.pop(key) for key in list(given) if key.startswith("correction_")}
     own = row.parameters if chosen.loss == row.loss else {}
@@ -132,12 +126,6 @@ def resolve_algorithm(
         if chosen.correction is None
         else get_correction(chosen.correction).parameters(of_correction, chosen.correction),
     )
-
-
-def _look_up(kind: str, key: str, table: Mapping[str, T]) -> T:
-    if key not in table:
-        raise UnknownName(f"there is no {kind} {key!r}.{did_you_mean(key, table)}")
-    return table[key]
 
 
 def _check_fit(

@@ -3,7 +3,8 @@
     coefficients over all records -> drop what has no gradient -> prune -> pack within the budget
 
 A record's coefficient becomes its weight, so the loss of a pack is a plain weighted sum and packing
-changes nothing. Pure numpy. It knows samples and the aggregation table. It leaves out models.
+changes nothing. How old a token is, its lag, is the version of the weights before the step minus
+the version that sampled it: per token, because weights may change during a rollout.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import numpy as np
 
 from rolltree.errors import TokenError, TrainingError
 from rolltree.samples import concat_records, pack_samples, prune_sample, take_records
-from rolltree.training.aggregation import coefficients, rollout_means
+from rolltree.samples.resolve import resolve_tokens
 from rolltree.training.algorithms import Algorithm
+from rolltree.training.coefficients import coefficients, rollout_means
+from rolltree.training.config import TrainConfig
 from rolltree.training.layout import BoolArray, Forest, collate
-from rolltree.types import Records, Sample
+from rolltree.types import Records, RolloutResult, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,3 +173,59 @@ def rollout_names(sample: Sample) -> str:
     """Return the ids of the rollouts of a sample, for messages."""
     names = list(dict.fromkeys(origin.rollout_id for origin in sample.origins))
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+# -- staleness -----------------------------------------------------------------------------------
+
+
+def staleness_limit(config: TrainConfig) -> int:
+    """Return the largest lag at which a token is trained: `max_lag`, or `async_steps`."""
+    section = config.train
+    return section.async_steps if section.max_lag is None else section.max_lag
+
+
+def mask_stale(
+    samples: Sequence[Sample], version: int, max_lag: int
+) -> tuple[list[Sample], dict[str, float]]:
+    """Give tokens older than `max_lag` weight 0, as if they were context.
+
+    Args:
+        samples: what a step trains on.
+        version: of the weights before the step.
+        max_lag: the largest lag that is trained.
+
+    Returns:
+        The samples, and metrics over their trainable tokens: `async/lag_max`, `async/stale_share`
+        and `async/num_stale_tokens`.
+    """
+    masked = []
+    num_tokens = num_stale = largest = 0
+    for sample in samples:
+        records = sample.records
+        lag, counts = version - records.version, records.weight != 0
+        stale = counts & (lag > max_lag)
+        num_tokens += int(counts.sum())
+        num_stale += int(stale.sum())
+        largest = max(largest, int(lag[counts].max(initial=0)))
+        if stale.any():
+            weight = np.where(stale, np.float32(0), records.weight)
+            sample = replace(sample, records=replace(records, weight=weight))
+        masked.append(sample)
+    return masked, {
+        "async/lag_max": float(largest),
+        "async/stale_share": num_stale / max(1, num_tokens),
+        "async/num_stale_tokens": float(num_stale),
+    }
+
+
+def newest_version(results: Sequence[RolloutResult]) -> int | None:
+    """Return the highest version that sampled a token of `results`; None without any."""
+    newest = None
+    for result in results:
+        for state in result.states:
+            tree, handles = resolve_tokens(0, state["trajectory"])
+            for handle in handles:
+                versions = tree.versions(handle) if handle >= 0 else ()
+                if len(versions):
+                    newest = max(int(np.max(versions)), -1 if newest is None else newest)
+    return newest

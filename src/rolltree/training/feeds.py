@@ -24,6 +24,7 @@ from rolltree.errors import TrainingError
 from rolltree.rollouts import RolloutEngine
 from rolltree.store import Run
 from rolltree.training.advantages import assign_credit
+from rolltree.training.batches import newest_version, staleness_limit
 from rolltree.training.config import TrainConfig
 from rolltree.training.no_signal_warning import NoSignalWarning
 from rolltree.training.plan import (
@@ -33,7 +34,6 @@ from rolltree.training.plan import (
     step_requests,
     stored_results,
 )
-from rolltree.training.staleness import newest_version, staleness_limit
 from rolltree.types import RolloutRequest, RolloutResult
 
 OnProgress = Callable[[int, int, int], None]

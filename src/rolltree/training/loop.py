@@ -25,6 +25,7 @@ from rolltree.samples import SampleBatch, build_samples
 from rolltree.store import Run
 from rolltree.tasks import uninterrupted
 from rolltree.training.advantages import assign_credit
+from rolltree.training.batches import mask_stale, staleness_limit
 from rolltree.training.checkpoint import Checkpoints, TrainState
 from rolltree.training.config import TrainConfig
 from rolltree.training.feeds import Feed, StepRollouts, StreamFeed, SyncFeed
@@ -40,7 +41,6 @@ from rolltree.training.rank0 import (
 )
 from rolltree.training.ranks import Ranks
 from rolltree.training.reporter import Reporter, Silent, TrainReport, TrainStart
-from rolltree.training.staleness import mask_stale, staleness_limit
 from rolltree.training.trackers import Trackers
 from rolltree.training.trainer import Trainer
 from rolltree.types import RolloutResult, State

@@ -1,9 +1,11 @@
-"""Losses per sampled token, as a table of pure torch functions.
+"""Losses and KL estimates per sampled token, as tables of pure torch functions.
 
 A loss sees flat arrays of length `_R`, one entry per loss record, in any order and from any scope,
-and returns one value per record; `aggregation.py` says how they are summed. It knows nothing about
-models, samples and rewards. It leaves out value losses, penalties (`kl.py`) and what is done about
-an engine that samples from another distribution (`corrections.py`).
+and returns one value per record; `coefficients` says how they are summed and what is done about an
+engine that samples from another distribution. There are no value losses.
+
+The KL is that to a frozen model: the one training started from, or a teacher (on-policy
+distillation). Its coefficient is fixed.
 
 Notation: `r = exp(logprob - behaviour)` is the importance ratio, `A` the advantage.
 """
@@ -13,11 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from rolltree.errors import ConfigError, UnknownName, did_you_mean
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +217,72 @@ def get_loss(name: str) -> Loss:
     Raises:
         UnknownName: there is no such loss.
     """
-    if name not in LOSSES:
-        raise UnknownName(f"there is no loss {name!r}.{did_you_mean(name, LOSSES)}")
-    return LOSSES[name]
+    return look_up("loss", name, LOSSES)
+
+
+def look_up(kind: str, name: str, table: Mapping[str, T]) -> T:
+    """Return a row of a table.
+
+    Raises:
+        UnknownName: there is none with this name.
+    """
+    if name not in table:
+        raise UnknownName(f"there is no {kind} {name!r}.{did_you_mean(name, table)}")
+    return table[name]
+
+
+# -- KL estimates --------------------------------------------------------------------------------
+
+KlFn = Callable[[Tensor, Tensor], Tensor]
+"""(logprob `[_R]`, reference logprob `[_R]`) -> estimate `[_R]`."""
+
+
+def k1(logprob: Tensor, reference: Tensor) -> Tensor:
+    """Return `log policy - log reference`: unbiased for the KL, of either sign.
+
+    Schulman 2020, "Approximating KL divergence". As a loss its expected gradient is zero, so it is
+    offered in the reward only.
+    """
+    return logprob - reference
+
+
+def k2(logprob: Tensor, reference: Tensor) -> Tensor:
+    """Return `(log r)^2 / 2` with `r = reference / policy`; on policy its gradient is the KL's.
+
+    Schulman 2020, "Approximating KL divergence".
+    """
+    return 0.5 * (reference - logprob) ** 2
+
+
+def k3(logprob: Tensor, reference: Tensor) -> Tensor:
+    """Return `r - 1 - log r` with `r = reference / policy`: unbiased for the KL, never negative.
+
+    Schulman 2020, "Approximating KL divergence"; GRPO's penalty, arXiv:2402.03300, equation 4.
+    """
+    log_ratio = reference - logprob
+    return torch.exp(log_ratio) - 1 - log_ratio
+
+
+@dataclass(frozen=True, slots=True)
+class Kl:
+    """A row of the table.
+
+    `fn` estimates from the sampled token; None: the sum over the vocabulary at each position, which
+    `logprobs.py` computes. `in_reward`: the estimate, times its coefficient, is subtracted from the
+    token's advantage before the first update and has no gradient of its own.
+    """
+
+    fn: KlFn | None
+    in_reward: bool = False
+
+
+KLS: dict[str, Kl] = {
+    "k2": Kl(k2),
+    "k3": Kl(k3),
+    # Exact reverse KL per position, as in distillation on the student's own samples: Agarwal et
+    # al. 2024, GKD, arXiv:2306.13649, section 3
+    "full": Kl(None),
+    # InstructGPT's per-token penalty, arXiv:2203.02155, equation 2; alone, with the teacher as
+    # reference, on-policy distillation: Lu 2025, "On-Policy Distillation"
+    "reward": Kl(k1, in_reward=True),
+}

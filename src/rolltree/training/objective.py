@@ -15,13 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rolltree.training.aggregation import rollout_means
 from rolltree.training.algorithms import Algorithm
-from rolltree.training.corrections import get_correction
-from rolltree.training.kl import KLS
+from rolltree.training.coefficients import get_correction, rollout_means
 from rolltree.training.layout import FloatColumn
 from rolltree.training.logprobs import RecordLogprobs
-from rolltree.training.losses import LossInputs, get_loss
+from rolltree.training.losses import KLS, LossInputs, get_loss
 from rolltree.types import Records
 
 
@@ -123,7 +121,7 @@ def objective(
 
     Args:
         algorithm: the parts and their parameters.
-        weight: the coefficient of each record, from `aggregation`.
+        weight: the coefficient of each record, from `coefficients`.
         fixed: of these records.
         got: logprobs with gradient; entropy with one where `entropy_coef` is set; `kl` for `full`.
         ratios: of these records, from `rollout_ratios`.

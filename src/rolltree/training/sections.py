@@ -230,9 +230,9 @@ class AlgorithmSection(Section, frozen=True):
       replace parts of it.
     - `clip_low`, `clip_high`, `dual_clip`, `ratio_cap`: parameters of the loss, None for its own.
     - `fixed_length`: the constant of the aggregation of that name.
-    - `correction`: a row of `corrections.CORRECTIONS`; `correction_low`, `correction_high` are its
+    - `correction`: a row of `coefficients.CORRECTIONS`; `correction_low`, `correction_high` are its
       bounds, None for its own.
-    - `kl_coef`: weight of the KL to the reference, of the kind `kl` (a row of `kl.KLS`).
+    - `kl_coef`: weight of the KL to the reference, of the kind `kl` (a row of `losses.KLS`).
     - `reference`: name or folder of a model with the same vocabulary (None: the model as it was
       before training). It is kept in memory beside the trained one, in float32.
     - `entropy_coef`: weight of the entropy that is added to the objective.

@@ -32,10 +32,10 @@ from rolltree.training.forward import (
     choose_forward,
     enable_checkpointing,
 )
-from rolltree.training.kl import KLS
 from rolltree.training.layout import FloatColumn, collate
 from rolltree.training.logprobs import RecordLogprobs
 from rolltree.training.lora import adapters_off, is_adapted
+from rolltree.training.losses import KLS
 from rolltree.training.metrics import RecordStats
 from rolltree.training.objective import (
     FixedTerms,

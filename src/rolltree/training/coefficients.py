@@ -1,10 +1,14 @@
-"""Weights against an engine that samples from another distribution, as a table of pure functions.
+"""One number per loss record: its coefficient in the loss, and its correction for the engine.
 
-An engine's kernels, its precision or its older weights make the behaviour logprob differ from what
-the trainer computes. Each row turns that difference, taken once at the start of a batch, into one
-factor per loss record; every policy loss is multiplied by it, and its own ratio is then against the
-trainer's logprob at that moment. Pure numpy. It knows nothing about losses. It leaves out
-normalizers: a masked token still counts in them, so they depend on data alone.
+An aggregation returns `[_R]` coefficients; the loss is `sum(coefficient * token loss)`. They are
+computed over all records of an optimizer step at once, so micro-batches and ranks change nothing,
+and depend on the rollout and the model call that a token belongs to, never on how samples were cut.
+
+A correction is for an engine whose kernels, precision or older weights make the behaviour logprob
+differ from what the trainer computes. Each row of `CORRECTIONS` turns that difference, taken once
+at the start of a batch, into one factor per record; every policy loss is multiplied by it, and its
+own ratio is then against the trainer's logprob at that moment. A token that a correction masks
+still counts in the coefficients, so they depend on data alone.
 
 Notation: `k = exp(trainer - engine)` per token. A sequence is the rollout, never a row.
 """
@@ -13,14 +17,94 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rolltree.errors import ConfigError, UnknownName, did_you_mean
-from rolltree.training.aggregation import rollout_means, rollout_sums
+from rolltree.errors import ConfigError
 from rolltree.training.layout import FloatColumn
-from rolltree.training.losses import fill
+from rolltree.training.losses import fill, look_up
 from rolltree.types import Records
+
+
+def _ratio(values: NDArray[np.float64], divisor: NDArray[Any] | float) -> FloatColumn:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(values > 0, values / divisor, 0.0).astype(np.float32)
+
+
+def _mean_of_means(keys: NDArray[np.int64], weight: NDArray[np.float64]) -> FloatColumn:
+    _, index = np.unique(keys, axis=0, return_inverse=True)
+    index = np.asarray(index).reshape(-1)
+    total = np.bincount(index, weights=weight)
+    divisor = total[index] * float(max(1, int((total > 0).sum())))
+    return _ratio(weight, divisor)
+
+
+def token_mean(records: Records, length: int) -> FloatColumn:
+    """Every token counts the same: `1 / number of tokens`.
+
+    DAPO: Yu et al. 2025, arXiv:2503.14476, equation 12.
+    """
+    weight = records.weight.astype(np.float64)
+    return _ratio(weight, float(weight.sum()))
+
+
+def sequence_mean(records: Records, length: int) -> FloatColumn:
+    """Every model call counts the same: the mean over calls of the mean over a call's tokens.
+
+    GRPO's `1 / |o_i|`: Shao et al. 2024, arXiv:2402.03300, equation 3, a call being an output.
+    """
+    keys = np.stack([records.rollout, records.call], axis=1).astype(np.int64)
+    return _mean_of_means(keys, records.weight.astype(np.float64))
+
+
+def rollout_mean(records: Records, length: int) -> FloatColumn:
+    """Every rollout counts the same: the mean over rollouts of the mean over a rollout's tokens."""
+    keys = records.rollout.astype(np.int64)[:, None]
+    return _mean_of_means(keys, records.weight.astype(np.float64))
+
+
+def fixed_length(records: Records, length: int) -> FloatColumn:
+    """Divide by a constant: `1 / (number of rollouts * length)`, whatever was sampled.
+
+    Dr. GRPO: Liu et al. 2025, arXiv:2503.20783, section 3.2 (no `1 / |o_i|`).
+    """
+    weight = records.weight.astype(np.float64)
+    count = len(np.unique(records.rollout[weight > 0]))
+    return _ratio(weight, float(max(1, count) * length))
+
+
+AGGREGATIONS: dict[str, Callable[[Records, int], FloatColumn]] = {
+    "token": token_mean,
+    "sequence": sequence_mean,
+    "rollout": rollout_mean,
+    "fixed_length": fixed_length,
+}
+
+
+def coefficients(records: Records, aggregation: str, length: int) -> FloatColumn:
+    """Return the coefficient of every record; `length` is read by `fixed_length` only.
+
+    Raises:
+        UnknownName: there is no such aggregation.
+    """
+    return look_up("aggregation", aggregation, AGGREGATIONS)(records, length)
+
+
+def rollout_sums(records: Records, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return, for every record, the sum of `values` over all records of its rollout."""
+    _, index = np.unique(records.rollout, return_inverse=True)
+    return np.asarray(np.bincount(index, weights=values)[index], np.float32)
+
+
+def rollout_means(records: Records, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return, for every record, the mean of `values` over all records of its rollout."""
+    _, index, size = np.unique(records.rollout, return_inverse=True, return_counts=True)
+    return np.asarray(np.bincount(index, weights=values)[index] / size[index], np.float32)
+
+
+# -- corrections ---------------------------------------------------------------------------------
 
 MAX_LOG = 50.0
 """Largest log ratio that is exponentiated: beyond it every band and cap decides the same."""
@@ -131,6 +215,4 @@ def get_correction(name: str) -> Correction:
     Raises:
         UnknownName: there is no such correction.
     """
-    if name not in CORRECTIONS:
-        raise UnknownName(f"there is no correction {name!r}.{did_you_mean(name, CORRECTIONS)}")
-    return CORRECTIONS[name]
+    return look_up("correction", name, CORRECTIONS)
