@@ -73,16 +73,16 @@ class EchoSource:
         )  # fmt: skip
         await asyncio.sleep(self.delays.get(index, 0))
         try:
-            generation = await client.chat(request.input["prompt"], sampling=request.sampling)
+            response = await client.chat(request.input["prompt"], sampling=request.sampling)
         except ConnectionError as error:
             state["error"] = record_error(error, "model")
             return [state]
         state["trajectory"].append_call(
-            prompt=request.input["prompt"], completion=[generation.message], response=generation
+            prompt=request.input["prompt"], completion=[response.message], response=response
         )
-        state["completion"] = [generation.message]
+        state["completion"] = [response.message]
         state["reward"] = float(index % 2 == 0)
-        state["metrics"] = {"length": len(generation.text)}
+        state["metrics"] = {"length": len(response.text)}
         return [state]
 
 

@@ -38,11 +38,11 @@ class Source:
         for agent in self.agents:
             state = State(input=dict(request.input), trajectory=Trajectory(), error=None)
             current_episode().states.append(state)
-            generation = await client.chat(request.input["prompt"], sampling=request.sampling)
+            response = await client.chat(request.input["prompt"], sampling=request.sampling)
             state["trajectory"].append_call(
                 prompt=request.input["prompt"],
-                completion=[generation.message],
-                response=generation,
+                completion=[response.message],
+                response=response,
                 agent=agent,
             )
             state["reward"] = self.reward(agent, request)

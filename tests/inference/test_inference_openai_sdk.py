@@ -112,7 +112,7 @@ async def test_the_official_client_over_http() -> None:
 
 
 async def test_a_kept_response_does_not_restate_the_tokens() -> None:
-    """What the generation has as arrays would be O(turns) objects in every turn."""
+    """What the record has as arrays would be O(turns) objects in every turn."""
     with ScriptedServer(["12"] * 4) as server:
         client = as_client(official(server), "scripted")
         plain = await client.chat([user("q")])
@@ -129,7 +129,7 @@ async def test_a_kept_response_does_not_restate_the_tokens() -> None:
         assert getattr(choice, "prompt_token_ids", None) is None
     assert plain.raw.choices[0].logprobs is None
     assert text.raw.choices[0].logprobs is None
-    assert other.logprobs is None  # the server's are raw: the generation has no use for them
+    assert other.logprobs is None  # the server's are raw: the record has no use for them
     assert len(other.raw.choices[0].logprobs.content) == 3
     assert len(wider.raw.choices[0].logprobs.content) == 3
 

@@ -226,10 +226,10 @@ async def test_the_functions_of_spec_1() -> None:
 
 
 async def test_a_generation_is_a_response_too() -> None:
-    generation = await ScriptedClient(["12"]).chat([{"role": "user", "content": "7+5"}])
-    assert await parse_response_messages(generation, "chat") == [generation.message]
-    assert await parse_response_messages(generation, "completion") == "12"
-    tokens = await parse_response_tokens(generation, "chat")
+    response = await ScriptedClient(["12"]).chat([{"role": "user", "content": "7+5"}])
+    assert await parse_response_messages(response, "chat") == [response.message]
+    assert await parse_response_messages(response, "completion") == "12"
+    tokens = await parse_response_tokens(response, "chat")
     assert tokens is not None
     assert tokens["completion_ids"] == [49, 50, 258]
 

@@ -24,10 +24,10 @@ def answer(
     return session.complete(prompt, ids, [-0.5] * len(ids), reason, temperature=0.7)
 
 
-def full(generation: ModelResponse) -> list[int]:
-    assert generation.prompt_ids is not None
-    assert generation.completion_ids is not None
-    return [*generation.prompt_ids.tolist(), *generation.completion_ids.tolist()]
+def full(response: ModelResponse) -> list[int]:
+    assert response.prompt_ids is not None
+    assert response.completion_ids is not None
+    return [*response.prompt_ids.tolist(), *response.completion_ids.tolist()]
 
 
 def test_a_call_carries_everything_that_was_sampled() -> None:

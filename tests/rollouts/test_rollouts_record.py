@@ -26,7 +26,7 @@ from rolltree.types import (
 )
 
 
-def generation(prompt, completion, call_id=0, *, extends=None, version=0, **fields):
+def make_response(prompt, completion, call_id=0, *, extends=None, version=0, **fields):
     ids = lambda values: None if values is None else np.asarray(values, dtype=np.int32)  # noqa: E731
     count = len(completion or ())
     given = {
@@ -75,7 +75,7 @@ def conversation(num_turns, *, ids_per_turn=3):
         trajectory.append_call(
             prompt=messages,
             completion=answer,
-            response=generation(ids, sampled, turn, extends=turn - 1 if turn else None),
+            response=make_response(ids, sampled, turn, extends=turn - 1 if turn else None),
             turn=turn,
         )
         messages, ids = [*messages, *answer], [*ids, *sampled]
@@ -149,7 +149,7 @@ def trajectories(draw):
         step = trajectory.append_call(
             prompt=prompt,
             completion=completion,
-            response=generation(
+            response=make_response(
                 ids if known else None,
                 sampled if known else None,
                 call,
@@ -238,7 +238,7 @@ class TestColumns:
         state["trajectory"].append_call(
             prompt="p",
             completion="c",
-            response=generation([1], [2], 77, version=4, finish_reason=FinishReason.LENGTH),
+            response=make_response([1], [2], 77, version=4, finish_reason=FinishReason.LENGTH),
             agent="critic",
         )
         result = RolloutResult(request(phase="train", train_step=2), (state,), None, 2)
@@ -372,7 +372,7 @@ class TestOddTrajectories:
         trajectory = Trajectory()
         experts = np.arange(6, dtype=np.int16).reshape(2, 3)
         trajectory.append_call(
-            prompt=[], completion=[], response=generation([1], [2, 3]),
+            prompt=[], completion=[], response=make_response([1], [2, 3]),
             streams={"experts": experts},
         )  # fmt: skip
         back = stored_and_read(RolloutResult(request(), (state_of(trajectory),), None), tmp_path)
@@ -402,7 +402,7 @@ class TestWhatIsLeftOut:
             ({"id": "a", "usage": {"n": 1}, "choices": []}, Response())
         ):
             trajectory.append_call(
-                prompt=[], completion=[], response=generation([1], [2], call, raw=response)
+                prompt=[], completion=[], response=make_response([1], [2], call, raw=response)
             )
         back = stored_and_read(RolloutResult(request(), (state_of(trajectory),), None), tmp_path)
         assert [step["response"] for step in back.states[0]["trajectory"]] == [

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_tokens_trajectory import generation, plain_step
+from test_tokens_trajectory import make_response, plain_step
 from tokens_kit import examples
 
 from rolltree.errors import TokenError
@@ -59,9 +59,9 @@ class TestSlices:
 
     def test_a_slice_goes_on_by_call_id_or_by_ids(self) -> None:
         trajectory = Trajectory()
-        trajectory.append_call(prompt="", completion="", response=generation([1, 2], [3], 50))
+        trajectory.append_call(prompt="", completion="", response=make_response([1, 2], [3], 50))
         part = trajectory[:]
-        made = generation([1, 2, 3, 4], [5], 51, extends=50)
+        made = make_response([1, 2, 3, 4], [5], 51, extends=50)
         part.append_call(prompt="", completion="", response=made)
         assert part.tree.num_tokens == 5
         assert part[1]["tokens"]["prompt_ids"] == [1, 2, 3, 4]
@@ -153,7 +153,7 @@ class TestStreamsOfSteps:
         image = PlacedStream([np.ones((3, 5), np.float16)], [1])
         trajectory.append_call(
             prompt="", completion="",
-            response=generation([1, 2], [3, 4], 1),
+            response=make_response([1, 2], [3, 4], 1),
             streams={"experts": experts, "image": image, "all": TokenStream(np.arange(4), start=0)},
         )  # fmt: skip
         for tree in (trajectory.tree, pickle.loads(pickle.dumps(trajectory)).tree):
@@ -175,7 +175,7 @@ class TestStreamsOfSteps:
         trajectory.append_call(
             prompt="",
             completion="",
-            response=generation([1], [2, 3, 4], 1),
+            response=make_response([1], [2, 3, 4], 1),
             streams={"x": values},
         )
         found: Any = copy.deepcopy(trajectory).tree.stream("x", 0)
@@ -187,11 +187,11 @@ class TestStreamsOfSteps:
         with pytest.raises(TokenError, match="'x'"):
             trajectory.append_call(
                 prompt="", completion="",
-                response=generation([1], [2, 3], 1), streams={"x": np.zeros(3)},
+                response=make_response([1], [2, 3], 1), streams={"x": np.zeros(3)},
             )  # fmt: skip
         assert len(trajectory) == trajectory.tree.num_calls == 0
         trajectory.append_call(
             prompt="", completion="",
-            response=generation([1], [2, 3], 1), streams={"x": np.zeros((2, 2), np.int64)},
+            response=make_response([1], [2, 3], 1), streams={"x": np.zeros((2, 2), np.int64)},
         )  # fmt: skip
         assert trajectory.tree.stream("x", 0) is not None  # the name was not taken by the refused

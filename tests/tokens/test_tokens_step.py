@@ -28,7 +28,7 @@ def record(trajectory: Trajectory, prompt: Any, answer: str = "a", **more: Any) 
     number = len(trajectory)
     text = isinstance(prompt, str)
     message = say("assistant", answer)
-    generation = ModelResponse(
+    response = ModelResponse(
         message=message,
         text=answer,
         finish_reason=FinishReason.LENGTH,
@@ -43,7 +43,7 @@ def record(trajectory: Trajectory, prompt: Any, answer: str = "a", **more: Any) 
     return trajectory.append_call(
         prompt=prompt,
         completion=answer if text else [message],
-        response=generation,
+        response=response,
         turn=number,
         **more,
     )

@@ -17,7 +17,7 @@ from rolltree.tokens import StepTokens, TokenTree, Trajectory
 from rolltree.types import FinishReason, ModelResponse
 
 
-def generation(
+def make_response(
     prompt: list[int] | None, completion: list[int] | None, call_id: int, **changes: Any
 ) -> ModelResponse:
     fields: dict[str, Any] = {
@@ -61,7 +61,7 @@ def test_append_call_makes_a_spec_1_step() -> None:
     step = trajectory.append_call(
         prompt=prompt,
         completion=[{"role": "assistant", "content": "hi"}],
-        response=generation([5, 6], [7], 100),
+        response=make_response([5, 6], [7], 100),
         agent="solver",
         turn=3,
         extras={"note": 1},
@@ -101,7 +101,7 @@ def test_append_call_makes_a_spec_1_step() -> None:
 def test_a_call_without_ids_is_a_step_without_tokens() -> None:
     trajectory = Trajectory()
     step = trajectory.append_call(
-        prompt="hello", completion="hi", response=generation(None, None, 1)
+        prompt="hello", completion="hi", response=make_response(None, None, 1)
     )
     assert step["tokens"] is None
     assert step["extras"]["num_prompt_tokens"] == 9
@@ -112,9 +112,9 @@ def test_a_call_without_ids_is_a_step_without_tokens() -> None:
 def test_extends_is_the_parent_hint_and_foreign_hints_are_ignored() -> None:
     trajectory = Trajectory()
     for made in (
-        generation([1, 2], [3], 50),
-        generation([1, 2, 3, 4], [5], 51, extends=50),
-        generation([1, 2, 3, 4, 5], [6], 52, extends=9999),
+        make_response([1, 2], [3], 50),
+        make_response([1, 2, 3, 4], [5], 51, extends=50),
+        make_response([1, 2, 3, 4, 5], [6], 52, extends=9999),
     ):
         trajectory.append_call(prompt="", completion="", response=made)
     assert [trajectory.tree.parent(call) for call in range(3)] == [None, 0, None]
@@ -124,10 +124,10 @@ def test_extends_is_the_parent_hint_and_foreign_hints_are_ignored() -> None:
 
 def test_a_false_hint_is_refused() -> None:
     trajectory = Trajectory()
-    trajectory.append_call(prompt="", completion="", response=generation([1], [2], 1))
+    trajectory.append_call(prompt="", completion="", response=make_response([1], [2], 1))
     with pytest.raises(TokenError, match="does not extend"):
         trajectory.append_call(
-            prompt="", completion="", response=generation([1, 9, 9], [2], 2, extends=1)
+            prompt="", completion="", response=make_response([1, 9, 9], [2], 2, extends=1)
         )
     assert len(trajectory) == 1
 
@@ -186,8 +186,8 @@ def test_slices_and_copies_share_the_tree_and_deep_copies_do_not() -> None:
 
 def test_a_trajectory_travels_to_another_process() -> None:
     trajectory = Trajectory([plain_step([1], [2]), plain_step([1, 2], [3])])
-    trajectory.append_call(prompt="", completion="", response=generation([1, 2, 3], [4], 9))
-    trajectory.append_call(prompt="", completion="", response=generation(None, None, 10))
+    trajectory.append_call(prompt="", completion="", response=make_response([1, 2, 3], [4], 9))
+    trajectory.append_call(prompt="", completion="", response=make_response(None, None, 10))
     trajectory[0]["tokens"]["completion_mask"] = [0]  # type: ignore[index]
     twin = pickle.loads(pickle.dumps(trajectory))
     assert isinstance(twin, Trajectory)
@@ -195,7 +195,7 @@ def test_a_trajectory_travels_to_another_process() -> None:
     assert [twin.call_of(step) for step in range(4)] == [0, 1, 2, None]
     assert twin[0]["tokens"]["completion_mask"] == [0]
     assert twin.tree.mask(0).tolist() == [1]
-    more = generation([1, 2, 3, 4, 5], [6], 11, extends=9)
+    more = make_response([1, 2, 3, 4, 5], [6], 11, extends=9)
     twin.append_call(prompt="", completion="", response=more)
     assert twin.tree.parent(3) == 2
     assert trajectory.tree.num_calls == 3

@@ -52,7 +52,7 @@ def states_of(rollouts):
     for index, (advantage, calls) in enumerate(rollouts):
         trajectory = Trajectory()
         for turn, (agent, prompt, answer, logprobs, temperature) in enumerate(calls):
-            generation = ModelResponse(
+            response = ModelResponse(
                 message={},
                 text="",
                 finish_reason=FinishReason.STOP,
@@ -64,7 +64,7 @@ def states_of(rollouts):
                 call_id=0,
             )
             trajectory.append_call(
-                prompt=[], completion=[], response=generation, agent=agent, turn=turn
+                prompt=[], completion=[], response=response, agent=agent, turn=turn
             )
         state = State(trajectory=trajectory, request_id=f"r{index}", advantage=advantage)
         for step in trajectory:

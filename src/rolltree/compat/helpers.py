@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 from rolltree.inference.parse import parse_response
+from rolltree.inference.parse import parse_response_messages as parse_response_messages
 from rolltree.parsers import text_of
 from rolltree.types import ChatMessage, Messages, MessageType
 
@@ -99,16 +100,6 @@ def sanitize_tool_calls(messages: Messages) -> Messages:
 
 def _as_json(call: Any) -> str:
     return json.dumps(call if isinstance(call, dict) else call.model_dump())
-
-
-async def parse_response_messages(response: Any, message_type: MessageType) -> Messages:
-    """Return what a response says: a list of one message, or a string for completions.
-
-    Raises:
-        BadResponse: the response holds no answer.
-    """
-    answer = parse_response(response, message_type)
-    return [answer.message] if message_type == "chat" else answer.text
 
 
 async def parse_response_tokens(

@@ -1,10 +1,9 @@
-"""Token ids, logprobs and messages out of OpenAI-shaped responses, whoever decoded them.
+"""The one parser of model responses: from whatever a server, SDK or test gives to a record.
 
-A response may be a dict, a struct of `rolltree.inference.wire`, an object of the openai client
-(vLLM's fields are then extra attributes) or a stand-in from a test. It knows vLLM's fields:
-`prompt_token_ids` (of the response for chat, of the choice for text), `token_ids` of the choice,
-`"token_id:504"` as token text. It knows nothing about requests. Arrays that contradict each other
-raise `TokenError`; arrays that are missing give None.
+A response may be a `ModelResponse`, a struct of `rolltree.inference.wire`, an object of the openai
+package, a dict or a mock. Token ids are read from vLLM's fields: `prompt_token_ids` (of the
+response for chat, of the choice for text), `token_ids` of the choice, and `"token_id:504"` as token
+text. Arrays that contradict each other raise `TokenError`; arrays that are missing give None.
 """
 
 from __future__ import annotations

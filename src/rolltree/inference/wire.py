@@ -2,8 +2,7 @@
 
 Only fields that somebody reads are here; all others are skipped without being built. A server
 repeats the whole prompt's ids in every turn: `PromptReader` compares those it knows as bytes and
-decodes the rest. It knows vLLM's token id fields. It leaves out streaming and requests, which are
-plain dicts.
+decodes the rest.
 """
 
 from __future__ import annotations

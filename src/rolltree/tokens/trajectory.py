@@ -1,8 +1,7 @@
 """`state["trajectory"]`: a list of spec-1 step dicts whose tokens live in one token tree.
 
-Knows `ModelResponse` and the step's shape. Steps appended by hand with plain token lists are taken
-into the tree too, so every step costs O(new tokens). Leaves out what a step means to an
-environment or a trainer.
+Steps appended by hand with plain token lists are taken into the tree too, so every step costs O(new
+tokens).
 """
 
 from __future__ import annotations

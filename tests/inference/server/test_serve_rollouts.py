@@ -39,10 +39,10 @@ def tokenized(served: Served, messages: list[dict[str, Any]], tools: Any = None)
     return ids
 
 
-def ids(generation: ModelResponse) -> list[int]:
-    assert generation.prompt_ids is not None
-    assert generation.completion_ids is not None
-    return [*generation.prompt_ids.tolist(), *generation.completion_ids.tolist()]
+def ids(response: ModelResponse) -> list[int]:
+    assert response.prompt_ids is not None
+    assert response.completion_ids is not None
+    return [*response.prompt_ids.tolist(), *response.completion_ids.tolist()]
 
 
 ENDPOINTS = pytest.mark.parametrize("endpoint", ["auto", "completions"])

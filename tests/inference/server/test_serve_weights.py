@@ -56,9 +56,9 @@ async def client(server: Served, reference: Any) -> Any:
     await made.aclose()
 
 
-def versions_of(generation: ModelResponse) -> list[int]:
-    assert generation.versions is not None
-    found: list[int] = generation.versions.tolist()
+def versions_of(response: ModelResponse) -> list[int]:
+    assert response.versions is not None
+    found: list[int] = response.versions.tolist()
     return found
 
 
