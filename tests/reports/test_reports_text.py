@@ -110,7 +110,7 @@ class TestEvaluation:
         after = build_report([row(i, 1.0) for i in range(10)])
         out = shown(comparison_table(compare(before, after)))
         assert "+0.900" in out
-        assert "leaves out 0 (10 pairs)" in out
+        assert "excludes 0 (10 pairs)" in out
         assert "includes 0: not clear" in shown(comparison_table(compare(before, before)))
 
     def progress(self, done, **fields):

@@ -239,7 +239,7 @@ class Comparison:
 
     @property
     def is_significant(self) -> bool:
-        """Whether the interval of the difference leaves out zero."""
+        """Whether the interval of the difference excludes zero."""
         low, high = self.difference.low, self.difference.high
         return low is not None and high is not None and (low > 0.0 or high < 0.0)
 

@@ -92,7 +92,7 @@ def comparison_table(comparison: Comparison, names: tuple[str, str] = ("before",
     for name, value in rows:
         table.add_row(name, f"{value.mean:.3f}", interval(value), meter(value.mean))
     gain = comparison.difference
-    said = "leaves out 0" if comparison.is_significant else "includes 0: not clear"
+    said = "excludes 0" if comparison.is_significant else "includes 0: not clear"
     table.add_row(
         "difference",
         f"{gain.mean:+.3f}",
