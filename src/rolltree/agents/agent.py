@@ -62,7 +62,7 @@ class Agent:
         reject_incomplete_completions: an answer that was cut off (`finish_reason` "length", "abort"
             or "content_filter") counts as one without an action. It stays in the history; the
             feedback follows it.
-        incomplete_penalty: what such an answer is worth (0 or less, usually).
+        incomplete_penalty: the reward of such an answer, usually 0 or less.
         incomplete_feedback: what the agent is told then.
         parse_feedback: what it is told when the parser finds no action and has no feedback.
 

@@ -13,7 +13,7 @@ from rolltree.types import SamplingArgs
 class JudgeRubric(_JudgeRubric):
     """A judge to which functions are added with `add_reward_func`.
 
-    `parallelize_scoring` is taken and means nothing: functions always run side by side.
+    `parallelize_scoring` is ignored: functions always run side by side.
     """
 
     def __init__(

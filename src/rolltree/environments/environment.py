@@ -63,16 +63,16 @@ class Environment(BatchRunner):
         eval_dataset: held-out rows. Without them evaluation uses `dataset`.
         system_prompt: put in front of every prompt that has no system message.
         few_shot: messages put after the system message.
-        parser: what rewards read answers with; the rubric's when left out.
+        parser: how rewards read answers; the rubric's parser when left out.
         rubric: what scores a rollout. Without one the reward is what the environment sets.
-        sampling_args: OpenAI fields used where the caller of a rollout names none.
+        sampling_args: OpenAI fields, used where the caller of a rollout sets none.
         message_type: "chat", or "completion" for prompts that are one string.
         oai_tools: tools offered in every rollout; a row's `info["oai_tools"]` wins.
         env_id: the name in results, requests and seeds.
         max_seq_len: no call begins once a call had this many tokens, prompt and completion.
         question_key, answer_key: the columns to read where a row has no `prompt` or `answer`.
-        max_workers, map_kwargs: taken because environments for verifiers 0.1.8 pass them; there is
-            no pool of workers for them to size and no `map` over the data to steer.
+        max_workers, map_kwargs: accepted for environments written for verifiers 0.1.8, and ignored:
+            rolltree has no worker pool or `map` over the data to configure.
 
     Raises:
         ConfigError: there is no data, or settings contradict each other.
@@ -99,8 +99,8 @@ class Environment(BatchRunner):
     ) -> None:
         if dataset is None and eval_dataset is None:
             raise ConfigError(
-                f"{type(self).__name__} got neither dataset nor eval_dataset, so it has nothing "
-                "to run. Pass a list of rows, a path or a Hugging Face Dataset."
+                f"{type(self).__name__} got neither dataset nor eval_dataset, so there is "
+                "nothing to run. Pass a list of rows, a path or a Hugging Face Dataset."
             )
         if message_type == "completion" and (system_prompt is not None or few_shot):
             raise ConfigError(

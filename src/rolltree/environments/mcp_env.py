@@ -30,8 +30,8 @@ logger = logging.getLogger("rolltree.environments")
 class MCPServer:
     """How to reach one server: by `command` (stdio), or by `url` (streamable HTTP).
 
-    `env` is all that a server started by `command` sees of this process's environment, beside the
-    few harmless variables that the SDK passes on (PATH, HOME, ...). `timeout_s` limits each call.
+    A server started by `command` sees only the variables in `env` and the few harmless ones that
+    the SDK passes on (PATH, HOME, ...). `timeout_s` limits each call.
     """
 
     name: str

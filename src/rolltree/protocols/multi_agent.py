@@ -103,7 +103,7 @@ class MultiAgentSyncProtocol(InteractionProtocol):
 
 @dataclass(frozen=True, slots=True)
 class Opponent:
-    """A player without a model: `make(seed)` gives a function from an observation to an action.
+    """A scripted player: `make(seed)` gives a function from an observation to an action.
 
     Example: `Opponent(lambda seed: partial(pick_a_free_field, random.Random(seed)))`. It has no
     rollout, so nothing of it is trained.

@@ -36,6 +36,23 @@ class CompositeRubric(Rubric):
         """Whether some part needs the whole group."""
         return any(rubric.has_group_rewards for rubric in self.parts())
 
+    def add_reward_func(
+        self, func: RewardFunc, weight: float = 1.0, *, run_inline: bool = False
+    ) -> None:
+        """Add a function to the first part."""
+        self._check_new(func)
+        self.parts()[0].add_reward_func(func, weight, run_inline=run_inline)
+
+    def add_step_reward_func(
+        self, func: RewardFunc, weight: float = 1.0, *, run_inline: bool = False
+    ) -> None:
+        """Add a step function to the first part."""
+        self._check_new(func)
+        self.parts()[0].add_step_reward_func(func, weight, run_inline=run_inline)
+
+    def _check_new(self, func: RewardFunc) -> None:
+        """Raise where the parts cannot take a function of this name."""
+
 
 class RubricGroup(CompositeRubric):
     """The sum of its rubrics: rewards and step rewards add up, metrics are joined.
@@ -69,21 +86,7 @@ class RubricGroup(CompositeRubric):
             rubric.adopt_parser(parser)
         self.parser = self.rubrics[0].parser
 
-    def add_reward_func(
-        self, func: RewardFunc, weight: float = 1.0, *, run_inline: bool = False
-    ) -> None:
-        """Add a function to the first rubric of the group."""
-        self._refuse_twice(func)
-        self.rubrics[0].add_reward_func(func, weight, run_inline=run_inline)
-
-    def add_step_reward_func(
-        self, func: RewardFunc, weight: float = 1.0, *, run_inline: bool = False
-    ) -> None:
-        """Add a step function to the first rubric of the group."""
-        self._refuse_twice(func)
-        self.rubrics[0].add_step_reward_func(func, weight, run_inline=run_inline)
-
-    def _refuse_twice(self, func: RewardFunc) -> None:
+    def _check_new(self, func: RewardFunc) -> None:
         name = RewardFunction.of(func, 1.0).name
         if name in self.get_reward_func_names():
             raise ConfigError(
@@ -183,16 +186,6 @@ class PerAgentRubric(CompositeRubric):
         """Hand the environment's parser to the default rubric."""
         self.default.adopt_parser(parser)
         self.parser = self.default.parser
-
-    def add_reward_func(self, func: Any, weight: float = 1.0, *, run_inline: bool = False) -> None:
-        """Add a function for the episode's own rollouts."""
-        self.default.add_reward_func(func, weight, run_inline=run_inline)
-
-    def add_step_reward_func(
-        self, func: Any, weight: float = 1.0, *, run_inline: bool = False
-    ) -> None:
-        """Add a step function for the episode's own rollouts."""
-        self.default.add_step_reward_func(func, weight, run_inline=run_inline)
 
     async def score_rollout(self, state: State, score_sem: object = None) -> None:
         """Score one rollout by its agent's rubric."""

@@ -203,8 +203,8 @@ class Rubric:
     async def score_rollout(self, state: State, score_sem: object = None) -> None:
         """Fill `reward`, `metrics`, the steps' rewards and the scoring time of one rollout.
 
-        `score_sem` is verifiers 0.1.8's; the engine bounds what runs at once. A rubric with group
-        functions must be given whole groups: here it scores a group of one.
+        `score_sem` is accepted for verifiers 0.1.8 and ignored: the engine limits concurrency.
+        Group functions score a group of one here; use `score_group` for whole groups.
         """
         started = time.perf_counter()
         scores = await self.evaluate([state])
