@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import rolltree
-from rolltree.evaluation import Estimate, EvalProgress
+from rolltree.evaluation import Estimate
 from rolltree.reports import (
     Curve,
     TrainView,
@@ -185,7 +185,7 @@ METRICS = {
 def play(view):
     view.on_start(Start())
     view.on_eval("eval_before", 0, {"reward": {"mean": 0.1, "low": 0.0, "high": 0.2}}, True)
-    view.on_eval_progress("eval_before", EvalProgress(1, 2, 0, 0, 0, 1, 0.5, 3))
+    view.on_eval_progress("eval_before", 1, 2)
     view.on_rollouts(3, 7, 8)
     view.on_step(3, METRICS)
     view.on_rollouts(4, 8, 8)
