@@ -423,3 +423,21 @@ async def test_a_changed_record_is_recorded_as_changed():
     for step, before in zip(state["trajectory"], other["trajectory"], strict=True):
         changed, given = (s["tokens"]["completion_logprobs"] for s in (step, before))
         assert changed == pytest.approx([value - 1 for value in given])
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+async def test_answers_that_are_not_recorded_do_not_train(turn):
+    class BestOfTwo(MultiTurnEnvWithTwoTurns):
+        async def get_model_response(self, client, model, prompt, **settings):
+            if (len(prompt) > 1) == bool(turn):
+                await super().get_model_response(client, model, prompt, **settings)
+            return await super().get_model_response(client, model, prompt, **settings)
+
+    said = ["worse", "one", "two"] if turn == 0 else ["one", "worse", "two"]
+    states = []
+    for env, script in ((BestOfTwo(), said), (MultiTurnEnvWithTwoTurns(), ["one", "two"])):
+        states.append(await env.rollout(env.example("train", 0), ScriptedClient(script), "m"))
+    (made,), (plain,) = map(samples_of, states)
+    assert made.ids.tolist() == plain.ids.tolist()
+    assert made.records.target.tolist() == plain.records.target.tolist()
+    assert made.records.logprob.tolist() == plain.records.logprob.tolist()

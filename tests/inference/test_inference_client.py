@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from hypothesis import given
@@ -8,12 +9,15 @@ from hypothesis import strategies as st
 
 from rolltree.errors import ConfigError
 from rolltree.inference import (
+    EndpointPool,
     ModelClient,
     OpenAIClient,
     OpenAISDKClient,
     as_client,
     sampling_from_args,
 )
+from rolltree.inference.client import policy_version
+from rolltree.inference.deadline import Clock, TimedClient
 from rolltree.testing import FaultyClient, ScriptedClient
 from rolltree.types import SamplingParams
 
@@ -120,3 +124,14 @@ def test_unknown_fields_are_never_lost(extra: dict[str, int], temperature: float
     sampling = sampling_from_args({**extra, "temperature": temperature})
     assert sampling.extra == extra
     assert sampling.temperature == temperature
+
+
+def test_the_policy_version_is_that_of_the_client_behind() -> None:
+    clients = [OpenAIClient(f"http://host{n}/v1", "m") for n in range(2)]
+    clients[0].version, clients[1].version = 5, 4
+    timed = TimedClient(clients[0], Clock())
+    assert policy_version(timed) == policy_version(timed.session()) == 5
+    pool = EndpointPool(clients)
+    assert policy_version(pool) == policy_version(TimedClient(pool, Clock()).session()) == 4
+    assert policy_version(ScriptedClient(["a"], version=7).session()) == 7
+    assert policy_version(None) == policy_version(MagicMock()) == 0
