@@ -374,7 +374,8 @@ class State(dict[str, Any]):
 
     Keys after a rollout: `input`, `is_completed`, `stop_condition`, `oai_tools`, `trajectory`,
     `completion`, `reward`, `advantage`, `metrics`, `timing`, `error`, `terminated`, `truncated`,
-    `truncation_reason`, and whatever an environment adds.
+    `truncation_reason`, and whatever an environment adds. `advantage` is the reward minus the
+    group's mean (spec 1) until training assigns credit, which `credit` then names.
     """
 
     INPUT_FIELDS = list(INPUT_FIELDS)

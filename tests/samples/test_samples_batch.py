@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 from samples_kit import SCOPES, flat_of, state, step, trained
 
 from rolltree.errors import ConfigError, TokenError
-from rolltree.samples import build_samples
+from rolltree.rollouts import RolloutEngine
+from rolltree.samples import DEFAULT_SCOPE, build_samples
 from rolltree.tokens import Trajectory
+from rolltree.training import load_train_config
 from rolltree.types import FinishReason, State
 
 
 def test_an_unknown_scope_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="'interleave'"):
         build_samples([], "interleaved")  # type: ignore[arg-type]
+
+
+def test_the_default_scope_is_one_constant() -> None:
+    """For `build_samples` and for training; the functions of the spec documents keep theirs."""
+    default = inspect.signature(build_samples).parameters["scope"].default
+    assert default == DEFAULT_SCOPE == load_train_config({}).train.scope
+    assert inspect.signature(RolloutEngine.generate_batch).parameters["scope"].default == "turn"
 
 
 def test_a_group_key_without_a_tree_would_be_ignored() -> None:
@@ -115,8 +125,8 @@ def test_an_assigned_mask_is_honoured() -> None:
 
 
 def test_group_members_may_share_one_tree() -> None:
-    one, two = Trajectory([step([1], [2])]), Trajectory()
-    two.tree = one.tree
+    one = Trajectory([step([1], [2])])
+    two = Trajectory(tree=one.tree)
     two.append(step([1], [3]))
     (sample,) = build_samples([one, two], "tree", group_key=lambda _: 0).samples
     assert sample.ids.tolist() == [1, 2, 3]

@@ -193,7 +193,7 @@ class RolloutEngine:
 
         Args:
             requests: what to run.
-            scope: how trajectories become samples.
+            scope: how trajectories become samples; spec 2 makes one per agent turn.
             credit: writes advantages, for example `partial(assign_credit, credit="grpo")`. Without
                 one, records have the advantage 0 (`num_calls_without_advantage` counts them).
             whole_groups: leave out groups with a failed member.
