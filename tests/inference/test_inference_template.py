@@ -25,7 +25,7 @@ def render(source: str, **variables: object) -> str:
 def test_globals_filters_and_tags_of_model_folders() -> None:
     source = (
         "{{ strftime_now('%Y') }} {{ messages | tojson }} {{ bos_token }}\n"
-        "{% response %}x{% endgeneration %}"
+        "{% generation %}x{% endgeneration %}"
         "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"
     )
     text = render(source, bos_token="<s>")
