@@ -1,8 +1,7 @@
 """Every value that crosses a room: frozen dataclasses, `TypedDict`s, and `State`.
 
-Dimension legend, used in every docstring of the project: `_B` batch, `_T` tokens, `_V` vocabulary,
-`_H` heads, `_D` model width, `_S` segments, `_R` loss records. Units are suffixes: `_s`, `_ms`,
-`_bytes`. `num_` marks a count.
+Dimensions, in every docstring of the project: `_B` batch, `_T` tokens, `_V` vocabulary, `_H` heads,
+`_D` model width, `_S` segments, `_R` loss records. Units: `_s`, `_ms`, `_bytes`; `num_`: a count.
 """
 
 from __future__ import annotations
@@ -163,7 +162,7 @@ class ModelResponse:
     `raw` is the response object of a client that wraps another one (the openai package's).
 
     It also reads like OpenAI's response objects (`choices[0].message`, `usage`, `model_dump()`),
-    with vLLM's fields for token ids; these are built when they are read.
+    with vLLM's fields for token ids, all built on reading.
     """
 
     message: ChatMessage
@@ -194,7 +193,7 @@ class ModelResponse:
         return cls(empty, "", FinishReason.LENGTH, id=OVERLONG_PROMPT)
 
     def placed(self, tree: Any, call: int) -> ModelResponse:
-        """Note that this call lies in `tree` (a `TokenTree`) as `call`. For who inserted it."""
+        """Note that this call lies in `tree` (a `TokenTree`) as `call`. Returns itself."""
         values = (tree, call, tree.prompt_view(call), tree.logprobs(call))
         for name, value in zip(("tree", "call", "prompt_ids", "logprobs"), values, strict=True):
             object.__setattr__(self, name, value)
@@ -213,9 +212,9 @@ class ModelResponse:
     @property
     def usage(self) -> ResponsePart:
         """Token counts as OpenAI names them."""
-        counts = self.num_prompt_tokens, self.num_completion_tokens
-        names = ("prompt_tokens", "completion_tokens", "total_tokens")
-        return ResponsePart(**dict(zip(names, (*counts, sum(counts)), strict=True)))
+        prompt, sampled = self.num_prompt_tokens, self.num_completion_tokens
+        total = prompt + sampled
+        return ResponsePart(prompt_tokens=prompt, completion_tokens=sampled, total_tokens=total)
 
     @property
     def prompt_token_ids(self) -> list[int] | None:
