@@ -160,10 +160,10 @@ async def test_training_with_vllm_as_the_engine(folder, tmp_path, ahead):
         optim={"lr": 1e-5},
         train={"max_mismatch": 1e-3},
     )
-    assert [step["policy/version"] for step in report.steps] == [1.0, 2.0]
-    for step in report.steps:
+    assert [step["policy/version"] for step in report.metrics] == [1.0, 2.0]
+    for step in report.metrics:
         assert step["publish/probe_error"] < 1e-3
-    for step in report.steps[: 1 if ahead else 2]:
+    for step in report.metrics[: 1 if ahead else 2]:
         mismatch = [value for name, value in step.items() if "mismatch" in name]
         assert mismatch
         assert all(abs(value) < 1e-3 for value in mismatch), step

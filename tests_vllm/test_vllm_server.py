@@ -297,5 +297,5 @@ async def test_training_against_a_server(url, folder, tmp_path, way):
 
     engine = {"kind": "servers", "urls": [f"{url}/v1"], "served_model": "m", **way}
     report = await train_two_steps(folder, tmp_path / "run", engine, ahead=1, after=check)
-    assert len(report.steps) == 2
-    assert all(step["publish/probe_error"] < 1e-3 for step in report.steps)
+    assert len(report.metrics) == 2
+    assert all(step["publish/probe_error"] < 1e-3 for step in report.metrics)
