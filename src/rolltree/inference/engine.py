@@ -234,7 +234,11 @@ class EngineThread(ABC, Generic[RequestT]):
             UnsupportedSetting: the engine cannot do what `request.sampling` asks.
             ModelError: the engine failed or was closed.
         """
-        return await asyncio.wrap_future(self.submit(request))
+        queued = self._enqueue(request)
+        # An idle engine starts when the loop has run all tasks that are ready, so that requests
+        # which are made together are sampled together.
+        asyncio.get_running_loop().call_soon(self._wake)
+        return await asyncio.wrap_future(queued)
 
     def submit(
         self, request: GenerateRequest, on_token: Callable[[SampledToken], None] | None = None
@@ -244,6 +248,17 @@ class EngineThread(ABC, Generic[RequestT]):
         `on_token` is called in the engine's thread after every sampled token but the last, with
         which the answer comes; it must be quick and may not raise.
         """
+        queued = self._enqueue(request, on_token)
+        self._wake()
+        return queued
+
+    def _wake(self) -> None:
+        with self._condition:
+            self._condition.notify_all()
+
+    def _enqueue(
+        self, request: GenerateRequest, on_token: Callable[[SampledToken], None] | None = None
+    ) -> Future[EngineOutput]:
         sampling, prompt = request.sampling, np.array(request.prompt_ids, np.int32)
         self._check_prompt(prompt)
         check_sampling(sampling)
@@ -256,7 +271,6 @@ class EngineThread(ABC, Generic[RequestT]):
             queued.on_token = on_token
             self._inbox.append(queued)
             self._in_flight.add(queued)
-            self._condition.notify_all()
         queued.future.add_done_callback(lambda future: self._note_done(queued, future))
         return queued.future
 

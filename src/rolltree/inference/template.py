@@ -19,6 +19,8 @@ from rolltree.workers import WorkerCallError, WorkerDied, WorkerPool
 
 MEMORY_BYTES = 512 * 2**20
 """Address space of the process that renders, Python included."""
+_REMEMBERED = 64
+"""Prompts that are rendered once: the members of a group ask the same."""
 
 
 class TemplateError(ConfigError):
@@ -61,6 +63,7 @@ class ChatTemplate:
         self._name = hashlib.sha256(source.encode(errors="surrogatepass")).hexdigest()
         self.variables = dict(variables or {})
         self.time_limit_s = time_limit_s
+        self._texts: dict[str, str] = {}  # the latest prompts by their JSON
         self._parts = self._wants_parts()
 
     def render(
@@ -107,6 +110,9 @@ class ChatTemplate:
         }
         order = {"template": self._name, "values": values}
         try:
+            key = json.dumps(values)
+            if key in self._texts:
+                return self._texts[key]
             reply: dict[str, Any] = _pool.call(order, limit_s=self.time_limit_s)
             if reply.get("problem") == "unknown":
                 order["source"] = self.source
@@ -120,7 +126,10 @@ class ChatTemplate:
                 "It takes values that JSON can hold."
             ) from error
         if "text" in reply:
-            return str(reply["text"])
+            if len(self._texts) >= _REMEMBERED:
+                del self._texts[next(iter(self._texts))]
+            self._texts[key] = str(reply["text"])
+            return self._texts[key]
         raise _problem(reply, [message.get("role") for message in messages])
 
     def _wants_parts(self) -> bool:
