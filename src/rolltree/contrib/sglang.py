@@ -114,6 +114,8 @@ class SGLangClient(TokenClient):
     SGLANG_RETURN_ORIGINAL_LOGPROB gives others at a temperature other than 1: do not use it.
     """
 
+    version: int = 0
+
     def __init__(
         self,
         base_url: str,
@@ -136,7 +138,7 @@ class SGLangClient(TokenClient):
             max_connections=max_connections,
             transport=transport,
         )
-        self._model, self.renderer, self.version = model, renderer, 0
+        self._model, self.renderer = model, renderer
 
     @property
     def model(self) -> str:

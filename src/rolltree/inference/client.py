@@ -126,22 +126,10 @@ stop_token_ids=(), seed=None, extra={'min_p': 0.1})
     return SamplingParams(**known, extra=rest)
 
 
-def policy_version(client: Any) -> int:
-    """Return the version of the weights that a client's server was last given; 0 if unknown.
-
-    Sessions, deadlines and budgets are looked through to the client that they pass calls on to. Of
-    a pool it is the oldest version of its servers.
-    """
-    for _ in range(8):
-        version = getattr(client, "version", None)
-        if type(version) is int:
-            return version
-        pooled = getattr(client, "clients", None)
-        if isinstance(pooled, list):
-            return min(map(policy_version, pooled), default=0)
-        behind = (getattr(client, name, None) for name in ("_inner", "_client", "_pool", "engine"))
-        client = next((inner for inner in behind if inner is not None), None)
-    return 0
+def policy_version(client: object) -> int:
+    """Return the version of the weights that a client's server was last given; 0 if unknown."""
+    version = getattr(getattr(client, "__rolltree_client__", client), "version", 0)
+    return version if type(version) is int else 0
 
 
 def sampling_to_args(sampling: SamplingParams) -> SamplingArgs:

@@ -17,7 +17,7 @@ import numpy as np
 
 from rolltree.errors import UnsupportedSetting
 from rolltree.inference.chat import ChatRenderer
-from rolltree.inference.client import ModelClient
+from rolltree.inference.client import ModelClient, policy_version
 from rolltree.inference.message_session import MessageSession, generated
 from rolltree.inference.request_fields import TokenFields, outgoing
 from rolltree.inference.retry import Outcome
@@ -67,6 +67,11 @@ class ClientBase(ABC):
     def model(self) -> str:
         """The model asked when a call names none."""
 
+    @property
+    def version(self) -> int:
+        """The version of the weights that the model was last given; 0 if unknown."""
+        return 0
+
     @abstractmethod
     def session(self) -> ModelClient:
         """Return a client for one rollout that remembers its calls."""
@@ -110,6 +115,11 @@ class DelegatingClient(ClientBase):
         """The inner client's model."""
         return self._inner.model
 
+    @property
+    def version(self) -> int:
+        """The inner client's version."""
+        return policy_version(self._inner)
+
     def session(self) -> ModelClient:
         """Return this client in front of a session of the inner one."""
         session = copy.copy(self)
@@ -151,6 +161,11 @@ class Session(ClientBase, Generic[MemoryT]):
     def model(self) -> str:
         """The model asked when a call names none."""
         return self._client.model
+
+    @property
+    def version(self) -> int:
+        """The client's version."""
+        return self._client.version
 
     def session(self) -> Session[MemoryT]:
         """Return a session of its own, with nothing remembered."""

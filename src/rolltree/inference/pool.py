@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from rolltree.errors import BadResponse, ConfigError, ConnectionFailed, ModelError, ServerError
-from rolltree.inference.client import ModelClient
+from rolltree.inference.client import ModelClient, policy_version
 from rolltree.inference.client_base import ClientBase, ModelCall
 from rolltree.inference.openai_client import OpenAIClient
 from rolltree.inference.retry import Retry, RetryPolicy, with_retries
@@ -117,6 +117,11 @@ class EndpointPool(ClientBase):
         return self.endpoints[0].client.model
 
     @property
+    def version(self) -> int:
+        """The oldest version of its servers."""
+        return min(policy_version(endpoint.client) for endpoint in self.endpoints)
+
+    @property
     def clients(self) -> list[Any]:
         """The clients, one per server, as `publish_weights` takes them."""
         return [endpoint.client for endpoint in self.endpoints]
@@ -191,6 +196,11 @@ class PooledSession(ClientBase):
     def model(self) -> str:
         """The model asked when a call names none."""
         return self._pool.model
+
+    @property
+    def version(self) -> int:
+        """The pool's version."""
+        return self._pool.version
 
     def session(self) -> PooledSession:
         """Return a session of its own, with nothing remembered."""

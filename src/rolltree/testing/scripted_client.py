@@ -50,6 +50,8 @@ class ScriptedClient(RootClient[_ScriptedMemory]):
         >>> client = ScriptedClient(lambda messages: messages[-1]["content"].upper())
     """
 
+    version: int = 0
+
     def __init__(
         self,
         script: ScriptSource,

@@ -40,6 +40,11 @@ class LocalClient(TokenClient):
         """The name of the model behind this client."""
         return self._model
 
+    @property
+    def version(self) -> int:
+        """The engine's version."""
+        return self.engine.version
+
     async def sample(self, request: GenerateRequest) -> dict[str, Any]:
         """Sample one completion after exactly `request.prompt_ids`.
 
