@@ -104,8 +104,8 @@ def test_the_bars_of_ranks_can_fail():
     }
     assert met("ranks", results) == [True] * 4
     assert load("ranks").bars(results)[0].value == 3e-7
-    results["gradients/3"] = {"grpo": {"gradient": 2e-6}}
-    results["resumed/4"] = {"tied-full": [2, 1e-9, 2e-6]}
+    results["gradients/3"] = {"grpo": {"gradient": 1e-4}}
+    results["resumed/4"] = {"tied-full": [2, 1e-9, 1e-4]}
     results["kills_2_1_full/1"][0][2] = 0.5
     assert met("ranks", results) == [False] * 4
     assert load("ranks").bars(results)[-1].value == 1
