@@ -1,7 +1,7 @@
 """Values of interaction: what a world answered, what an agent did, what an episode was (spec 2).
 
 `StepOutcome` crosses from a world to a protocol, `ParseResult` from a parser to an agent,
-`AgentStep` from an agent to a protocol, and `Rollout` from a protocol to whoever trains or scores.
+`AgentStep` from an agent to a protocol, and `Rollout` from a protocol to scoring and training.
 An `AgentStep` holds the spec-1 step of its call (`record`), whose tokens are a view on the tree.
 
 Rewards land in one place each. What a parser or an agent gives (a bonus for the format, a penalty)

@@ -229,7 +229,7 @@ class _Worker:
         return self._owner == os.getpid() and self._process.poll() is None
 
     def kill(self) -> None:
-        """Kill the process group; whoever waits for a reply gets `WorkerDied`."""
+        """Kill the process group; a call that waits for a reply gets `WorkerDied`."""
         _kill(self._process)
 
     def ask(self, data: bytes, limit_s: float | None) -> dict[str, Any]:

@@ -362,7 +362,7 @@ async def test_an_answer_that_was_cut_off_calls_nothing() -> None:
 
 
 def test_settings() -> None:
-    with pytest.raises(ConfigError, match="two tools named 'add'"):
+    with pytest.raises(ConfigError, match="two tools are named 'add'"):
         ToolAgent(tools=[add, add])
     with pytest.raises(ConfigError, match="internal and external"):
         ToolAgent(tools=[add], external_tools=[add])

@@ -158,7 +158,7 @@ def test_two_tools_of_one_name():
         """Write."""
         return text
 
-    with pytest.raises(ConfigError, match="two tools named 'add_note'"):
+    with pytest.raises(ConfigError, match="two tools are named 'add_note'"):
         MCPEnv([STDIO], tools=[add_note], dataset=ROWS)
 
 

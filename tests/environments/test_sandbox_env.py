@@ -222,7 +222,7 @@ async def test_what_a_model_can_cause_is_an_answer_and_no_failed_rollout(backend
     told = answers(state)
     assert "NUL" in told[0]
     assert "too long" in told[1]
-    assert "no path inside" in told[2]
+    assert "not a path inside" in told[2]
     assert "no file 'none'" in told[3]
 
 

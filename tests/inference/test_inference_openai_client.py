@@ -404,7 +404,7 @@ async def test_the_key_is_sent_and_never_shown(caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize("key", ["sk-1\n", "sk 1", "sk-\u00e9"])
 def test_a_key_that_no_header_carries_is_refused_unseen(key: str) -> None:
-    with pytest.raises(ConfigError, match="api_key holds a space") as caught:
+    with pytest.raises(ConfigError, match="api_key has a space") as caught:
         OpenAIClient("http://x/v1", "m", api_key=key)
     assert key not in str(caught.value)
 

@@ -132,5 +132,5 @@ def test_a_device_whose_products_depend_on_the_batch_is_refused(
             return super().forward(rows, *args) + len(rows) * 1e-6
 
     monkeypatch.setattr(runner_module, "ModelRunner", Careless)
-    with pytest.raises(UnsupportedSetting, match="in other company"):
+    with pytest.raises(UnsupportedSetting, match="change with the batch"):
         LocalEngine(shared_model(), max_context=64, batch_invariant=True)

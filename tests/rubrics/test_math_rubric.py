@@ -41,7 +41,7 @@ async def test_a_reference_that_cannot_be_read_is_an_error_and_no_zero():
     state = await score(r"\boxed{5}", "")
     assert state["reward"] is None
     assert state["metrics"] == {"correct_answer": None}
-    assert "reference answer '' is no expression" in state["error"].message
+    assert "cannot parse the reference answer ''" in state["error"].message
 
 
 async def test_another_parser():

@@ -121,5 +121,5 @@ def test_settings(monkeypatch):
     monkeypatch.setitem(os.environ, "PATH", "/nowhere")
     with pytest.raises(SandboxUnavailable, match="no docker client"):
         DockerBackend()
-    with pytest.raises(ConfigError, match="no image"):
+    with pytest.raises(ConfigError, match="not an image name"):
         DockerBackend("--privileged", docker="/bin/true")

@@ -67,14 +67,14 @@ class ToolAgent(Agent):
         **settings: Any,
     ) -> None:
         if max_tool_rounds < 0:
-            raise ConfigError(f"max_tool_rounds is {max_tool_rounds}; use 0 to allow no tool.")
+            raise ConfigError(f"max_tool_rounds is {max_tool_rounds}; use 0 for no tool calls.")
         self.tools = _described(tools)
         self.external_tools = _described(external_tools)
         both = [name for name in self.tools if name in self.external_tools]
         if both:
             raise ConfigError(
-                f"tool {both[0]!r} is internal and external; it would be unclear who answers it. "
-                "Name it once."
+                f"tool {both[0]!r} is both internal and external, so it is unclear who answers it. "
+                "Pass it in one of the two lists."
             )
         self.max_tool_rounds = max_tool_rounds
         self.last_call = last_call
@@ -151,7 +151,7 @@ class ToolAgent(Agent):
         if self._waiting:
             raise ValueError(
                 f"agent {self.name!r} still waits for {[call.name for call in self._waiting]}; it "
-                "cannot go on without. Call answer() first."
+                "cannot continue without them. Call answer() first."
             )
 
     async def act(self) -> list[AgentStep]:

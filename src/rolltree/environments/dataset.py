@@ -107,7 +107,7 @@ class Rows(Sequence[Row]):
         source = _read_file(Path(data)) if isinstance(data, str | Path) else data
         if isinstance(source, Mapping) or not hasattr(source, "__getitem__"):
             raise ConfigError(
-                f"a {type(data).__name__} is no data set of rows: rollouts are counted and "
+                f"a {type(data).__name__} is not a data set of rows: rollouts are counted and "
                 "repeated by index. Pass a list of dicts, a .jsonl or .parquet path, or a "
                 "Hugging Face Dataset (for a DatasetDict choose a split)."
             )
@@ -229,9 +229,9 @@ def _read_jsonl(path: Path) -> list[Row]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}, line {number} is no JSON: {error}.") from error
+            raise ConfigError(f"{path}, line {number} is not valid JSON: {error}.") from error
         if not isinstance(row, dict):
-            raise ConfigError(f"{path}, line {number} is no object, so it has no columns.")
+            raise ConfigError(f"{path}, line {number} is not a JSON object, so it has no columns.")
         rows.append(row)
     return rows
 

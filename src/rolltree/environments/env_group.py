@@ -143,8 +143,8 @@ class EnvGroup(Environment):
     def _format(self, row: Mapping[str, Any], index: int) -> Row:
         if "task" not in row:
             raise ConfigError(
-                f"row {index} has no task, so the group cannot tell whose it is. Set `task` to one "
-                f"of {', '.join(self.env_names)}."
+                f"row {index} has no task, so the group cannot tell which environment it belongs "
+                f"to. Set `task` to one of {', '.join(self.env_names)}."
             )
         env = self.get_env_for_task(row["task"])
         return {**env.row_format(row, index), "task": row["task"]}
@@ -232,8 +232,8 @@ def _names(envs: Sequence[Environment], given: Sequence[str] | None) -> list[str
     names = list(given)
     if len(names) != len(envs) or len(set(names)) != len(names):
         raise ConfigError(
-            f"an EnvGroup got {len(envs)} environments and the names {names}; a row's task could "
-            "not say whose it is. Pass one distinct name per environment."
+            f"an EnvGroup got {len(envs)} environments and the names {names}, so a row's task "
+            "would not identify its environment. Pass one distinct name per environment."
         )
     return names
 

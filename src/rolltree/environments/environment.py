@@ -193,7 +193,7 @@ class Environment(BatchRunner):
                 row["info"] = json.loads(info)
             except json.JSONDecodeError as error:
                 raise ConfigError(
-                    f"info of example {row.get('example_id')} is a string but no JSON: {error}."
+                    f"info of example {row.get('example_id')} is a string but not JSON: {error}."
                 ) from error
         row.setdefault("task", self.env_id)
         row.setdefault("example_id", 0)
@@ -395,7 +395,7 @@ class Environment(BatchRunner):
                 logger.exception("teardown %s of %s failed", handler.__name__, self.env_id)
 
     async def aclose(self) -> None:
-        """Run every `@teardown`, once. At the end of the process it is called by itself."""
+        """Run every `@teardown`, once. Called automatically when the process ends."""
         forget(self)
         if not self._closed:
             self._closed = True

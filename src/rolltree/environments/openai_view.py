@@ -76,8 +76,8 @@ class _Endpoint:
         """
         if stream:
             raise UnsupportedSetting(
-                "an environment asked the rollout's model for a stream; the answer would come in "
-                "pieces that nobody records. Call create() without stream."
+                "streaming is not supported here, because a streamed answer would not be "
+                "recorded. Call create() without stream."
             )
         asked = messages if self._type == "chat" else prompt
         return await self._client.chat(

@@ -43,7 +43,7 @@ def load_environment(env_id: str | os.PathLike[str], **args: Any) -> Environment
     environment = factory(**args)
     if not isinstance(environment, Environment):
         raise ConfigError(
-            f"load_environment of {name!r} returned a {type(environment).__name__}, which is no "
+            f"load_environment of {name!r} returned a {type(environment).__name__}, not a "
             "rolltree.Environment. Return an instance of one of its subclasses."
         )
     environment.name_as(Path(name).stem if _is_path(name) else name, args)

@@ -213,8 +213,8 @@ class StatefulToolEnv(ToolEnv):
         updated = await settle(self.update_tool_args(tool.name, arguments, messages, state))
         if not isinstance(updated, dict):
             raise ConfigError(
-                f"update_tool_args returned a {type(updated).__name__} for {tool.name!r}; the tool "
-                "has nothing to be called with. Return a dict of arguments."
+                f"update_tool_args returned a {type(updated).__name__} for {tool.name!r}, so the "
+                "tool has no arguments. Return a dict of arguments."
             )
         missing = [
             parameter.name

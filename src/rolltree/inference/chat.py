@@ -75,8 +75,7 @@ class ChatRenderer:
     ) -> None:
         if history not in ("keep", "template"):
             raise ConfigError(
-                f"history = {history!r} is not a way to treat rewritten turns."
-                + did_you_mean(history, ("keep", "template"))
+                f"unknown history mode {history!r}." + did_you_mean(history, ("keep", "template"))
             )
         self.history: History = history
         self.tokenizer = tokenizer

@@ -119,7 +119,7 @@ stop_token_ids=(), seed=None, extra={'min_p': 0.1})
                 except (TypeError, ValueError) as error:
                     raise ConfigError(
                         f"sampling argument {key} = {value!r} cannot be used ({error}); the "
-                        "request would not be sampled as intended. Correct the value."
+                        "request would not be sampled as intended."
                     ) from error
     if body:
         rest["extra_body"] = body
@@ -190,7 +190,7 @@ def _positive(value: Any) -> int:
 def _temperature(value: Any) -> float:
     number = float(value)
     if not 0.0 <= number < float("inf"):
-        raise ValueError("neither 0 nor a positive number")
+        raise ValueError("must be a finite number >= 0")
     return number
 
 
@@ -208,7 +208,7 @@ def _top_k(value: Any) -> int:
 def _strings(value: Any) -> tuple[str, ...]:
     strings = (value,) if isinstance(value, str) else tuple(value)
     if not all(isinstance(string, str) and string for string in strings):
-        raise ValueError("a stop string is empty or no string")
+        raise ValueError("stop strings must be non-empty strings")
     return strings
 
 

@@ -271,6 +271,6 @@ def check_model(asked: str | None, known: str) -> None:
     """Raise `UnsupportedSetting` for another model than the one there is."""
     if asked not in (None, known):
         raise UnsupportedSetting(
-            f"this client runs {known!r} and no other model, but {asked!r} was asked for, and its "
-            "answer would pass for that model's. Leave the model's name out."
+            f"this client serves {known!r}, but {asked!r} was requested, so the answer would be "
+            "attributed to the wrong model. Leave the model's name out."
         )

@@ -57,11 +57,12 @@ class CompletionParser:
     ) -> None:
         self.tool_parser = find_tool_parser(source) if tool_parser == "auto" else tool_parser
         self.reasoning = _find_reasoning(source) if reasoning == "auto" else reasoning
-        for name, table in ((self.tool_parser, TOOL_PARSERS), (self.reasoning, REASONING_TAGS)):
+        for what, name, table in (
+            ("tool-call format", self.tool_parser, TOOL_PARSERS),
+            ("reasoning format", self.reasoning, REASONING_TAGS),
+        ):
             if name not in table:
-                raise UnknownName(
-                    f"no way to read completions is called {name!r}." + did_you_mean(name, table)
-                )
+                raise UnknownName(f"unknown {what} {name!r}." + did_you_mean(name, table))
         self._tags = REASONING_TAGS[self.reasoning]
         self._starts_inside = bool(self._tags[0]) and start.rstrip().endswith(self._tags[0])
 

@@ -45,7 +45,7 @@ class HttpServer:
     """Requests to one base URL, at most `max_connections` at a time.
 
     Raises:
-        ConfigError: the base URL is no http(s) URL, or holds a password.
+        ConfigError: the base URL is not an http(s) URL, or holds a password.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class HttpServer:
         url = httpx.URL(base_url)
         if url.scheme not in ("http", "https") or not url.host:
             raise ConfigError(
-                f"base_url = {base_url!r} is no http or https URL, so no server can be reached. "
-                "It looks like 'http://127.0.0.1:8000/v1'."
+                f"base_url = {base_url!r} is not an http or https URL. Pass one such as "
+                "'http://127.0.0.1:8000/v1'."
             )
         if url.userinfo:
             raise ConfigError(
@@ -72,8 +72,8 @@ class HttpServer:
             )
         if api_key and not (api_key.isascii() and api_key.isprintable() and " " not in api_key):
             raise ConfigError(
-                "api_key holds a space, a line break or a character that no header can carry, so "
-                "the server would not take it. Was it read from a file with its last line break?"
+                "api_key has a space, a line break or a character that is not allowed in an HTTP "
+                "header. Was it read from a file, with the trailing line break?"
             )
         self.base_url = str(url).rstrip("/")
         self.retry = retry or RetryPolicy()
@@ -196,7 +196,8 @@ class HttpServer:
             raise Retry(
                 ConnectionFailed(
                     f"{url} gave no answer in time ({type(error).__name__}). The "
-                    "call is lost. Is the server overloaded? Raise timeout_s or ask less at a time."
+                    "call is lost. Is the server overloaded? Raise timeout_s or send fewer "
+                    "requests."
                 )
             ) from error
         except httpx.RequestError as error:

@@ -78,12 +78,12 @@ class EndpointPool(ClientBase):
         names = [_name(client, index) for index, client in enumerate(clients)]
         if not clients or len(set(names)) < len(names):
             raise ConfigError(
-                f"a pool of {names} makes no sense: it needs at least one server, each once."
+                f"a pool needs at least one server, and no server twice; got {names}."
             )
         if len({client.model for client in clients}) > 1:
             raise ConfigError(
-                "the servers of a pool have different models, and which one answers is chance. "
-                "Use one pool per model."
+                "the servers of a pool have different models, so requests would get answers from "
+                "different models. Use one pool per model."
             )
         if cool_down_s < 0 or spread < 1:
             raise ConfigError(

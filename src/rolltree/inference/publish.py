@@ -78,7 +78,7 @@ async def publish_adapter(
     folder = _weights_in(folder)
     if not (folder / "adapter_config.json").is_file():
         raise ConfigError(
-            f"{folder} has no adapter_config.json, so it is no LoRA adapter. Whole models are "
+            f"{folder} has no adapter_config.json, so it is not a LoRA adapter. Whole models are "
             "published by publish_weights; adapters are saved by peft's save_pretrained."
         )
     body = {"lora_name": name, "lora_path": str(folder), "load_inplace": True}
@@ -131,7 +131,7 @@ async def served_version(server: HttpServer) -> str:
     version = answer.get("weight_version") if isinstance(answer, dict) else None
     if not isinstance(version, str):
         raise BadResponse(
-            f"{server.root_url}/weight_info answered {answer!r}, which names no version."
+            f"{server.root_url}/weight_info answered {answer!r}, without a weight_version."
         )
     return version
 
@@ -158,7 +158,7 @@ async def update_server(server: HttpServer, load: Update, version: int) -> None:
         reset = await call(server, "/reset_prefix_cache?reset_running_requests=true", {})
         if not isinstance(reset, dict) or reset.get("success") is not True:
             raise BadResponse(
-                f"{server.root_url} did not forget its cached keys ({reset!r}); answers would mix "
+                f"{server.root_url} did not drop its KV cache ({reset!r}), so answers would mix "
                 "old and new weights."
             )
         await call(server, "/update_weight_version", {"new_version": str(version)})

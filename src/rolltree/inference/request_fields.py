@@ -1,7 +1,7 @@
 """The fields of a request: OpenAI's sampling fields, vLLM's, and those that ask for token ids.
 
 Whether a server understands the latter is found out by asking: `TokenFields` remembers what became
-of the first request and says once, in the log, when no ids can be had.
+of the first request and says once, in the log, when the server gives no ids.
 """
 
 from __future__ import annotations

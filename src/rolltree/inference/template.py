@@ -1,6 +1,6 @@
 """A Hugging Face chat template: messages in, text out, without transformers.
 
-Chat templates are programs that come with somebody's weights. They are rendered in a worker process
+Chat templates are untrusted programs that come with weights. They are rendered in a worker process
 (`template_worker`) that is killed when one runs too long or takes too much memory. Messages are
 given the shapes that templates expect: text content, tool arguments as mappings. Images and audio
 are refused.

@@ -1,6 +1,6 @@
 """The JSON of OpenAI-compatible completions, as structs that msgspec decodes in one pass.
 
-Only fields that somebody reads are here; all others are skipped without being built. A server
+Only fields that rolltree reads are here; all others are skipped without being built. A server
 repeats the whole prompt's ids in every turn: `PromptReader` compares those it knows as bytes and
 decodes the rest.
 """

@@ -168,18 +168,18 @@ def _read_index(path: Path) -> dict[str, Path]:
 def _open(path: Path, reader: Callable[[Path], Any]) -> Any:
     if not path.is_file():
         raise ConfigError(
-            f"the file {path} is missing, and its tensors would be random numbers. Copy it from "
-            "where the others came from."
+            f"the file {path} is missing, so its tensors would be random. Copy it from where the "
+            "other files came from."
         )
     try:
         return reader(path)
     except pickle.UnpicklingError as error:
         raise ConfigError(
-            f"{path} holds more than tensors, or is torn; reading it could run code, so it is "
-            f"refused. Save the model again with safetensors. ({str(error).splitlines()[0]})"
+            f"{path} holds more than tensors, or is incomplete; reading it could run code, so it "
+            f"is refused. Save the model again with safetensors. ({str(error).splitlines()[0]})"
         ) from error
     except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, KeyError) as error:
         raise ConfigError(
-            f"{path} cannot be read: {error}. It is torn or no such file; copy it again from where "
-            "it came from."
+            f"{path} cannot be read: {error}. It is incomplete or not such a file; copy it again "
+            "from its source."
         ) from error

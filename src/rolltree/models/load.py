@@ -48,12 +48,12 @@ def resolve_model(name: str) -> Path:
     if not path.is_dir():
         raise UnknownName(
             f"there is no model {name!r}: it is neither a folder nor a model that rolltree makes, "
-            f"and no model hub is asked.{did_you_mean(name, MADE_MODELS)} "
+            f"and rolltree downloads from no model hub.{did_you_mean(name, MADE_MODELS)} "
             "Or give the path of a folder in Hugging Face's layout."
         )
     if not (path / "config.json").is_file():
         raise ConfigError(
-            f"the folder {path} has no config.json, so it is no model in Hugging Face's layout. "
+            f"the folder {path} has no config.json, so it is not a model in Hugging Face's layout. "
             "Point at the folder that holds config.json, the tokenizer and *.safetensors."
         )
     return path
@@ -85,7 +85,7 @@ def load_model(name: str, dtype: str = "float32", *, device: str = "cpu") -> tup
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"the model in {path} cannot be loaded: {error} rolltree loads causal language models "
-            "that transformers knows by itself, with their tokenizer, and runs no code from the "
+            "built into transformers, with their tokenizer, and runs no code from the "
             "folder. Check the folder, or update transformers."
         ) from error
     return model.to(device).eval(), tokenizer

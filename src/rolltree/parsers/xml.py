@@ -81,7 +81,7 @@ class XMLParser(Parser):
         Of several occurrences in that message, the last counts.
 
         Raises:
-            ConfigError: `answer_field` is no field of this parser.
+            ConfigError: `answer_field` is not a field of this parser.
         """
         texts = (
             [completion]
@@ -115,7 +115,7 @@ class XMLParser(Parser):
         unknown = [name for name in values if name not in self._patterns]
         if unknown:
             hint = did_you_mean(unknown[0], self._patterns)
-            raise ConfigError(f"{unknown[0]!r} is no field of this parser.{hint}")
+            raise ConfigError(f"this parser has no field {unknown[0]!r}.{hint}")
         parts = []
         for names in self._fields:
             given = [name for name in names if name in values]
@@ -152,7 +152,7 @@ class XMLParser(Parser):
             if field in names:
                 return names
         raise ConfigError(
-            f"answer_field {field!r} is no field of this parser, so no answer can ever be found."
+            f"answer_field {field!r} is not a field of this parser, so no answer would be found."
             f"{did_you_mean(field, self._patterns)}"
         )
 

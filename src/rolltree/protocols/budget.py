@@ -34,8 +34,8 @@ class Budget:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(
-                    f"a budget has {name} = {value}; the agent could do nothing with it. Give a "
-                    "positive number, or None for no limit."
+                    f"a budget has {name} = {value}, so the agent could not act. Give a positive "
+                    "number, or None for no limit."
                 )
 
 

@@ -5,7 +5,7 @@ node per new message, and one that rewrites history adds nodes from the rewritte
 Strings (the completions endpoint) are paths of text pieces in the same way.
 
 A history's reference is an integer (a trie node, -1 for the empty list), `{"t": node}` for a
-string, None, or `{"v": value}` for anything that is no chat history.
+string, None, or `{"v": value}` for anything that is not a chat history.
 """
 
 from __future__ import annotations

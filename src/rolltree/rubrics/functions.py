@@ -76,7 +76,7 @@ class RewardFunction:
             plain = plain.func
         name = str(getattr(func, "__name__", getattr(plain, "__name__", type(func).__name__)))
         if not math.isfinite(weight):
-            raise ConfigError(f"the weight of {name!r} is {weight}; every reward would be lost.")
+            raise ConfigError(f"the weight of {name!r} is {weight}; it must be finite.")
         parameters = inspect.signature(func).parameters.values()
         bad = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
         if bad:
@@ -197,13 +197,13 @@ def as_number(value: Any) -> float:
     """Return a score as a float.
 
     Raises:
-        ValueError: it is no finite number. A function that returns None has scored nothing.
+        ValueError: it is not a finite number. A function that returns None has scored nothing.
     """
     if isinstance(value, str) or value is None:
-        raise ValueError(f"a reward function returned {value!r}, which is no number")
+        raise ValueError(f"a reward function returned {value!r}, which is not a number")
     number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"a reward function returned {number}, which would spoil every mean")
+        raise ValueError(f"a reward function returned {number}; rewards must be finite")
     return number
 
 

@@ -87,7 +87,7 @@ class JudgeRubric(Rubric):
         if not fields <= set(_FIELDS):
             raise ConfigError(
                 f"judge_prompt has the fields {sorted(fields)}; it may have {', '.join(_FIELDS)}. "
-                "Write a brace that is no field twice: {{."
+                "Escape literal braces as {{ and }}."
             )
         self.judge_prompt = judge_prompt
         self.judge_model = judge_model

@@ -19,13 +19,11 @@ def compare(gold: str, said: str) -> bool:
     """Return whether two answers mean the same.
 
     Raises:
-        UnreadableReference: the reference answer is no expression.
+        UnreadableReference: the reference answer cannot be parsed.
     """
     wanted = parse(_in_math(gold), parsing_timeout=None)
     if not wanted:
-        raise UnreadableReference(
-            f"the reference answer {gold!r} is no expression that math-verify reads"
-        )
+        raise UnreadableReference(f"math-verify cannot parse the reference answer {gold!r}")
     given = parse(_in_math(said), parsing_timeout=None)
     return bool(given) and bool(verify(wanted, given, timeout_seconds=None))
 

@@ -111,8 +111,8 @@ class Rubric:
         funcs = list(funcs or ())
         if weights is not None and len(weights) != len(funcs):
             raise ConfigError(
-                f"a rubric got {len(funcs)} functions and {len(weights)} weights; some function "
-                "would count by accident. Pass one weight per function."
+                f"a rubric got {len(funcs)} functions and {len(weights)} weights. Pass one weight "
+                "per function."
             )
         self._has_own_parser = parser is not None
         self.parser = parser if parser is not None else Parser()
@@ -282,8 +282,8 @@ def _spread(function: RewardFunction, outcome: RawScore, num: int) -> list[RawSc
     except TypeError:
         problem = f"a {type(outcome).__name__}"
     error = ConfigError(
-        f"group function {function.name!r} returned {problem} for {num} rollouts; nobody could "
-        "say which score is whose. Return one number per rollout, in order."
+        f"group function {function.name!r} returned {problem} for {num} rollouts, so the "
+        "scores cannot be matched to rollouts. Return one number per rollout, in order."
     )
     return [record_error(error, "scoring")] * num
 

@@ -156,7 +156,7 @@ def _effects(
     if len(truncation) != len(trajectories):
         raise ConfigError(
             f"there are {len(truncation)} truncation effects for {len(trajectories)} trajectories, "
-            "so it is unclear whose they are. Pass one per trajectory, in the same order."
+            "so they cannot be matched. Pass one per trajectory, in the same order."
         )
     return truncation
 

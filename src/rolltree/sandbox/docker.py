@@ -69,7 +69,7 @@ class DockerBackend:
                 "Install Docker or use the local backend."
             )
         if image.startswith("-"):
-            raise ConfigError(f"{image!r} is no image; docker would read it as an option.")
+            raise ConfigError(f"{image!r} is not an image name: docker would read it as an option.")
         self.docker, self.image, self.python, self.runtime = found, image, python, runtime
         self.cpus, self.env = cpus, dict(env or {})
         self.base = None if base is None else Path(base)

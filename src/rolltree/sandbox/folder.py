@@ -2,8 +2,8 @@
 
 Untrusted code may have put anything into the folder, so no path is followed out of it: every
 component is opened without following links, and only regular files are read. A folder is
-`BASE/rolltree-sandbox-XXXX/work`, beside a `lock` that its owner holds. Folders whose lock nobody
-holds were left by a process that was killed; the next one removes them.
+`BASE/rolltree-sandbox-XXXX/work`, beside a `lock` that its owner holds. Folders with a free lock
+were left by a process that was killed; the next one removes them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class FolderSandbox(ABC):
         limits = limits or self.limits
         command = [_bytes_of(part).decode() for part in command]
         if any("\0" in part for part in command):
-            return self._not_started("a command cannot have NUL characters")
+            return self._not_started("a command must not contain NUL characters")
         work = run_to_end(self.launch(command, limits), limits, _bytes_of(stdin))
         task = asyncio.create_task(work)
         self._running.add(task)
@@ -219,7 +219,7 @@ class PrivateFolder:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             raise SandboxFileError(
-                f"{name!r} in the sandbox is no regular file, and reading it could block or reach "
+                f"{name!r} in the sandbox is not a regular file; reading it could block or reach "
                 "the host. Have the code write a plain file."
             )
         with open(fd, "rb") as file:
@@ -328,7 +328,7 @@ def _parts(name: str) -> list[str]:
     has_surrogates = any("\ud800" <= char <= "\udfff" for char in name)
     if not parts or ".." in parts or name.startswith("/") or "\0" in name or has_surrogates:
         raise SandboxFileError(
-            f"{name!r} is no path inside a sandbox. Use a relative path without '..', like "
+            f"{name!r} is not a path inside a sandbox. Use a relative path without '..', like "
             "'data/input.txt'."
         )
     return parts
@@ -344,6 +344,6 @@ def _explained(name: str) -> Iterator[None]:
         ) from error
     except OSError as error:
         raise SandboxFileError(
-            f"{name!r} in the sandbox cannot be reached ({error.strerror}): it is a link, or "
-            "something on its way is no folder. Links are not followed, they may lead outside."
+            f"{name!r} in the sandbox cannot be opened ({error.strerror}): it is a link, or a part "
+            "of its path is not a folder. Links are not followed, because they may lead outside."
         ) from error

@@ -96,7 +96,7 @@ class RunResult:
 
     @property
     def ok(self) -> bool:
-        """Whether it ended by itself with exit code 0."""
+        """Whether it exited with code 0, not killed."""
         return self.ended == "exit" and self.exit_code == 0
 
     def text(self) -> str:

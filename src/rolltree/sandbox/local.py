@@ -96,8 +96,8 @@ class LocalBackend:
         for path in shown:
             if path == "/" or not Path(path).exists():
                 raise ConfigError(
-                    f"read_only has {path!r}, which is no existing place below '/'; code would "
-                    "see nothing of it, or everything. Name the folders that it needs."
+                    f"read_only has {path!r}, which does not exist or is '/' itself; code would "
+                    "see nothing of it, or the whole machine. Name the folders that it needs."
                 )
         self.read_only = system_folders(self.runtime, shown)
         self.env = dict(env or {})
@@ -271,7 +271,7 @@ def bwrap_arguments(
         for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP"):
             arguments += ["--cap-add", capability]
     parents = {str(parent) for place in (*read_only, *DEVICES) for parent in Path(place).parents}
-    for parent in sorted(parents - {"/"}):  # what bwrap makes by itself only its owner may enter
+    for parent in sorted(parents - {"/"}):  # folders that bwrap creates are private to its owner
         arguments += ["--perms", "0755", "--dir", parent]
     for place in read_only:
         arguments += _shown(place)

@@ -198,7 +198,7 @@ ATTRIBUTES = frozenset(
     {"getxattr", "lgetxattr", "fgetxattr", "listxattr", "llistxattr", "flistxattr"}
     | {"setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr"}
 )
-"""Landlock does not govern them, and whoever may write a file may set them, whosever it is.
+"""Landlock does not govern them, and any process that may write a file may set them.
 
 Refused as unsupported, which `ls` and `shutil` take in their stride.
 """

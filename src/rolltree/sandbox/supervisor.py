@@ -178,7 +178,7 @@ class Watch:
                 self.main_status = status
 
     def kill_all(self) -> None:
-        """Kill until nobody is left. Orphans become children of this process, so none is missed."""
+        """Kill until no process is left. Orphans become children of this one, so none is missed."""
         while True:
             for pid in descendants(os.getpid()):
                 with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -116,7 +116,7 @@ def tokens_of(
     """
     if sampling.max_tokens is not None and sampling.max_tokens < 1:
         raise UnsupportedSetting(
-            f"max_tokens = {sampling.max_tokens} leaves no token to say. Ask for at least 1."
+            f"max_tokens = {sampling.max_tokens} leaves no token to generate. Ask for at least 1."
         )
     given = answer.ids
     if given is None:

@@ -109,7 +109,7 @@ def checked_logprobs(values: object, count: int) -> FloatArray:
     engine's rounding may pass 0 by up to 1e-3; such a value becomes 0.
 
     Raises:
-        TokenError: the length differs, or a value is no logprob: missing, NaN, infinite, above
+        TokenError: the length differs, or a value is not a logprob: missing, NaN, infinite, above
             1e-3, or below -1000 (servers report -9999 for "unknown").
     """
     array = np.array(values, np.float32)  # None becomes NaN

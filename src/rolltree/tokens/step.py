@@ -2,7 +2,7 @@
 
 T turns restate T prompts, each with the ids, masks and numbers of its call. A recorded step keeps
 what is new in its prompt, the step before it, and a handle into the token tree. Its values become
-lists and dicts when somebody reads them, and stay from then on, so that changing them in place
+lists and dicts when they are first read, and stay from then on, so that changing them in place
 works as with any dict; `peek` reads without keeping. `StepTokens` builds fresh lists at every read:
 assign a key to change it.
 
@@ -240,7 +240,7 @@ class RecordedStep(LazyDict):
 
     @property
     def has_own_tokens(self) -> bool:
-        """Whether nobody has read or assigned `tokens`: they are what the tree says."""
+        """Whether `tokens` was neither read nor assigned, so that the tree holds its values."""
         return dict.__getitem__(self, "tokens") is _UNREAD
 
     @property

@@ -128,7 +128,7 @@ class Tool:
         """Return checked and converted arguments from what the model wrote.
 
         Raises:
-            ToolArgumentError: it is no JSON object, or does not fit the signature.
+            ToolArgumentError: it is not a JSON object, or does not fit the signature.
         """
         given: Any = {} if arguments is None else arguments
         try:

@@ -168,7 +168,7 @@ async def _coroutine(awaitable: Awaitable[R]) -> R:
 async def _limited(
     tool: Tool, result: Awaitable[Any], limit_s: float | None, left_s: float | None
 ) -> Any:
-    """Await `result` in a task of its own, which is cancelled when nobody waits any more."""
+    """Await `result` in a task of its own, which is cancelled when the caller stops waiting."""
     task = asyncio.ensure_future(_guarded(tool, result))
     try:
         await asyncio.wait({task}, timeout=left_s)

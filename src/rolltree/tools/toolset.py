@@ -62,8 +62,7 @@ class Toolset(dict[str, Tool]):
         described = tool if isinstance(tool, Tool) else Tool.of(tool, hidden=hidden)
         if described.name in self:
             raise ConfigError(
-                f"there are two tools named {described.name!r}; a call could not say which one it "
-                "means. Rename one."
+                f"two tools are named {described.name!r}, so a call would be ambiguous. Rename one."
             )
         self[described.name] = described
         return described

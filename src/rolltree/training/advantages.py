@@ -1,9 +1,9 @@
 """`assign_credit`: the results of one step in, advantages written into their states and steps.
 
 It decides what becomes of failed and truncated episodes, forms the groups that are compared, and
-calls the functions of `credit`. Compared within one `request.group_id` (one source task) are
-rollouts that nobody delegated, agent by agent, and children with children of the same agent that
-got the same subtask. Episodes count, not rollouts.
+calls the functions of `credit`. Within one `request.group_id` (one source task), root rollouts are
+compared agent by agent, and delegated ones with those of the same agent that got the same subtask.
+Episodes count, not rollouts.
 
 `advantage` has one meaning after this: the configured credit. Before it, the rubric's default of
 spec 1 stands there, the reward minus the group's mean; a rubric never overwrites what was assigned

@@ -67,8 +67,8 @@ class TrainConfig(Section, frozen=True):
             raise ConfigError(
                 f"train.async_steps is {self.train.async_steps} and model.backward_dtype is "
                 f"{self.model.backward_dtype!r}. That switch is process-wide, so the engine, "
-                "which samples during the backward pass, would compute in it too. Use 'float32', "
-                "or the synchronous loop."
+                "which samples during the backward pass, would use that precision too. Use "
+                "'float32', or the synchronous loop."
             )
 
     def as_dict(self) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Earnings:
 
     `episode` is the episode that the rollout is part of; None: it is an episode of its own. `role`
     is the agent that played it. `parent` is the index of the rollout that asked for this one among
-    those of the episode, None when nobody did, and `parent_call` the model call that asked.
+    those of the episode, None for a root, and `parent_call` the model call that asked.
 
     Example: two calls of one turn, then one of the next, rewarded at the turns' ends:
     `Earnings(1.5, (None, 0.5, 1.0), (0, 0, 1))`.
@@ -257,7 +257,7 @@ def parents_first(parents: Sequence[int | None]) -> list[int]:
     """Return all indices, every parent before its children.
 
     Raises:
-        TrainingError: somebody is their own ancestor.
+        TrainingError: a rollout is its own ancestor.
     """
     ordered: list[int] = []
     placed: set[int] = set()
@@ -281,7 +281,8 @@ def flow_credit(rollouts: Sequence[Earnings], flow: Flow) -> list[Earnings]:
     What a child inherits arrives at its last call; a child without calls passes nothing on.
 
     Example, `shared`: a root that delegates in its first call and earns 1 in its second, a child
-    that earns 0.2 by itself in two calls: the root's rewards stay (0, 1), the child's are (0, 1.2).
+    that earns 0.2 of its own in two calls: the root's rewards stay (0, 1), the child's become
+    (0, 1.2).
     """
     total = [rollout.reward for rollout in rollouts]
     calls = [rollout.rewards for rollout in rollouts]

@@ -6,9 +6,9 @@ al. 2025, arXiv:2503.14476, section 3.2) groups whose advantages are all zero ar
 
 `StreamFeed` samples while the trainer steps. Groups are started in the order of the plan, as long
 as `started <= (version + 1 + async_steps) * groups_per_step + dropped` (AReaL, Fu et al. 2025,
-arXiv:2505.24298, equation 3). A step takes the oldest complete groups, so one slow rollout delays
-nobody. Before a step trains, a `batch` event stores which groups it takes and which were dropped; a
-killed run trains the steps after its checkpoint again from that ledger.
+arXiv:2505.24298, equation 3). A step takes the oldest complete groups, so one slow rollout does not
+delay it. Before a step trains, a `batch` event stores which groups it takes and which were dropped;
+a killed run trains the steps after its checkpoint again from that ledger.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def add_adapter(model: Any, section: ModelSection, seed: int) -> None:
     The same seed gives the same adapters. B starts at 0, so the model computes what it did.
 
     Raises:
-        ConfigError: peft is missing, or a target is no linear layer of this model.
+        ConfigError: peft is missing, or a target is not a linear layer of this model.
     """
     try:
         from peft import LoraConfig
@@ -45,7 +45,7 @@ def add_adapter(model: Any, section: ModelSection, seed: int) -> None:
     for target in section.lora_targets:
         if target not in linear:
             raise ConfigError(
-                f"model.lora_targets has {target!r}, which is no linear layer of "
+                f"model.lora_targets has {target!r}, which is not a linear layer of "
                 f"{type(model).__name__}.{did_you_mean(target, linear)}"
             )
     config: Any = LoraConfig(

@@ -192,7 +192,7 @@ def _gmpo_term(log_ratio: Tensor, advantage: Tensor, p: Mapping[str, float]) -> 
 def cross_entropy(x: LossInputs, p: Mapping[str, float]) -> LossTerms:
     """Return `-logprob`: the tokens are right, whatever they earned. Supervised fine-tuning.
 
-    Also behaviour cloning (Pomerleau 1991) of whoever wrote the tokens.
+    Also known as behaviour cloning (Pomerleau 1991).
     """
     return LossTerms(-x.logprob, torch.zeros_like(x.logprob, dtype=torch.bool))
 

@@ -155,7 +155,7 @@ def start_ranks(device: str = "cpu", init_method: str = "env://") -> Iterator[Ra
         world_size=int(os.environ["WORLD_SIZE"]),
     )
     ranks = Ranks(kind)
-    yield ranks  # after an error nobody is told anything: ending closes the connections
+    yield ranks  # after an error no message is sent: ending closes the connections
     ranks.barrier()
     dist.destroy_process_group()
 
@@ -166,8 +166,8 @@ def _lost(what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:  # gloo names the socket, not the reason
         raise TrainingError(
-            f"{what}, and the ranks of a run end together. Its own message says why; when that is "
-            f"mended, the same command continues from the last checkpoint. ({error})"
+            f"{what}, and the ranks of a run end together. See that rank's own error message; once "
+            f"it is fixed, the same command continues from the last checkpoint. ({error})"
         ) from error
 
 

@@ -117,8 +117,8 @@ class Trainer:
             return None
         if given is None and name is None and teaches:
             raise ConfigError(
-                f"algorithm.name = {self.config.algorithm.name!r} learns from another model, and "
-                "there is none. Set algorithm.reference to the teacher's name or folder."
+                f"algorithm.name = {self.config.algorithm.name!r} learns from a teacher model, "
+                "but none is set. Set algorithm.reference to the teacher's name or folder."
             )
         whole_on_ranks = self._whole_kl and self.ranks is not None
         if given is None and name is None and is_adapted(self.model) and not whole_on_ranks:
@@ -213,7 +213,7 @@ class Trainer:
         }
 
     def _fixed_terms(self, batch: Batch, num_updates: int) -> FixedTerms | None:
-        """Return what stays fixed for a batch; None: the first pass over it finds out by itself."""
+        """Return what stays fixed for a batch; None: computed in the first pass."""
         if not needs_fixed_terms(self.algorithm):
             return fixed_terms_of(self.algorithm, batch.records)
         spans = self.algorithm.over_rollout or fixed_terms_need_whole_rollouts(self.algorithm)

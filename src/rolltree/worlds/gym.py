@@ -36,7 +36,7 @@ def action_reader(space: Any, names: tuple[str, ...] = ()) -> ActionReader:
     make = _READERS.get(kind)
     if make is None:
         raise ConfigError(
-            f"the actions of this world are a {kind}, and how text becomes one is not known. Pass "
+            f"rolltree has no text reader for this world's {kind} action space. Pass "
             "to_action=..., a function from text to an action."
         )
     if names and kind != "Discrete":
@@ -62,8 +62,8 @@ def _text(space: Any, names: tuple[str, ...]) -> ActionReader:
 def _discrete(space: Any, names: tuple[str, ...]) -> ActionReader:
     if names and len(names) != int(space.n):
         raise ConfigError(
-            f"there are {len(names)} action names and {space.n} actions; an action would have "
-            "another's name. Pass one name per action, in order."
+            f"there are {len(names)} action names and {space.n} actions, so names would be "
+            "assigned to the wrong actions. Pass one name per action, in order."
         )
     first = int(space.start)
     numbers = {name.lower(): first + number for number, name in enumerate(names)}

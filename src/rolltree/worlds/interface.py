@@ -24,7 +24,7 @@ class World(Protocol):
 
     `in_thread`, where a world has it, says whether its methods block and run in a thread (default:
     yes). An action that the world does not understand is answered with an observation that says
-    so; it is no exception.
+    so; it is not an exception.
     """
 
     def reset(self, *, seed: int | None = None) -> tuple[str, Info]:

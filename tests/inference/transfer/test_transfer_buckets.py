@@ -83,12 +83,12 @@ def test_the_checksum_by_hand_and_what_is_moved():
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (None, "describes no tensor"),
-        ([["a", "float32"]], "describes no tensor"),
-        ([["a", "float32", ["x"]]], "describes no tensor"),
-        ([["a", "float31", [1]]], "no dtype of torch"),
-        ([["a", "load", [1]]], "no dtype of torch"),
-        ([["a", "int8", [-1]]], "which no tensor has"),
+        (None, "does not describe a tensor"),
+        ([["a", "float32"]], "does not describe a tensor"),
+        ([["a", "float32", ["x"]]], "does not describe a tensor"),
+        ([["a", "float31", [1]]], "not a torch dtype"),
+        ([["a", "load", [1]]], "not a torch dtype"),
+        ([["a", "int8", [-1]]], "has a negative size"),
     ],
 )
 def test_what_describes_no_tensors(data, said):

@@ -235,9 +235,9 @@ def check_invariance(model: Any, shape: KvShape, lean: bool, packed: bool = Fals
     if not torch.equal(*found):
         gap = float((found[0] - found[1]).abs().max())
         raise UnsupportedSetting(
-            f"batch_invariant cannot be had with {type(model).__name__} in {shape.dtype} on "
-            f"{shape.device}: the same sequence got other logits in other company (by up to "
-            f"{gap:.1e}). Try float32, or leave batch_invariant out."
+            f"batch_invariant is not supported by {type(model).__name__} in {shape.dtype} on "
+            f"{shape.device}: a sequence's logits change with the batch (by up to {gap:.1e}). "
+            "Try float32, or leave batch_invariant out."
         )
 
 

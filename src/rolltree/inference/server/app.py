@@ -117,7 +117,7 @@ class Handlers:
             raise RequestError("token_ids is not a list of ids.", param="token_ids")
         params = check_fields(params, SAMPLING_PARAMS_FIELDS, served.name)
         if params.get("logprobs", 0) not in (0, 1):
-            raise RequestError("logprobs: only the sampled tokens' own can be had.")
+            raise RequestError("only logprobs of sampled tokens are supported. Use 0 or 1.")
         prompt = served.text_prompt(given["token_ids"])
         sampling = served.sample([prompt], sampling_of(params), num_choices(params))
         outputs = await while_connected(request, sampling)

@@ -81,7 +81,7 @@ class ServedModel:
         """Return the prompt for a conversation, int32 `[_T]`.
 
         Raises:
-            ConfigError: it is no list of messages.
+            ConfigError: it is not a list of messages.
             TemplateError: the template refuses it.
         """
         if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):

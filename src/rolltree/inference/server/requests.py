@@ -158,7 +158,7 @@ def parse_request(
     logprobs = given.get("logprobs", False)
     if logprobs not in ((True, False) if chat else (0, 1)):
         raise RequestError(
-            f"logprobs = {logprobs!r}: only the sampled tokens' own logprobs can be had. Use "
+            f"logprobs = {logprobs!r}: only logprobs of sampled tokens are supported. Use "
             + ("true." if chat else "0 or 1."),
             param="logprobs",
         )
@@ -209,7 +209,7 @@ def tools_of(given: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Return the tools that the model may call, or None.
 
     Raises:
-        RequestError: they are no list of tools, or `tool_choice` asks for a forced call.
+        RequestError: they are not a list of tools, or `tool_choice` asks for a forced call.
     """
     tools, choice = given.get("tools"), given.get("tool_choice", "auto")
     if choice not in ("auto", "none"):

@@ -108,8 +108,8 @@ class WeightHandlers:
         version = (await json_body(request)).get("new_version")
         if not isinstance(version, str) or not version.isdecimal() or int(version) >= 2**31:
             raise RequestError(
-                f"new_version = {version!r} is no whole number as text, and tokens carry their "
-                'policy version as a number. Send {"new_version": "3"}.',
+                f"new_version = {version!r} is not a whole number as text, and tokens carry "
+                'their policy version as a number. Send {"new_version": "3"}.',
                 param="new_version",
             )
         await self._served.set_version(int(version))
@@ -180,7 +180,7 @@ class WeightReceiver:
         """Meet the trainer that `info` names; an earlier one is forgotten.
 
         Raises:
-            ConfigError: it is no invitation.
+            ConfigError: it is not an invitation.
             ConnectionFailed: the trainer cannot be reached.
         """
         self.close()
@@ -190,8 +190,8 @@ class WeightReceiver:
             invitation = msgspec.convert(info, Invitation)
         except msgspec.ValidationError as error:
             raise ConfigError(
-                f"init_info is none that `rolltree.inference.WeightTransfer` sends ({error}), and "
-                "no other trainer can be received from."
+                f"init_info is not what `rolltree.inference.WeightTransfer` sends ({error}); other "
+                "trainers are not supported."
             ) from error
         self._channel = accept(invitation, 1, self._device)
 
@@ -225,7 +225,7 @@ class WeightReceiver:
             specs = specs_from_data(info.get("tensors"))
             size = info.get("bucket_bytes")
             if type(size) is not int or size < 1:
-                raise ConfigError(f"update_info has bucket_bytes = {size!r}, which is no size.")
+                raise ConfigError(f"update_info has bucket_bytes = {size!r}; it must be >= 1.")
             own = self._model.state_dict()
             check_fit(own, {spec.name: spec.shape for spec in specs}, "that were announced")
             with torch.no_grad():
@@ -296,7 +296,7 @@ def check_fit(own: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], whe
         if name in own and shape != tuple(own[name].shape):
             raise _unfit(where, f"{name} has shape {shape}", tuple(own[name].shape))
     if unknown := sorted(shapes.keys() - own.keys()):
-        raise _unfit(where, f"{_some(unknown)} are none of the model's parameters")
+        raise _unfit(where, f"{_some(unknown)} are not parameters of the model")
     loaded = {own[name].data_ptr() for name in shapes}
     missing = sorted(name for name in own.keys() - shapes if own[name].data_ptr() not in loaded)
     if missing:

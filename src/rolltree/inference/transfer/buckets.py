@@ -72,11 +72,11 @@ def specs_from_data(data: object) -> list[TensorSpec]:
             spec = TensorSpec(str(name), str(dtype), tuple(int(size) for size in shape))
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"{row!r} describes no tensor, so nothing can be received. Each is "
-                "[name, dtype, shape]; `WeightTransfer` sends them so."
+                f"{row!r} does not describe a tensor. Send [name, dtype, shape], as "
+                "`WeightTransfer` does."
             ) from error
         if min(spec.shape, default=0) < 0:
-            raise ConfigError(f"{spec.name} has the shape {spec.shape}, which no tensor has.")
+            raise ConfigError(f"{spec.name} has a negative size in its shape {spec.shape}.")
         _dtype(spec.dtype)
         specs.append(spec)
     return specs
@@ -133,9 +133,9 @@ def unpack(bucket: Bucket, buffer: Tensor) -> list[tuple[str, Tensor]]:
     found = int(checksum(buffer[:-_TAIL_BYTES]))
     if sent != found:
         raise BadResponse(
-            f"weights arrived with other bits than were sent (checksum {found:x}, not {sent:x}; "
-            f"the bucket that begins with {bucket.specs[0].name}), so they were not loaded. Was "
-            "the trainer's model written to meanwhile? Otherwise suspect the network: publish anew."
+            f"checksum mismatch in the bucket that begins with {bucket.specs[0].name} (received "
+            f"{found:x}, sent {sent:x}), so these weights were not loaded. Was the trainer's model "
+            "changed during the transfer? Otherwise suspect the network, and publish again."
         )
     return [
         (
@@ -165,5 +165,5 @@ def checksum(data: Tensor) -> Tensor:
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise ConfigError(f"{name!r} is no dtype of torch, so such a tensor cannot be received.")
+        raise ConfigError(f"{name!r} is not a torch dtype, so this tensor cannot be received.")
     return found

@@ -142,7 +142,7 @@ class Meeting:
             is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=timeout_s),
-            master_listen_fd=listener.detach(),  # by itself it would listen on every address
+            master_listen_fd=listener.detach(),  # the default listens on every address
         )
         token = secrets.token_hex(_TOKEN_BYTES)
         self.invitation = Invitation(address, port, token, 1 + num_workers, backend, 2 * timeout_s)
@@ -309,7 +309,9 @@ def _join(
     channel.broadcast(heard)
     if not torch.equal(heard.cpu(), greeting):
         channel.close()
-        raise ConnectionFailed("another process than the trainer answered; nothing was received.")
+        raise ConnectionFailed(
+            "the process that connected is not the trainer; no weights were received."
+        )
     return channel
 
 
@@ -348,8 +350,8 @@ def _listen(address: str) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"the trainer cannot be met at {address!r} ({error}). Name an address of this machine "
-            "that the servers can reach (engine.transfer_address)."
+            f"the trainer cannot listen on {address!r} ({error}). Set engine.transfer_address to "
+            "an address of this machine that the servers can reach."
         ) from error
     return listener
 
@@ -369,7 +371,7 @@ def _free(box: list[Any]) -> None:
 
 
 def _given_up() -> ConnectionFailed:
-    return ConnectionFailed("the transfer was given up, since its other half had failed.")
+    return ConnectionFailed("the transfer was cancelled because the other side failed.")
 
 
 def _seat(rank: int) -> str:

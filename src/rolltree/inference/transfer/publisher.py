@@ -76,8 +76,7 @@ class WeightTransfer:
     ) -> None:
         if bucket_bytes < 1 or timeout_s <= 0:
             raise ConfigError(
-                f"bucket_bytes is {bucket_bytes} and timeout_s is {timeout_s:g}; both must be "
-                "above 0 for anything to arrive."
+                f"bucket_bytes is {bucket_bytes} and timeout_s is {timeout_s:g}; both must be > 0."
             )
         self._clients, self._backend, self._address = list(clients), backend, address
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
@@ -87,8 +86,8 @@ class WeightTransfer:
             self._device = torch.device(device or f"cuda:{torch.cuda.current_device()}")
         elif device is not None:
             raise ConfigError(
-                f"device is {str(device)!r}, and gloo packs in the CPU's memory, wherever the "
-                "tensors are. Leave it out."
+                f"device is {str(device)!r}, but the gloo backend always packs on the CPU. Leave "
+                "device out."
             )
         self._channels: dict[HttpServer, Channel] = {}
 
@@ -167,7 +166,7 @@ class WeightTransfer:
         answer = await call(server, "/get_world_size", None)
         num_workers = answer.get("world_size") if isinstance(answer, dict) else None
         if not isinstance(num_workers, int) or num_workers < 1:
-            raise BadResponse(f"/get_world_size answered {answer!r}, which is no number.")
+            raise BadResponse(f"/get_world_size answered {answer!r}, without a world size.")
         meeting = Meeting(self._address, num_workers, self._backend, self._timeout_s)
         body = {"init_info": meeting.invitation.as_data()}
         asked = asyncio.ensure_future(
@@ -203,10 +202,10 @@ class WeightTransfer:
         while not meeting.is_complete:
             if asked.done():
                 asked.result()
-                raise BadResponse("it says that it is ready, and its workers have not come.")
+                raise BadResponse("it reports that it is ready, but its workers did not connect.")
             if asyncio.get_running_loop().time() > end:
                 raise ConnectionFailed(
-                    f"its {meeting.invitation.world_size - 1} workers did not come to "
+                    f"its {meeting.invitation.world_size - 1} workers did not connect to "
                     f"{self._address} within {self._timeout_s:g} s. Can they reach that address?"
                 )
             await asyncio.sleep(_POLL_S)
@@ -287,8 +286,8 @@ def _listed(named_tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[str], lis
     if not pairs or twice:
         what = f"{twice[0]!r} comes more than once" if twice else "there are no tensors"
         raise ConfigError(
-            f"{what}, so these are no model's weights. Pass the names and tensors of a checkpoint, "
-            "such as `model.named_parameters()`."
+            f"{what}, so these are not the weights of a model. Pass the names and tensors of a "
+            "checkpoint, such as `model.named_parameters()`."
         )
     return names, [tensor for _, tensor in pairs]
 
