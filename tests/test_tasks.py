@@ -65,7 +65,7 @@ async def test_outlast_tells_whether_there_was_a_cancellation():
     assert isinstance(future.exception(), OSError)
 
 
-async def test_only_somebody_elses_wish_is_a_cancellation():
+async def test_awaiting_a_cancelled_task_is_not_being_cancelled():
     async def awaits_what_it_cancelled():
         inner = asyncio.create_task(asyncio.sleep(60))
         inner.cancel()

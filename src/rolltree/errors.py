@@ -83,7 +83,7 @@ class StoreError(RolltreeError):
 
 
 class TrainingError(RolltreeError):
-    """A training step must not go on."""
+    """Training cannot continue."""
 
 
 class SandboxError(RolltreeError):

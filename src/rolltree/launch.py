@@ -66,7 +66,7 @@ def train(
 
     Raises:
         ConfigError: a setting is unknown or wrong, or the run was started with other settings.
-        TrainingError: training cannot go on; the message says why.
+        TrainingError: training cannot continue; the message says why.
         Stopped: SIGTERM came; what was done is saved.
     """
 

@@ -56,7 +56,7 @@ class _Work(Generic[T]):
         while not self._is_over:
             with suppress(ThreadInterrupt), self._lock:
                 self._is_over = True
-                self._raise_in_thread(None)  # what was not met yet must not be met outside
+                self._raise_in_thread(None)  # a pending interrupt must not be raised outside
 
     def _work_and_tell(self) -> None:
         try:
@@ -78,7 +78,7 @@ class _Work(Generic[T]):
         self._loop.call_soon_threadsafe(tell)
 
     def _raise_in_thread(self, kind: type[BaseException] | None) -> None:
-        """Have an exception raised in the thread; None takes back one that was not met yet."""
+        """Have an exception raised in the thread; None cancels one that is still pending."""
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(self.thread.ident or 0), None if kind is None else ctypes.py_object(kind)
         )

@@ -118,7 +118,7 @@ class WorkerPool:
             call.cancel()
             await outlast(task)
             if not task.cancelled():
-                task.exception()  # the worker's death is no news
+                task.exception()  # retrieve it, or asyncio logs it as never retrieved
             raise
 
     def _call(self, data: bytes, limit_s: float | None, call: _Call) -> Any:

@@ -92,7 +92,7 @@ async def test_a_string_is_measured_by_the_server():
         {"models": MODELS, "count": 100},  # nothing fits: the server says so better
     ],
 )
-async def test_where_nobody_knows_the_answer_stays_cut(server_settings):
+async def test_without_a_known_limit_the_servers_default_applies(server_settings):
     server = Server(**server_settings)
     got = await client_of(server).chat("some text", message_type="completion")
     assert server.limits() == [None]

@@ -85,7 +85,7 @@ async def test_one_token_follows_the_models_distribution() -> None:
     assert counts.max() < 1500
 
 
-async def test_a_seed_gives_the_same_answer_in_any_company() -> None:
+async def test_a_seed_gives_the_same_answer_in_any_batch() -> None:
     request = ask(random_prompt(0, 10), temperature=1.0, max_tokens=20, seed=11)
     async with engine_of() as engine:
         alone = await engine.generate(request)

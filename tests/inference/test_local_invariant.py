@@ -62,7 +62,7 @@ def gathered(model: Any, requests: list[Any], order: list[int], **options: Any) 
 
 @given(order=st.permutations(range(6)), batch=st.integers(1, 6), chunk=st.sampled_from([5, 1000]))
 @settings(max_examples=8, deadline=None)
-def test_ids_and_logprobs_have_the_same_bits_in_any_company(
+def test_ids_and_logprobs_are_bit_equal_in_any_batch(
     order: list[int], batch: int, chunk: int
 ) -> None:
     """Other prompts, prefixes from the cache, chunks of prompts, more or fewer at a time."""

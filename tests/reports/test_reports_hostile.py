@@ -106,7 +106,7 @@ class TestNumbers:
          (119.6, "2 min 00 s"), (3599.4, "59 min 59 s"), (3599.6, "1 h 00 min"),
          (86400, "24 h 00 min")],
     )  # fmt: skip
-    def test_no_duration_says_sixty(self, seconds, text):
+    def test_durations_carry_over_at_sixty(self, seconds, text):
         assert duration(seconds) == text
 
     @given(st.floats(0, 1e6))
@@ -124,7 +124,7 @@ class TestNumbers:
         low, high = sorted((one, two))
         assert meter(low, 8).count("█") <= meter(high, 8).count("█")
 
-    def test_nothing_is_no_bar(self):
+    def test_a_meter_of_nan_is_empty(self):
         assert meter(float("nan"), 4) == "    "
 
     def test_counts(self):

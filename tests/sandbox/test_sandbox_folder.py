@@ -83,7 +83,7 @@ def test_what_is_no_file_is_not_read(folder):
         folder.write("long/below", b"")
 
 
-def test_remove_takes_what_nobody_should_make(folder):
+def test_remove_deletes_deep_locked_and_linked_trees(folder):
     deep = folder.path
     here = os.getcwd()
     os.chdir(deep)
@@ -122,7 +122,7 @@ def test_folders_of_the_dead_are_swept(tmp_path):
     alive.remove()
 
 
-def test_it_is_gone_with_its_owner(tmp_path):
+def test_the_folder_is_removed_with_its_owner(tmp_path):
     made = PrivateFolder(tmp_path)
     outer = made.outer
     del made

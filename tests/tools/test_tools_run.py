@@ -81,7 +81,7 @@ async def test_a_plain_function_may_return_something_to_wait_for():
         await call(slow, limit_s=0.02)
 
 
-async def test_a_tools_own_timeout_is_its_own():
+async def test_a_timeout_error_of_the_tool_is_reported_as_its_error():
     def impatient():
         """Give up."""
         raise TimeoutError("the page did not load")
@@ -148,7 +148,7 @@ async def test_results_keep_the_order_of_the_items():
     assert await run_all([], lambda item: True, run) == []
 
 
-async def test_one_that_is_gone_stops_the_others():
+async def test_an_unavailable_tool_cancels_the_others():
     ended = []
 
     async def run(item):

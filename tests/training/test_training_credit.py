@@ -207,7 +207,7 @@ class TestOtherCredits:
             [0.65 / std, -0.35 / std, -0.15 / std], rel=1e-4
         )
 
-    def test_one_episode_has_nobody_to_be_compared_with(self):
+    def test_a_single_episode_has_no_advantage(self):
         alone = [replace(episode(r), episode="x") for r in (1.0, 0.0)]
         for name in COMPARING:
             assert CREDITS[name](alone, 1.0) == [[0.0], [0.0]]

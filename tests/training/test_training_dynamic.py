@@ -224,7 +224,7 @@ class TestNoSignalWarning:
         warning.check()
         assert len(self.said) == 2
 
-    async def test_it_looks_by_itself_and_stops(self):
+    async def test_the_warning_repeats_until_watching_ends(self):
         said = []
         warning = NoSignalWarning(said.append, patience_s=0.02)
         warning.begin(1)

@@ -46,7 +46,7 @@ class ContextStrategy(Protocol):
     async def prepare(
         self, history: Sequence[ChatMessage], num_tokens: int, ask: Ask
     ) -> Sequence[ChatMessage]:
-        """Return the history to go on with, before a model call.
+        """Return the history to continue with, before a model call.
 
         `num_tokens` is what the last call's prompt and completion took, 0 before the first.
         """
@@ -147,7 +147,7 @@ SUMMARIZE = (
 
 @dataclass(frozen=True, slots=True)
 class SummaryCompaction(_Dialog):
-    """The dialog, until it is too long; then the model sums it up and goes on from there.
+    """The dialog, until it is too long; then the model summarizes it and continues from there.
 
     The summary is a model call like any other: it continues the exact prefix, it is recorded as an
     internal step of kind "compaction", and it is trained.

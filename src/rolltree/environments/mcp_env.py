@@ -123,7 +123,7 @@ class MCPConnection:
             self._loop.call_soon_threadsafe(self._end)
             try:
                 self._task.result(10.0)
-            except Exception as error:  # noqa: BLE001  it is being given up, whatever it says
+            except Exception as error:  # noqa: BLE001  the connection is dropped in any case
                 logger.debug("MCP server %s did not close: %r", self.server.name, error)
                 self._task.cancel()
         if self._thread.is_alive():

@@ -92,7 +92,7 @@ def load_model(name: str, dtype: str = "float32", *, device: str = "cpu") -> tup
 
 
 def _with_weights(path: Path, dtype: str, weights: Any) -> Any:
-    """Return the model of a folder; transformers would go on with random numbers where one misses.
+    """Return the model of a folder; transformers would replace missing weights by random ones.
 
     Raises:
         ValueError: the model has other weights than the folder.

@@ -93,7 +93,7 @@ def without_thinking(*, required: bool = False, **verdict: Any) -> ActionParser:
 
 
 def one_of(names: Sequence[str], **verdict: Any) -> ActionParser:
-    """Return a parser for the last of `names` in the text, whatever its case.
+    """Return a parser for the last of `names` in the text, case-insensitive.
 
     Raises:
         ConfigError: there is no name.

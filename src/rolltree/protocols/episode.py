@@ -83,7 +83,7 @@ class RolloutBuilder:
     def end(
         self, *, terminated: bool = False, reason: TruncationReason | str | None = None
     ) -> None:
-        """Mark the last step, whatever it is, as the end; the first end stays.
+        """Mark the last step as the end; the first such mark stays.
 
         A truncated rollout has `meta["episode_truncated"]` and `meta["truncation_reason"]`, and its
         last step `truncated` and `info["truncation_reason"]`. The flags are also in the extras of

@@ -129,7 +129,7 @@ class RolloutEngine:
         model: the model to ask, when it is not the client's own.
         max_concurrent: most episodes in flight at once.
         time_limit_s: seconds an episode may spend, waiting for the server excluded; None: no limit.
-        grace_s: seconds between that limit and the cancellation of an episode that goes on.
+        grace_s: seconds between that limit and the cancellation of an episode that has not ended.
         retries: how often an episode that failed with an error of `RETRYABLE` is run again, from
             its start and with the same seeds. `RolloutResult.num_attempts` says how many it took.
         on_progress: called after every result, in the event loop.

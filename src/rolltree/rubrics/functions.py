@@ -143,7 +143,7 @@ def group_arguments(states: Sequence[State], objects: Mapping[str, Any]) -> dict
 
 
 def without_semaphore(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a scoring method that can be called without `score_sem`, whatever it asks for.
+    """Return a scoring method that can be called without `score_sem`, for any arguments.
 
     Rubrics written for verifiers 0.1.8 override `score_rollout(self, state, score_sem)` and enter
     the semaphore; they get one without a limit.

@@ -200,7 +200,7 @@ ATTRIBUTES = frozenset(
 )
 """Landlock does not govern them, and any process that may write a file may set them.
 
-Refused as unsupported, which `ls` and `shutil` take in their stride.
+Refused as unsupported, which `ls` and `shutil` handle.
 """
 
 METADATA = frozenset(

@@ -65,7 +65,7 @@ class ByteTokenizer:
         return self.vocab_size
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the ids of `text`. There are no tokens to add, so `add_special_tokens` is moot."""
+        """Return the ids of `text`. `add_special_tokens` has no effect: there are none to add."""
         ids: list[int] = []
         for piece in self._pattern.split(text):
             token = self._special_ids.get(piece)

@@ -46,7 +46,7 @@ class Batch:
     """One rank's packs of a step, and the records and samples of all ranks in pack order.
 
     `records.weight` is the loss coefficient. `num_skipped` counts records whose gradient is zero
-    whatever the model says, `num_tokens` what one pass over the batch computes on all ranks.
+    for any model output, `num_tokens` what one pass over the batch computes on all ranks.
     `is_whole`: one pack of one rank has all records, so that nothing spans packs or ranks; the same
     on every rank.
     """

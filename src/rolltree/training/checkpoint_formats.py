@@ -109,7 +109,7 @@ def write_sharded(
 
 
 def read_sharded(folder: Path, model: Any, optimizer: Optimizer, ranks: Ranks | None) -> None:
-    """Read the parts that this rank holds, whatever ranks wrote them.
+    """Read the parts that this rank holds, from any number of ranks that wrote them.
 
     Raises:
         TrainingError: they belong to another model.
@@ -163,7 +163,7 @@ def check_same(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers' progress bars and torch's remarks away from whatever shows the run."""
+    """Silence transformers' progress bars and torch's warnings, which would disturb the display."""
     shown = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:

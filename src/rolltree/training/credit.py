@@ -29,7 +29,7 @@ with `up` times what its children earn, at the call that asked for them.
 
 Towards the gradient of the episode's total reward `team` is unbiased, always. Towards that of the
 root's reward alone, `shared` is unbiased when the children have no rewards of their own. The others
-are choices: `own` trains every role for its own reward whatever that does to the whole.
+are choices: `own` trains every role for its own reward, even where that harms the episode's total.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def per_step(rollouts: Sequence[Earnings], discount: float = 1.0) -> list[list[f
 
 
 def constant(rollouts: Sequence[Earnings], discount: float = 1.0) -> list[list[float]]:
-    """Return 1 for everybody: imitation of whatever is trained, good or bad."""
+    """Return 1 for every call: imitation of all samples, good or bad."""
     return _for_every_call([1.0] * len(rollouts), rollouts)
 
 

@@ -77,7 +77,7 @@ async def run_training(
     If cancelled, it finishes the step that writes weights, saves a checkpoint, and raises.
 
     Raises:
-        TrainingError: a step cannot go on; the same call continues when the cause is removed.
+        TrainingError: a step failed; the same call continues once the cause is removed.
         ConfigError: the source and the config do not fit.
     """
     if config.train.num_threads is not None:

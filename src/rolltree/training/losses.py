@@ -59,7 +59,7 @@ class Loss:
     """A row of the table: the function, its parameters with defaults, what else it needs.
 
     `rollout_term`: set for a loss over whole rollouts. `supervised`: it reads neither advantage nor
-    behaviour logprob. `least`: the smallest value of a parameter, 0 where it says nothing.
+    behaviour logprob. `least`: the smallest value of a parameter, 0 by default.
     """
 
     fn: LossFn
@@ -190,7 +190,7 @@ def _gmpo_term(log_ratio: Tensor, advantage: Tensor, p: Mapping[str, float]) -> 
 
 
 def cross_entropy(x: LossInputs, p: Mapping[str, float]) -> LossTerms:
-    """Return `-logprob`: the tokens are right, whatever they earned. Supervised fine-tuning.
+    """Return `-logprob`, independent of the reward: supervised fine-tuning.
 
     Also known as behaviour cloning (Pomerleau 1991).
     """

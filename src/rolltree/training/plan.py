@@ -60,7 +60,7 @@ def training_sampling(config: TrainConfig, source: RolloutSource) -> SamplingPar
 def task_indices(seed: int, step: int, num_groups: int, num_examples: int) -> list[int]:
     """Return the examples of step `step` (1 is the first): epochs of one shuffled order each.
 
-    No example comes again before every other one has come, also across steps.
+    No example repeats before every other one was used, also across steps.
 
     >>> sorted(task_indices(0, 1, 2, 4) + task_indices(0, 2, 2, 4))
     [0, 1, 2, 3]

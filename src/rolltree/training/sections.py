@@ -307,7 +307,7 @@ class AlgorithmSection(Section, frozen=True):
         if self.dynamic_sampling_max and algorithm.credit == "zero":
             raise ConfigError(
                 "algorithm.dynamic_sampling_max is set, but the credit 'zero' gives every group "
-                "zero advantages, so every group would be replaced in vain. Leave it out."
+                "zero advantages, so replacing groups would never help. Leave it out."
             )
         if self.group_size == 1 and algorithm.credit in COMPARING:
             raise ConfigError(

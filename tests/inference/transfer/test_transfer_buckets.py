@@ -55,7 +55,7 @@ def test_what_is_packed_comes_out_again(size):
     assert same(found, given)
 
 
-def test_each_single_bit_is_missed_by_nobody():
+def test_the_checksum_finds_every_single_bit_flip():
     (bucket,) = fill_buckets([spec("a", 40)], 64)
     given = torch.arange(40, dtype=torch.int8)
     packed = pack(bucket, [given], torch.zeros(64, dtype=torch.uint8))

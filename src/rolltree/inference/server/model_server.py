@@ -180,7 +180,7 @@ class ServedModel:
         """Replace the weights by those that the trainer sends; cached keys are dropped.
 
         Raises:
-            ConfigError: they do not fit the model, which is unchanged, or no trainer was met.
+            ConfigError: they do not fit the model, which is unchanged, or no trainer has connected.
             ModelError: the transfer broke off; the weights may be half replaced.
         """
         assert self.receiver is not None

@@ -1,7 +1,7 @@
 """Requests of the server: the fields of each endpoint, what they mean for sampling, and errors.
 
-A field is used, or it must hold the value that asks for what happens anyway, or it says nothing
-about the answer (`user`, `metadata`). Anything else is an error that names the field.
+A field is used, or does not affect the answer (`user`, `metadata`), or must have the value that is
+the server's only behaviour. Anything else is an error that names the field.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rolltree.inference.template import TemplateError
 from rolltree.types import SamplingParams
 
 _CALLERS_FAULT = (ConfigError, PromptTooLong, TokenError, UnsupportedSetting, TemplateError)
-"""Errors that the same request would meet again."""
+"""Errors that the same request would raise again."""
 _CODES = {401: "invalid_api_key", 404: "not_found", 413: "request_too_large"}
 
 
@@ -60,7 +60,7 @@ _HARMLESS = _names(
     "user metadata store service_tier safety_identifier prompt_cache_key "
     "prompt_cache_retention request_id cache_salt"
 )
-"""Fields that say nothing about the answer."""
+"""Fields that do not affect the answer."""
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "length_penalty": (1,),
     "top_logprobs": (0,),

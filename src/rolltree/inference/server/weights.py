@@ -199,7 +199,7 @@ class WeightReceiver:
         """Begin an update.
 
         Raises:
-            ConfigError: no trainer was met.
+            ConfigError: no trainer has connected.
         """
         self._met()
         self._is_started = True
@@ -246,7 +246,7 @@ class WeightReceiver:
     def _met(self) -> Channel:
         if self._channel is None:
             raise ConfigError(
-                "no trainer has been met, so no weights can be received. Send "
+                "no trainer has connected, so no weights can be received. Send "
                 "/init_weight_transfer_engine first, as `WeightTransfer.open` and `publish` of "
                 "rolltree.inference do."
             )

@@ -33,7 +33,7 @@ _TOKEN_BYTES = 16
 
 @dataclass(frozen=True)
 class Invitation:
-    """Where the workers of one server meet the trainer. It travels as JSON.
+    """Where the workers of one server connect to the trainer, sent as JSON.
 
     `world_size` counts the trainer; `timeout_s` is the longest that a worker waits for one bucket.
     """
@@ -198,8 +198,8 @@ def send(
 ) -> dict[Channel, Exception]:
     """Send tensors through every channel at once; return what went wrong, by channel.
 
-    Each bucket is packed once, while the one before is under way. A channel that fails is left
-    behind, the others go on.
+    Each bucket is packed once, while the one before is under way. A channel that fails is
+    dropped; the others continue.
     """
     largest = max((bucket.num_bytes for bucket in buckets), default=0)
     memories = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in buckets[:2]]

@@ -58,7 +58,7 @@ class WeightTransfer:
             it, and it to them, on any port, unencrypted.
         bucket_bytes: how much is packed and sent at once; two buckets are in memory. A larger
             tensor is sent as one.
-        timeout_s: the longest that a server may take for one bucket, and to meet.
+        timeout_s: the longest that a server may take for one bucket, and to connect.
 
     Raises:
         ConfigError: a size or time is not above 0, or this torch has no such backend.
@@ -92,10 +92,10 @@ class WeightTransfer:
         self._channels: dict[HttpServer, Channel] = {}
 
     async def open(self) -> None:
-        """Meet every server that is not connected yet; `publish` does it, too.
+        """Connect to every server that is not connected yet; `publish` does it, too.
 
         Raises:
-            ModelError: the first server that cannot be met, and what it needs.
+            ModelError: the first server that cannot be connected to, and what it needs.
         """
         outcomes = await asyncio.gather(
             *(self._channel_to(client.server) for client in self._clients), return_exceptions=True
@@ -197,7 +197,7 @@ class WeightTransfer:
         return channel
 
     async def _all_come(self, meeting: Meeting, asked: asyncio.Future[Any]) -> None:
-        """Wait until every worker is there, or it is known that one will not come."""
+        """Wait until every worker has connected, or one has failed."""
         end = asyncio.get_running_loop().time() + self._timeout_s
         while not meeting.is_complete:
             if asked.done():
@@ -239,7 +239,7 @@ class WeightTransfer:
 
 
 class _Sending:
-    """One broadcast to all servers that come this far: it begins when each has come or left."""
+    """One broadcast to all servers; it begins when each of them is ready or has failed."""
 
     def __init__(
         self,

@@ -63,13 +63,13 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """Load what the trainer sends, bucket by bucket.
 
         Raises:
-            RuntimeError: no trainer was met, or some of the model's weights did not come.
+            RuntimeError: no trainer has connected, or some of the model's weights are missing.
             BadResponse: a bucket's checksum differs.
             ConnectionFailed: the trainer is gone.
         """
         if self._channel is None:
             raise RuntimeError(
-                "No trainer has been met, so no weights can be received. Send "
+                "No trainer has connected, so no weights can be received. Send "
                 "/init_weight_transfer_engine first, as rolltree's WeightTransfer.open does."
             )
         loaded: set[str] = set()
