@@ -221,7 +221,7 @@ class _Worker:
             self.end()
             raise RuntimeError(
                 f"the worker process for {target} did not start (exit status {error.status}), so "
-                f"nothing can be called in it: {error.said or 'it said nothing'}"
+                f"nothing can be called in it: {error.said or 'it printed nothing'}"
             ) from None
 
     def is_usable(self) -> bool:

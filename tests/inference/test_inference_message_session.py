@@ -166,7 +166,7 @@ def test_generated_from_ids() -> None:
     assert got.versions is not None
     assert (got.completion_ids.tolist(), got.logprobs.tolist()) == ([3], [-0.5])
     assert (got.versions.tolist(), got.num_prompt_tokens) == ([2], 2)
-    with pytest.raises(TokenError, match="did not sample from what is recorded"):
+    with pytest.raises(TokenError, match="did not sample from the recorded prompt"):
         generated(request_of(9, 1, 2), tokens, given[0])
 
 

@@ -558,7 +558,7 @@ async def test_ids_without_logprobs_are_kept_and_not_invented() -> None:
         ({"token_ids": [49]}, "1 sampled tokens came with 2 logprobs"),
         ({"logprobs": {"tokens": ["1", ""], "token_logprobs": [-0.5, 1.0]}}, "placeholder"),
         ({"logprobs": {"tokens": ["1", ""], "token_logprobs": [-0.5, None]}}, "placeholder"),
-        ({"prompt_token_ids": [1, 2]}, "did not sample from what is recorded"),
+        ({"prompt_token_ids": [1, 2]}, "did not sample from the recorded prompt"),
     ],
 )
 async def test_contradicting_answers_are_refused_and_not_retried(

@@ -147,7 +147,7 @@ def test_ids_of_no_vocabulary_are_refused(ids: list[Any]) -> None:
 def test_a_server_that_used_another_prompt_is_found_out() -> None:
     sent = np.array([7, 8], np.int32)
     assert extract_tokens(text_response(), "completion", sent) is not None
-    with pytest.raises(TokenError, match="did not sample from what is recorded"):
+    with pytest.raises(TokenError, match="did not sample from the recorded prompt"):
         extract_tokens(text_response(prompt_token_ids=[1, 7, 8]), "completion", sent)
     silent = extract_tokens(text_response(prompt_token_ids=None), "completion", sent)
     assert silent is not None

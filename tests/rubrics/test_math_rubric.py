@@ -70,7 +70,7 @@ def test_what_sympy_raises_for_an_answer_is_no_fault_of_the_reference(monkeypatc
     monkeypatch.setattr(math_worker, "verify", senseless)
     with pytest.raises(ValueError, match="at a loss"):  # told as an error of the call
         math_worker.answer(["1", "2"])
-    assert "no expression" in math_worker.answer(["", "2"])["unreadable"]
+    assert "cannot parse the reference" in math_worker.answer(["", "2"])["unreadable"]
 
 
 def test_answers_run_no_code(tmp_path):

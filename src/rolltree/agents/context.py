@@ -167,7 +167,9 @@ class SummaryCompaction(_Dialog):
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
-            raise ConfigError(f"max_tokens is {self.max_tokens}; it must be >= 1.")
+            raise ConfigError(
+                f"max_tokens is {self.max_tokens}, so every call would be summarized; use >= 1."
+            )
 
     async def prepare(
         self, history: Sequence[ChatMessage], num_tokens: int, ask: Ask

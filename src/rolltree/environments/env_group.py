@@ -132,7 +132,7 @@ class EnvGroup(Environment):
         fitting = [name for name in self.env_names if f"{task}/".startswith(f"{name}/")]
         if not fitting:
             raise UnknownName(
-                f"no environment of the group plays the task {task!r}."
+                f"no environment of the group has the task {task!r}."
                 f"{did_you_mean(task, self.env_names)}"
             )
         return max(fitting, key=len)

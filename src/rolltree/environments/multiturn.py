@@ -46,7 +46,9 @@ class MultiTurnEnv(Environment):
     def __init__(self, max_turns: int = -1, **settings: Any) -> None:
         super().__init__(**settings)
         if max_turns == 0:
-            raise ConfigError("max_turns is 0; the model would never speak. Use -1 for no limit.")
+            raise ConfigError(
+                "max_turns is 0; the model would never be called. Use -1 for no limit."
+            )
         self.max_turns = max_turns
 
     @abstractmethod

@@ -50,7 +50,9 @@ class WorldEnv(ProtocolEnvironment):
         **settings: Any,
     ) -> None:
         if max_turns == 0:
-            raise ConfigError("max_turns is 0; the model would never speak. Use -1 for no limit.")
+            raise ConfigError(
+                "max_turns is 0; the model would never be called. Use -1 for no limit."
+            )
         self.max_turns = max_turns
         protocol = SingleAgentProtocol(
             lambda: Agent(parser=action_parser, reject_incomplete_completions=False),

@@ -97,7 +97,7 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What reducers are told besides the outcomes.
+    """What reducers get besides the outcomes.
 
     An episode passes when its reward is at least `pass_threshold`.
     """

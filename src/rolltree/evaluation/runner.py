@@ -182,8 +182,8 @@ def _check_same_evaluation(run: Run, phase: str, request: RolloutRequest, **sett
         name = different[0]
         raise ConfigError(
             f"{run.path} holds the evaluation {phase!r} with {name} = {before.get(name)!r}, now "
-            f"{name} is {now[name]!r}; one report over both would measure neither. Use another "
-            "run directory or phase, or the same settings."
+            f"{name} is {now[name]!r}; one report cannot cover both. Use another run directory "
+            "or phase, or the same settings."
         )
 
 

@@ -1,4 +1,4 @@
-"""How many tokens fit behind a prompt, for servers that must be told.
+"""How many tokens fit behind a prompt, for servers that need an explicit `max_tokens`.
 
 vLLM's `/v1/completions` takes a missing or null `max_tokens` for 16 and cuts the answer there.
 `/v1/models` says how long prompt and completion may be together, `/tokenize` how long a string is.

@@ -472,7 +472,7 @@ def check_sampling(sampling: SamplingParams) -> None:
     for name, good in checks.items():
         if not good:
             raise UnsupportedSetting(
-                f"{name} = {getattr(sampling, name)} is outside what can be sampled with "
+                f"{name} = {getattr(sampling, name)} is out of range "
                 "(temperature >= 0, 0 < top_p <= 1, top_k >= 0, max_tokens >= 1)."
             )
 
@@ -489,9 +489,9 @@ def check_extra(extra: Mapping[str, Any], obeyed: Collection[str], label: str) -
     for name, value in extra.items():
         if name not in obeyed and value not in _NO_EFFECT.get(name, ()):
             raise UnsupportedSetting(
-                f"{label} cannot do {name} = {value!r} and would sample as if it were not there."
-                f"{did_you_mean(name, (*_SAMPLING, *obeyed))} Remove it, or use a server that has "
-                "it."
+                f"{label} does not support {name} = {value!r} and would ignore it."
+                f"{did_you_mean(name, (*_SAMPLING, *obeyed))} Remove it, or use a server "
+                "that supports it."
             )
 
 

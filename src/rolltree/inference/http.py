@@ -258,7 +258,7 @@ def status_error(status: int, text: str, where: str) -> ModelError:
             "the history or serve the model with a longer context."
         )
     retryable = status in _RETRYABLE or status >= 500
-    advice = "It may pass; retries are exhausted." if retryable else "The request must change."
+    advice = "Retries are exhausted." if retryable else "Change the request."
     return ServerError(
         f"{where} answered {status}: {text or '(no text)'}. The call has no answer. {advice}",
         status=status,

@@ -98,7 +98,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         if not model:
-            raise ConfigError("model is empty, so the server cannot tell what to ask. Name one.")
+            raise ConfigError("model is empty. Pass the name of a model that the server has.")
         self._server = HttpServer(
             base_url,
             api_key=api_key,

@@ -119,8 +119,7 @@ class OpenAISDKClient(MessageClient[MessageSession]):
         sampling, name = call.sampling, call.model or self._model
         if not name:
             raise ConfigError(
-                "neither the call nor as_client(client, model) names a model, so the server cannot "
-                "tell what to ask. Pass model=..."
+                "neither the call nor as_client(client, model) names a model. Pass model=..."
             )
         endpoint = (
             self._client.chat.completions if message_type == "chat" else self._client.completions

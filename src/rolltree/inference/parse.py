@@ -75,7 +75,7 @@ def extract_tokens(
     if sent_ids is not None and not np.array_equal(prompt, sent_ids):
         raise TokenError(
             f"the server was sent {len(sent_ids)} prompt ids and used {len(prompt)} others, so it "
-            "did not sample from what is recorded. Does it add a token at the start?"
+            "did not sample from the recorded prompt. Does it add a token at the start?"
         )
     values = _entries(logprobs, message_type, "logprob", "token_logprobs")
     if values is None:

@@ -153,8 +153,8 @@ class TemplateSyntaxError(TemplateError):
 
 def _stopped(what: str) -> TemplateLimitError:
     return TemplateLimitError(
-        f"the chat template was stopped: {what}. It is broken or hostile, and gives no prompt. "
-        "Choose another template."
+        f"the chat template was stopped: {what}, so there is no prompt. It is broken or hostile; "
+        "choose another template."
     )
 
 
@@ -169,12 +169,12 @@ def _problem(reply: Mapping[str, Any], roles: list[Any]) -> TemplateError:
         )
     if problem == "broken":
         return TemplateError(
-            f"the chat template broke with {message}. It is not one a model folder should have; "
-            "choose another template."
+            f"the chat template failed with {message}, which no template of a model folder should "
+            "do. Choose another template."
         )
     return TemplateError(
-        f"the chat template cannot render roles {_shorten(roles)}: {message}. The model cannot be "
-        "asked this way; change the messages or choose another template."
+        f"the chat template cannot render roles {_shorten(roles)}: {message}. Change the messages "
+        "or choose another template."
     )
 
 

@@ -48,7 +48,7 @@ def resolve_model(name: str) -> Path:
     if not path.is_dir():
         raise UnknownName(
             f"there is no model {name!r}: it is neither a folder nor a model that rolltree makes, "
-            f"and rolltree downloads from no model hub.{did_you_mean(name, MADE_MODELS)} "
+            f"and no model hub is asked.{did_you_mean(name, MADE_MODELS)} "
             "Or give the path of a folder in Hugging Face's layout."
         )
     if not (path / "config.json").is_file():

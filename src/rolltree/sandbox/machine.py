@@ -131,7 +131,7 @@ def system_folders(runtime: PythonRuntime, extra: tuple[str, ...]) -> list[str]:
 
 
 def everyone_reaches(path: str) -> bool:
-    """Whether a user who owns nothing can enter all folders on the way to `path`."""
+    """Whether an unprivileged user can enter all folders on the way to `path`."""
     return all(os.stat(parent).st_mode & stat.S_IXOTH for parent in Path(path).parents)
 
 

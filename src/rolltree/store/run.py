@@ -112,7 +112,7 @@ class Run:
         if differences:
             run.close()
             raise ConfigError(
-                f"{path} was started with other settings, and one run must not mix two: "
+                f"{path} was started with other settings, which one run must not mix: "
                 f"{'; '.join(differences)}. Choose another run directory, or use the settings in "
                 f"{Path(path) / 'config.json'}."
             )

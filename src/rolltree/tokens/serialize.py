@@ -41,8 +41,8 @@ _MAX_NDIM = 8
 def damaged(reason: str) -> TokenError:
     """Return the error for bytes that are not a token tree."""
     return TokenError(
-        f"these bytes are not a token tree: {reason}. A torn or foreign record cannot be trained; "
-        "read the record again, or drop that rollout."
+        f"these bytes are not a token tree: {reason}. A truncated or foreign record cannot be "
+        "trained; read the record again, or drop that rollout."
     )
 
 

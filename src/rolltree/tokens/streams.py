@@ -207,8 +207,8 @@ class ExtraStreams:
         known = self.kind(name)
         if known is not None and kind is not None and known != kind:
             raise TokenError(
-                f"stream {name!r} has values of kind {kind} and had {known} before; one name is "
-                "one kind of value, or merged samples could not hold them. Use another name."
+                f"stream {name!r} has values of kind {kind} and had {known} before; a name must "
+                "keep one kind of value, so that samples can be merged. Use another name."
             )
 
     def _check_placed(self, name: str, value: PlacedStream, total: int) -> PlacedStream:

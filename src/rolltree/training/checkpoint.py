@@ -184,7 +184,7 @@ def check_complete(path: Path) -> dict[str, Any]:
 
 def _torn(path: Path, what: str) -> TrainingError:
     return TrainingError(
-        f"the checkpoint {path} is incomplete: {what}. Training would continue from weights "
+        f"the checkpoint {path} is torn: {what}. Training would continue from weights "
         f"that never existed. Remove the directory and write the name of an older one into "
         f"{path.parent / _LATEST}, or remove that file to start from the beginning (stored "
         "rollouts are used again)."

@@ -192,7 +192,7 @@ def constant(rollouts: Sequence[Earnings], discount: float = 1.0) -> list[list[f
 
 
 def zero(rollouts: Sequence[Earnings], discount: float = 1.0) -> list[list[float]]:
-    """Return 0 for everybody: the control run, in which nothing can be learned from reward."""
+    """Return 0 for every call: the control run, in which nothing can be learned from reward."""
     return _for_every_call([0.0] * len(rollouts), rollouts)
 
 

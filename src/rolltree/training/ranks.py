@@ -145,8 +145,8 @@ def start_ranks(device: str = "cpu", init_method: str = "env://") -> Iterator[Ra
         )
     if "RANK" not in os.environ:
         raise ConfigError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and RANK is not set, so this process cannot "
-            "tell which of them it is. Start it with torchrun, or unset WORLD_SIZE."
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and RANK is not set, so this process does "
+            "not know its rank. Start it with torchrun, or unset WORLD_SIZE."
         )
     dist.init_process_group(
         _BACKENDS[kind],

@@ -225,7 +225,7 @@ def _attention(
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Make no mask for a forest (the blocks carry theirs), SDPA's mask for everybody else."""
+    """Make no mask for a forest (the blocks carry theirs), SDPA's mask for other calls."""
     if _active.get():
         return None
     mask: Tensor | None = sdpa_mask(*args, **kwargs)

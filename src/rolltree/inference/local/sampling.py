@@ -260,6 +260,6 @@ def make_processors(
                 made[-1].append(make(_Setting(value, num_prompt, end_ids, vocab_size, device)))
             except (TypeError, ValueError) as error:
                 raise UnsupportedSetting(
-                    f"{name} = {value!r} cannot be sampled with ({error}). Correct the value."
+                    f"{name} = {value!r} is not a valid setting ({error})."
                 ) from error
     return Processors(*made) if any(made) else None

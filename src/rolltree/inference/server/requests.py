@@ -131,8 +131,8 @@ def check_fields(body: Mapping[str, Any], known: frozenset[str], model: str) -> 
             )
         if name in _NEUTRAL and value not in _NEUTRAL[name]:
             raise RequestError(
-                f"the embedded engine does not have {name} = {value!r} and would answer as if it "
-                "were not there. Leave it out, or use a server that has it (vLLM).",
+                f"the embedded engine does not support {name} = {value!r} and would ignore it. "
+                "Leave it out, or use a server that supports it (vLLM).",
                 param=name,
             )
     if given.get("model", model) != model:

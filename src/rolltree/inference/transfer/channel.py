@@ -293,7 +293,7 @@ def buffer_device(backend: str, device: torch.device) -> torch.device:
 def _join(
     store: Any, invitation: Invitation, rank: int, device: torch.device, timeout_s: float
 ) -> Channel:
-    """Make the group and greet: the first broadcast shows that all are who they should be."""
+    """Make the group; its first broadcast verifies that every member belongs to it."""
     device = buffer_device(invitation.backend, device)
     try:
         group = _GROUPS[invitation.backend](store, rank, invitation, timeout_s)
