@@ -194,6 +194,8 @@ class SingleTurnEnv(MultiTurnEnv):
 
 
 _NOT_COMPARED = frozenset({"trajectory", "client", "timing"})
+_PLAIN = (str, int, float, bool, type(None))
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 _ENCODE = msgspec.msgpack.Encoder().encode
 
 
@@ -205,30 +207,44 @@ class _Snapshot:
     changed: they cannot be compared.
     """
 
-    __slots__ = ("_attributes", "_data", "_env", "_state")
+    __slots__ = ("_attributes", "_containers", "_env", "_state", "_values")
 
     def __init__(self, env: Environment, state: State) -> None:
         self._env, self._state = env, state
         self._attributes = list(vars(env).values())
-        self._data = self._encode()
+        self._values = dict(state)
+        self._containers = self._encode_containers()
 
     def has_changed(self) -> bool:
         """Whether something is, or may be, another now."""
-        if self._data is None or self._encode() != self._data:
+        if self._containers is None or self._state.keys() != self._values.keys():
             return True
-        now = vars(self._env).values()
-        if len(now) != len(self._attributes):
+        for key, was in self._values.items():
+            now = dict.__getitem__(self._state, key)
+            if now is not was and not (type(now) is type(was) in _PLAIN and now == was):
+                return True
+        attributes = vars(self._env).values()
+        if len(attributes) != len(self._attributes):
             return True
-        return not all(map(operator.is_, now, self._attributes))
+        if not all(map(operator.is_, attributes, self._attributes)):
+            return True
+        return self._encode_containers() != self._containers
 
-    def _encode(self) -> bytes | None:
+    def _encode_containers(self) -> bytes | None:
+        """Return everything that can change without being replaced; None for other objects."""
+        kept: list[Any] = []
+        for key, value in self._values.items():
+            if type(value) in _PLAIN or key in _NOT_COMPARED:
+                continue
+            if not isinstance(value, _CONTAINERS):
+                return None
+            kept.append(value)
         steps, episode = self._state["trajectory"], current_episode()
-        kept: dict[str, Any] = {k: v for k, v in self._state.items() if k not in _NOT_COMPARED}
         if steps:
             extras = dict.get(steps[-1], "extras")  # built when they are first read
             last = extras if type(extras) is dict else None
-            kept["trajectory"] = [len(steps), steps[-1]["reward"], last]
-        kept["timing"] = episode is not None and episode.clock.expired
+            kept.append([len(steps), steps[-1]["reward"], last])
+        kept.append(episode is not None and episode.clock.expired)
         try:
             return _ENCODE(kept)
         except (TypeError, ValueError, RecursionError):
