@@ -194,7 +194,7 @@ class SingleTurnEnv(MultiTurnEnv):
 
 
 _NOT_COMPARED = frozenset({"trajectory", "client", "timing"})
-_PLAIN = (str, int, float, bool, type(None))
+_PLAIN = frozenset({str, int, float, bool, type(None)})
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _ENCODE = msgspec.msgpack.Encoder().encode
 
@@ -207,38 +207,44 @@ class _Snapshot:
     changed: they cannot be compared.
     """
 
-    __slots__ = ("_attributes", "_containers", "_env", "_state", "_values")
+    __slots__ = ("_attributes", "_containers", "_data", "_env", "_ids", "_state", "_values")
 
     def __init__(self, env: Environment, state: State) -> None:
         self._env, self._state = env, state
         self._attributes = list(vars(env).values())
         self._values = dict(state)
-        self._containers = self._encode_containers()
+        self._ids = list(map(id, self._values.values()))
+        self._containers = [
+            value
+            for key, value in self._values.items()
+            if type(value) not in _PLAIN and key not in _NOT_COMPARED
+        ]
+        is_plain = all(isinstance(value, _CONTAINERS) for value in self._containers)
+        self._data = self._encode() if is_plain else None
 
     def has_changed(self) -> bool:
         """Whether something is, or may be, another now."""
-        if self._containers is None or self._state.keys() != self._values.keys():
+        if self._data is None or self._state.keys() != self._values.keys():
             return True
-        for key, was in self._values.items():
-            now = dict.__getitem__(self._state, key)
-            if now is not was and not (type(now) is type(was) in _PLAIN and now == was):
-                return True
+        if list(map(id, dict.values(self._state))) != self._ids and self._has_other_values():
+            return True
         attributes = vars(self._env).values()
         if len(attributes) != len(self._attributes):
             return True
         if not all(map(operator.is_, attributes, self._attributes)):
             return True
-        return self._encode_containers() != self._containers
+        return self._encode() != self._data
 
-    def _encode_containers(self) -> bytes | None:
+    def _has_other_values(self) -> bool:
+        for key, was in self._values.items():
+            now = dict.__getitem__(self._state, key)
+            if now is not was and not (type(now) is type(was) in _PLAIN and now == was):
+                return True
+        return False
+
+    def _encode(self) -> bytes | None:
         """Return everything that can change without being replaced; None for other objects."""
-        kept: list[Any] = []
-        for key, value in self._values.items():
-            if type(value) in _PLAIN or key in _NOT_COMPARED:
-                continue
-            if not isinstance(value, _CONTAINERS):
-                return None
-            kept.append(value)
+        kept: list[Any] = [self._containers]
         steps, episode = self._state["trajectory"], current_episode()
         if steps:
             extras = dict.get(steps[-1], "extras")  # built when they are first read
