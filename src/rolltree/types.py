@@ -194,9 +194,11 @@ class ModelResponse:
 
     def placed(self, tree: Any, call: int) -> ModelResponse:
         """Note that this call lies in `tree` (a `TokenTree`) as `call`. Returns itself."""
-        values = (tree, call, tree.prompt_view(call), tree.logprobs(call))
-        for name, value in zip(("tree", "call", "prompt_ids", "logprobs"), values, strict=True):
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "tree", tree)
+        object.__setattr__(self, "call", call)
+        object.__setattr__(self, "logprobs", tree.logprobs(call))  # as the tree checked them
+        if self.prompt_ids is None or self.prompt_ids.flags.writeable:  # somebody else's array
+            object.__setattr__(self, "prompt_ids", tree.prompt_view(call))
         return self
 
     def annotated(self, *, wait_s: float = 0.0, **info: Any) -> ModelResponse:

@@ -141,6 +141,11 @@ class Environment(BatchRunner):
         """
         found = discover(type(self))
         self._stop_conditions = [getattr(self, name) for name, _ in found["stop"]]
+        # Nobody sees how often conditions that only read the state are asked.
+        self._asks_own_conditions = type(self).is_completed is Environment.is_completed and all(
+            str(condition.__module__).startswith("rolltree.environments.")
+            for condition in self._stop_conditions
+        )
         self._stop_marks = {
             condition.__name__: mark
             for condition, (_, mark) in zip(self._stop_conditions, found["stop"], strict=True)

@@ -140,18 +140,19 @@ class MultiTurnEnv(Environment):
 
     async def _play_turns(self, state: State, session: Any, model: str, args: SamplingArgs) -> None:
         seed = args.get("seed")
+        # Only an override can answer with something that does not know its request.
+        is_own = not isinstance(session, OpenAIView)
         while not await self.is_completed(state):
-            before = _Snapshot(self, state)
+            before = None if self._asks_own_conditions else _Snapshot(self, state)
             prompt = await self.get_prompt_messages(state)
-            if before.has_changed() and await self.is_completed(state):
+            may_have_ended = before is None or before.has_changed()
+            if may_have_ended and await self.is_completed(state):
                 await self._keep_last_response(state, prompt)
                 break
             turn = len(state["trajectory"])
             if seed is not None and turn:
                 args = {**args, "seed": derive_seed(seed, "turn", turn)}
-            # Only an override can answer with something that does not know its request.
-            is_own = not isinstance(session, OpenAIView)
-            request = nullcontext() if is_own else self.model_request(session, args)
+            request = _NO_REQUEST if is_own else self.model_request(session, args)
             with in_phase("model"), request:
                 response = await self.get_model_response(
                     session,
@@ -193,6 +194,7 @@ class SingleTurnEnv(MultiTurnEnv):
         )
 
 
+_NO_REQUEST = nullcontext()
 _NOT_COMPARED = frozenset({"trajectory", "client", "timing"})
 _PLAIN = frozenset({str, int, float, bool, type(None)})
 _CONTAINERS = (dict, list, tuple, set, frozenset)

@@ -110,17 +110,16 @@ stop_token_ids=(), seed=None, extra={'min_p': 0.1})
             "and its own place in the trajectory. Ask for more rollouts per example instead."
         )
     known: dict[str, Any] = {}
-    for name, (keys, convert) in _FIELDS.items():
-        for key in keys:
-            if key in rest:
-                value = rest.pop(key)
-                try:
-                    known[name] = convert(value)
-                except (TypeError, ValueError) as error:
-                    raise ConfigError(
-                        f"sampling argument {key} = {value!r} cannot be used ({error}); the "
-                        "request would not be sampled as intended."
-                    ) from error
+    for key, name, convert in _FIELDS:
+        if key in rest:
+            value = rest.pop(key)
+            try:
+                known[name] = convert(value)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"sampling argument {key} = {value!r} cannot be used ({error}); the "
+                    "request would not be sampled as intended."
+                ) from error
     if body:
         rest["extra_body"] = body
     return SamplingParams(**known, extra=rest)
@@ -216,12 +215,14 @@ def _integers(value: Any) -> tuple[int, ...]:
     return tuple(_integer(item) for item in value)
 
 
-_FIELDS: dict[str, tuple[tuple[str, ...], Any]] = {
-    "temperature": (("temperature",), _temperature),
-    "top_p": (("top_p",), _probability),
-    "top_k": (("top_k",), _top_k),
-    "max_tokens": (("max_tokens", "max_completion_tokens"), _positive),
-    "stop": (("stop",), _strings),
-    "stop_token_ids": (("stop_token_ids",), _integers),
-    "seed": (("seed",), _integer),
-}
+_FIELDS: tuple[tuple[str, str, Any], ...] = (
+    ("temperature", "temperature", _temperature),
+    ("top_p", "top_p", _probability),
+    ("top_k", "top_k", _top_k),
+    ("max_tokens", "max_tokens", _positive),
+    ("max_completion_tokens", "max_tokens", _positive),
+    ("stop", "stop", _strings),
+    ("stop_token_ids", "stop_token_ids", _integers),
+    ("seed", "seed", _integer),
+)
+"""OpenAI's name of a field, ours, and what reads its value."""

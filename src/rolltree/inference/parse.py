@@ -315,7 +315,9 @@ def _ids(holder: object, name: str) -> IntArray | None:
         return None
     if type(value) is list and isinstance(holder, msgspec.Struct):  # integers, the decoder says
         with suppress(OverflowError):
-            value = np.array(value, np.int64)
+            ids = np.array(value, np.int32)
+            if not len(ids) or np.minimum.reduce(ids) >= 0:
+                return ids
     return as_ids(value, name)
 
 

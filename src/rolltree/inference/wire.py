@@ -164,6 +164,7 @@ class PromptReader:
         if ids[0] != _MARK or ids[1:].view(np.uint64).max(initial=0) > _MAX_ID:
             return decode_response(body)
         self._ids = np.concatenate((known, ids[1:].astype(np.int32)))
+        self._ids.flags.writeable = False
         self._text = body[start : body.index(b"]", start)]
         holder.prompt_token_ids = self._ids  # type: ignore[assignment]
         return response

@@ -295,7 +295,6 @@ class RecordedStep(LazyDict):
         tree, call = self.tree, self.call
         response = self._response(
             completion_ids=tree.completion_ids(call),
-            logprobs=tree.logprobs(call),
             versions=tree.versions(call),
         )
         return response.placed(tree, call)

@@ -96,7 +96,7 @@ def squeeze(values: Any, count: int, name: str, dtype: type) -> float | NDArray[
             f"{name} has shape {array_.shape} for {count} tokens; a shifted value would be trained "
             "at the wrong token. Give one number, or exactly one per token."
         )
-    if not representable(array_, np.dtype(dtype)):
+    if array_.dtype != np.int32 and not representable(array_, np.dtype(dtype)):
         raise TokenError(
             f"{name} holds values that {np.dtype(dtype)} cannot hold, or no numbers (dtype "
             f"{array_.dtype}); they would change on the way. Give finite numbers."
