@@ -29,6 +29,12 @@ def test_extras_that_are_named_exist():
     assert {(extra, file) for extra, file in named if extra not in EXTRAS} == set()
 
 
+def test_an_extra_exists_when_the_code_asks_for_it():
+    """Every extra is the remedy that some message or docstring names."""
+    named = {extra for extra, _ in named_in("src", "environments")}
+    assert set(EXTRAS) - {"all", "dev"} - named == set()
+
+
 def test_the_extra_all_has_every_other_but_the_developers():
     (line,) = EXTRAS["all"]
     listed = set(re.fullmatch(r"rolltree\[(.*)\]", line)[1].split(","))

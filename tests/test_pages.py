@@ -17,6 +17,7 @@ FOLDERS = ("docs", "design", "examples", "environments")
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(page for top in FOLDERS for page in (ROOT / top).rglob("*.md"))]
 )
+CITED = re.compile(r"(?<=`)[a-z_][\w/]*\.(?:py|md)(?=`)|\b(?:docs|design)/\w+(?:\.md)?")
 LINK = re.compile(r"\]\(([^()\s#]*)(?:#([^()\s]*))?\)")
 
 
@@ -95,6 +96,25 @@ def test_files_exist():
         (page, file)
         for page, file in sorted(files)
         if file not in made_by_the_reader and not any((top / file).exists() for top in folders)
+    ]
+    assert missing == []
+
+
+def test_files_that_the_code_cites_exist():
+    """Beside the module, in the package or in the repository; `design/0003` is a page's number."""
+    package = ROOT / "src" / "rolltree"
+    cited = {
+        (file, name)
+        for file in package.rglob("*.py")
+        for name in CITED.findall(file.read_text(encoding="utf-8"))
+    }
+    assert len(cited) > 10
+    missing = [
+        (str(file.relative_to(ROOT)), name)
+        for file, name in sorted(cited)
+        if not any(
+            [*top.glob(name), *top.glob(f"{name}-*.md")] for top in (file.parent, package, ROOT)
+        )
     ]
     assert missing == []
 

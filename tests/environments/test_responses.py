@@ -316,6 +316,18 @@ async def test_ids_of_no_vocabulary_are_token_errors(huge):
         await step_of(response)
 
 
+@pytest.mark.parametrize(
+    "content", [[{"token": "token_id:x", "logprob": -0.1}], [{"token": "a", "logprob": "b"}] * 2]
+)
+async def test_ids_and_logprobs_that_are_no_numbers_are_token_errors(content):
+    response = with_tokens()
+    response["choices"][0]["logprobs"]["content"] = content
+    if len(content) == 1:
+        del response["choices"][0]["token_ids"]
+    with pytest.raises(TokenError):
+        await step_of(response)
+
+
 class Spec1(MultiTurnEnv):
     """`add_model_response` as spec 1 writes it."""
 

@@ -32,8 +32,9 @@ class MultiTurnEnv(Environment):
     """A conversation: the model speaks, `env_response` answers, until a stop condition is true.
 
     Stop conditions are asked once per state: before the first call, after every call, and after an
-    `env_response` that changed the state. A game may therefore end in `env_response`: change what
-    a `@stop` condition looks at in the state, or put the last message into
+    `env_response` that changed the state (one that holds objects other than plain data counts as
+    changed). A game may therefore end in `env_response`: change what a `@stop` condition looks at
+    in the state, or put the last message into
     `state["final_env_response"]`. No further model call is made, and what `env_response` returned
     is part of the completion.
 

@@ -325,7 +325,14 @@ def _spelled_ids(texts: list[Any]) -> IntArray | None:
     """Return ids given as token texts `"token_id:504"`, or None."""
     if not texts or not all(isinstance(text, str) and text.startswith(_PREFIX) for text in texts):
         return None
-    return as_ids([int(text.removeprefix(_PREFIX)) for text in texts], "token_id")
+    try:
+        ids = [int(text.removeprefix(_PREFIX)) for text in texts]
+    except ValueError as error:
+        raise TokenError(
+            f"the server's token texts start with {_PREFIX!r} and hold no id ({error}), so the "
+            "sampled ids are not known. Check the server."
+        ) from error
+    return as_ids(ids, "token_id")
 
 
 def _text(value: Any) -> str:

@@ -81,7 +81,8 @@ class JudgeRubric(Rubric):
         if judge_client is None:
             raise ConfigError(
                 "a JudgeRubric needs a judge_client to ask. Pass a model client, "
-                "such as OpenAIClient(base_url, model), or an openai.AsyncOpenAI."
+                "such as OpenAIClient(base_url, model), or an openai.AsyncOpenAI. One is made when "
+                "$OPENAI_API_KEY is set (`pip install 'rolltree[openai]'`)."
             )
         fields = {name for _, name, _, _ in Formatter().parse(judge_prompt) if name is not None}
         if not fields <= set(_FIELDS):

@@ -112,7 +112,13 @@ def checked_logprobs(values: object, count: int) -> FloatArray:
         TokenError: the length differs, or a value is not a logprob: missing, NaN, infinite, above
             1e-3, or below -1000 (servers report -9999 for "unknown").
     """
-    array = np.array(values, np.float32)  # None becomes NaN
+    try:
+        array = np.array(values, np.float32)  # None becomes NaN
+    except (TypeError, ValueError) as error:
+        raise TokenError(
+            f"the logprobs of {count} sampled tokens are not a flat list of numbers ({error}). "
+            "Give one number per sampled id, or pass None."
+        ) from error
     if array.shape != (count,):
         extra = " An end token that was never sampled may have been appended." * (
             array.shape == (count - 1,)
