@@ -212,6 +212,20 @@ async def test_stop_conditions_are_asked_once_per_state(in_state):
     assert len(model.calls) == len(judge.calls) == 4
 
 
+async def test_an_override_of_is_completed_is_asked_once_per_state():
+    asked = []
+
+    class Counting(Echo):
+        async def is_completed(self, state, **more):
+            asked.append(len(state["trajectory"]))
+            return await super().is_completed(state, **more) or len(asked) == 4
+
+    model = ScriptedModel("no")
+    await play(Counting(), model)
+    assert asked == [0, 1, 2, 3]
+    assert len(model.calls) == 3
+
+
 async def test_stop_conditions_are_asked_after_a_response_that_changes_the_state():
     asked = []
 
