@@ -51,7 +51,7 @@ def test_an_environment_object_is_trained_evaluated_and_stored(model, tmp_path, 
     assert report.rows()[1]["step"] == 2
     assert set(report.evaluations) == {"eval_before", "eval_after"}
     assert {1, 2, ("eval_before", 2, 2), ("eval_after", 2, 2)} <= set(note.seen)
-    assert report.path == tmp_path / "run"
+    assert report.run_path == tmp_path / "run"
     with report.run as run:
         assert run.config["env"]["id"] == "short"
         assert run.num_rollouts(phase="train") == 12
@@ -105,7 +105,7 @@ def test_parts_can_be_passed(model, tmp_path, path):
 
     report, answer = asyncio.run(main())
     assert phases == [("eval_before", 0, 0), ("eval_after", 2, 2)]
-    assert report.path == tmp_path / "mine"
+    assert report.run_path == tmp_path / "mine"
     assert not (tmp_path / "run").exists()
     assert set(answer.versions) == {2}
     after = list(module.parameters())

@@ -38,13 +38,13 @@ class TrainReport:
     """What a training run did. Print it, or read it: `pandas.DataFrame(report.rows())`.
 
     Attributes:
-        path: the run directory.
+        run_path: the run directory.
         metrics: the metrics of every step, in order: `report.metrics[-1]["reward/mean"]`.
         evaluations: the metrics of every held-out evaluation, by phase (`"eval_before"`, ...).
         model_path: the exported model, None with `checkpoint.export = false`.
     """
 
-    path: Path
+    run_path: Path
     metrics: tuple[Mapping[str, Any], ...]
     evaluations: Mapping[str, Mapping[str, Any]]
     model_path: Path | None
@@ -60,7 +60,7 @@ class TrainReport:
     @property
     def run(self) -> Run:
         """The stored run with its rollouts, opened for reading: `with report.run as run: ...`."""
-        return Run.open(self.path, "r")
+        return Run.open(self.run_path, "r")
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one flat row per step: `step` and its metrics."""
@@ -84,7 +84,7 @@ class TrainReport:
             mean = reward.get("mean") if isinstance(reward, Mapping) else reward
             lines.append(f"{phase}: held-out reward {_shown(mean) or 'none'}")
         lines += [f"model: {self.model_path}"] if self.model_path else []
-        return "\n".join([f"TrainReport({len(self.metrics)} steps, run {self.path})", *lines])
+        return "\n".join([f"TrainReport({len(self.metrics)} steps, run {self.run_path})", *lines])
 
 
 def _shown(value: object) -> str:
