@@ -6,13 +6,13 @@
     python benchmarks/rollouts.py --num 200  fewer rollouts
 
 Both libraries run the same environment class against the same scripted server in their own
-process. The server is an in-process httpx transport: every request goes through the library's own
-client (`OpenAIClient`, `AsyncOpenAI`) down to httpx, and every answer is fresh JSON with vLLM's
-token ids and the logprobs of 100 sampled ids. Prompts have 500 ids in the first turn and 500 more
-in every turn after it (400 of the environment, 100 sampled). What the server takes to answer is
-measured and taken out. The environment says the same 400 tokens of text every turn, so that its
-text, which both libraries keep as it is, hardly counts as memory; `own text` shows 32 turns with
-new text in each.
+process. The server takes the place of sockets: every request goes through the library's own client
+(`OpenAIClient`, `AsyncOpenAI`) down to what carries bytes, and every answer is fresh JSON with
+vLLM's token ids and the logprobs of 100 sampled ids. `http.py` measures the same with sockets.
+Prompts have 500 ids in the first turn and 500 more in every turn after it (400 of the environment,
+100 sampled). What the server takes to answer is measured and taken out. The environment says the
+same 400 tokens of text every turn, so that its text, which both libraries keep as it is, hardly
+counts as memory; `own text` shows 32 turns with new text in each.
 
 verifiers runs in a virtual environment of its own, made where it is missing, in
 `~/.cache/rolltree/benchmarks` (or $ROLLTREE_HOME/benchmarks). The runs of the two alternate.
@@ -33,7 +33,6 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
-import httpx
 from verdict import Bar, conclude, make_parser
 
 PEER = "verifiers==0.1.8.post2"
@@ -48,7 +47,7 @@ def words(rng: random.Random, num: int) -> str:
     return " ".join("".join(rng.choices("abcdefghijklmnop", k=3)) for _ in range(num))
 
 
-class ScriptedTransport(httpx.AsyncBaseTransport):
+class ScriptedTransport:
     """Answers of a chat model with vLLM's token fields, made before the clock starts.
 
     A conversation names its variant ("task-3") in its first message; its turn is the number of
@@ -60,20 +59,25 @@ class ScriptedTransport(httpx.AsyncBaseTransport):
         self.num_answers = 0
         self.answers = [_answers(number, num_turns) for number in range(NUM_VARIANTS)]
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+    def answer(self, sent: bytes) -> bytes:
         """Answer one request."""
         started = time.thread_time()
-        sent = request.content
         marker = sent.index(b"task-") + 5
         turn = sent.count(b'"assistant"')
         self.num_answers += 1
         tail = self.answers[int(sent[marker : marker + 1])][turn]
         body = b'{"id":"chatcmpl-%d",' % self.num_answers + tail
-        response = httpx.Response(
-            200, headers={"content-type": "application/json"}, content=body, request=request
-        )
         self.busy_s += time.thread_time() - started
-        return response
+        return body
+
+    async def send(self, url: str, headers: Any, content: bytes | None) -> Any:
+        """Answer rolltree's client."""
+        from rolltree.inference.transport import Answer
+
+        return Answer(200, self.answer(content or b""))
+
+    async def aclose(self) -> None:
+        """Return: nothing is open."""
 
 
 def _answers(number: int, num_turns: int) -> list[bytes]:
@@ -162,11 +166,16 @@ async def run_rolltree(
 async def run_verifiers(
     num: int, turns: int, transport: ScriptedTransport, own_text: bool = False
 ) -> Any:
+    import httpx
     import verifiers
     from openai import AsyncOpenAI
 
+    async def answer(request: httpx.Request) -> httpx.Response:
+        body = transport.answer(request.content)
+        return httpx.Response(200, headers={"content-type": "application/json"}, content=body)
+
     env = make_environment(verifiers, turns, own_text)
-    http = httpx.AsyncClient(transport=transport)
+    http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
     client = AsyncOpenAI(base_url="http://scripted/v1", api_key="none", http_client=http)
     sampling = {
         "temperature": 1.0,

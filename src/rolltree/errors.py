@@ -6,7 +6,9 @@
     ├── ModelError             a model call that gave no usable answer
     │   ├── ServerError        the server answered with an error status; `status`, `retryable`
     │   ├── ConnectionFailed   the server could not be reached, or hung up
+    │   │   └── CallTimeout    no answer before the deadline of the call, retries included
     │   ├── BadResponse        the server answered, but not with what the API promises
+    │   │   └── AnswerTooLarge an answer above the client's limit; the rest was not read
     │   ├── PromptTooLong      the prompt does not fit the context window
     │   └── UnsupportedSetting this engine does not have a requested setting
     ├── TokenError             token data that contradicts itself: lengths, ranges, NaN logprobs
@@ -62,8 +64,16 @@ class ConnectionFailed(ModelError):
     """The server could not be reached, or hung up."""
 
 
+class CallTimeout(ConnectionFailed):
+    """A call had no answer before its deadline, which counts its retries."""
+
+
 class BadResponse(ModelError):
     """The server answered, but not with what the API promises."""
+
+
+class AnswerTooLarge(BadResponse):
+    """An answer is larger than the client reads, as it was sent or unpacked."""
 
 
 class PromptTooLong(ModelError):

@@ -55,7 +55,7 @@ def test_help_is_fast_and_imports_nothing_heavy():
         "began = time.process_time(); from rolltree.cli import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
-        "heavy = {'torch', 'transformers', 'httpx', 'matplotlib'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'aiohttp', 'matplotlib'} & set(sys.modules)\n"
         "print('HEAVY', sorted(heavy))\n"
         "print((time.process_time() - began) / yardstick_s)"
     )

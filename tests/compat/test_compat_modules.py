@@ -92,7 +92,7 @@ def test_importing_compat_is_light():
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
-    assert not {"openai", "datasets", "torch", "httpx"} & set(loaded)
+    assert not {"openai", "datasets", "torch", "aiohttp", "httpx"} & set(loaded)
 
 
 def test_hash_answers():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from inference_templates import user
@@ -13,7 +12,7 @@ from inference_templates import user
 from rolltree.contrib.sglang import SGLangClient
 from rolltree.errors import BadResponse, ServerError, TokenError, UnsupportedSetting
 from rolltree.inference import ChatRenderer, RetryPolicy
-from rolltree.testing.tokenizer import ByteTokenizer
+from rolltree.testing import ByteTokenizer, DirectTransport, Reply, Request
 from rolltree.types import FinishReason, GenerateRequest, SamplingParams
 
 RENDERER = ChatRenderer(ByteTokenizer())
@@ -37,17 +36,17 @@ def client_of(*answers: Any) -> tuple[SGLangClient, list[dict[str, Any]]]:
     sent: list[dict[str, Any]] = []
     left = list(answers)
 
-    def handle(request: httpx.Request) -> httpx.Response:
-        assert request.url.path == "/generate"
-        sent.append(json.loads(request.content))
+    async def handle(request: Request) -> Reply:
+        assert request.path == "/generate"
+        sent.append(json.loads(request.body))
         reply = left.pop(0)
-        return reply if isinstance(reply, httpx.Response) else httpx.Response(200, json=reply)
+        return reply if isinstance(reply, Reply) else Reply(200, json.dumps(reply).encode())
 
     made = SGLangClient(
         "http://mock",
         "m",
         RENDERER,
-        transport=httpx.MockTransport(handle),
+        transport=DirectTransport(handle),
         retry=RetryPolicy(max_retries=1, first_wait_s=0.0),
     )
     return made, sent
@@ -91,7 +90,7 @@ async def test_a_rollout_of_two_turns() -> None:
 
 
 async def test_ids_alone_and_a_retry() -> None:
-    client, sent = client_of(httpx.Response(503), answer())
+    client, sent = client_of(Reply(503, b""), answer())
     got = await client.generate(GenerateRequest(np.array([5, 6], np.int32), SamplingParams()))
     assert got.text == "12"
     assert got.prompt_ids is not None
@@ -130,7 +129,7 @@ async def test_logprobs_before_top_p_are_dropped() -> None:
         (answer([[0.5, 49, None]]), TokenError, "placeholder"),
         (answer(finish={"type": "abort", "message": "too busy"}), BadResponse, "too busy"),
         (answer(finish={"type": "tired"}), BadResponse, "'tired'"),
-        (httpx.Response(400, text="no"), ServerError, "answered 400"),
+        (Reply(400, b"no"), ServerError, "answered 400"),
     ],
     ids=str,
 )
@@ -148,7 +147,5 @@ async def test_what_would_be_ignored_is_refused() -> None:
     with pytest.raises(UnsupportedSetting, match="'other'"):
         await client.chat([user("a")], model="other")
     with pytest.raises(BadResponse, match="without /v1"):
-        await client_of(httpx.Response(200, text="<html>"), httpx.Response(200, text="<html>"))[
-            0
-        ].chat([user("a")])
+        await client_of(Reply(200, b"<html>"), Reply(200, b"<html>"))[0].chat([user("a")])
     assert sent == []

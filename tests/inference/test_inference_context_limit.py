@@ -3,12 +3,16 @@
 import asyncio
 import json
 
-import httpx
 import numpy as np
 import pytest
 
 from rolltree.inference import OpenAIClient, RetryPolicy
+from rolltree.testing import DirectTransport, Reply
 from rolltree.types import GenerateRequest, SamplingParams
+
+
+def reply(content, status=200):
+    return Reply(status, json.dumps(content).encode())
 
 
 class Server:
@@ -21,13 +25,13 @@ class Server:
         self.gate.set()
 
     async def __call__(self, request):
-        path = request.url.path
-        body = json.loads(request.content) if request.content else None
+        path = request.path
+        body = json.loads(request.body) if request.body else None
         self.asked.append((path, body))
         if path == "/v1/models" and self.models is not None:
-            return httpx.Response(200, json=self.models)
+            return reply(self.models)
         if path == "/tokenize" and self.count is not None:
-            return httpx.Response(200, json={"count": self.count, "tokens": []})
+            return reply({"count": self.count, "tokens": []})
         if path == "/v1/completions":
             await self.gate.wait()
             size = self.default if body["max_tokens"] is None else 1
@@ -40,8 +44,8 @@ class Server:
             }
             if isinstance(body["prompt"], list):
                 choice["prompt_token_ids"] = body["prompt"]
-            return httpx.Response(200, json={"choices": [choice]})
-        return httpx.Response(404, json={"error": "no such path"})
+            return reply({"choices": [choice]})
+        return reply({"error": "no such path"}, 404)
 
     def limits(self):
         return [body["max_tokens"] for path, body in self.asked if path == "/v1/completions"]
@@ -54,7 +58,7 @@ MODELS = {"data": [{"id": "other", "max_model_len": 7}, {"id": "m", "max_model_l
 
 
 def client_of(server):
-    transport = httpx.MockTransport(server)
+    transport = DirectTransport(server)
     retry = RetryPolicy(max_retries=0)
     return OpenAIClient("http://test/v1", "m", transport=transport, retry=retry)
 

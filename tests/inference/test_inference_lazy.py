@@ -9,7 +9,7 @@ import pytest
 
 import rolltree.inference
 
-HEAVY = "{'httpx', 'jinja2', 'torch', 'starlette', 'uvicorn'}"
+HEAVY = "{'httpx', 'aiohttp', 'jinja2', 'torch', 'starlette', 'uvicorn'}"
 
 
 def loaded_by(statement: str) -> str:
@@ -25,7 +25,7 @@ def loaded_by(statement: str) -> str:
     [
         ("from rolltree import Environment", "[]"),
         ("from rolltree.inference import ModelClient, as_client", "[]"),
-        ("from rolltree.inference import OpenAIClient", "['httpx']"),
+        ("from rolltree.inference import OpenAIClient", "['aiohttp']"),
     ],
 )
 def test_what_a_name_costs(statement: str, heavy: str) -> None:

@@ -8,7 +8,6 @@ import json
 import logging
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from inference_templates import STRIPPING, TOOLS, user
@@ -23,7 +22,15 @@ from rolltree.errors import (
     UnsupportedSetting,
 )
 from rolltree.inference import ChatRenderer, OpenAIClient, RetryPolicy
-from rolltree.testing import ByteTokenizer, HttpFault, ScriptedServer, scripted_logprobs
+from rolltree.testing import (
+    ByteTokenizer,
+    DirectTransport,
+    HttpFault,
+    Reply,
+    Request,
+    ScriptedServer,
+    scripted_logprobs,
+)
 from rolltree.types import FinishReason, GenerateRequest, SamplingParams
 
 FAST = RetryPolicy(max_retries=3, first_wait_s=0.001)
@@ -447,23 +454,23 @@ def test_settings_are_checked() -> None:
         OpenAIClient("http://x/v1", "")
 
 
-# Answers that only other servers give, over a mock transport.
+# Answers that only other servers give, without a socket.
 
 
 def mock_client(answers: list[dict[str, Any] | tuple[int, str]], **options: Any) -> OpenAIClient:
     sent: list[dict[str, Any]] = []
 
-    def handle(request: httpx.Request) -> httpx.Response:
-        sent.append(json.loads(request.content))
+    async def handle(request: Request) -> Reply:
+        sent.append(json.loads(request.body))
         answer = answers.pop(0)
         if isinstance(answer, tuple):
-            return httpx.Response(answer[0], text=answer[1])
-        return httpx.Response(200, json=answer)
+            return Reply(answer[0], answer[1].encode())
+        return Reply(200, json.dumps(answer).encode())
 
     client = OpenAIClient(
         "http://mock/v1",
         "m",
-        transport=httpx.MockTransport(handle),
+        transport=DirectTransport(handle),
         retry=FAST,
         token_endpoint="completions",
         **options,

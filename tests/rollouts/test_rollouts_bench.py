@@ -9,8 +9,6 @@ import pytest
 
 from bench_kit import load
 
-pytest.importorskip("httpx")
-
 
 @pytest.fixture(scope="module")
 def bench() -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import httpx
 import msgspec
 import numpy as np
 
@@ -17,9 +16,10 @@ from rolltree.errors import BadResponse, ConfigError, TokenError, UnsupportedSet
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client_base import TokenClient, check_model
 from rolltree.inference.engine import extra_of
-from rolltree.inference.http import HttpServer
+from rolltree.inference.http import MAX_ANSWER_BYTES, HttpServer
 from rolltree.inference.parse import finish_reason_named
 from rolltree.inference.retry import RetryPolicy
+from rolltree.inference.transport import Transport
 from rolltree.types import FinishReason, GenerateRequest, SamplingParams
 
 
@@ -106,7 +106,8 @@ class SGLangClient(TokenClient):
         base_url: the server's root, such as `http://127.0.0.1:30000`.
         model: the name this model goes by; SGLang serves one and takes none.
         renderer: renders prompts and reads answers.
-        api_key, retry, timeout_s, max_connections, transport: as `OpenAIClient`'s.
+        api_key, retry, timeout_s, deadline_s, max_connections, max_answer_bytes, transport: as
+            `OpenAIClient`'s.
 
     SGLang's logprobs are those at the request's temperature, before top_p and top_k; with these
     they are not those of the distribution sampled from, and are dropped. Seeds are obeyed only by a
@@ -125,8 +126,10 @@ class SGLangClient(TokenClient):
         api_key: str | None = None,
         retry: RetryPolicy | None = None,
         timeout_s: float = 600.0,
+        deadline_s: float | None = None,
         max_connections: int = 256,
-        transport: httpx.AsyncBaseTransport | None = None,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
+        transport: Transport | None = None,
     ) -> None:
         if not model:
             raise ConfigError("model is empty; name the model that the server runs.")
@@ -135,7 +138,9 @@ class SGLangClient(TokenClient):
             api_key=api_key,
             retry=retry,
             timeout_s=timeout_s,
+            deadline_s=deadline_s,
             max_connections=max_connections,
+            max_answer_bytes=max_answer_bytes,
             transport=transport,
         )
         self._model, self.renderer = model, renderer

@@ -1,4 +1,4 @@
-"""One HTTP server that answers JSON: connection limit, retries, and errors by what they mean.
+"""One HTTP server that answers JSON: limits, retries, and errors by what they mean.
 
 The API key is kept out of `repr`, logs and error messages.
 """
@@ -9,12 +9,13 @@ import asyncio
 from collections.abc import Callable, Mapping
 from time import monotonic
 from typing import Any, TypeVar
-from urllib.request import getproxies, proxy_bypass
 
-import httpx
+import aiohttp
 import msgspec
+from yarl import URL
 
 from rolltree.errors import (
+    AnswerTooLarge,
     BadResponse,
     ConfigError,
     ConnectionFailed,
@@ -23,9 +24,13 @@ from rolltree.errors import (
     ServerError,
 )
 from rolltree.inference.retry import Outcome, Retry, RetryPolicy, parse_retry_after, with_retries
+from rolltree.inference.transport import SocketTransport, Transport
 from rolltree.redact import redact_text
 
 ResultT = TypeVar("ResultT")
+
+MAX_ANSWER_BYTES = 64 * 2**20
+"""A prompt of 128,000 ids and an answer of 32,000 tokens with logprobs have about 5 MB."""
 
 _TOO_LONG = (
     "context_length_exceeded",
@@ -44,8 +49,21 @@ _RETRYABLE = frozenset((408, 409, 425, 429))
 class HttpServer:
     """Requests to one base URL, at most `max_connections` at a time.
 
+    Args:
+        base_url: where the API is, usually ending in `/v1`.
+        api_key: sent as a bearer token; never shown.
+        retry: how often to try again.
+        timeout_s: the longest that one attempt may take, from its connection to its last byte.
+        deadline_s: the longest that one call may take with all its attempts and the waits between
+            them, from when it has a connection slot; twice `timeout_s` unless given.
+        max_connections: most requests at a time; further ones wait, which counts as `wait_s`.
+        max_answer_bytes: the largest answer that is read, as it is sent and unpacked.
+        headers: further headers of every request.
+        transport: what carries requests instead of sockets, for tests.
+
     Raises:
-        ConfigError: the base URL is not an http(s) URL, or holds a password.
+        ConfigError: the base URL is not an http(s) URL or holds a password, or a limit is not
+            above 0.
     """
 
     def __init__(
@@ -55,42 +73,45 @@ class HttpServer:
         api_key: str | None = None,
         retry: RetryPolicy | None = None,
         timeout_s: float = 600.0,
+        deadline_s: float | None = None,
         max_connections: int = 256,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
         headers: Mapping[str, str] | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
+        transport: Transport | None = None,
     ) -> None:
-        url = httpx.URL(base_url)
-        if url.scheme not in ("http", "https") or not url.host:
-            raise ConfigError(
-                f"base_url = {base_url!r} is not an http or https URL. Pass one such as "
-                "'http://127.0.0.1:8000/v1'."
-            )
-        if url.userinfo:
-            raise ConfigError(
-                "base_url holds a user name or password, which would end up in logs. Pass the "
-                "secret as api_key, or as a header."
-            )
+        self.base_url = _checked_url(base_url)
         if api_key and not (api_key.isascii() and api_key.isprintable() and " " not in api_key):
             raise ConfigError(
                 "api_key has a space, a line break or a character that is not allowed in an HTTP "
                 "header. Was it read from a file, with the trailing line break?"
             )
-        self.base_url = str(url).rstrip("/")
+        deadline_s = 2.0 * timeout_s if deadline_s is None else deadline_s
+        if not min(timeout_s, deadline_s, max_connections, max_answer_bytes) > 0:
+            raise ConfigError(
+                f"timeout_s = {timeout_s}, deadline_s = {deadline_s}, max_connections = "
+                f"{max_connections} and max_answer_bytes = {max_answer_bytes} must be above 0, or "
+                "no request could be answered."
+            )
         self.retry = retry or RetryPolicy()
+        self.timeout_s, self.deadline_s = timeout_s, deadline_s
         self._api_key = api_key
-        self._headers = httpx.Headers(
-            {"Host": url.netloc.decode("ascii"), "Accept": "*/*", "User-Agent": "rolltree"}
-        )
-        self._headers["Accept-Encoding"] = "gzip, deflate"
-        self._headers["Connection"] = "keep-alive"
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-        self._headers.update(headers)
-        self._timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, 10.0), pool=None)
-        self._max_connections = max_connections
-        self._urls: dict[str, httpx.URL] = {}
+        self._get_headers = {
+            "Accept": "*/*",
+            "User-Agent": "rolltree",
+            "Accept-Encoding": "gzip, deflate",
+            **({"Authorization": f"Bearer {api_key}"} if api_key else {}),
+        }
+        for name, value in (headers or {}).items():
+            self._get_headers = {
+                known: text
+                for known, text in self._get_headers.items()
+                if known.lower() != name.lower()
+            }
+            self._get_headers[name] = value
+        self._post_headers = {**self._get_headers, "Content-Type": "application/json"}
+        self._max_connections, self._max_answer_bytes = max_connections, max_answer_bytes
         self._given_transport = transport
-        self._transport: httpx.AsyncBaseTransport | None = None
+        self._transport: Transport | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots = asyncio.Semaphore(max_connections)
 
@@ -114,30 +135,36 @@ class HttpServer:
     ) -> Outcome[ResultT]:
         """Send `body` as JSON (GET when it is None) and return the decoded answer.
 
-        `path` continues the base URL, or the root URL with `at_root`. `retry` and `timeout_s` take
-        the place of the server's own.
+        `path` continues the base URL, or the root URL with `at_root`. `retry` takes the place of
+        the server's own, and so does `timeout_s`, with a deadline of twice as long.
 
         Raises:
             PromptTooLong: the server says that the prompt does not fit.
             ServerError: an error status that stayed, or that no retry can mend.
+            CallTimeout: the deadline passed.
             ConnectionFailed: no connection, or none that lasted until the answer was complete.
+            AnswerTooLarge: the answer has more than `max_answer_bytes`.
             BadResponse: the answer could not be decoded, time after time.
         """
         content = None if body is None else msgspec.json.encode(body)
         url = (self.root_url if at_root else self.base_url) + path
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        deadline_s = self.deadline_s if timeout_s is None else 2.0 * timeout_s
         transport, slots = self._connect()
         start = monotonic()
         async with slots:
             queued_s = monotonic() - start
 
             async def attempt() -> ResultT:
-                answer = await self._send(transport, url, content, timeout_s)
+                answer = await self._send(transport, url, content, limit_s)
                 try:
                     return decode(answer)
                 except BadResponse as error:
                     raise Retry(error) from error
 
-            outcome = await with_retries(retry or self.retry, attempt)
+            outcome = await with_retries(
+                retry or self.retry, attempt, deadline_s=deadline_s, where=url
+            )
         return Outcome(outcome.value, outcome.num_retries, outcome.wait_s + queued_s)
 
     async def check_health(self) -> None:
@@ -157,50 +184,47 @@ class HttpServer:
                 raise
 
     async def aclose(self) -> None:
-        """Close the connections."""
+        """Close the connections; the next request opens new ones."""
         transport, self._transport = self._transport, None
         if transport is not None and self._loop is asyncio.get_running_loop():
             await transport.aclose()
 
-    def _connect(self) -> tuple[httpx.AsyncBaseTransport, asyncio.Semaphore]:
-        """Return the connections of the running loop: they cannot move to another one.
-
-        httpx's transport is used without its client, whose redirects, cookies and event hooks an
-        API with keys has no use for; they cost as much as the rest of a request.
-        """
+    def _connect(self) -> tuple[Transport, asyncio.Semaphore]:
+        """Return the connections of the running loop: they cannot move to another one."""
         loop = asyncio.get_running_loop()
         if self._transport is None or self._loop is not loop:
             self._loop = loop
             self._slots = asyncio.Semaphore(self._max_connections)
-            self._transport = self._given_transport or httpx.AsyncHTTPTransport(
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-                proxy=_proxy(httpx.URL(self.base_url)),
+            self._transport = self._given_transport or SocketTransport(
+                self.base_url, self._max_answer_bytes
             )
         return self._transport, self._slots
 
     async def _send(
-        self,
-        transport: httpx.AsyncBaseTransport,
-        url: str,
-        content: bytes | None,
-        timeout_s: float | None = None,
+        self, transport: Transport, url: str, content: bytes | None, timeout_s: float
     ) -> bytes:
-        timeout = self._timeout if timeout_s is None else httpx.Timeout(timeout_s)
+        headers = self._get_headers if content is None else self._post_headers
         try:
-            response = await transport.handle_async_request(self._request(url, content, timeout))
-            try:
-                await response.aread()
-            finally:
-                await response.aclose()
-        except httpx.TimeoutException as error:
+            async with asyncio.timeout(timeout_s):
+                answer = await transport.send(url, headers, content)
+        except TimeoutError as error:
             raise Retry(
                 ConnectionFailed(
-                    f"{url} gave no answer in time ({type(error).__name__}). The "
+                    f"{url} gave no answer in time ({str(error) or f'{timeout_s:g} s'}). The "
                     "call is lost. Is the server overloaded? Raise timeout_s or send fewer "
                     "requests."
                 )
             ) from error
-        except httpx.RequestError as error:
+        except AnswerTooLarge:
+            raise  # asked again, it would hardly be smaller
+        except BadResponse as error:
+            raise Retry(error) from error
+        except aiohttp.ClientSSLError as error:
+            raise ConnectionFailed(
+                f"{url} could not be trusted ({self._redacted(str(error))}), so nothing was sent. "
+                "If its certificate is your own, name its authority's file in SSL_CERT_FILE."
+            ) from error
+        except (aiohttp.ClientError, OSError) as error:
             raise Retry(
                 ConnectionFailed(
                     f"{url} could not be reached or hung up "
@@ -208,46 +232,39 @@ class HttpServer:
                     "Is the server running?"
                 )
             ) from error
-        if response.is_success:
-            return response.content
-        error_of_status = self._status_error(response, url)
+        if 200 <= answer.status < 300:
+            return answer.body
+        text = self._redacted(answer.body[:2000].decode("utf-8", "replace"))[:500]
+        error_of_status = status_error(answer.status, text, url)
         if isinstance(error_of_status, ServerError) and error_of_status.retryable:
-            raise Retry(error_of_status, parse_retry_after(response.headers.get("Retry-After")))
+            raise Retry(error_of_status, parse_retry_after(answer.retry_after))
         raise error_of_status
-
-    def _request(self, url: str, content: bytes | None, timeout: httpx.Timeout) -> httpx.Request:
-        """Return a POST of JSON, or a GET when there is no content."""
-        where = self._urls.get(url)
-        if where is None:
-            where = self._urls[url] = httpx.URL(url)
-        request = httpx.Request(
-            "GET" if content is None else "POST",
-            where,
-            headers=self._headers,
-            stream=httpx.ByteStream(content or b""),
-            extensions={"timeout": timeout.as_dict()},
-        )
-        if content is not None:
-            request.headers["Content-Type"] = "application/json"
-            request.headers["Content-Length"] = str(len(content))
-        request.read()
-        return request
-
-    def _status_error(self, response: httpx.Response, url: str) -> ModelError:
-        text = self._redacted(response.text)[:500]
-        return status_error(response.status_code, text, url)
 
     def _redacted(self, text: str) -> str:
         return redact_text(text, (self._api_key,) if self._api_key else ())
 
 
-def _proxy(url: httpx.URL) -> str | None:
-    """Return the proxy that the environment (HTTP_PROXY, NO_PROXY, ...) names for a URL."""
-    if proxy_bypass(url.host):
-        return None
-    proxies = getproxies()
-    found = proxies.get(url.scheme) or proxies.get("all")
-    return found if found is None or "://" in found else f"http://{found}"
+def _checked_url(base_url: str) -> str:
+    """Return a base URL in its normal form.
+
+    Raises:
+        ConfigError: it is not an http(s) URL, or holds a password.
+    """
+    try:
+        url = URL(base_url)
+    except ValueError:
+        url = URL()
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ConfigError(
+            f"base_url = {base_url!r} is not an http or https URL. Pass one such as "
+            "'http://127.0.0.1:8000/v1'."
+        )
+    if url.user is not None or url.password is not None:
+        raise ConfigError(
+            "base_url holds a user name or password, which would end up in logs. Pass the "
+            "secret as api_key, or as a header."
+        )
+    return str(url).rstrip("/")
 
 
 def status_error(status: int, text: str, where: str) -> ModelError:

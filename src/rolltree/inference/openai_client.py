@@ -1,4 +1,4 @@
-"""A client for OpenAI-compatible servers: httpx and msgspec, arrays instead of response objects.
+"""A client for OpenAI-compatible servers: aiohttp and msgspec, arrays instead of response objects.
 
 With a `ChatRenderer` it renders prompts itself and sends token ids (token-in); without one it sends
 messages and takes whatever ids the server returns.
@@ -10,14 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-import httpx
 import numpy as np
 
 from rolltree.errors import ConfigError, ServerError
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client_base import MessageClient, ModelCall
 from rolltree.inference.context_limit import DEFAULT_MAX_TOKENS, ContextLimit, cut_by_default
-from rolltree.inference.http import HttpServer
+from rolltree.inference.http import MAX_ANSWER_BYTES, HttpServer
 from rolltree.inference.message_session import MessageSession, ask_for_tokens
 from rolltree.inference.parse import (
     extract_finish_reason,
@@ -38,6 +37,7 @@ from rolltree.inference.request_fields import (
 )
 from rolltree.inference.retry import Outcome, RetryPolicy
 from rolltree.inference.session import Prompt, TokenSession
+from rolltree.inference.transport import Transport
 from rolltree.inference.wire import Decode, Response, decode_response
 from rolltree.types import FinishReason, MessageType, ModelResponse, SamplingParams
 
@@ -73,9 +73,14 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
             `/inference/v1/generate`, which reports the policy version of every token, or
             `/v1/completions`; `"auto"` finds out.
         retry: how often to try again.
-        timeout_s: longest wait for an answer's next bytes.
+        timeout_s: the longest that one attempt may take, from its connection to its last byte.
+        deadline_s: the longest that one call may take, retries and the waits between them
+            included; twice `timeout_s` unless given.
         max_connections: most requests at a time; further ones wait, which counts as `wait_s`.
-        transport: an httpx transport instead of the network, for tests.
+        max_answer_bytes: the largest answer that is read, as it is sent and unpacked.
+        headers: further headers of every request.
+        transport: what carries requests instead of sockets, such as
+            `rolltree.testing.DirectTransport`.
 
     `version`, as it is when a request is sent, is the policy version of tokens for which the server
     reports none; publishing weights to the server sets it.
@@ -93,9 +98,11 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         token_endpoint: TokenEndpoint = "auto",
         retry: RetryPolicy | None = None,
         timeout_s: float = 600.0,
+        deadline_s: float | None = None,
         max_connections: int = 256,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
         headers: Mapping[str, str] | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
+        transport: Transport | None = None,
     ) -> None:
         if not model:
             raise ConfigError("model is empty. Pass the name of a model that the server has.")
@@ -104,7 +111,9 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
             api_key=api_key,
             retry=retry,
             timeout_s=timeout_s,
+            deadline_s=deadline_s,
             max_connections=max_connections,
+            max_answer_bytes=max_answer_bytes,
             headers=headers,
             transport=transport,
         )

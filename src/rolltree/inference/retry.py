@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from rolltree.errors import ConfigError, ModelError
+from rolltree.errors import CallTimeout, ConfigError, ModelError
 
 ResultT = TypeVar("ResultT")
 
@@ -65,28 +65,51 @@ class Outcome(Generic[ResultT]):
 
 
 async def with_retries(
-    policy: RetryPolicy, attempt: Callable[[], Awaitable[ResultT]]
+    policy: RetryPolicy,
+    attempt: Callable[[], Awaitable[ResultT]],
+    *,
+    deadline_s: float | None = None,
+    where: str = "the server",
 ) -> Outcome[ResultT]:
-    """Make `attempt` until it succeeds or the policy is exhausted.
+    """Make `attempt` until it succeeds, the policy is exhausted or `deadline_s` have passed.
+
+    `where` is what was asked, for the message.
 
     Raises:
+        CallTimeout: the deadline passed, or would pass before the next attempt.
         ModelError: the last attempt's error, with a note on how many were made.
     """
     start = monotonic()
-    for number in range(policy.max_retries + 1):
-        began = monotonic()
-        try:
-            return Outcome(await attempt(), number, began - start)
-        except Retry as failure:
-            too_long = (failure.after_s or 0.0) > policy.max_retry_after_s
-            if number == policy.max_retries or too_long:
-                failure.error.add_note(
-                    f"{number + 1} attempts in {monotonic() - start:.1f} s"
-                    + (f"; the server asks to wait {failure.after_s:g} s" if too_long else "")
-                )
-                raise failure.error from failure.__cause__
-            await asyncio.sleep(policy.wait_s(number, failure.after_s))
-    raise AssertionError("unreachable: the loop returns or raises")
+    last: Retry | None = None
+    number = 0
+    try:
+        async with asyncio.timeout(deadline_s) as deadline:
+            for number in range(policy.max_retries + 1):
+                began = monotonic()
+                try:
+                    return Outcome(await attempt(), number, began - start)
+                except Retry as failure:
+                    last = failure
+                too_long = (last.after_s or 0.0) > policy.max_retry_after_s
+                if number == policy.max_retries or too_long:
+                    last.error.add_note(
+                        f"{number + 1} attempts in {monotonic() - start:.1f} s"
+                        + (f"; the server asks to wait {last.after_s:g} s" if too_long else "")
+                    )
+                    raise last.error from last.__cause__
+                wait_s = policy.wait_s(number, last.after_s)
+                if deadline_s is not None and monotonic() - start + wait_s >= deadline_s:
+                    break
+                await asyncio.sleep(wait_s)
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+    said = "" if last is None else f" The last that failed: {last.error}"
+    raise CallTimeout(
+        f"{where} gave no answer within deadline_s = {deadline_s:g} s, in which it was asked "
+        f"{number + 1} times. The call is lost. Is the server overloaded or stuck? Raise "
+        f"deadline_s or send fewer requests.{said}"
+    ) from (None if last is None else last.error)
 
 
 def parse_retry_after(value: str | None) -> float | None:

@@ -107,7 +107,7 @@ def batch_of(
     return GeneratedBatch(tuple(results), batch, meta, tuple(dropped))
 
 
-RETRYABLE = frozenset({"ConnectionFailed", "ServerError", "BadResponse"})
+RETRYABLE = frozenset({"ConnectionFailed", "CallTimeout", "ServerError", "BadResponse"})
 """Error types that `retries` runs again: the model call failed, not the episode."""
 
 

@@ -5,7 +5,7 @@ No other room imports it. `ScriptedClient` answers in this process,
 """
 
 from rolltree.testing.faults import FaultRow, FaultyClient, HttpFault
-from rolltree.testing.loopback import LoopbackServer, Reply, Request
+from rolltree.testing.loopback import DirectTransport, LoopbackServer, Reply, Request
 from rolltree.testing.script import ScriptedAnswer, scripted_logprobs
 from rolltree.testing.scripted_client import ScriptedCall, ScriptedClient
 from rolltree.testing.scripted_server import ScriptedServer, ServedRequest
@@ -15,6 +15,7 @@ __all__ = [
     "CHATML_TEMPLATE",
     "SPECIAL_TOKENS",
     "ByteTokenizer",
+    "DirectTransport",
     "FaultRow",
     "FaultyClient",
     "HttpFault",

@@ -1,7 +1,8 @@
 """A minimal HTTP/1.1 server on loopback in a thread of its own, for tests over real sockets.
 
-It keeps connections alive and can misbehave: answer late, cut a body short, reset the connection.
-Requests need a Content-Length; TLS and chunked requests are not supported.
+The server keeps connections alive and can misbehave: answer late, cut a body short, reset the
+connection. Requests need a Content-Length; TLS and chunked requests are not supported.
+`DirectTransport` serves the same handlers without a socket.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from types import TracebackType
+from urllib.parse import urlsplit
+
+from rolltree.inference.transport import Answer
 
 _MAX_BODY_BYTES = 64 * 2**20
 
@@ -38,6 +42,38 @@ class Reply:
 
 
 Handler = Callable[[Request], Awaitable[Reply]]
+
+
+class DirectTransport:
+    """Serves `handler` on the caller's event loop without a socket: a client's `transport`.
+
+    Example:
+        >>> from rolltree import OpenAIClient
+        >>> async def busy(request: Request) -> Reply:
+        ...     return Reply(503, b"")
+        >>> client = OpenAIClient("http://test/v1", "m", transport=DirectTransport(busy))
+    """
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+
+    async def send(self, url: str, headers: Mapping[str, str], content: bytes | None) -> Answer:
+        """Return the handler's reply; `reset` and a body cut short are a lost connection."""
+        where = urlsplit(url)
+        reply = await self._handler(
+            Request(
+                "GET" if content is None else "POST",
+                where.path + (f"?{where.query}" if where.query else ""),
+                {name.lower(): value for name, value in headers.items()},
+                content or b"",
+            )
+        )
+        if reply.reset or reply.num_sent_bytes is not None:
+            raise ConnectionResetError("the reply was cut short")
+        return Answer(reply.status, reply.body, reply.headers.get("Retry-After"))
+
+    async def aclose(self) -> None:
+        """Return: nothing is open."""
 
 
 class LoopbackServer:

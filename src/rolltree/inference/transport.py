@@ -1,0 +1,243 @@
+"""Bytes to a server and back: what `HttpServer` needs of HTTP, and aiohttp as its implementation.
+
+No redirects, no cookies, no `.netrc`: an API with keys has no use for them.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import ssl
+import zlib
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Protocol
+from urllib.request import getproxies, proxy_bypass
+
+import aiohttp
+from yarl import URL
+
+from rolltree.errors import AnswerTooLarge, BadResponse, ConfigError
+
+_CONNECT_S = 10.0
+_KEEP_ALIVE_S = 4.0
+"""How long an idle connection is kept: uvicorn, and so vLLM, closes it after 5 seconds."""
+_LARGE_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a server sent: a status, the unpacked body, and its `Retry-After`."""
+
+    status: int
+    body: bytes
+    retry_after: str | None = None
+
+
+class Transport(Protocol):
+    """Sends one request and returns the whole answer; used on one event loop."""
+
+    async def send(self, url: str, headers: Mapping[str, str], content: bytes | None) -> Answer:
+        """POST `content`, or GET where it is None.
+
+        Raises:
+            OSError: no connection, or none that lasted.
+            BadResponse: the answer cannot be unpacked.
+            AnswerTooLarge: it has more bytes than are read.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        ...
+
+
+class SocketTransport:
+    """Connections to one origin over real sockets, kept alive between requests.
+
+    They belong to the event loop that is running, and end with it. Proxies are those of the
+    environment (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY), certificate authorities those of the
+    system or of SSL_CERT_FILE and SSL_CERT_DIR.
+
+    Args:
+        url: an address at the origin.
+        max_answer_bytes: the most that an answer may have, as it is sent and unpacked.
+
+    Raises:
+        ConfigError: the environment names a proxy that is none, or certificates that are missing.
+    """
+
+    def __init__(self, url: str, max_answer_bytes: int) -> None:
+        origin = URL(url)
+        self._max_bytes = max_answer_bytes
+        self._urls: dict[str, URL] = {}
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                limit=0,
+                keepalive_timeout=_KEEP_ALIVE_S,
+                ssl=_certificates() if origin.scheme == "https" else True,
+            ),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,  # it has no limit
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+            proxy=proxy_of(url),
+        )
+        self._life = _life(self._session)
+
+    async def send(self, url: str, headers: Mapping[str, str], content: bytes | None) -> Answer:
+        """POST `content`, or GET where it is None.
+
+        Raises:
+            OSError: no connection, or none that lasted.
+            aiohttp.ClientError: the same, in aiohttp's words.
+            BadResponse: the answer cannot be unpacked.
+            AnswerTooLarge: it has more than `max_answer_bytes`.
+        """
+        where = self._urls.get(url)
+        if where is None:
+            await anext(self._life, None)
+            where = self._urls[url] = URL(url)
+        response = await self._session.request(
+            "GET" if content is None else "POST",
+            where,
+            data=io.BytesIO(content) if content and len(content) > _LARGE_BYTES else content,
+            headers=headers,
+            allow_redirects=False,
+        )
+        try:
+            body = await self._read(response)
+        except BaseException:
+            response.close()
+            raise
+        response.release()
+        packing = response.headers.get("Content-Encoding")
+        if packing:
+            body = unpacked(body, packing.strip().lower(), self._max_bytes)
+        return Answer(response.status, body, response.headers.get("Retry-After"))
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        if (response.content_length or 0) > self._max_bytes:
+            raise too_large(self._max_bytes)
+        content = response.content
+        chunk = await content.readany()
+        if content.at_eof():
+            return chunk
+        chunks, size = [chunk], len(chunk)
+        while size <= self._max_bytes:
+            chunk = await content.readany()
+            if not chunk:
+                return b"".join(chunks)
+            chunks.append(chunk)
+            size += len(chunk)
+        raise too_large(self._max_bytes)
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._life.aclose()
+        await self._session.close()
+
+
+async def _life(session: aiohttp.ClientSession) -> AsyncGenerator[None, None]:
+    """Close the session when this generator ends.
+
+    asyncio ends generators that were begun: before their loop closes, and when nobody holds them
+    any more. So a client that was never closed leaves no connection behind.
+    """
+    try:
+        while True:
+            yield
+    finally:
+        await session.close()
+
+
+def unpacked(body: bytes, packing: str, max_bytes: int) -> bytes:
+    """Return a body without its `Content-Encoding`.
+
+    Raises:
+        BadResponse: it is damaged, or packed in a way not asked for.
+        AnswerTooLarge: it is larger than `max_bytes`.
+    """
+    if packing == "identity":
+        return body
+    if packing not in ("gzip", "x-gzip", "deflate"):
+        raise BadResponse(
+            f"the server packed its answer as {packing!r}, which it was not asked for, so it "
+            "cannot be read. Is there a proxy before it?"
+        )
+    raw_deflate = packing == "deflate" and body[:1] and body[0] & 0x0F != 8
+    try:
+        unpacker = zlib.decompressobj(-zlib.MAX_WBITS if raw_deflate else 32 + zlib.MAX_WBITS)
+        found = unpacker.decompress(body, max_bytes + 1)
+        if len(found) <= max_bytes and not unpacker.eof:
+            raise zlib.error("it ends too early")
+    except zlib.error as error:
+        raise BadResponse(
+            f"the server's answer says that it is {packing} and cannot be unpacked ({error}). "
+            "The call is lost. Is there a proxy before the server that changes answers?"
+        ) from error
+    if len(found) > max_bytes:
+        raise too_large(max_bytes)
+    return found
+
+
+def too_large(max_bytes: int) -> AnswerTooLarge:
+    """Return the error for an answer above the limit."""
+    return AnswerTooLarge(
+        f"the server's answer has more than max_answer_bytes = {max_bytes:,} bytes, so the rest of "
+        "it was not read. The call is lost. If such answers are meant to be, raise "
+        "max_answer_bytes; top_logprobs makes them large."
+    )
+
+
+def proxy_of(url: str) -> str | None:
+    """Return the proxy that the environment (HTTP_PROXY, NO_PROXY, ...) names for a URL.
+
+    Raises:
+        ConfigError: it is no HTTP proxy.
+    """
+    where = URL(url)
+    if proxy_bypass(where.host or ""):
+        return None
+    proxies = getproxies()
+    found = proxies.get(where.scheme) or proxies.get("all")
+    if not found:
+        return None
+    if "://" not in found:
+        found = f"http://{found}"
+    scheme = found.partition("://")[0]
+    if scheme not in ("http", "https"):
+        raise ConfigError(
+            f"the environment names a {scheme} proxy for {where.host}, and only http and https "
+            "proxies can be used, so no request was sent. Name one in HTTPS_PROXY, or the host in "
+            "NO_PROXY."
+        )
+    return found
+
+
+def _certificates() -> ssl.SSLContext:
+    """Return the checks of a TLS connection: by SSL_CERT_FILE, or what the system trusts.
+
+    Raises:
+        ConfigError: SSL_CERT_FILE cannot be read.
+    """
+    file, folder = os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")
+    try:
+        return _context(file, folder)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"SSL_CERT_FILE = {file!r} and SSL_CERT_DIR = {folder!r} hold no certificates that can "
+            f"be read ({error}), so no server could be trusted. Correct or unset them."
+        ) from error
+
+
+@functools.cache
+def _context(file: str | None, folder: str | None) -> ssl.SSLContext:
+    if file or folder:
+        return ssl.create_default_context(cafile=file or None, capath=folder or None)
+    context = ssl.create_default_context()
+    if find_spec("certifi") is not None:  # some systems have no certificates of their own
+        context.load_verify_locations(import_module("certifi").where())
+    return context
