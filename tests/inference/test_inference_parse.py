@@ -16,6 +16,8 @@ from rolltree.inference.parse import (
     extract_message,
     extract_tokens,
     extract_usage,
+    response_head,
+    version_named,
 )
 from rolltree.inference.wire import decode_response
 from rolltree.testing import ScriptedClient
@@ -182,17 +184,93 @@ def test_a_mock_gives_its_content_and_no_tokens() -> None:
         ("tool_calls", FinishReason.TOOL_CALLS),
         ("function_call", FinishReason.TOOL_CALLS),
         ("content_filter", FinishReason.CONTENT_FILTER),
-        ("abort", FinishReason.ABORT),
-        (None, FinishReason.STOP),
     ],
 )
-def test_finish_reasons(given_reason: str | None, reason: FinishReason) -> None:
+def test_finish_reasons(given_reason: str, reason: FinishReason) -> None:
     assert extract_finish_reason(chat_response(finish_reason=given_reason)) == reason
 
 
-def test_an_unknown_finish_reason_is_an_error() -> None:
-    with pytest.raises(BadResponse, match="'error'"):
-        extract_finish_reason(chat_response(finish_reason="error"))
+@pytest.mark.parametrize("given_reason", ["error", "abort", "", None, 5, ["stop"], {}])
+@pytest.mark.parametrize("form", [FORMS["dict"], FORMS["object"]], ids=["dict", "object"])
+def test_an_answer_that_was_broken_off_is_an_error(form: Any, given_reason: Any) -> None:
+    response = form(chat_response()) if not isinstance(given_reason, dict) else chat_response()
+    choice = response["choices"][0] if isinstance(response, dict) else response.choices[0]
+    if isinstance(choice, dict):
+        choice["finish_reason"] = given_reason
+    else:
+        choice.finish_reason = given_reason
+    with pytest.raises(BadResponse, match="may be incomplete"):
+        extract_finish_reason(response)
+
+
+def test_a_server_must_say_why_it_stopped() -> None:
+    assert extract_finish_reason({"choices": [{}]}) == FinishReason.STOP  # somebody's mock
+    for reason in ({}, {"finish_reason": None}, {"finish_reason": "abort"}):
+        with pytest.raises(BadResponse, match="may be incomplete"):
+            extract_finish_reason(as_struct({"choices": [reason]}))
+
+
+@in_every_form
+def test_more_ids_than_were_asked_for_are_refused(form: Any) -> None:
+    many = [5] * 5000
+    response = form(chat_response(token_ids=many, logprobs=None))
+    assert extract_tokens(response, "chat", max_tokens=5000) is not None
+    with pytest.raises(TokenError, match="5000 sampled ids to a request with max_tokens = 8"):
+        extract_tokens(response, "chat", max_tokens=8)
+
+
+@in_every_form
+def test_no_ids_are_no_answer(form: Any) -> None:
+    with pytest.raises(TokenError, match="completion has no ids"):
+        extract_tokens(form(chat_response(token_ids=[], logprobs={"content": []})), "chat")
+    empty_prompt = {**chat_response(), "prompt_token_ids": []}
+    with pytest.raises(TokenError, match="no prompt ids"):
+        extract_tokens(form(empty_prompt), "chat")
+
+
+@pytest.mark.parametrize("token", [2**31, 2**63, 2**64, 2**700])
+def test_ids_beyond_every_integer_type_are_refused(token: int) -> None:
+    for ids in ([token], [5, token]):
+        with pytest.raises(TokenError, match="token_ids"):
+            extract_tokens(chat_response(token_ids=ids), "chat")
+        spelled = {"content": [{"token": f"token_id:{each}", "logprob": -1.0} for each in ids]}
+        with pytest.raises(TokenError, match="token_id"):
+            extract_tokens(chat_response(token_ids=None, logprobs=spelled), "chat")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": "half \ud83d"},
+        {"content": "", "reasoning_content": "\udc00"},
+        {"content": "", "tool_calls": [{"function": {"name": "\ud800", "arguments": "{}"}}]},
+        {"content": "", "tool_calls": [{"function": {"name": "f", "arguments": '"\ud800"'}}]},
+        {"content": "", "tool_calls": ["[" * 100_000]},
+        {"content": "", "tool_calls": ["{"]},
+    ],
+)
+def test_text_that_is_no_unicode_is_a_bad_response(message: Any) -> None:
+    """Python's JSON reader, which the openai package uses, lets half characters pass."""
+    with pytest.raises(BadResponse, match=r"no Unicode|no JSON"):
+        extract_message(chat_response(message=message), "chat")
+    for name in ("id", "model"):
+        with pytest.raises(BadResponse, match="no Unicode"):
+            response_head({**chat_response(), name: "\ud800"})
+
+
+@pytest.mark.parametrize("count", [-1, 2**31, 2**700])
+def test_counts_that_no_model_has_are_refused(count: int) -> None:
+    for name in ("prompt_tokens", "completion_tokens"):
+        with pytest.raises(BadResponse, match="usage"):
+            extract_usage({"usage": {name: count}})
+
+
+@pytest.mark.parametrize("label", ["2147483648", "9" * 5000])
+def test_versions_that_no_training_step_gave_are_refused(label: str) -> None:
+    assert version_named("17", 3) == version_named(17, 3) == 17
+    assert version_named("default", 3) == version_named(None, 3) == 3
+    with pytest.raises(TokenError, match="weight version"):
+        version_named(label, 0)
 
 
 @pytest.mark.parametrize("response", [{}, {"choices": []}, {"choices": None}, None, "text"])

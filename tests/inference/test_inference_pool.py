@@ -15,6 +15,7 @@ from rolltree.errors import (
     ModelError,
     PromptTooLong,
     ServerError,
+    TokenError,
 )
 from rolltree.inference import EndpointPool, OpenAIClient, RetryPolicy, as_client
 from rolltree.testing import FaultyClient, HttpFault, ScriptedClient, ScriptedServer
@@ -103,6 +104,7 @@ async def test_a_crowd_with_one_prompt_is_spread_when_it_is_large() -> None:
         ConnectionFailed("gone"),
         BadResponse("not JSON"),
         ServerError("overloaded", status=503, retryable=True),
+        TokenError("5,000 ids"),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -122,6 +124,13 @@ async def test_a_failing_server_is_left_alone_and_the_retry_is_visible(error: Mo
     assert all([(await pool.chat([user(f"{n}")])).text == "b" for n in range(8)])
     assert len(servers[0].asked) == asked  # in its cool-down
     assert servers[0].num_checks == 0
+
+
+async def test_tokens_that_every_server_gets_wrong_are_not_tried_for_long() -> None:
+    servers = [Recording(name, [TokenError("wrong")] * 9) for name in "ab"]
+    with pytest.raises(TokenError, match="wrong"):
+        await pool_of(*servers).chat([user("x")])
+    assert [len(server.asked) for server in servers] == [1, 1]
 
 
 async def test_a_server_comes_back_after_a_health_check() -> None:

@@ -17,9 +17,10 @@ from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client_base import TokenClient, check_model
 from rolltree.inference.engine import extra_of
 from rolltree.inference.http import MAX_ANSWER_BYTES, HttpServer
-from rolltree.inference.parse import finish_reason_named
+from rolltree.inference.parse import check_num_sampled, finish_reason_named, version_named
 from rolltree.inference.retry import RetryPolicy
 from rolltree.inference.transport import Transport
+from rolltree.inference.wire import UNREADABLE
 from rolltree.types import FinishReason, GenerateRequest, SamplingParams
 
 
@@ -55,7 +56,7 @@ def decode_answer(body: bytes) -> GenerateAnswer:
     """
     try:
         return _DECODER.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise BadResponse(
             f"the answer is not one of SGLang's /generate ({error}). Is the base URL the server's "
             "root, without /v1?"
@@ -88,12 +89,11 @@ def sampled_of(answer: GenerateAnswer, version: int) -> dict[str, Any]:
     if finish is None or (finish.type == "abort" and finish.message):
         why = finish.message if finish else "it gives no finish_reason"
         raise BadResponse(f"SGLang did not finish the request: {why}. The call has no answer.")
-    label = str(meta.weight_version)
     return {
         "ids": ids,
         "logprobs": np.array([value for value, _, _ in triples], np.float32),  # None: NaN, refused
         "finish_reason": finish_reason_named(finish.type),
-        "versions": int(label) if label.isdecimal() else version,
+        "versions": version_named(meta.weight_version, version),
         "id": meta.id or "",
         "info": {} if finish.matched is None else {"stop_reason": finish.matched},
     }
@@ -180,6 +180,7 @@ class SGLangClient(TokenClient):
         }
         outcome = await self._server.post("/generate", body, decode_answer)
         found = sampled_of(outcome.value, self.version)
+        check_num_sampled(len(found["ids"]), sampling.max_tokens)
         if found["finish_reason"] == FinishReason.STOP:
             found["text"] = self.renderer.answer_text(found["ids"], sampling)
         if sampling.top_p != 1.0 or sampling.top_k:

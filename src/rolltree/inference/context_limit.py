@@ -10,7 +10,7 @@ import msgspec
 
 from rolltree.errors import ModelError
 from rolltree.inference.http import HttpServer
-from rolltree.inference.wire import Response
+from rolltree.inference.wire import UNREADABLE, Response
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -79,12 +79,12 @@ class ContextLimit:
 def _decode_models(body: bytes) -> _Models:
     try:
         return msgspec.json.decode(body, type=_Models)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         return _Models([])
 
 
 def _decode_count(body: bytes) -> int | None:
     try:
         return msgspec.json.decode(body, type=_Count).count
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         return None

@@ -137,7 +137,13 @@ def _read(
 ) -> dict[str, Any]:
     """Return the fields of the record of `response`, and note what it says about token ids."""
     found = response_fields(
-        response, message_type, version, sent_ids, with_ids=tokens.wanted, check=check
+        response,
+        message_type,
+        version,
+        sent_ids,
+        with_ids=tokens.wanted,
+        max_tokens=sampling.max_tokens,
+        check=check,
     )
     if found["completion_ids"] is not None:
         tokens.prove()
@@ -169,5 +175,5 @@ def _finish_reason(
 def _is_complete(call: Mapping[str, Any]) -> bool:
     try:
         return isinstance(json.loads(call["function"]["arguments"] or "{}"), dict)
-    except ValueError:
+    except (ValueError, RecursionError):  # the model's JSON
         return False

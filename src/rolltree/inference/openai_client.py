@@ -23,6 +23,7 @@ from rolltree.inference.parse import (
     extract_message,
     extract_tokens,
     extract_versions,
+    finished,
     response_head,
 )
 from rolltree.inference.request_fields import (
@@ -226,7 +227,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
             body |= extension_fields(sampling) | extra_fields(sampling)
             if "max_tokens" in body and self._max_tokens_field != "max_tokens":
                 body[self._max_tokens_field] = body.pop("max_tokens")
-            return await self._server.post(_PATHS[message_type], body, decode)
+            return await self._server.post(_PATHS[message_type], body, finished(decode))
 
         try:
             return await ask_for_tokens(self.tokens, send)
@@ -252,7 +253,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
             kind = "completion"
         response = outcome.value
         reason = extract_finish_reason(response)
-        found = extract_tokens(response, kind, prompt.ids)
+        found = extract_tokens(response, kind, prompt.ids, max_tokens=sampling.max_tokens)
         temperature = sampling.temperature
         fields = response_head(response) | {"wait_s": outcome.wait_s}
         if outcome.num_retries:
@@ -303,7 +304,9 @@ class TokenInEndpoint:
             "sampling_params": token_in_fields(sampling),
         }
         try:
-            outcome = await self._server.post(_TOKEN_IN_PATH, body, decode_response, at_root=True)
+            outcome = await self._server.post(
+                _TOKEN_IN_PATH, body, finished(decode_response), at_root=True
+            )
         except ServerError as error:
             if self._known or error.status not in _ABSENT:
                 raise

@@ -18,6 +18,7 @@ from rolltree.errors import BadResponse, ConfigError, ConnectionFailed, ModelErr
 from rolltree.inference.client_base import MessageClient, ModelCall
 from rolltree.inference.http import status_error
 from rolltree.inference.message_session import MessageSession, ask_for_tokens
+from rolltree.inference.parse import extract_finish_reason
 from rolltree.inference.request_fields import (
     LogprobsMode,
     TokenFields,
@@ -138,10 +139,15 @@ class OpenAISDKClient(MessageClient[MessageSession]):
             async def attempt() -> Any:
                 try:
                     result = endpoint.create(**fields)
-                    return await result if inspect.isawaitable(result) else result
+                    if inspect.isawaitable(result):
+                        result = await result
+                    extract_finish_reason(result)
+                    return result
                 except _openai_errors() as error:
                     raise self._failure(error) from error
-                except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                except BadResponse as error:
+                    raise Retry(error) from error
+                except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
                     raise Retry(self._unreadable(error)) from error
 
             return await with_retries(self._retry, attempt)
@@ -167,7 +173,7 @@ class OpenAISDKClient(MessageClient[MessageSession]):
             )
         return BadResponse(f"{where} gave no usable answer ({error}). The call is lost.")
 
-    def _unreadable(self, error: ValueError) -> BadResponse:
+    def _unreadable(self, error: Exception) -> BadResponse:
         where = str(getattr(self._client, "base_url", "the server"))
         return BadResponse(
             f"{where} answered with something that is not JSON ({error}). The call is lost. Did "

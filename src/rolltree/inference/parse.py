@@ -3,7 +3,8 @@
 A response may be a `ModelResponse`, a struct of `rolltree.inference.wire`, an object of the openai
 package, a dict or a mock. Token ids are read from vLLM's fields: `prompt_token_ids` (of the
 response for chat, of the choice for text), `token_ids` of the choice, and `"token_id:504"` as token
-text. Arrays that contradict each other raise `TokenError`; arrays that are missing give None.
+text. Arrays that contradict each other or the request raise `TokenError`; arrays that are missing
+give None. An answer that is not complete raises `BadResponse`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import msgspec
 import numpy as np
 
 from rolltree.errors import BadResponse, TokenError
-from rolltree.inference.wire import TokenLogprob
+from rolltree.inference.wire import Decode, Response, TokenLogprob
 from rolltree.tokens.buffers import as_ids, checked_logprobs
 from rolltree.types import (
     ChatMessage,
@@ -33,7 +34,10 @@ from rolltree.types import (
 )
 
 _PREFIX = "token_id:"
-_FINISH_REASONS = {reason.value: reason for reason in FinishReason} | {
+_UNSET = object()
+_MAX_COUNT = 2**31 - 1  # of tokens and of versions: they are kept as int32
+_COMPLETE = [reason for reason in FinishReason if reason != FinishReason.ABORT]
+_FINISH_REASONS = {reason.value: reason for reason in _COMPLETE} | {
     "function_call": FinishReason.TOOL_CALLS,
     "eos_token": FinishReason.STOP,
     "max_tokens": FinishReason.LENGTH,
@@ -49,16 +53,18 @@ def extract_tokens(
     message_type: MessageType,
     sent_ids: IntArray | None = None,
     *,
+    max_tokens: int | None = None,
     check: bool = True,
 ) -> TokenArrays | None:
     """Return the tokens of a response, or None when the server gave no ids.
 
-    `sent_ids` (int32 `[_P]`) is the prompt where it was sent as ids. Without `check` the logprobs
-    are as they came: the token tree checks what enters it.
+    `sent_ids` (int32 `[_P]`) is the prompt where it was sent as ids, `max_tokens` what was asked
+    for. Without `check` the logprobs are as they came: the token tree checks what enters it.
 
     Raises:
-        TokenError: there are not as many logprobs as tokens, one is NaN or above 0, or the server
-            used another prompt than it was sent.
+        TokenError: there are not as many logprobs as tokens, one is NaN or above 0, the server
+            used another prompt than it was sent, it has an empty prompt, or it sampled no tokens
+            or more than `max_tokens`.
     """
     choice = first_choice(response)
     logprobs = read(choice, "logprobs")
@@ -77,6 +83,12 @@ def extract_tokens(
             f"the server was sent {len(sent_ids)} prompt ids and used {len(prompt)} others, so it "
             "did not sample from the recorded prompt. Does it add a token at the start?"
         )
+    if not len(prompt):
+        raise TokenError(
+            "the server's answer has no prompt ids (an empty list), so what the model was given is "
+            "not known. Check the server."
+        )
+    check_num_sampled(len(completion), max_tokens)
     values = _entries(logprobs, message_type, "logprob", "token_logprobs")
     if values is None:
         return prompt, completion, None
@@ -85,8 +97,31 @@ def extract_tokens(
     return prompt, completion, checked_logprobs(values, len(completion))
 
 
+def check_num_sampled(num_tokens: int, max_tokens: int | None) -> None:
+    """Refuse a completion without tokens, or with more than `max_tokens`.
+
+    Raises:
+        TokenError: no engine that obeyed the request samples so many.
+    """
+    if not num_tokens:
+        raise TokenError(
+            "the server's completion has no ids (an empty list), so it is not known what the model "
+            "said; even an empty answer has its end token. Check the server."
+        )
+    if max_tokens is not None and num_tokens > max_tokens:
+        raise TokenError(
+            f"the server answered with {num_tokens} sampled ids to a request with max_tokens = "
+            f"{max_tokens}, so they are not the answer to it. Is there a proxy that mixes up "
+            "answers?"
+        )
+
+
 def extract_message(response: object, message_type: MessageType) -> tuple[ChatMessage, str]:
-    """Return the assistant message and its text."""
+    """Return the assistant message and its text.
+
+    Raises:
+        BadResponse: there is no message, or no text, or a part of it is no Unicode text.
+    """
     choice = first_choice(response)
     if message_type == "completion":
         text = read(choice, "text")
@@ -95,7 +130,7 @@ def extract_message(response: object, message_type: MessageType) -> tuple[ChatMe
                 "the response's first choice has no text, so there is no answer. Is this URL that "
                 "of a text completions endpoint?"
             )
-        return {"role": "assistant", "content": text}, text
+        return {"role": "assistant", "content": _text(text)}, text
     source = read(choice, "message")
     if source is None:
         raise BadResponse(
@@ -106,7 +141,7 @@ def extract_message(response: object, message_type: MessageType) -> tuple[ChatMe
     for name in ("reasoning_content", "reasoning"):
         reasoning = read(source, name)
         if isinstance(reasoning, str) and reasoning:
-            message["reasoning_content"] = reasoning
+            message["reasoning_content"] = _text(reasoning)
             break
     calls = read(source, "tool_calls")
     if isinstance(calls, list | tuple) and calls:
@@ -118,31 +153,60 @@ def extract_finish_reason(response: object) -> FinishReason:
     """Return why the model stopped.
 
     Raises:
-        BadResponse: the server gives a reason that no API describes.
+        BadResponse: the server gives none, or one that no API describes, or broke off.
     """
-    reason = read(first_choice(response), "finish_reason")
-    return finish_reason_named(reason) if isinstance(reason, str) else FinishReason.STOP
+    reason = read(first_choice(response), "finish_reason", otherwise=_UNSET)
+    if reason is None or isinstance(reason, str | int | float | list | dict):
+        return finish_reason_named(reason)
+    return FinishReason.STOP  # a dict or a mock for which nobody has set it
 
 
-def finish_reason_named(reason: str) -> FinishReason:
+def finish_reason_named(reason: object) -> FinishReason:
     """Return the reason that a server calls `reason`.
 
     Raises:
-        BadResponse: no API describes it.
+        BadResponse: no API describes it, or it is "abort": the server broke off.
     """
-    if reason not in _FINISH_REASONS:
+    found = _FINISH_REASONS.get(reason) if isinstance(reason, str) else None
+    if found is None:
         raise BadResponse(
-            f"the server stopped with finish_reason {reason!r}, so the answer may be incomplete. "
-            "See the server's log."
+            f"the server stopped with finish_reason {str(reason)[:80]!r}, so the answer may be "
+            "incomplete. Was the server stopped, or the request cancelled? See the server's log."
         )
-    return _FINISH_REASONS[reason]
+    return found
+
+
+def finished(decode: Decode) -> Decode:
+    """Return `decode` for answers that must be complete: what the server broke off is refused.
+
+    A client refuses it where the answer is decoded, so that the request is made again.
+
+    Raises:
+        BadResponse: as `extract_finish_reason`.
+    """
+
+    def decode_finished(body: bytes) -> Response:
+        response = decode(body)
+        extract_finish_reason(response)
+        return response
+
+    return decode_finished
 
 
 def extract_usage(response: object) -> tuple[int, int]:
-    """Return how many prompt and completion tokens the server counted (0, 0 when it did not)."""
+    """Return how many prompt and completion tokens the server counted (0, 0 when it did not).
+
+    Raises:
+        BadResponse: a count is negative or above 2^31.
+    """
     usage = read(response, "usage")
     counts = (read(usage, "prompt_tokens"), read(usage, "completion_tokens"))
     first, second = (count if isinstance(count, int) else 0 for count in counts)
+    if not (0 <= first <= _MAX_COUNT and 0 <= second <= _MAX_COUNT):
+        raise BadResponse(
+            f"the server's usage counts {first:.6g} prompt tokens and {second:.6g} completion "
+            "tokens, which no model has; budgets would be wrong. Check the server."
+        )
     return first, second
 
 
@@ -172,15 +236,20 @@ def response_fields(
     sent_ids: IntArray | None = None,
     *,
     with_ids: bool = True,
+    max_tokens: int | None = None,
     check: bool = True,
 ) -> dict[str, Any]:
     """Return what a response says, as fields of `ModelResponse`; raises as `parse_response`.
 
     `sent_ids` (int32 `[_P]`) is the prompt where it was sent as ids. Without `with_ids` what the
-    response says about ids is left alone; `check` is `extract_tokens`'s.
+    response says about ids is left alone; `max_tokens` and `check` are `extract_tokens`'s.
     """
     message, text = extract_message(response, message_type)
-    tokens = extract_tokens(response, message_type, sent_ids, check=check) if with_ids else None
+    tokens = None
+    if with_ids:
+        tokens = extract_tokens(
+            response, message_type, sent_ids, max_tokens=max_tokens, check=check
+        )
     num_prompt, num_completion = extract_usage(response)
     prompt_ids, completion_ids, logprobs = tokens or (None, None, None)
     versions = None
@@ -206,8 +275,8 @@ def response_head(response: object) -> dict[str, Any]:
     name, model = read(response, "id"), read(response, "model")
     stop = read(first_choice(response), "stop_reason")
     return {
-        "id": name if isinstance(name, str) else "",
-        "model": sys.intern(model) if type(model) is str else None,
+        "id": _text(name),
+        "model": sys.intern(_text(model)) if type(model) is str else None,
         "info": {"stop_reason": stop} if isinstance(stop, str | int) else {},
     }
 
@@ -219,7 +288,7 @@ def extract_versions(response: object, num_tokens: int, otherwise: int) -> IntAr
     (vLLM's first weights are called "default").
 
     Raises:
-        TokenError: the spans do not cover every token exactly once.
+        TokenError: the spans do not cover every token exactly once, or a version is above 2^31.
     """
     spans = read(first_choice(response), "weight_versions")
     versions = np.full(num_tokens, otherwise, np.int32)
@@ -233,8 +302,7 @@ def extract_versions(response: object, num_tokens: int, otherwise: int) -> IntAr
                 f"the server's spans of weight versions jump from token {at} to {start}:{end} of "
                 f"{num_tokens}, so staleness would be counted wrongly. Check the server."
             )
-        if isinstance(label, str) and label.isdecimal():
-            versions[start:end] = int(label)
+        versions[start:end] = version_named(label, otherwise)
         at = end
     if at != num_tokens:
         raise TokenError(
@@ -242,6 +310,24 @@ def extract_versions(response: object, num_tokens: int, otherwise: int) -> IntAr
             "staleness would be counted wrongly. Check the server."
         )
     return versions
+
+
+def version_named(label: object, otherwise: int) -> int:
+    """Return the policy version that a server calls `label`; `otherwise` where that is no number.
+
+    Raises:
+        TokenError: it is above 2^31.
+    """
+    text = str(label) if isinstance(label, str | int) else ""
+    if not text.isdecimal():
+        return otherwise
+    number = int(text) if len(text) < 11 else _MAX_COUNT + 1
+    if number > _MAX_COUNT:
+        raise TokenError(
+            f"the server's weight version {text[:40]!r} is above {_MAX_COUNT}, so no training "
+            "step gave it. Check the server."
+        )
+    return number
 
 
 async def parse_response_messages(response: object, message_type: MessageType) -> Messages:
@@ -270,13 +356,13 @@ async def parse_response_tokens(
     )
 
 
-def read(value: object, name: str) -> Any:
-    """Return `value[name]` of a mapping or `value.name` of an object, or None."""
+def read(value: object, name: str, otherwise: object = None) -> Any:
+    """Return `value[name]` of a mapping or `value.name` of an object, or `otherwise`."""
     if isinstance(value, msgspec.Struct):
-        return getattr(value, name, None)
+        return getattr(value, name, otherwise)
     if isinstance(value, dict | Mapping):
-        return value.get(name)
-    return getattr(value, name, None)
+        return value.get(name, otherwise)
+    return getattr(value, name, otherwise)
 
 
 def first_choice(response: object) -> object:
@@ -336,16 +422,37 @@ def _spelled_ids(texts: list[Any]) -> IntArray | None:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
+    """Return a text of the server's, an empty one where it gave another thing.
+
+    Raises:
+        BadResponse: it has a lone surrogate (half a character), which no file and no request takes.
+    """
+    if not isinstance(value, str):
+        return ""
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise BadResponse(
+                f"the server's answer is no Unicode text ({error}), so it can be neither stored "
+                "nor sent back. Check the server's JSON encoder."
+            ) from error
+    return value
 
 
 def _tool_call(call: object, index: int) -> dict[str, Any]:
     if isinstance(call, str):  # a call that a data set stored as JSON
-        call = json.loads(call)
+        try:
+            call = json.loads(call)
+        except (ValueError, RecursionError) as error:
+            raise BadResponse(
+                f"tool call {index} of the answer is a string and no JSON ({error}), so it is not "
+                "known which tool to call. Check the server."
+            ) from error
     function = read(call, "function")
     identifier = read(call, "id")
     return {
-        "id": identifier if isinstance(identifier, str) else f"call_{index}",
+        "id": _text(identifier) or f"call_{index}",
         "type": "function",
         "function": {
             "name": _text(read(function, "name")),

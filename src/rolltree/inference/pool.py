@@ -20,7 +20,14 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 import numpy as np
 
-from rolltree.errors import BadResponse, ConfigError, ConnectionFailed, ModelError, ServerError
+from rolltree.errors import (
+    BadResponse,
+    ConfigError,
+    ConnectionFailed,
+    ModelError,
+    ServerError,
+    TokenError,
+)
 from rolltree.inference.client import ModelClient, policy_version
 from rolltree.inference.client_base import ClientBase, ModelCall
 from rolltree.inference.openai_client import OpenAIClient
@@ -209,6 +216,7 @@ class PooledSession(ClientBase):
     async def call(self, call: ModelCall) -> ModelResponse:
         """Make the call where this rollout is at home, or on the next best server."""
         key, failed = self._key_of(call), list[str]()
+        wrong = set[str]()  # servers whose tokens contradict themselves
 
         async def attempt() -> tuple[ModelResponse, Endpoint]:
             endpoint = await self._pool.choose(key, self._at)
@@ -217,9 +225,13 @@ class PooledSession(ClientBase):
             endpoint.num_calls += 1
             try:
                 answer = await call.to(session)
-            except (ConnectionFailed, BadResponse, ServerError) as error:
+            except (ConnectionFailed, BadResponse, ServerError, TokenError) as error:
                 if isinstance(error, ServerError) and not error.retryable:
                     raise
+                if isinstance(error, TokenError):
+                    wrong.add(endpoint.name)
+                    if len(wrong) == len(self._pool.endpoints):
+                        raise  # it is not one server's fault
                 failed.append(endpoint.name)
                 self._pool.note_failure(endpoint)
                 raise Retry(error) from error

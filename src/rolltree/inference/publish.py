@@ -20,6 +20,7 @@ import msgspec
 from rolltree.errors import BadResponse, ConfigError, ModelError, ServerError
 from rolltree.inference.http import HttpServer
 from rolltree.inference.retry import RetryPolicy
+from rolltree.inference.wire import UNREADABLE
 
 Update = Callable[[HttpServer], Awaitable[None]]
 """Something that is done to one server; it raises `ModelError` where that fails."""
@@ -201,7 +202,7 @@ async def call(
 def _decode(body: bytes) -> Any:
     try:
         return msgspec.json.decode(body) if body else None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise BadResponse(
             f"a server answered with something that is not JSON ({error})."
         ) from error

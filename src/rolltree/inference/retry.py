@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from rolltree.errors import CallTimeout, ConfigError, ModelError
+from rolltree.errors import CallTimeout, ConfigError, RolltreeError
 
 ResultT = TypeVar("ResultT")
 
@@ -49,7 +49,7 @@ class RetryPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class Retry(Exception):
     """An attempt failed with `error` and may be made again, `after_s` from now at the earliest."""
 
-    def __init__(self, error: ModelError, after_s: float | None = None) -> None:
+    def __init__(self, error: RolltreeError, after_s: float | None = None) -> None:
         super().__init__(str(error))
         self.error = error
         self.after_s = after_s
@@ -77,7 +77,7 @@ async def with_retries(
 
     Raises:
         CallTimeout: the deadline passed, or would pass before the next attempt.
-        ModelError: the last attempt's error, with a note on how many were made.
+        RolltreeError: the last attempt's error, with a note on how many were made.
     """
     start = monotonic()
     last: Retry | None = None

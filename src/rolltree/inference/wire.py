@@ -94,6 +94,8 @@ class Response(msgspec.Struct):
 
 
 Decode: TypeAlias = Callable[[bytes], Response]
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding raises for bytes that are no JSON of the wanted shape, or too deeply nested."""
 
 _DECODER = msgspec.json.Decoder(Response)
 
@@ -106,7 +108,7 @@ def decode_response(body: bytes) -> Response:
     """
     try:
         return _DECODER.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         start = body[:80].decode("utf-8", "replace")
         raise BadResponse(
             f"the server's answer is not a completion in JSON ({error}); it begins {start!r}. "
@@ -157,10 +159,10 @@ class PromptReader:
             marked = b"%b-1,%b" % (body[:start], body[start:])
         try:
             response = _DECODER.decode(marked)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+            holder = _prompt_holder(response)
+            ids = np.array(holder.prompt_token_ids or (0,), np.int64)
+        except (*UNREADABLE, OverflowError):
             return decode_response(body)
-        holder = _prompt_holder(response)
-        ids = np.array(holder.prompt_token_ids or (0,), np.int64)
         if ids[0] != _MARK or ids[1:].view(np.uint64).max(initial=0) > _MAX_ID:
             return decode_response(body)
         self._ids = np.concatenate((known, ids[1:].astype(np.int32)))
