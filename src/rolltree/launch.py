@@ -199,6 +199,7 @@ def held_out(
             run=run,
             phase=phase,
             time_limit_s=config.engine.time_limit_s,
+            deadline_s=config.engine.deadline_s,
             retries=config.engine.retries,
             on_progress=progress,
         )

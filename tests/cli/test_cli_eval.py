@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import pytest
 from typer.testing import CliRunner
@@ -235,6 +236,16 @@ def test_killed_and_started_again_it_asks_only_for_the_rest(env, tmp_path, hangs
         assert (report["num_rollouts"], report["num_resumed"]) == (6, before)
         assert server.num_requests - asked == 6 - before
     assert stored(run_dir) == 6
+
+
+def test_a_silent_server_costs_no_more_than_the_deadline(env):
+    with ScriptedServer(adds, faults=lambda _: HttpFault(delay_s=300.0)) as server:
+        began = time.monotonic()
+        given = ["-m", "scripted", "-b", server.base_url, "-n", "2", "-r", "1", "--json"]
+        result = invoke("eval", env, *given, "--time-limit", "0.5", "--deadline", "1")
+    report = json.loads(result.stdout)
+    assert report["failures"] == {"RolloutTimeout": 2}
+    assert time.monotonic() - began < 60.0  # 14 minutes and more without it
 
 
 def test_ctrl_c_says_how_to_go_on(env, tmp_path, hangs_after_two):

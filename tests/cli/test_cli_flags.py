@@ -16,7 +16,7 @@ FLAGS = {
         "--rollouts-per-example", "-c", "--max-concurrent", "-t", "--max-tokens", "-T",
         "--temperature", "-S", "--sampling-args", "-a", "--env-args", "-s", "--save-results",
         "--seed", "--split", "--json", "--run", "--transcripts", "--retries", "--retry-failed",
-        "--time-limit", "--pass-threshold", "env",
+        "--time-limit", "--deadline", "--pass-threshold", "env",
     },
     "train": {"config", "overrides", "--transcripts"},
     "serve": {

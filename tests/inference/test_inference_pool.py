@@ -10,6 +10,7 @@ from inference_templates import user
 
 from rolltree.errors import (
     BadResponse,
+    CallTimeout,
     ConfigError,
     ConnectionFailed,
     ModelError,
@@ -163,6 +164,15 @@ async def test_when_all_are_gone_the_last_error_says_how_often_it_was_tried() ->
     assert sum(len(server.asked) for server in servers) == 4
     assert all(server.asked for server in servers)
     assert "4 attempts" in str(caught.value.__notes__)
+
+
+async def test_a_call_is_not_tried_for_ever() -> None:
+    servers = [Recording(name, [ConnectionFailed("gone")] * 99) for name in "ab"]
+    pool = pool_of(*servers, retry=RetryPolicy(max_retries=50, first_wait_s=0.0), deadline_s=1e-9)
+    with pytest.raises(CallTimeout, match="asked 1 times"):
+        await pool.chat([user("x")])
+    client = OpenAIClient("http://127.0.0.1:9/v1", "m", timeout_s=3.0)
+    assert EndpointPool([client]).deadline_s == 6.0
 
 
 async def test_real_http_moves_on_with_what_was_remembered() -> None:

@@ -1,4 +1,5 @@
 import asyncio
+import time
 from contextlib import aclosing
 
 import pytest
@@ -128,7 +129,13 @@ async def test_two_requests_with_one_id_are_refused():
 
 @pytest.mark.parametrize(
     "bad",
-    [{"max_concurrent": 0}, {"time_limit_s": 0.0}, {"retries": -1}, {"grace_s": -1.0}],
+    [
+        {"max_concurrent": 0},
+        {"time_limit_s": 0.0},
+        {"deadline_s": 0.0},
+        {"retries": -1},
+        {"grace_s": -1.0},
+    ],
 )
 def test_settings_that_cannot_work(bad):
     with pytest.raises(ConfigError):
@@ -339,6 +346,46 @@ async def test_generation_time_counts():
     assert results[0].error.type == "RolloutTimeout"
 
 
+def assert_past_deadline(result, phase="timeout"):
+    assert (result.error.type, result.error.phase) == ("RolloutTimeout", phase)
+    assert "deadline_s = 0.3 s" in result.error.message
+    for state in result.states:
+        assert (state["reward"], state["error"]) == (None, result.error)
+
+
+async def test_the_deadline_counts_what_the_time_limit_leaves_out():
+    async def play(request, client, state):
+        if request.request_id == "r0":
+            await client.session().chat("hi")  # as if the server were silent
+        if request.request_id == "r1":
+            with current_episode().clock.excluded():  # as scoring is
+                await asyncio.sleep(60)
+        if request.request_id == "r2":
+            await asyncio.sleep(60)
+
+    source = Source(play)
+    for limits in ({}, {"time_limit_s": 50.0}):
+        found = engine(source, client=Model(delay_s=60.0), deadline_s=0.3, **limits)
+        *late, in_time = await found.run_all(requests(4))
+        for result in late:
+            assert_past_deadline(result)
+            assert result.states[0]["truncation_reason"] == "time_limit"
+        assert in_time.error is None
+
+
+async def test_the_deadline_is_one_for_all_attempts():
+    async def play(request, client, state):
+        await asyncio.sleep(0.1)
+        raise ConnectionFailed("gone")
+
+    began = time.monotonic()
+    found = engine(play, deadline_s=0.3, retries=10**9)
+    result = (await found.run_all(requests(1)))[0]
+    assert result.error.type in ("RolloutTimeout", "ConnectionFailed")
+    assert 1 <= result.num_attempts <= 4
+    assert time.monotonic() - began < 30.0
+
+
 async def test_an_episode_can_end_by_itself_in_time():
     async def play(request, client, state):
         for _ in range(1000):
@@ -506,3 +553,12 @@ async def test_a_source_that_can_compare_but_does_not_is_not_held_back():
     source.has_group_rewards = False
     await engine(source).run_all(grouped(1, 2))
     assert source.scored == []
+
+
+async def test_a_comparison_that_hangs_has_a_deadline():
+    class Hangs(GroupSource):
+        async def score_group(self, states):
+            await asyncio.sleep(60)
+
+    for result in await engine(Hangs(), deadline_s=0.3).run_all(grouped(1, 4)):
+        assert_past_deadline(result, "scoring")

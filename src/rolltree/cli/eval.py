@@ -90,6 +90,13 @@ def evaluate_environment(
             "--time-limit", help="Maximum seconds of an episode, without waiting for the server."
         ),
     ] = None,
+    deadline: Annotated[
+        float | None,
+        typer.Option(
+            "--deadline",
+            help="Maximum seconds of a rollout in all: waiting, retries and scoring included.",
+        ),
+    ] = None,
     pass_threshold: Annotated[
         float,
         typer.Option("--pass-threshold", help="Lowest reward that counts as a pass in pass@k."),
@@ -145,6 +152,7 @@ def evaluate_environment(
                     phase=PHASE,
                     split=chosen_split,
                     time_limit_s=time_limit,
+                    deadline_s=deadline,
                     retries=retries,
                     retry_failed=retry_failed,
                     settings=Settings(pass_threshold=pass_threshold),

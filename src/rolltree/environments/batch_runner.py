@@ -314,6 +314,7 @@ class BatchRunner(ABC):
         score_rollouts: bool = True,
         max_concurrent: int = 64,
         time_limit_s: float | None = None,
+        deadline_s: float | None = None,
         seed: int = 0,
         on_progress: Callable[[RolloutProgress], None] | None = None,
     ) -> GenerateResults:
@@ -343,6 +344,7 @@ class BatchRunner(ABC):
             model=name,
             max_concurrent=max_concurrent,
             time_limit_s=time_limit_s,
+            deadline_s=deadline_s,
             on_progress=on_progress,
         )
         results = await engine.run_all(requests)

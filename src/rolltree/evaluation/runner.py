@@ -52,6 +52,7 @@ async def evaluate(
     phase: str = "eval",
     split: Split = "eval",
     time_limit_s: float | None = None,
+    deadline_s: float | None = None,
     retries: int = 0,
     retry_failed: bool = False,
     settings: Settings | None = None,
@@ -105,6 +106,7 @@ async def evaluate(
         model,
         max_concurrent=max_concurrent,
         time_limit_s=time_limit_s,
+        deadline_s=deadline_s,
         retries=retries,
     )
     async with aclosing(engine.run_ready(todo)) as batches:

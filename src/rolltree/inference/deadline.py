@@ -1,7 +1,7 @@
-"""Time limits of episodes that leave waiting out: a clock, and a client that reports to it.
+"""Time limits of episodes, with and without waiting: a clock, and a client that reports to it.
 
 The clock counts the seconds that an episode, or a part of one, spent itself; what a model call
-waited in queues and retries (`ModelResponse.wait_s`) is taken out.
+waited in queues and retries (`ModelResponse.wait_s`) is taken out. A deadline counts everything.
 """
 
 from __future__ import annotations
@@ -18,16 +18,22 @@ from rolltree.types import ModelResponse
 
 
 class Clock:
-    """Seconds an episode has spent, waiting excluded.
+    """Seconds an episode has spent, waiting excluded, and the deadline, waiting included.
 
     While a model call is in flight it is unknown how much of it is waiting, so the hard limit is
     suspended until the call returns. With calls in parallel their waits add up, which
-    errs on the side of the episode.
+    errs on the side of the episode. Nothing suspends the deadline, `deadline_s` from now.
     """
 
-    def __init__(self, limit_s: float | None = None, grace_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        limit_s: float | None = None,
+        grace_s: float = 0.0,
+        deadline_s: float | None = None,
+    ) -> None:
         self.limit_s = limit_s
         self.grace_s = grace_s
+        self.deadline_s = deadline_s
         self._start = time.monotonic()
         self._waited_s = 0.0
         self._calls_in_flight = 0
@@ -43,8 +49,16 @@ class Clock:
         """Whether the limit is reached: the episode should end at its next turn boundary."""
         return self.limit_s is not None and self.spent_s >= self.limit_s
 
+    @property
+    def past_deadline(self) -> bool:
+        """Whether the deadline is over."""
+        return self.deadline_s is not None and self._left_s() == 0.0
+
     def guard(self) -> asyncio.Timeout:
-        """Return the scope that cancels the episode `grace_s` after its limit."""
+        """Return the scope that cancels the episode at its deadline or `grace_s` after its limit.
+
+        The limit counts from the clock's start, with what is excluded from it left out.
+        """
         self._scope = asyncio.timeout(self._remaining_s())
         return self._scope
 
@@ -65,21 +79,34 @@ class Clock:
     def call_started(self) -> None:
         """Suspend the hard limit: a model call is in flight."""
         self._calls_in_flight += 1
-        if self._scope is not None and not self._scope.expired():
-            self._scope.reschedule(None)
+        self._reschedule()
 
     def call_ended(self, wait_s: float) -> None:
         """Take `wait_s` out of the time spent and set the hard limit again."""
         self._calls_in_flight -= 1
         self._waited_s += wait_s
-        remaining = self._remaining_s()
-        scope = self._scope
-        if scope is None or remaining is None or self._calls_in_flight or scope.expired():
+        self._reschedule()
+
+    def _reschedule(self) -> None:
+        no_limit = self.limit_s is None and self.deadline_s is None
+        if self._scope is None or no_limit or self._scope.expired():
             return
-        scope.reschedule(asyncio.get_running_loop().time() + max(remaining, 0.0))
+        remaining = self._remaining_s()
+        now = asyncio.get_running_loop().time()
+        self._scope.reschedule(None if remaining is None else now + remaining)
 
     def _remaining_s(self) -> float | None:
-        return None if self.limit_s is None else self.limit_s + self.grace_s - self.spent_s
+        """Return the seconds until the scope cancels; None: nothing limits what is going on."""
+        if self.limit_s is None or self._calls_in_flight:
+            return self._left_s()
+        own = max(self.limit_s + self.grace_s - self.spent_s, 0.0)
+        left = self._left_s()
+        return own if left is None else min(own, left)
+
+    def _left_s(self) -> float | None:
+        if self.deadline_s is None:
+            return None
+        return max(self._start + self.deadline_s - time.monotonic(), 0.0)
 
 
 class TimedClient(DelegatingClient):

@@ -22,6 +22,7 @@ import numpy as np
 
 from rolltree.errors import (
     BadResponse,
+    CallTimeout,
     ConfigError,
     ConnectionFailed,
     ModelError,
@@ -67,6 +68,8 @@ class EndpointPool(ClientBase):
     Args:
         clients: one per server; give them no retries of their own (`EndpointPool.of` does).
         retry: how often, and with which waits, a call is tried again in all.
+        deadline_s: a call that has failed for so long, on all servers together, is not tried again;
+            the longest `deadline_s` of the clients unless given.
         cool_down_s: how long a server is left alone after a failure; doubles up to a minute.
         spread: a server may have this many times the mean number of calls in flight.
 
@@ -79,6 +82,7 @@ class EndpointPool(ClientBase):
         clients: Sequence[ModelClient],
         *,
         retry: RetryPolicy | None = None,
+        deadline_s: float | None = None,
         cool_down_s: float = 2.0,
         spread: float = 1.25,
     ) -> None:
@@ -92,12 +96,17 @@ class EndpointPool(ClientBase):
                 "the servers of a pool have different models, so requests would get answers from "
                 "different models. Use one pool per model."
             )
-        if cool_down_s < 0 or spread < 1:
+        if cool_down_s < 0 or spread < 1 or (deadline_s is not None and deadline_s <= 0):
             raise ConfigError(
-                f"cool_down_s must be >= 0 and spread >= 1; they are {cool_down_s} and {spread}."
+                f"cool_down_s must be >= 0, spread >= 1 and deadline_s > 0; they are {cool_down_s}, "
+                f"{spread} and {deadline_s}."
             )
         self.endpoints = [Endpoint(*pair) for pair in zip(clients, names, strict=True)]
         self.retry = retry or RetryPolicy(max_retries=6 + len(clients))
+        if deadline_s is None:
+            servers = [getattr(client, "server", None) for client in clients]
+            deadline_s = max((server.deadline_s for server in servers if server), default=None)
+        self.deadline_s = deadline_s
         self._cool_down_s, self._spread = cool_down_s, spread
 
     @classmethod
@@ -107,13 +116,16 @@ class EndpointPool(ClientBase):
         model: str,
         *,
         retry: RetryPolicy | None = None,
+        deadline_s: float | None = None,
         cool_down_s: float = 2.0,
         spread: float = 1.25,
         **options: Any,
     ) -> EndpointPool:
         """Return a pool of `OpenAIClient`s; `options` are theirs."""
         clients = [OpenAIClient(url, model, retry=_NO_RETRIES, **options) for url in base_urls]
-        return cls(clients, retry=retry, cool_down_s=cool_down_s, spread=spread)
+        return cls(
+            clients, retry=retry, deadline_s=deadline_s, cool_down_s=cool_down_s, spread=spread
+        )
 
     def __repr__(self) -> str:
         return f"EndpointPool({[endpoint.name for endpoint in self.endpoints]})"
@@ -216,6 +228,7 @@ class PooledSession(ClientBase):
     async def call(self, call: ModelCall) -> ModelResponse:
         """Make the call where this rollout is at home, or on the next best server."""
         key, failed = self._key_of(call), list[str]()
+        began = monotonic()
         wrong = set[str]()  # servers whose tokens contradict themselves
 
         async def attempt() -> tuple[ModelResponse, Endpoint]:
@@ -234,6 +247,13 @@ class PooledSession(ClientBase):
                         raise  # it is not one server's fault
                 failed.append(endpoint.name)
                 self._pool.note_failure(endpoint)
+                limit_s = self._pool.deadline_s
+                if limit_s is not None and monotonic() - began >= limit_s:
+                    raise CallTimeout(
+                        f"{self._pool!r} gave no answer within deadline_s = {limit_s:g} s, in "
+                        f"which it was asked {len(failed)} times. The call is lost. Are the "
+                        f"servers overloaded or stuck? The last that failed: {error}"
+                    ) from error
                 raise Retry(error) from error
             finally:
                 endpoint.num_in_flight -= 1

@@ -2,7 +2,8 @@
 
 Time limits. An episode that has spent `time_limit_s` (waiting for the server excluded) should end
 at its next turn boundary: sources ask `current_episode().clock.expired` there. One that has not
-ended `grace_s` later is cancelled and becomes a `RolloutTimeout` error that keeps its states.
+ended `grace_s` later is cancelled and becomes a `RolloutTimeout` error that keeps its states. So
+does one whose deadline is over: `deadline_s` counts everything, retries and scoring too.
 Retries of single requests are the client's.
 """
 
@@ -13,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 from rolltree.errors import ConfigError, RolloutTimeout, record_error
@@ -130,6 +132,8 @@ class RolloutEngine:
         max_concurrent: most episodes in flight at once.
         time_limit_s: seconds an episode may spend, waiting for the server excluded; None: no limit.
         grace_s: seconds between that limit and the cancellation of an episode that has not ended.
+        deadline_s: seconds a rollout may take in all: its attempts, their waits for the server and
+            their scoring. A comparison of a group gets as many. None: no deadline.
         retries: how often an episode that failed with an error of `RETRYABLE` is run again, from
             its start and with the same seeds. `RolloutResult.num_attempts` says how many it took.
         on_progress: called after every result, in the event loop.
@@ -144,6 +148,7 @@ class RolloutEngine:
         max_concurrent: int = 64,
         time_limit_s: float | None = None,
         grace_s: float = 5.0,
+        deadline_s: float | None = None,
         retries: int = 0,
         on_progress: Callable[[RolloutProgress], None] | None = None,
     ) -> None:
@@ -156,6 +161,11 @@ class RolloutEngine:
                 f"time_limit_s is {time_limit_s}; every episode would be over before its first "
                 "turn. Use a positive number of seconds, or None for no limit."
             )
+        if deadline_s is not None and deadline_s <= 0:
+            raise ConfigError(
+                f"deadline_s is {deadline_s}; every rollout would be over before its first call. "
+                "Use a positive number of seconds, or None for no deadline."
+            )
         if retries < 0 or grace_s < 0:
             raise ConfigError("retries and grace_s cannot be negative; use 0 for none.")
         self.source = source
@@ -164,6 +174,7 @@ class RolloutEngine:
         self.max_concurrent = max_concurrent
         self.time_limit_s = time_limit_s
         self.grace_s = grace_s
+        self.deadline_s = deadline_s
         self.retries = retries
         self.on_progress = on_progress
 
@@ -229,7 +240,7 @@ class RolloutEngine:
         Raises:
             ConfigError: two requests share an id, which would make two results one.
         """
-        groups = _Groups(self.source)
+        groups = _Groups(self.source, self.deadline_s)
         total: int | None = None
         if isinstance(requests, list | tuple) or groups.active:
             requests = list(requests)
@@ -278,18 +289,22 @@ class RolloutEngine:
             done.put_nowait(None)
 
     async def _run_one(self, request: RolloutRequest) -> RolloutResult:
-        attempt = 1
+        attempt, left_s, began = 1, self.deadline_s, monotonic()
         while True:
             if being_cancelled():  # an episode caught it, and the next one must not begin
                 raise asyncio.CancelledError
-            result = await self._attempt(request, attempt)
+            clock = Clock(self.time_limit_s, self.grace_s, left_s)
+            result = await self._attempt(request, attempt, clock)
             error = result.error
             if error is None or attempt > self.retries or error.type not in RETRYABLE:
                 return result
+            if self.deadline_s is not None:
+                left_s = began + self.deadline_s - monotonic()
+                if left_s <= 0:
+                    return result
             attempt += 1
 
-    async def _attempt(self, request: RolloutRequest, attempt: int) -> RolloutResult:
-        clock = Clock(self.time_limit_s, self.grace_s)
+    async def _attempt(self, request: RolloutRequest, attempt: int, clock: Clock) -> RolloutResult:
         episode = Episode(request, clock)
         client = TimedClient(self.client, clock, self.model)
         error: ErrorRecord | None = None
@@ -299,7 +314,10 @@ class RolloutEngine:
                     states = tuple(await self.source.run_request(request, client))
         except TimeoutError as failure:
             states = tuple(episode.states)
-            error = self._timed_out(states) if scope.expired() else _broken_source(failure, states)
+            if scope.expired():
+                error = self._timed_out(states, clock.past_deadline)
+            else:
+                error = _broken_source(failure, states)
         except asyncio.CancelledError as failure:
             if being_cancelled():
                 raise  # this run is being cancelled, not just something inside the episode
@@ -314,21 +332,28 @@ class RolloutEngine:
             error = _error_in(states)
         return RolloutResult(request, states, error, attempt)
 
-    def _timed_out(self, states: tuple[State, ...]) -> ErrorRecord:
-        error = record_error(
-            RolloutTimeout(
-                f"the episode had spent its {self.time_limit_s} s (waiting for the server "
-                f"excluded) and did not end in the {self.grace_s} s after that, so it was "
-                "cancelled and has no reward. Look for an environment or tool call that hangs, or "
-                "raise time_limit_s."
-            ),
-            "timeout",
+    def _timed_out(self, states: tuple[State, ...], at_deadline: bool) -> ErrorRecord:
+        why = (
+            f"the episode had spent its {self.time_limit_s} s (waiting for the server excluded) "
+            f"and did not end in the {self.grace_s} s after that, so it was cancelled and has no "
+            "reward. Look for an environment or tool call that hangs, or raise time_limit_s."
         )
+        if at_deadline:
+            why = _past_deadline("the rollout", self.deadline_s)
+        error = record_error(RolloutTimeout(why), "timeout")
         _mark_failed(states, error)
         for state in states:
             state["truncated"] = True
             state["truncation_reason"] = TruncationReason.TIME_LIMIT.value
         return error
+
+
+def _past_deadline(what: str, deadline_s: float | None) -> str:
+    return (
+        f"{what} was not done after deadline_s = {deadline_s:g} s (waiting, retries and scoring "
+        "included), so it was cancelled and has no reward. Is a server, a judge or a tool stuck? "
+        "Look at it, or raise deadline_s."
+    )
 
 
 def _broken_source(failure: BaseException, states: tuple[State, ...]) -> ErrorRecord:
@@ -360,7 +385,8 @@ def _unique(requests: Iterable[RolloutRequest]) -> Iterator[RolloutRequest]:
 class _Groups:
     """Holds finished members back until their group is complete, then has them compared."""
 
-    def __init__(self, source: RolloutSource) -> None:
+    def __init__(self, source: RolloutSource, deadline_s: float | None = None) -> None:
+        self._deadline_s = deadline_s
         self._scorer: GroupScorer | None = None
         if isinstance(source, GroupScorer) and source.has_group_rewards:
             self._scorer = source
@@ -389,7 +415,14 @@ class _Groups:
         failure: ErrorRecord | None = None
         try:
             if states:
-                await self._scorer.score_group(states)
+                async with asyncio.timeout(self._deadline_s) as deadline:
+                    await self._scorer.score_group(states)
+        except TimeoutError as error:
+            broken: Exception = error
+            if deadline.expired():
+                broken = RolloutTimeout(_past_deadline("the group's scoring", self._deadline_s))
+            failure = record_error(broken, "scoring")
+            _mark_failed(tuple(states), failure)
         except (Exception, asyncio.CancelledError) as error:  # recorded with the group
             if being_cancelled():
                 raise

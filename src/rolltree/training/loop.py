@@ -87,6 +87,7 @@ async def run_training(
         parts.client,
         max_concurrent=config.engine.max_concurrent,
         time_limit_s=config.engine.time_limit_s,
+        deadline_s=config.engine.deadline_s,
         retries=config.engine.retries,
     )
     trackers = Trackers(config)

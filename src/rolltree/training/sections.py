@@ -95,8 +95,9 @@ class EngineSection(Section, frozen=True):
     - `max_batch`: sequences decoded together. `max_context`: tokens of prompt and completion (None:
       the engine's default). `kv_budget_bytes`: memory of the KV cache (None: `max_batch` full
       sequences; `vllm`: 1 GiB). `prefill_chunk`: most prompt tokens in one forward pass.
-    - `max_concurrent`: rollouts in flight. `time_limit_s`: time limit of a rollout. `retries`: how
-      often a rollout is repeated whose model call failed.
+    - `max_concurrent`: rollouts in flight. `time_limit_s`: time limit of a rollout, without waiting
+      for the server; `deadline_s`: in all. `retries`: how often a rollout is repeated whose model
+      call failed.
     """
 
     kind: Literal["local", "vllm", "servers"] = "local"
@@ -113,6 +114,7 @@ class EngineSection(Section, frozen=True):
     prefill_chunk: AtLeast1 = 2048
     max_concurrent: AtLeast1 = 64
     time_limit_s: float | None = None
+    deadline_s: float | None = None
     retries: AtLeast0 = 0
 
     def __post_init__(self) -> None:
