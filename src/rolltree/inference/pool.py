@@ -98,8 +98,8 @@ class EndpointPool(ClientBase):
             )
         if cool_down_s < 0 or spread < 1 or (deadline_s is not None and deadline_s <= 0):
             raise ConfigError(
-                f"cool_down_s must be >= 0, spread >= 1 and deadline_s > 0; they are {cool_down_s}, "
-                f"{spread} and {deadline_s}."
+                "cool_down_s must be >= 0, spread >= 1 and deadline_s > 0; they are "
+                f"{cool_down_s}, {spread} and {deadline_s}."
             )
         self.endpoints = [Endpoint(*pair) for pair in zip(clients, names, strict=True)]
         self.retry = retry or RetryPolicy(max_retries=6 + len(clients))
