@@ -1,10 +1,12 @@
 """What must end although its task is cancelled, and a CancelledError that nobody asked for."""
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 
-from rolltree.tasks import being_cancelled, outlast, uninterrupted
+from rolltree.tasks import ShortCollections, being_cancelled, my_turn, outlast, uninterrupted
 
 
 async def cancelled_twice(task, release):
@@ -85,3 +87,112 @@ async def test_awaiting_a_cancelled_task_is_not_being_cancelled():
     await asyncio.sleep(0.01)
     task.cancel()
     assert await task is True
+
+
+class TestTurns:
+    """With rounds of no length, a round has as many turns as are woken before it is measured."""
+
+    @pytest.fixture(autouse=True)
+    def rounds_without_length(self, monkeypatch):
+        monkeypatch.setattr("rolltree.tasks.ROUND_S", 0.0)
+
+    async def test_tasks_that_are_ready_at_once_go_on_in_order_a_few_in_a_round(self):
+        went, rounds = [], []
+
+        async def work(number):
+            await my_turn()
+            went.append(number)
+
+        async def watch():
+            while len(went) < 200:
+                before = len(went)
+                await asyncio.sleep(0)
+                rounds.append(len(went) - before)
+
+        await asyncio.gather(watch(), *(work(number) for number in range(200)))
+        assert went == list(range(200))
+        assert max(rounds) <= 8
+
+    async def test_one_that_is_cancelled_does_not_keep_the_others(self):
+        went = []
+
+        async def work(number):
+            await my_turn()
+            went.append(number)
+
+        tasks = [asyncio.create_task(work(number)) for number in range(40)]
+        await asyncio.sleep(0)
+        for task in tasks[::2]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert went == list(range(1, 40, 2))
+        await asyncio.wait_for(my_turn(), 60)
+
+    async def test_while_there_is_time_nobody_waits(self, monkeypatch):
+        monkeypatch.setattr("rolltree.tasks.ROUND_S", 3600.0)
+        turn = my_turn()
+        with pytest.raises(StopIteration):
+            turn.send(None)
+
+    def test_a_loop_that_is_over_is_not_kept(self):
+        async def work():
+            await asyncio.gather(*(my_turn() for _ in range(20)))
+            return weakref.ref(asyncio.get_running_loop())
+
+        ended = asyncio.run(work())
+        gc.collect()
+        assert ended() is None
+
+
+class Ring:
+    """Garbage that only the collector finds."""
+
+    def __init__(self):
+        self.me = self
+
+
+@pytest.fixture
+def every_collection_is_long(monkeypatch):
+    monkeypatch.setattr("rolltree.tasks.LONG_COLLECTION_S", -1.0)
+
+
+@pytest.mark.usefixtures("every_collection_is_long")
+class TestShortCollections:
+    def test_what_survived_a_long_collection_is_set_aside_until_the_end(self):
+        ring = Ring()
+        found = weakref.ref(ring)
+        with ShortCollections(1000) as collections:
+            gc.collect()
+            assert gc.get_freeze_count() > 1000
+            del ring
+            gc.collect()
+            assert found() is not None
+            collections.ended(9_999)
+            assert gc.get_freeze_count()
+            collections.ended(1)
+            gc.collect()
+            assert found() is None
+        assert gc.get_freeze_count() == 0
+        gc.collect()
+        assert gc.get_freeze_count() == 0
+
+    def test_few_rollouts_change_nothing_nor_does_a_program_that_freezes_itself(self):
+        with ShortCollections(999):
+            gc.collect()
+            assert gc.get_freeze_count() == 0
+        gc.freeze()
+        try:
+            frozen = gc.get_freeze_count()
+            with ShortCollections(1000):
+                gc.collect()
+            assert gc.get_freeze_count() >= frozen
+        finally:
+            gc.unfreeze()
+
+    def test_two_at_once_end_in_any_order(self):
+        with ShortCollections(1000):
+            second = ShortCollections(1000)
+            with second:
+                gc.collect()
+            assert gc.get_freeze_count()
+        assert gc.get_freeze_count() == 0

@@ -1,18 +1,28 @@
-"""Cancellation of asyncio tasks: work that must be finished all the same.
+"""Asyncio tasks: work that must be finished though it is cancelled, and turns in a crowd.
 
 `outlast` and `uninterrupted` wait for what must not be left half done, however often the task is
 cancelled. `being_cancelled` tells a cancellation of this task from a `CancelledError` that user
-code raised itself, for example by awaiting a task that it cancelled.
+code raised itself, for example by awaiting a task that it cancelled. `my_turn` keeps thousands of
+tasks that become ready at once from holding the event loop, `ShortCollections` the garbage
+collector, which looks at all that they keep.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import time
+from collections import deque
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
+from weakref import WeakKeyDictionary
 
 T = TypeVar("T")
+ROUND_S = 0.010
+"""How long a round of turns may hold an event loop; what waits for the loop waits about as long."""
+LONG_COLLECTION_S = 0.020
+"""A full garbage collection that takes longer has looked at too much that lives on."""
 
 
 def being_cancelled() -> bool:
@@ -60,3 +70,114 @@ def run_sync(work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(work)
     with ThreadPoolExecutor(1, thread_name_prefix="rolltree-sync") as pool:
         return pool.submit(asyncio.run, work).result()
+
+
+async def my_turn() -> None:
+    """Return when this task may work on: at once, unless this round of the loop is used up.
+
+    Call it where many tasks become ready together, in front of some work: an answer has come, an
+    episode begins. They go on in the order in which they came, as many in a round of the event
+    loop as take about `ROUND_S`, and everything else in the loop has its turn between two rounds.
+    """
+    loop = asyncio.get_running_loop()
+    rounds = _ROUNDS.get(loop)
+    if rounds is None:
+        rounds = _ROUNDS[loop] = _Rounds()
+    if not rounds.has_room(loop):
+        await rounds.wait(loop)
+
+
+class _Rounds:
+    """The turns of one event loop: who waits, and how many were woken for this round."""
+
+    __slots__ = ("__weakref__", "_began", "_is_open", "_num_woken", "_size", "_waiting")
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._is_open = False
+        self._began = 0.0
+        self._num_woken = 0
+        self._size = 8
+
+    def has_room(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether nobody waits and the round has time left."""
+        if not self._is_open:
+            self._is_open, self._began, self._num_woken = True, loop.time(), 0
+            loop.call_soon(self._next, loop)
+        return not self._waiting and loop.time() - self._began < ROUND_S
+
+    async def wait(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wait for a later round."""
+        turn = loop.create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wake as many as the last round says will take `ROUND_S`, and come back after them."""
+        now = loop.time()
+        took, self._began = now - self._began, now
+        if self._num_woken:
+            fitting = int(self._num_woken * ROUND_S / max(took, 1e-6))
+            self._size = max(1, min(fitting, 2 * self._num_woken + 8))
+        self._num_woken = 0
+        self._is_open = bool(self._waiting)
+        while self._waiting and self._num_woken < self._size:
+            turn = self._waiting.popleft()
+            if not turn.done():  # it may have been cancelled
+                turn.set_result(None)
+                self._num_woken += 1
+        if self._is_open:
+            loop.call_soon(self._next, loop)
+
+
+_ROUNDS: WeakKeyDictionary[asyncio.AbstractEventLoop, _Rounds] = WeakKeyDictionary()
+
+
+class ShortCollections:
+    """`with ShortCollections(num):` full garbage collections do not grow with `num` live rollouts.
+
+    A full collection looks at every object, again and again while they become more, and holds the
+    loop for a second at some millions. Here what has survived a long one is set aside
+    (`gc.freeze`), and later ones look at what is newer. What was set aside and became garbage in
+    cycles is found after ten times `num` rollouts have ended (`ended` counts them), and at the end.
+
+    Nothing happens for fewer than `FEW` rollouts, where the program has frozen objects itself, and
+    in a second one at the same time.
+    """
+
+    FEW: ClassVar[int] = 1000
+    _is_used: ClassVar[bool] = False
+
+    def __init__(self, num: int) -> None:
+        self._num = num
+        self._num_ended = 0
+        self._began = 0.0
+        self._is_active = False
+
+    def __enter__(self) -> ShortCollections:
+        is_free = not ShortCollections._is_used and not gc.get_freeze_count()
+        if self._num >= self.FEW and is_free:
+            self._is_active = ShortCollections._is_used = True
+            gc.callbacks.append(self._watch)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_active:
+            gc.callbacks.remove(self._watch)
+            gc.unfreeze()
+            self._is_active = ShortCollections._is_used = False
+
+    def ended(self, num: int) -> None:
+        """Count rollouts that have ended."""
+        self._num_ended += num
+        if self._is_active and self._num_ended >= 10 * self._num:
+            gc.unfreeze()
+            self._num_ended = 0
+
+    def _watch(self, phase: Literal["start", "stop"], info: dict[str, int]) -> None:
+        if info["generation"] != 2:
+            return
+        if phase == "start":
+            self._began = time.thread_time()
+        elif time.thread_time() - self._began > LONG_COLLECTION_S:
+            gc.freeze()

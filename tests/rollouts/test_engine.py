@@ -9,6 +9,7 @@ from scripted_source import Model, Source, a_request, failed
 
 from rolltree.errors import ConfigError, ConnectionFailed
 from rolltree.rollouts import GroupScorer, RolloutEngine, RolloutSource, current_episode
+from rolltree.rollouts.engine import MAX_READY
 
 
 def requests(num):
@@ -562,3 +563,54 @@ async def test_a_comparison_that_hangs_has_a_deadline():
 
     for result in await engine(Hangs(), deadline_s=0.3).run_all(grouped(1, 4)):
         assert_past_deadline(result, "scoring")
+
+
+async def most_in_a_round(source, work):
+    """Return the most episodes that came to a point in one round of the event loop."""
+    most, task = 0, asyncio.ensure_future(work)
+    while not task.done():
+        before = len(source.passed)
+        await asyncio.sleep(0)
+        most = max(most, len(source.passed) - before)
+    await task
+    return most
+
+
+@pytest.mark.parametrize("where", ["start", "answer"])
+async def test_many_episodes_do_not_hold_the_loop_together(monkeypatch, where):
+    monkeypatch.setattr("rolltree.tasks.ROUND_S", 0.0, raising=False)
+    all_asked = asyncio.Event()
+
+    class Waiting(Model):
+        async def chat(self, messages, **settings):
+            await all_asked.wait()
+            return await super().chat(messages, **settings)
+
+    async def play(request, client, state):
+        if where == "start":
+            source.passed.append(request.request_id)
+        source.num_asked += 1
+        if source.num_asked == 300:
+            all_asked.set()
+        await client.chat([])
+        if where == "answer":
+            source.passed.append(request.request_id)
+
+    source = Source(play)
+    source.passed, source.num_asked = [], 0
+    runs = engine(source, client=Waiting(), max_concurrent=300).run_all(requests(300))
+    assert await most_in_a_round(source, runs) <= 8
+    assert len(source.passed) == 300
+
+
+async def test_episodes_wait_for_a_consumer_that_is_slow():
+    source = Source()
+    running = engine(source, max_concurrent=10)
+    async with aclosing(running.run_ready(requests(2000))) as batches:
+        num_taken = len(await anext(batches))
+        for _ in range(2000):
+            await asyncio.sleep(0)
+        assert num_taken < len(source.started) <= num_taken + MAX_READY + 10
+        async for batch in batches:
+            num_taken += len(batch)
+    assert num_taken == len(source.started) == 2000

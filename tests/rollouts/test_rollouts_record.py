@@ -1,7 +1,10 @@
 """Records: a result goes into the store and comes back, exactly and in O(unique tokens)."""
 
+import asyncio
 import json
 import math
+import threading
+from contextlib import aclosing
 from copy import deepcopy
 from dataclasses import replace
 
@@ -9,10 +12,18 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from scripted_source import Model, Source, a_request
 
 from rolltree.errors import StoreError, TokenError
+from rolltree.rollouts import RolloutEngine
 from rolltree.rollouts.message_table import MessageTable
-from rolltree.rollouts.record import decode_results, decode_rollout, encode_result, export_line
+from rolltree.rollouts.record import (
+    decode_results,
+    decode_rollout,
+    encode_result,
+    export_line,
+    run_stored,
+)
 from rolltree.store import Opaque, Run
 from rolltree.tokens import TokenStream, TokenTree, Trajectory
 from rolltree.types import (
@@ -472,3 +483,63 @@ def test_a_step_costs_its_new_messages_to_encode(monkeypatch):
     monkeypatch.setattr(MessageTable, "_add_message", counted)
     encode_result(RolloutResult(request(), (state_of(conversation(200)),), None))
     assert len(seen) < 5 * 200  # and not 200 * 200
+
+
+class TestRunStored:
+    """Results are encoded and written beside the event loop, and are yielded once they are safe."""
+
+    async def test_a_thread_encodes_and_what_is_yielded_is_stored(self, tmp_path, monkeypatch):
+        threads = set()
+
+        def encode(result, **settings):
+            threads.add(threading.current_thread())
+            return encode_result(result, **settings)
+
+        monkeypatch.setattr("rolltree.rollouts.record.encode_result", encode)
+        engine = RolloutEngine(Source(), Model())
+        requests = [a_request(index) for index in range(600)]
+        seen = set()
+        with Run.create(tmp_path / "run") as run:
+            async with aclosing(run_stored(engine, requests, run)) as batches:
+                async for batch in batches:
+                    for result, (row,) in batch:
+                        assert row.request_id == result.request.request_id
+                        assert row.reward == 1.0
+                        assert not row.record
+                        seen.add(row.request_id)
+                    assert seen <= run.finished_ids()
+            assert len(seen) == 600
+            assert len(list(decode_results(run.rollouts()))) == 600
+        assert threading.main_thread() not in threads
+
+    async def test_a_write_that_has_begun_ends_though_it_is_cancelled(self, tmp_path):
+        writing, go_on = threading.Event(), threading.Event()
+        with Run.create(tmp_path / "run") as run:
+            add = run.add_rollouts
+
+            def slow(rows, **settings):
+                writing.set()
+                assert go_on.wait(60)
+                return add(rows, **settings)
+
+            run.add_rollouts = slow
+
+            async def collect():
+                engine = RolloutEngine(Source(), Model())
+                async for _ in run_stored(engine, [a_request(0)], run):
+                    pass
+
+            task = asyncio.create_task(collect())
+            assert await asyncio.to_thread(writing.wait, 60)
+            task.cancel()
+            await asyncio.sleep(0)
+            go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert run.finished_ids() == {"r0"}
+
+    async def test_without_a_run_there_are_light_rows(self):
+        engine = RolloutEngine(Source(), Model())
+        async with aclosing(run_stored(engine, [a_request(0)], None)) as batches:
+            ((_, (row,)),) = await anext(batches)
+        assert (row.reward, row.record, row.tokens) == (1.0, b"", b"")

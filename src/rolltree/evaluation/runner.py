@@ -6,7 +6,6 @@ never run again.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +19,9 @@ from rolltree.evaluation.report import EvalReport, build_report
 from rolltree.inference.client import as_client
 from rolltree.redact import redact
 from rolltree.rollouts import GroupScorer, RolloutEngine, RolloutSource, Split, build_requests
-from rolltree.rollouts.record import encode_result
+from rolltree.rollouts.record import run_stored
 from rolltree.store import Run, StoredRollout, to_plain
+from rolltree.tasks import my_turn
 from rolltree.types import RolloutRequest, RolloutResult, SamplingArgs, SamplingParams
 
 
@@ -109,14 +109,11 @@ async def evaluate(
         deadline_s=deadline_s,
         retries=retries,
     )
-    async with aclosing(engine.run_ready(todo)) as batches:
+    async with aclosing(run_stored(engine, todo, run, replace_failed=retry_failed)) as batches:
         async for batch in batches:
-            encoded = [encode_result(result) for result in batch]
-            if run is not None:
-                together = [row for rows in encoded for row in rows]
-                await asyncio.to_thread(run.add_rollouts, together, replace_failed=retry_failed)
-            for result, rows in zip(batch, encoded, strict=True):
-                tally.add([replace(row, record=b"", tokens=b"") for row in rows])
+            for result, rows in batch:
+                await my_turn()
+                tally.add(rows)
                 if on_result is not None:
                     on_result(result)
     rows = tally.rows if run is None else _stored_rows(run, phase, requests)

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from rolltree.inference.client import ModelClient
 from rolltree.inference.client_base import DelegatingClient, ModelCall
+from rolltree.tasks import my_turn
 from rolltree.types import ModelResponse
 
 
@@ -133,7 +134,9 @@ class TimedClient(DelegatingClient):
             if call.model is None and self._model is not None:
                 call = replace(call, model=self._model)
             response = await call.to(self._inner)
-            wait_s = response.wait_s
+            wait_s, answered = response.wait_s, time.monotonic()
+            await my_turn()  # many answers may have come at once
+            wait_s += time.monotonic() - answered
             return response
         finally:
             self._clock.call_ended(wait_s)

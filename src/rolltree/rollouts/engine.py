@@ -28,7 +28,7 @@ from rolltree.rollouts.requests import (
     playing,
 )
 from rolltree.samples import SampleBatch, TruncationPolicy, build_samples, sample_meta
-from rolltree.tasks import being_cancelled
+from rolltree.tasks import ShortCollections, being_cancelled, my_turn
 from rolltree.types import (
     ErrorRecord,
     RolloutRequest,
@@ -247,46 +247,49 @@ class RolloutEngine:
             total = len(requests)
             groups.expect(requests)
         feed = iter(_unique(requests))
-        done: asyncio.Queue[RolloutResult | None] = asyncio.Queue()
+        done = _Done()
         num_workers = self.max_concurrent if total is None else min(self.max_concurrent, total)
-        workers = [
-            asyncio.create_task(self._work(feed, groups, done), name=f"rollout-worker-{index}")
-            for index in range(num_workers)
-        ]
-        num_done = num_failed = 0
-        running = len(workers)
+        workers: list[asyncio.Task[None]] = []
+
+        async def start() -> None:
+            for index in range(num_workers):
+                await my_turn()
+                work = self._work(feed, groups, done)
+                workers.append(asyncio.create_task(work, name=f"rollout-worker-{index}"))
+
+        starting = asyncio.create_task(start(), name="rollout-workers")
+        num_done = num_failed = num_ended = 0
         try:
-            while running:
-                ready = [await done.get()]
-                while not done.empty():
-                    ready.append(done.get_nowait())
-                results = [result for result in ready if result is not None]
-                running -= len(ready) - len(results)
-                for result in results:
-                    num_done += 1
-                    num_failed += result.error is not None
-                    if self.on_progress is not None:
-                        self.on_progress(RolloutProgress(num_done, num_failed, total))
-                if results:
-                    yield results
+            with ShortCollections(num_workers) as collections:
+                while num_ended < num_workers:
+                    results, ended = await done.take()
+                    num_ended += ended
+                    for result in results:
+                        num_done += 1
+                        num_failed += result.error is not None
+                        if self.on_progress is not None:
+                            self.on_progress(RolloutProgress(num_done, num_failed, total))
+                    collections.ended(len(results))
+                    if results:
+                        yield results
             await asyncio.gather(*workers)  # raises what a worker raised: a bad request iterator
         finally:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
             for worker in workers:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
 
-    async def _work(
-        self,
-        feed: Iterator[RolloutRequest],
-        groups: _Groups,
-        done: asyncio.Queue[RolloutResult | None],
-    ) -> None:
+    async def _work(self, feed: Iterator[RolloutRequest], groups: _Groups, done: _Done) -> None:
         try:
-            for request in feed:
-                for result in await groups.add(await self._run_one(request)):
-                    done.put_nowait(result)
+            while True:
+                await my_turn()
+                request = next(feed, None)
+                if request is None:
+                    return
+                await done.put(await groups.add(await self._run_one(request)))
         finally:
-            done.put_nowait(None)
+            done.end()
 
     async def _run_one(self, request: RolloutRequest) -> RolloutResult:
         attempt, left_s, began = 1, self.deadline_s, monotonic()
@@ -380,6 +383,43 @@ def _unique(requests: Iterable[RolloutRequest]) -> Iterator[RolloutRequest]:
             )
         seen.add(request.request_id)
         yield request
+
+
+MAX_READY = 256
+"""How many results may wait for the consumer before episodes wait to hand theirs over."""
+
+
+class _Done:
+    """Finished results on their way to the consumer, who may be slower than the episodes are."""
+
+    def __init__(self) -> None:
+        self._room = asyncio.Semaphore(MAX_READY)
+        self._queue: asyncio.Queue[list[RolloutResult] | None] = asyncio.Queue()
+        self._num_taken = 0
+
+    async def put(self, results: list[RolloutResult]) -> None:
+        """Hand results over together, when there is room."""
+        if results:
+            await self._room.acquire()
+            self._queue.put_nowait(results)
+
+    def end(self) -> None:
+        """Note that a worker has ended."""
+        self._queue.put_nowait(None)
+
+    async def take(self) -> tuple[list[RolloutResult], int]:
+        """Wait, and return all that is there and how many workers have ended.
+
+        What was taken before is done with: there is room for as much again.
+        """
+        for _ in range(self._num_taken):
+            self._room.release()
+        ready = [await self._queue.get()]
+        while not self._queue.empty():
+            ready.append(self._queue.get_nowait())
+        taken = [results for results in ready if results is not None]
+        self._num_taken = len(taken)
+        return [result for results in taken for result in results], len(ready) - len(taken)
 
 
 class _Groups:

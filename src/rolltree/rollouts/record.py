@@ -12,14 +12,18 @@ purpose:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, replace
 from typing import Any, cast
 
 from rolltree.errors import StoreError, TokenError
 from rolltree.redact import redact
+from rolltree.rollouts.engine import RolloutEngine
 from rolltree.rollouts.message_table import MessageReader, MessageTable, Reference
-from rolltree.store import StoredRollout, dumps, loads
+from rolltree.store import Run, StoredRollout, dumps, loads
+from rolltree.tasks import uninterrupted
 from rolltree.tokens import RecordedStep, StepTokens, TokenTree, Trajectory, peek
 from rolltree.types import (
     ErrorRecord,
@@ -43,13 +47,41 @@ _STATE_APART = ("input", "trajectory", "completion", "error")
 _NOT_STORED = ("client", "model", "sampling_args")  # the request has what of them is data
 
 
-def encode_result(result: RolloutResult) -> list[StoredRollout]:
+def encode_result(result: RolloutResult, *, blobs: bool = True) -> list[StoredRollout]:
     """Return one row per trajectory; one row without blobs' content when there is none.
 
-    `run.add_rollouts(encode_result(result))` stores a result atomically.
+    `run.add_rollouts(encode_result(result))` stores a result atomically. Without `blobs` the rows
+    have their columns only, as `run.rollouts(blobs=False)` reads them, at a fraction of the time.
     """
     states: Sequence[State | None] = result.states or (None,)
-    return [_encode(result, index, state) for index, state in enumerate(states)]
+    return [_encode(result, index, state, blobs) for index, state in enumerate(states)]
+
+
+async def run_stored(
+    engine: RolloutEngine,
+    requests: Iterable[RolloutRequest],
+    run: Run | None,
+    *,
+    replace_failed: bool = False,
+) -> AsyncGenerator[list[tuple[RolloutResult, list[StoredRollout]]], None]:
+    """Run requests and yield results, as they finish, once they are stored; with their light rows.
+
+    A thread encodes and writes, a batch in one transaction. A write that has begun is finished
+    though this is cancelled. Without a `run` nothing is stored.
+    """
+    async with aclosing(engine.run_ready(requests)) as batches:
+        async for batch in batches:
+            store = asyncio.to_thread(_store, batch, run, replace_failed)
+            yield list(zip(batch, await uninterrupted(store), strict=True))
+
+
+def _store(
+    batch: Sequence[RolloutResult], run: Run | None, replace_failed: bool
+) -> list[list[StoredRollout]]:
+    encoded = [encode_result(result, blobs=run is not None) for result in batch]
+    if run is not None:
+        run.add_rollouts((row for rows in encoded for row in rows), replace_failed=replace_failed)
+    return [[replace(row, record=b"", tokens=b"") for row in rows] for rows in encoded]
 
 
 def decode_rollout(row: StoredRollout) -> RolloutResult:
@@ -118,17 +150,8 @@ _EXPORTED = [
 ]
 
 
-def _encode(result: RolloutResult, index: int, state: State | None) -> StoredRollout:
-    request = result.request
-    table = MessageTable()
-    request_data = _request_data(request, table)
-    error = result.error
-    record: dict[str, Any] = {
-        "version": VERSION,
-        "request": request_data,
-        "error": None if error is None else redact(error.as_dict()),
-        "state": None,
-    }
+def _encode(result: RolloutResult, index: int, state: State | None, blobs: bool) -> StoredRollout:
+    request, error = result.request, result.error
     row = StoredRollout(
         request_id=request.request_id,
         trajectory_index=index,
@@ -148,12 +171,24 @@ def _encode(result: RolloutResult, index: int, state: State | None) -> StoredRol
         input={key: value for key, value in request.input.items() if key != "prompt"},
         errors=() if error is None else (error.as_dict(),),
     )
+    trajectory = Trajectory() if state is None else _as_trajectory(state.get("trajectory"))
     if state is not None:
-        trajectory = _as_trajectory(state.get("trajectory"))
+        row = replace(row, **_columns(state, trajectory, row))
+    if not blobs:
+        return row
+    table = MessageTable()
+    request_data = _request_data(request, table)
+    record: dict[str, Any] = {
+        "version": VERSION,
+        "request": request_data,
+        "error": None if error is None else redact(error.as_dict()),
+        "state": None,
+    }
+    if state is not None:
         record["state"] = _state_data(state, trajectory, request_data["input"], table)
-        row = replace(row, tokens=trajectory.tree.to_bytes(), **_columns(state, trajectory, row))
     text = f'{{"table":{table.to_json()},{dumps(record)[1:]}'
-    return replace(row, record=text.encode())
+    tokens = b"" if state is None else trajectory.tree.to_bytes()
+    return replace(row, record=text.encode(), tokens=tokens)
 
 
 def _columns(state: State, trajectory: Trajectory, row: StoredRollout) -> dict[str, Any]:

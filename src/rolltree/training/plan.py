@@ -7,7 +7,6 @@ source compares the members of a group, a group is stored whole or not at all.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -24,7 +23,7 @@ from rolltree.rollouts import (
     example_request,
     resolve_sampling,
 )
-from rolltree.rollouts.record import decode_results, encode_result
+from rolltree.rollouts.record import decode_results, run_stored
 from rolltree.store import Run
 from rolltree.training.config import TrainConfig
 from rolltree.types import RolloutRequest, RolloutResult, SamplingParams
@@ -177,11 +176,9 @@ async def gather(
     found = dict(stored)
     on_progress(len(found))
     missing = [request for request in requests if request.request_id not in stored]
-    async with aclosing(engine.run_ready(missing)) as batches:
+    async with aclosing(run_stored(engine, missing, run, replace_failed=True)) as batches:
         async for batch in batches:
-            rows = [row for result in batch for row in encode_result(result)]
-            await asyncio.to_thread(run.add_rollouts, rows, replace_failed=True)
-            found |= {result.request.request_id: result for result in batch}
+            found |= {result.request.request_id: result for result, _ in batch}
             on_progress(len(found))
     results = tuple(found[request.request_id] for request in requests)
     return Collected(results, len(stored))
