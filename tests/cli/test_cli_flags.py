@@ -22,7 +22,7 @@ FLAGS = {
     "serve": {
         "model", "--host", "--port", "--allow-remote", "--api-key-env", "--served-model-name",
         "--batch-invariant", "--dtype", "--device", "--max-batch", "--max-context",
-        "--logprobs-mode", "--seed", "--num-threads",
+        "--logprobs-mode", "--seed", "--num-threads", "--read-timeout",
     },
     "runs": {"root"},
     "show": {"run", "--phase", "--transcripts", "--failed", "--limit"},

@@ -56,6 +56,10 @@ def serve_model(
         ),
     ] = False,
     seed: Annotated[int, typer.Option("--seed", help="Seed of requests without one.")] = 0,
+    read_timeout: Annotated[
+        float,
+        typer.Option("--read-timeout", help="Seconds for a request to arrive.", min=0.1),
+    ] = 30.0,
     num_threads: Annotated[
         int | None, typer.Option("--num-threads", help="CPU threads of torch.", min=1)
     ] = None,
@@ -73,7 +77,7 @@ def serve_model(
             f"the package {error.name} is missing, which the server needs. Install rolltree with "
             "its extra: pip install 'rolltree[torch,serve]'."
         ) from error
-    where = ServerOptions(host, port, token, allow_remote)
+    where = ServerOptions(host, port, token, allow_remote, read_timeout)
 
     import torch
 

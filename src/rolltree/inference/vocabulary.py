@@ -6,14 +6,15 @@ as transformers' fast tokenizers. Text that a tokenizer normalises is normalised
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 
 from rolltree.types import IntArray
 
+_LONGEST_TOKEN = 256
 _REMEMBERED_STARTS = 16
 """Texts whose ids are kept: the members of a group ask for the same one, one after another."""
 
@@ -52,6 +53,12 @@ class Vocabulary:
             self._exactly["clean_up_tokenization_spaces"] = False  # it would eat sampled spaces
         self._anchor = self._find_anchor()
         self._start_ids = lru_cache(_REMEMBERED_STARTS)(self._encode_once)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Most characters that one token can stand for; a guess where the tokenizer has no list."""
+        vocabulary: Mapping[str, int] = getattr(self.tokenizer, "get_vocab", dict)()
+        return max(map(len, vocabulary), default=_LONGEST_TOKEN)
 
     def is_special(self, token: int) -> bool:
         """Whether `token` is a control token, not text."""

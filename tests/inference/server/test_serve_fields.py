@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rolltree.errors import ConfigError, TokenError
+from rolltree.errors import ConfigError, PromptTooLong, TokenError
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.parse import extract_versions
 from rolltree.inference.request_fields import token_in_fields
@@ -23,6 +23,7 @@ from rolltree.inference.server.requests import (
     RequestError,
     check_fields,
     error_body,
+    messages_of,
     parse_request,
 )
 from rolltree.inference.server.responses import MessageDeltas, TextDeltas, settled_text, spans
@@ -164,6 +165,9 @@ def test_prompts() -> None:
     for wrong in (None, 5, [1.5], [-1], [True], [2**31], ["a", 1]):
         with pytest.raises(TokenError):
             served.text_prompt(wrong)
-    with pytest.raises(TokenError):
-        served.chat_prompt(["hi"], None)
+    with pytest.raises(PromptTooLong, match="10 tokens"):
+        served.text_prompt("a" * (10 * 256 + 1))
+    for wrong in (None, ["hi"], [{}], [{"role": 5}], [{"role": "user", "content": [1]}]):
+        with pytest.raises(RequestError, match="messages is not a list of chat messages"):
+            messages_of(wrong)
     assert asyncio.run(served.sample([], SamplingParams())) == []

@@ -24,10 +24,12 @@ from starlette.routing import Route
 
 from rolltree.errors import ConfigError
 from rolltree.inference.server.http import (
+    READ_TIMEOUT_S,
     Handler,
     Unauthorized,
     failure,
     guarded,
+    impatient,
     json_body,
     json_response,
     while_connected,
@@ -36,12 +38,14 @@ from rolltree.inference.server.model_server import ServedModel
 from rolltree.inference.server.requests import (
     CHAT_FIELDS,
     GENERATE_FIELDS,
+    MAX_COMPLETIONS,
     SAMPLING_PARAMS_FIELDS,
     TEXT_FIELDS,
     TOKENIZE_FIELDS,
     ParsedRequest,
     RequestError,
     check_fields,
+    messages_of,
     num_choices,
     parse_request,
     sampling_of,
@@ -50,8 +54,6 @@ from rolltree.inference.server.requests import (
 from rolltree.inference.server.responses import Responses, ResponseStream, ids_answer
 from rolltree.inference.server.weights import WeightHandlers
 from rolltree.types import IntArray
-
-_MAX_PROMPTS = 1024
 
 
 class Handlers:
@@ -78,7 +80,8 @@ class Handlers:
         body = await json_body(request)
         given = check_fields(body, CHAT_FIELDS, self._served.name)
         parsed = parse_request(given, chat=True, body=body)
-        prompt = self._served.chat_prompt(given.get("messages"), parsed.tools)
+        messages = messages_of(given.get("messages"))
+        prompt = await self._served.run(lambda: self._served.chat_prompt(messages, parsed.tools))
         return await self._complete(request, parsed, [prompt])
 
     async def text(self, request: Request) -> Response:
@@ -86,7 +89,10 @@ class Handlers:
         body = await json_body(request)
         given = check_fields(body, TEXT_FIELDS, self._served.name)
         parsed = parse_request(given, chat=False, body=body)
-        prompts = [self._served.text_prompt(prompt) for prompt in _prompts(given.get("prompt"))]
+        given_prompts = _prompts(given.get("prompt"), parsed.n)
+        prompts = await self._served.run(
+            lambda: [self._served.text_prompt(prompt) for prompt in given_prompts]
+        )
         return await self._complete(request, parsed, prompts)
 
     async def _complete(
@@ -100,7 +106,8 @@ class Handlers:
                 headers={"Cache-Control": "no-cache"},
             )
         outputs = await while_connected(request, served.sample(prompts, parsed.sampling, parsed.n))
-        return json_response(Responses(served, parsed).whole(prompts, outputs))
+        responses = Responses(served, parsed)
+        return await served.run(lambda: json_response(responses.whole(prompts, outputs)))
 
     async def generate(self, request: Request) -> Response:
         """`POST /inference/v1/generate`: ids in, ids out, with the version of each span."""
@@ -139,9 +146,10 @@ class Handlers:
             raise RequestError("give either prompt or messages.", param="prompt")
         if "messages" in given:
             opener = given.get("add_generation_prompt", True) is True
-            ids = served.chat_prompt(given["messages"], tools_of(given), opener=opener)
+            messages, tools = messages_of(given["messages"]), tools_of(given)
+            ids = await served.run(lambda: served.chat_prompt(messages, tools, opener=opener))
         elif isinstance(given["prompt"], str):
-            ids = served.text_prompt(given["prompt"])
+            ids = await served.run(lambda: served.text_prompt(given["prompt"]))
         else:
             raise RequestError("prompt is not a string.", param="prompt")
         answer = {
@@ -161,12 +169,15 @@ class Handlers:
         return json_response({"prompt": self._served.renderer.decode(ids)})
 
 
-def create_app(served: ServedModel, token: str) -> Starlette:
+def create_app(
+    served: ServedModel, token: str, *, read_timeout_s: float = READ_TIMEOUT_S
+) -> Starlette:
     """Return the ASGI application; its shutdown closes the engine.
 
     Args:
         served: the model.
         token: what requests must carry as a bearer token (all but `/health`).
+        read_timeout_s: how long a request's body may take to arrive.
 
     Raises:
         ConfigError: the token is empty.
@@ -194,7 +205,7 @@ def create_app(served: ServedModel, token: str) -> Starlette:
         finally:
             await served.aclose()
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route(path, guarded(run), methods=[method]) for (method, path), run in paths.items()
         ],
@@ -202,6 +213,8 @@ def create_app(served: ServedModel, token: str) -> Starlette:
         exception_handlers={HTTPException: _unknown_path},
         lifespan=lifespan,
     )
+    app.state.read_timeout_s = read_timeout_s
+    return app
 
 
 async def _unknown_path(request: Request, error: Exception) -> Response:
@@ -210,12 +223,16 @@ async def _unknown_path(request: Request, error: Exception) -> Response:
     return failure(RequestError(what, status=status))
 
 
-def _prompts(prompt: object) -> list[object]:
+def _prompts(prompt: object, n: int) -> list[object]:
     """Return the prompts of a text completion, which may be one or a list of them."""
     several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
     prompts: list[object] = list(prompt) if several else [prompt]  # type: ignore[call-overload]
-    if len(prompts) > _MAX_PROMPTS:
-        raise RequestError(f"more than {_MAX_PROMPTS} prompts in one request.", param="prompt")
+    if len(prompts) * n > MAX_COMPLETIONS:
+        raise RequestError(
+            f"{len(prompts)} prompts with n = {n} are more than {MAX_COMPLETIONS} completions. "
+            "Send several requests.",
+            param="prompt",
+        )
     return prompts
 
 
@@ -224,7 +241,8 @@ class ServerOptions:
     """Where to listen and what to ask for.
 
     `port` 0 takes a free one. `token` None generates one, which only a loopback address allows;
-    any other `host` needs `allow_remote` as well as a token.
+    any other `host` needs `allow_remote` as well as a token. A connection whose request has not
+    arrived after `read_timeout_s` is closed.
 
     Raises:
         ConfigError: the host is not loopback, and `allow_remote` or the token is missing.
@@ -234,6 +252,7 @@ class ServerOptions:
     port: int = 8000
     token: str | None = None
     allow_remote: bool = False
+    read_timeout_s: float = READ_TIMEOUT_S
 
     def __post_init__(self) -> None:
         if is_loopback(self.host):
@@ -276,7 +295,8 @@ def serve(
     port = listener.getsockname()[1]
     name = f"[{options.host}]" if ":" in options.host else options.host
     config = uvicorn.Config(
-        create_app(served, token),
+        create_app(served, token, read_timeout_s=options.read_timeout_s),
+        http=impatient(options.read_timeout_s),
         log_level="warning",
         access_log=False,
         server_header=False,

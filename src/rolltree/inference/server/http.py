@@ -21,7 +21,9 @@ logger = logging.getLogger("rolltree.inference")
 ResultT = TypeVar("ResultT")
 Handler = Callable[[Request], Awaitable[Response]]
 
-MAX_BODY_BYTES = 64 * 2**20
+MAX_BODY_BYTES = 16 * 2**20
+"""A million ids are 7 MB of JSON."""
+READ_TIMEOUT_S = 30.0
 _OPEN = ("/health",)
 """Paths that need no token: they say only that the process lives."""
 
@@ -57,6 +59,8 @@ def guarded(handler: Handler) -> Handler:
             return Response(status_code=499)
         except Exception as error:
             response = failure(error)
+            if response.status_code in (408, 413):
+                response.headers["Connection"] = "close"  # the rest of the body is not read
             if response.status_code >= 500:
                 logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
             return response
@@ -81,16 +85,24 @@ async def json_body(request: Request) -> dict[str, Any]:
     """Return the request's JSON object.
 
     Raises:
-        RequestError: it is larger than `MAX_BODY_BYTES`, or no JSON object.
+        RequestError: it is larger than `MAX_BODY_BYTES`, did not come in time, or is no JSON
+            object.
     """
+    limit_s = request.app.state.read_timeout_s
     content = bytearray()
-    async for part in request.stream():
-        content += part
-        if len(content) > MAX_BODY_BYTES:
-            raise RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes.", status=413)
+    try:
+        async with asyncio.timeout(limit_s):
+            async for part in request.stream():
+                content += part
+                if len(content) > MAX_BODY_BYTES:
+                    raise RequestError(
+                        f"the body is larger than {MAX_BODY_BYTES} bytes.", status=413
+                    )
+    except TimeoutError as error:
+        raise RequestError(f"the body did not arrive within {limit_s:g} s.", status=408) from error
     try:
         body = msgspec.json.decode(bytes(content))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # msgspec's and the interpreter's own limits
         raise RequestError(f"the body is not JSON ({error}).") from error
     if not isinstance(body, dict):
         raise RequestError("the body is JSON, but not an object.")
@@ -121,3 +133,39 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, ResultT]) 
 async def _left(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def impatient(limit_s: float) -> type[asyncio.Protocol]:
+    """Return uvicorn's protocol, which closes connections whose request head is late.
+
+    uvicorn waits for ever for the rest of a head. The body's time limit is `json_body`'s.
+    """
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+    class Impatient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+        _late: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._watch()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._watch()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop()
+            super().connection_lost(exc)
+
+        def _watch(self) -> None:
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._stop()
+            elif self._late is None:
+                self._late = self.loop.call_later(limit_s, self.transport.close)
+
+        def _stop(self) -> None:
+            if self._late is not None:
+                self._late.cancel()
+                self._late = None
+
+    return Impatient

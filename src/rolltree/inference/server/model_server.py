@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
-from rolltree.errors import TokenError
+from rolltree.errors import PromptTooLong, TokenError
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.engine import EngineOutput, EngineThread, SampledToken
-from rolltree.inference.session import check_message_type
 from rolltree.types import (
     ChatMessage,
     FinishReason,
@@ -30,6 +29,7 @@ from rolltree.types import (
 if TYPE_CHECKING:
     from rolltree.inference.server.weights import WeightReceiver
 
+ResultT = TypeVar("ResultT")
 ServedLogprobs = Literal["processed", "raw"]
 """Whose logprobs are returned: the distribution's that was sampled from, or the model's own."""
 
@@ -63,6 +63,7 @@ class ServedModel:
         self._load_weights, self.receiver = load_weights, receiver
         self._pauses = AsyncExitStack()
         self._updating = asyncio.Lock()
+        self._worker = ThreadPoolExecutor(1, "rolltree-render")
         self.is_paused = self._closed = False
 
     @property
@@ -75,27 +76,51 @@ class ServedModel:
         """Whether `reload` can be used."""
         return self._load_weights is not None
 
+    async def run(self, work: Callable[[], ResultT]) -> ResultT:
+        """Return what `work` returns: rendering, tokenizing or decoding, away from the event loop.
+
+        One at a time: tokenizers are not made for several threads.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+
+    def _check_size(self, num_characters: int) -> None:
+        """Refuse a text that no tokenization makes short enough, before any is tried.
+
+        Raises:
+            PromptTooLong: it has more characters than the context has in its longest tokens.
+        """
+        most = self.engine.max_context * self.renderer.vocabulary.longest_token
+        if num_characters > most:
+            raise PromptTooLong(
+                f"the prompt has {num_characters:,} characters, and the {self.engine.max_context:,}"
+                f" tokens of this server's context are at most {most:,}. Shorten it."
+            )
+
     def chat_prompt(
-        self, messages: object, tools: Sequence[ToolSchema] | None, *, opener: bool = True
+        self,
+        messages: list[ChatMessage],
+        tools: Sequence[ToolSchema] | None,
+        *,
+        opener: bool = True,
     ) -> IntArray:
         """Return the prompt for a conversation, int32 `[_T]`.
 
         Raises:
-            ConfigError: it is not a list of messages.
+            PromptTooLong: it cannot fit the context.
             TemplateError: the template refuses it.
         """
-        if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-            raise TokenError("messages is not a list of chat messages, so there is no prompt.")
-        check_message_type(messages, "chat")
+        self._check_size(sum(_num_characters(message.get("content")) for message in messages))
         return self.renderer.render(messages, tools, add_generation_prompt=opener)
 
     def text_prompt(self, prompt: object) -> IntArray:
         """Return the prompt for a string or a list of ids, int32 `[_T]`.
 
         Raises:
+            PromptTooLong: it cannot fit the context.
             TokenError: it is neither.
         """
         if isinstance(prompt, str):
+            self._check_size(len(prompt))
             return self.renderer.encode_text(prompt)
         if not isinstance(prompt, list) or not all(
             type(token) is int and 0 <= token < 2**31 for token in prompt
@@ -200,6 +225,15 @@ class ServedModel:
             self.receiver.close()
         await self.resume()
         await self.engine.aclose()
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+
+def _num_characters(content: object) -> int:
+    if isinstance(content, str):
+        return len(content)
+    parts = content if isinstance(content, list) else []
+    texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def choice_seeds(seed: int | None, n: int) -> list[int | None]:

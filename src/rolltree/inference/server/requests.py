@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
+
+import msgspec
 
 from rolltree.errors import (
     ConfigError,
@@ -19,11 +21,16 @@ from rolltree.errors import (
 )
 from rolltree.inference.client import sampling_from_args
 from rolltree.inference.template import TemplateError
-from rolltree.types import SamplingParams
+from rolltree.types import ChatMessage, SamplingParams
 
 _CALLERS_FAULT = (ConfigError, PromptTooLong, TokenError, UnsupportedSetting, TemplateError)
 """Errors that the same request would raise again."""
-_CODES = {401: "invalid_api_key", 404: "not_found", 413: "request_too_large"}
+_CODES = {
+    401: "invalid_api_key",
+    404: "not_found",
+    408: "request_timeout",
+    413: "request_too_large",
+}
 
 
 class RequestError(Exception):
@@ -98,6 +105,8 @@ TOKENIZE_FIELDS = _names(
 )
 _TEXT_MAX_TOKENS = 16  # OpenAI's default for text completions
 _MAX_CHOICES = 256
+MAX_COMPLETIONS = 1024
+"""Most completions of one request: prompts times `n`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +214,46 @@ def num_choices(given: Mapping[str, Any]) -> int:
     return n
 
 
+class _Part(msgspec.Struct):
+    type: str = "text"
+    text: str | None = None
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class _ToolCall(msgspec.Struct):
+    function: _Function
+    id: str | None = None
+    type: str | None = None
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: str | list[str | _Part] | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+
+
+def messages_of(value: object) -> list[ChatMessage]:
+    """Return `value` if it is a list of chat messages.
+
+    Raises:
+        RequestError: it is not; the message says where.
+    """
+    try:
+        msgspec.convert(value, list[_Message])
+    except msgspec.ValidationError as error:
+        raise RequestError(
+            f"messages is not a list of chat messages: {error}.", param="messages"
+        ) from error
+    return cast(list[ChatMessage], value)
+
+
 def tools_of(given: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Return the tools that the model may call, or None.
 
@@ -224,7 +273,8 @@ def tools_of(given: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _is_tool(tool: object) -> bool:
-    return isinstance(tool, dict) and isinstance(tool.get("function"), dict)
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _flag(given: Mapping[str, Any], name: str) -> bool:

@@ -1,0 +1,215 @@
+"""Requests that are too large, never finished, or of the wrong shape, to a real server."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import serve_kit
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from serve_kit import Served
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    server = serve_kit.start("tiny", "--read-timeout", "2")
+    yield server
+    serve_kit.stop(server)
+
+
+def address(served: Served) -> tuple[str, int]:
+    parts = urlsplit(served.url)
+    return str(parts.hostname), int(parts.port or 0)
+
+
+def ask(
+    served: Served, path: str, body: bytes | None, token: str | None = None
+) -> tuple[int, dict[str, Any]]:
+    connection = http.client.HTTPConnection(*address(served), timeout=60)
+    headers = {"Authorization": f"Bearer {token or served.token}"}
+    connection.request("GET" if body is None else "POST", path, body, headers)
+    response = connection.getresponse()
+    content = response.read()
+    connection.close()
+    return response.status, json.loads(content or b"{}")
+
+
+def chat(served: Served, messages: object, **fields: Any) -> tuple[int, dict[str, Any]]:
+    body = {"messages": messages, "max_tokens": 1, **fields}
+    return ask(served, "/v1/chat/completions", json.dumps(body).encode())
+
+
+def slowest_health(served: Served, body: bytes, path: str) -> tuple[float, int]:
+    """Return how long `/health` took at most while a request is answered, and its status."""
+    found: list[int] = []
+    asking = threading.Thread(target=lambda: found.append(ask(served, path, body)[0]))
+    asking.start()
+    slowest = 0.0
+    while asking.is_alive():
+        start = time.monotonic()
+        assert ask(served, "/health", None)[0] == 200
+        slowest = max(slowest, time.monotonic() - start)
+    return slowest, found[0]
+
+
+class TestLarge:
+    @pytest.mark.parametrize("kind", ["words", "one word", "messages"])
+    def test_a_prompt_of_twelve_megabytes_is_refused_and_health_answers(
+        self, served: Served, kind: str
+    ) -> None:
+        text = "a" * 12_000_000 if kind == "one word" else "word " * 2_400_000
+        body: dict[str, Any] = {"prompt": text}
+        if kind == "messages":
+            body = {"messages": [{"role": "user", "content": text}]}
+        path = "/v1/chat/completions" if kind == "messages" else "/v1/completions"
+        slowest, status = slowest_health(served, json.dumps(body).encode(), path)
+        assert status == 400
+        assert slowest < 2.0
+
+    def test_a_body_over_the_limit_is_refused(self, served: Served) -> None:
+        body = json.dumps({"prompt": "a" * 20_000_000}).encode()
+        status, answer = ask(served, "/v1/completions", body)
+        assert status == 413
+        assert "bytes" in answer["error"]["message"]
+
+    def test_a_request_asks_for_a_limited_number_of_completions(self, served: Served) -> None:
+        body = json.dumps({"prompt": ["a"] * 1024, "n": 256, "max_tokens": 1}).encode()
+        slowest, status = slowest_health(served, body, "/v1/completions")
+        assert status == 400
+        assert slowest < 2.0
+
+    def test_the_largest_request_leaves_health_alone(self, served: Served) -> None:
+        body = json.dumps({"prompt": ["a"] * 256, "n": 4, "max_tokens": 1}).encode()
+        slowest, status = slowest_health(served, body, "/v1/completions")
+        assert status == 200
+        assert slowest < 2.0
+
+
+class TestUnfinished:
+    @pytest.mark.parametrize(
+        "sent",
+        [
+            b"",
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n",
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n"
+            b"Authorization: Bearer a-token-for-tests\r\n\r\n{",
+        ],
+        ids=["nothing", "head", "body"],
+    )
+    def test_connections_that_send_half_a_request_are_closed(
+        self, served: Served, sent: bytes
+    ) -> None:
+        open_sockets = [socket.create_connection(address(served)) for _ in range(100)]
+        try:
+            for each in open_sockets:
+                each.sendall(sent)
+            for each in open_sockets:
+                each.settimeout(30)
+                while each.recv(65536):  # an answer (408) or nothing, then the end
+                    pass
+            assert ask(served, "/health", None)[0] == 200
+        finally:
+            for each in open_sockets:
+                each.close()
+
+    def test_a_request_that_takes_longer_to_answer_stays_open(self, served: Served) -> None:
+        status, answer = chat(
+            served, [{"role": "user", "content": "1"}], n=16, max_tokens=200, stop_token_ids=[]
+        )
+        assert status == 200, answer
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 2**70) | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "type", "text", "function", "arguments", "name"]),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=6,
+)
+MESSAGES = VALUES | st.lists(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "role": st.sampled_from(["user", "assistant", "tool", "system"]) | VALUES,
+            "content": st.text(max_size=8) | VALUES,
+            "tool_calls": VALUES | st.lists(VALUES, max_size=2),
+            "tool_call_id": VALUES,
+            "name": VALUES,
+            "reasoning_content": VALUES,
+        },
+    ),
+    max_size=3,
+)
+
+
+class TestShape:
+    @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(MESSAGES, VALUES)
+    def test_messages_and_tools_of_any_shape_are_answered_or_refused(
+        self, served: Served, messages: Any, tools: Any
+    ) -> None:
+        status, answer = chat(served, messages, tools=tools)
+        assert status in (200, 400), answer
+
+    @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(
+        st.sampled_from(
+            [
+                *("/v1/chat/completions", "/v1/completions", "/inference/v1/generate"),
+                *("/tokenize", "/detokenize"),
+            ]
+        ),
+        st.dictionaries(
+            st.sampled_from(
+                [
+                    *("prompt", "messages", "token_ids", "sampling_params", "tokens", "tools"),
+                    *("temperature", "top_p", "stop", "seed", "logit_bias", "stop_token_ids", "n"),
+                    *("stream", "logprobs", "stream_options", "model", "tool_choice", "top_k"),
+                    *("request_id", "min_tokens", "presence_penalty", "return_token_ids"),
+                ]
+            ),
+            VALUES,
+            max_size=4,
+        ),
+    )
+    def test_fields_of_any_shape_are_answered_or_refused(
+        self, served: Served, path: str, fields: dict[str, Any]
+    ) -> None:
+        body = {**fields} if path in ("/tokenize", "/detokenize") else {"max_tokens": 1, **fields}
+        connection = http.client.HTTPConnection(*address(served), timeout=60)
+        headers = {"Authorization": f"Bearer {served.token}"}
+        connection.request("POST", path, json.dumps(body).encode(), headers)
+        response = connection.getresponse()
+        content = response.read()
+        connection.close()
+        assert response.status in (200, 400, 404), content
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+            b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+            b'{"prompt": ' + b"9" * 5000 + b"}",
+            b"\xff\xfe",
+            b"[]",
+            b"",
+        ],
+        ids=["lone surrogate", "deep", "large number", "no text", "a list", "empty"],
+    )
+    def test_bodies_that_are_no_request_are_refused(self, served: Served, body: bytes) -> None:
+        status, answer = ask(served, "/v1/chat/completions", body)
+        assert status == 400
+        assert answer["error"]["type"] == "invalid_request_error"
