@@ -111,6 +111,16 @@ def test_the_bars_of_ranks_can_fail():
     assert load("ranks").bars(results)[-1].value == 1
 
 
+def test_the_bars_of_kills_can_fail():
+    module = load("kills")
+    one = {"kills": 50, "lives": 4, "compared": 900, "differ": [], "wrong": []}
+    names = [f"{kind} {name}" for kind in module.KINDS for name in module.SIGNALS]
+    results = {name: dict(one) for name in names}
+    assert met("kills", results) == [True] * 3
+    results[names[4]] |= {"kills": 49, "differ": ["a weight"], "wrong": ["exit status 1"]}
+    assert met("kills", results) == [False] * 3
+
+
 def test_the_bars_of_tree_training_can_fail():
     module = load("tree_training")
     good = {

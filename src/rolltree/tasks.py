@@ -67,9 +67,22 @@ def run_sync(work: Coroutine[Any, Any, T]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work)
+        return _run(work)
     with ThreadPoolExecutor(1, thread_name_prefix="rolltree-sync") as pool:
         return pool.submit(asyncio.run, work).result()
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """Do what `asyncio.run` does; Ctrl-C after the last step of `work` is a Ctrl-C, too.
+
+    In that moment asyncio's own clean-up fails on the loop that Ctrl-C stopped.
+    """
+    try:
+        return asyncio.run(work)
+    except RuntimeError as error:
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
+        raise
 
 
 async def my_turn() -> None:

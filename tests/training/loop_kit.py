@@ -1,23 +1,15 @@
-"""A whole tiny run for the tests of the loop: model folder, config, parts, one call to start it.
-
-And the same run killed at random: `attempt` for a script that `run_script` runs.
-"""
+"""A whole tiny run for the tests of the loop: model folder, config, parts, one call to start it."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
-import threading
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 from training_kit import LetterSource
 
 from rolltree.models import TinyConfig, make_tiny
-from rolltree.training import Silent, build_parts, load_train_config, open_run, run_training
+from rolltree.training import build_parts, load_train_config, open_run, run_training
 
 METRICS = ("train/loss", "reward/mean", "train/grad_norm", "train/entropy", "train/num_records")
 
@@ -67,55 +59,3 @@ def start(config: Any, source: Any = None, *, parts: Any = None, **options: Any)
 
 def curve(report: Any) -> list[tuple[float, ...]]:
     return [tuple(step[name] for name in METRICS) for step in report.metrics]
-
-
-class Killer(Silent):
-    """Kills its process some seconds after the n-th thing that it hears of; never where n is 0."""
-
-    def __init__(self, num_events: int, delay_s: float) -> None:
-        self.num_events, self.delay_s = num_events, delay_s
-
-    def tick(self, *args: Any) -> None:
-        self.num_events -= 1
-        if self.num_events == 0:
-            threading.Timer(self.delay_s, os.kill, (os.getpid(), 9)).start()
-
-    on_start = on_rollouts = on_step = on_eval = on_end = tick
-
-
-def attempt(config: Any, num_events: int = 0, delay_s: float = 0.0, **options: Any) -> int:
-    """Run the loop in a child that is killed (see `Killer`); print and return its exit code."""
-    child = os.fork()
-    if child == 0:
-        start(config, reporter=Killer(num_events, delay_s), **options)
-        os._exit(0)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    print(code, flush=True)
-    return code
-
-
-HEAD = """
-import random, sys, warnings
-warnings.filterwarnings("ignore")
-sys.path.insert(0, {kit!r})
-import torch
-torch.set_num_threads(1)
-from pathlib import Path
-from loop_kit import attempt, make_config
-model, root = Path({model!r}), Path({root!r})
-"""
-
-
-def run_script(script: str, model: Path, root: Path) -> tuple[list[int], str]:
-    """Run a script in a process without threads, which may fork; return the codes it printed.
-
-    It finds `attempt`, `make_config`, `random`, `model` and `root`. Also returns its stderr.
-    """
-    head = HEAD.format(kit=str(Path(__file__).parent), model=str(model), root=str(root))
-    done = subprocess.run(
-        [sys.executable, "-c", head + dedent(script)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    return [int(line) for line in done.stdout.split()], done.stderr

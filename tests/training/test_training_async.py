@@ -1,12 +1,11 @@
 """The asynchronous loop on the embedded engine: bounds, versions, failures, and a real kill."""
 
 import asyncio
-import signal
 import threading
 from collections import Counter
 
 import pytest
-from loop_kit import make_config, run_script, start
+from loop_kit import make_config, start
 from training_kit import LetterSource
 
 from rolltree.errors import ConfigError, TrainingError
@@ -248,38 +247,3 @@ class TestResume:
                 assert new[name] == pytest.approx(old[name], rel=1e-3, abs=1e-5), name
         with Run.open(tmp_path / "run", "r") as run:
             assert {step: ledger(run)[step] for step in was} == was
-
-
-KILLED_RUN = """
-    config = make_config(
-        model, root / "run", checkpoint={"every": 3}, algorithm={"dynamic_sampling_max": 1},
-        train={"num_steps": 8, "async_steps": 1},
-    )
-    rng = random.Random(5)
-    for number in range(40):
-        num_events = rng.randint(2, 6) if number < 9 else 0
-        if attempt(config, num_events, rng.uniform(0, 0.05)) == 0:
-            break
-"""
-
-
-@pytest.mark.slow
-def test_killed_at_random_nothing_is_lost_or_counted_twice(model, tmp_path):
-    codes, errors = run_script(KILLED_RUN, model, tmp_path)
-    assert codes[-1] == 0, errors
-    assert codes[:-1] == [-signal.SIGKILL] * (len(codes) - 1), errors
-    assert len(codes) > 4
-    with Run.open(tmp_path / "run", "r") as run:
-        rows = list(run.rollouts(blobs=False))
-        entries = run.events(LEDGER)
-        steps = [row.step for row in run.steps()]
-    assert steps == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert [entry.step for entry in entries] == steps  # one entry per step, never a second one
-    groups = Counter(g for e in entries for g in (*e.data["groups"], *e.data["dropped"]))
-    assert set(groups.values()) == {1}
-    assert sum(len(entry.data["groups"]) for entry in entries) == 16
-    assert len(rows) == len({row.request_id for row in rows})
-    members = Counter(row.group_id for row in rows)
-    assert all(members[group] == 3 for group in groups)  # nothing of a trained group is lost
-    of = {group: entry.step for entry in entries for group in entry.data["groups"]}
-    assert all(row.max_version < of[row.group_id] for row in rows if row.group_id in of)

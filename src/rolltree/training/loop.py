@@ -151,14 +151,16 @@ class _Loop:
             await self.publisher.publish(first.version)
         await self.publisher.verify(first.version)
         self._start(first)
-        num_steps, every = self.config.train.num_steps, self.config.eval.every
+        num_steps = self.config.train.num_steps
         if self.config.eval.before:
             await self._evaluate("eval_before", 0, current=first.step)
+        for phase in self._owed(first.step):
+            await self._evaluate(phase, first.step, current=first.step)
         feed = self._feed()
         try:
             for step in range(first.step + 1, num_steps + 1):
                 metrics = await self._step(step, feed)
-                inside = every and step % every == 0 and step < num_steps
+                inside = self._is_evaluated(step)
                 # Taken again, an asynchronous step has its weights only up to rounding.
                 exact = inside and self.config.train.async_steps > 0
                 if step == num_steps or step % self.config.checkpoint.every == 0 or exact:
@@ -317,6 +319,34 @@ class _Loop:
         done = [e.step for e in self.run.events("evaluation") if e.data["phase"] == "eval_after"]
         others = {at for at in (*begun, *done) if at != step}
         return f"eval_after/{step:06d}" if others else "eval_after"
+
+    def _is_evaluated(self, step: int) -> bool:
+        """Return whether `eval.every` asks for an evaluation after `step`, which is not the end."""
+        every = self.config.eval.every
+        return every > 0 and step % every == 0 and 0 < step < self.config.train.num_steps
+
+    def _owed(self, step: int) -> list[str]:
+        """Return the phases that an earlier start owes at `step`, where this one begins.
+
+        They were interrupted after the checkpoint was written, or `eval.every` asks for them only
+        now. A notice names those whose weights are gone.
+        """
+        done = {event.step for event in self.run.events("evaluation")}
+        known = done | {event.step for event in self.run.events("evaluation_skipped")}
+        gone = [n for n in range(1, step) if self._is_evaluated(n) and n not in known]
+        for number in gone:
+            data = {"phase": f"eval/{number:06d}", "done": step}
+            self.run.add_event("evaluation_skipped", data, step=number)
+        if gone:
+            self._notify(
+                f"eval.every = {self.config.eval.every} asks for an evaluation after step "
+                f"{', '.join(map(str, gone))}, which no earlier start made. Training is at step "
+                f"{step}, and the weights of then are gone, so it is left out."
+            )
+        if step in done or step == self.config.train.num_steps:
+            return []
+        begun = [e.data["phase"] for e in self.run.events("evaluation_begun") if e.step == step]
+        return begun or ([f"eval/{step:06d}"] if self._is_evaluated(step) else [])
 
     async def _evaluate(self, phase: str, step: int, *, current: int) -> None:
         """Evaluate once per phase and run; an evaluation that is stored is only reported."""

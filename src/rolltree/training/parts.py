@@ -77,7 +77,8 @@ def _options(config: TrainConfig) -> dict[str, Any]:
 
 
 def _local(config: TrainConfig, model: Any, tokenizer: Any) -> tuple[Any, WeightTarget]:
-    client = local_client(model, tokenizer, **_options(config))
+    invariant = config.engine.batch_invariant
+    client = local_client(model, tokenizer, batch_invariant=invariant, **_options(config))
     return client, client.engine
 
 

@@ -95,6 +95,8 @@ class EngineSection(Section, frozen=True):
     - `max_batch`: sequences decoded together. `max_context`: tokens of prompt and completion (None:
       the engine's default). `kv_budget_bytes`: memory of the KV cache (None: `max_batch` full
       sequences; `vllm`: 1 GiB). `prefill_chunk`: most prompt tokens in one forward pass.
+    - `batch_invariant`: the embedded engine gives a request the same bits in any batch, so a run
+      that was killed and continued equals one that was not, bit for bit.
     - `max_concurrent`: rollouts in flight. `time_limit_s`: time limit of a rollout, without waiting
       for the server; `deadline_s`: in all. `retries`: how often a rollout is repeated whose model
       call failed.
@@ -112,6 +114,7 @@ class EngineSection(Section, frozen=True):
     max_context: int | None = None
     kv_budget_bytes: int | None = None
     prefill_chunk: AtLeast1 = 2048
+    batch_invariant: bool = False
     max_concurrent: AtLeast1 = 64
     time_limit_s: float | None = None
     deadline_s: float | None = None
@@ -122,6 +125,12 @@ class EngineSection(Section, frozen=True):
             raise ConfigError(
                 f"engine.kind is {self.kind!r} and engine.urls is {list(self.urls)}. Servers "
                 "need URLs, and an engine in this process has none. Set both, or neither."
+            )
+        if self.batch_invariant and self.kind != "local":
+            raise ConfigError(
+                f"engine.batch_invariant is set, and engine.kind = {self.kind!r} does not read it. "
+                "Use engine.kind = 'local', or servers that were started with it "
+                "(`rolltree serve --batch-invariant`), and leave it out here."
             )
         ignored = ("max_batch", "max_context", "kv_budget_bytes", "prefill_chunk")
         others = ("served_model", "api_key_env", "reload_method", "publish", "transfer_address")
