@@ -145,16 +145,16 @@ class TestDiskTrouble:
         database = Database(tmp_path / "run.db", "create")
 
         def write_and_fail():
-            with database.transaction() as connection:
-                connection.execute("INSERT INTO meta VALUES ('a', '1')")
+            with database.transaction() as change:
+                change.put("meta", "a", "1")
                 raise ZeroDivisionError
 
         with pytest.raises(ZeroDivisionError):
             write_and_fail()
-        assert database.all("SELECT * FROM meta") == []
-        with database.transaction() as connection:
-            connection.execute("INSERT INTO meta VALUES ('a', '2')")
-        assert database.all("SELECT value FROM meta") == [("2",)]
+        assert database.table("meta") == []
+        with database.transaction() as change:
+            change.put("meta", "a", "2")
+        assert database.table("meta") == [("a", "2")]
         database.close()
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rolltree.errors import StoreError
+from rolltree.store.integrity import Totals
 from rolltree.store.run import Run
 
 
@@ -38,31 +40,42 @@ class RunSummary:
     config: dict[str, Any]
 
 
-_PHASES = """
-SELECT phase, count(DISTINCT request_id), count(*), sum(status = 'error'), sum(truncated),
-       avg(reward), sum(num_prompt_tokens), sum(num_completion_tokens)
-FROM rollouts GROUP BY phase ORDER BY min(id)
-"""
-
-
 def summarize(run: Run) -> RunSummary:
-    """Return what a run holds."""
-    phases = [tuple(row.values()) for row in run.query(_PHASES)]
-    env_ids = run.query("SELECT DISTINCT env_id FROM rollouts ORDER BY env_id")
-    last = run.query(
-        "SELECT max(at) AS at FROM (SELECT max(created_at) AS at FROM rollouts "
-        "UNION ALL SELECT max(created_at) FROM steps UNION ALL SELECT max(created_at) FROM events)"
-    )[0]["at"]
-    meta = run.meta
+    """Return what a run holds, from its sums: the rollouts are not read."""
+    totals, meta = run.totals(), run.meta
+    steps, events = run.steps(), run.events()
+    written = [
+        meta["created_at"],
+        *(item.last_created_at for item in totals),
+        *(step.created_at for step in steps),
+        *(event.created_at for event in events),
+    ]
+    phases: dict[str, list[Totals]] = {}
+    for item in totals:
+        phases.setdefault(item.phase, []).append(item)
     return RunSummary(
         path=run.path,
         kind=meta["kind"],
         created_at=meta["created_at"],
-        last_written=last or meta["created_at"],
-        env_ids=tuple(row["env_id"] for row in env_ids),
-        num_steps=len(run.steps()),
-        phases=tuple(PhaseSummary(*row) for row in phases),
+        last_written=max(written),
+        env_ids=tuple(sorted({item.env_id for item in totals})),
+        num_steps=len(steps),
+        phases=tuple(_phase(name, items) for name, items in phases.items()),
         config=meta["config"],
+    )
+
+
+def _phase(name: str, items: Sequence[Totals]) -> PhaseSummary:
+    num_scored = sum(item.num_scored for item in items)
+    return PhaseSummary(
+        phase=name,
+        num_requests=sum(item.num_requests for item in items),
+        num_rollouts=sum(item.num_rollouts for item in items),
+        num_errors=sum(item.num_errors for item in items),
+        num_truncated=sum(item.num_truncated for item in items),
+        mean_reward=sum(item.sum_reward for item in items) / num_scored if num_scored else None,
+        num_prompt_tokens=sum(item.num_prompt_tokens for item in items),
+        num_completion_tokens=sum(item.num_completion_tokens for item in items),
     )
 
 

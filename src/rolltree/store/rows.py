@@ -7,19 +7,21 @@ blobs. There is one schema: a file of another version is refused, not migrated.
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from rolltree.errors import StoreError
 from rolltree.redact import REDACTED, cut_secrets, cut_text, redact
 from rolltree.store.codec import dumps, loads
+from rolltree.store.integrity import Counts, blob_checksum, checksum
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 APPLICATION_ID = 0x726F6C74  # "rolt", in the header of every run.db
 
 Secrets: TypeAlias = tuple[str, ...]
@@ -125,8 +127,15 @@ def _whole(value: Any, secrets: Secrets) -> int | str | None:
     return int(value) if -(2**63) <= int(value) < 2**63 else str(value)
 
 
+def _integer(value: Any, secrets: Secrets) -> int | float | str | None:
+    found = _whole(value, secrets)
+    is_long = isinstance(found, str) and not isinstance(value, str)
+    return float(found) if is_long and found is not None else found  # as SQLite stores it
+
+
 def _real(value: Any, secrets: Secrets) -> float | None:
-    return None if value is None else float(value)
+    found = math.nan if value is None else float(value)
+    return None if math.isnan(found) else found + 0.0  # SQLite has neither NaN nor -0.0
 
 
 def _json(value: Any, secrets: Secrets) -> str:
@@ -163,7 +172,7 @@ def _same(value: Any) -> Any:
 
 _TEXT = Column("TEXT", _text, _same)
 _LABEL = Column("TEXT", _label, _same)
-_INT = Column("INTEGER", _whole, _same)
+_INT = Column("INTEGER", _integer, _same)
 _REAL = Column("REAL", _real, _same)
 _BOOL = Column("INTEGER", _whole, bool)
 
@@ -212,6 +221,12 @@ COLUMNS: dict[str, Column] = {
 """Every field of `StoredRollout`, in its order; the blobs last, so that a scan skips them."""
 
 BLOBS = ("record", "tokens")
+LIGHT = tuple(name for name in COLUMNS if name not in BLOBS)
+STORED = ("id", *LIGHT, "blob_checksum", "checksum", *BLOBS)
+"""Every column of the table: `checksum` is over those before it, `blob_checksum` over the blobs."""
+
+SUMMED = STORED[: -len(BLOBS)]
+_NUM_LIGHT = 1 + len(LIGHT)
 
 
 def to_sql(row: StoredRollout, secrets: Secrets = ()) -> tuple[Any, ...]:
@@ -219,25 +234,64 @@ def to_sql(row: StoredRollout, secrets: Secrets = ()) -> tuple[Any, ...]:
     return tuple(column.encode(getattr(row, name), secrets) for name, column in COLUMNS.items())
 
 
-def from_sql(names: Sequence[str], values: Sequence[Any]) -> StoredRollout:
-    """Return the row that has these values; columns that were not read keep their defaults."""
+def with_checksums(row_id: int, values: Sequence[Any]) -> tuple[Any, ...]:
+    """Return what `STORED` names, from a row's id and the values of `to_sql`."""
+    light, blobs = values[: len(LIGHT)], values[len(LIGHT) :]
+    head = (row_id, *light, blob_checksum(blobs))
+    return (*head, checksum("rollouts", head), *blobs)
+
+
+def verify(values: Sequence[Any]) -> None:
+    """Compare values of `STORED`, with or without the blobs, with their checksums.
+
+    Raises:
+        StoreError: they differ; the file is not named.
+    """
+    head, (blob_sum, row_sum) = values[: _NUM_LIGHT + 1], values[_NUM_LIGHT : _NUM_LIGHT + 2]
+    blobs = values[_NUM_LIGHT + 2 :]
+    try:
+        whole = checksum("rollouts", head) == row_sum
+        whole = whole and (not blobs or blob_checksum(blobs) == blob_sum)
+    except TypeError:  # a blob that became a text, or nothing
+        whole = False
+    if not whole:
+        raise StoreError(f"rollout {values[1]!r} (row {values[0]}) differs from its checksum")
+
+
+def from_sql(values: Sequence[Any]) -> StoredRollout:
+    """Return the row with these verified values of `STORED`; without its blobs they stay empty.
+
+    Raises:
+        StoreError: see `verify`.
+    """
+    verify(values)
+    names = (*LIGHT, *BLOBS) if len(values) == len(STORED) else LIGHT
+    found = (*values[1:_NUM_LIGHT], *values[_NUM_LIGHT + 2 :])
     return StoredRollout(
-        **{name: COLUMNS[name].decode(value) for name, value in zip(names, values, strict=True)}
+        **{name: COLUMNS[name].decode(value) for name, value in zip(names, found, strict=True)}
     )
 
 
 def _statements() -> list[str]:
-    columns = ",\n  ".join(f"{name} {column.sql}" for name, column in COLUMNS.items())
+    types = {name: column.sql for name, column in COLUMNS.items()}
+    types |= {"id": "INTEGER PRIMARY KEY", "blob_checksum": "INTEGER", "checksum": "INTEGER"}
+    columns = ",\n  ".join(f"{name} {types[name]}" for name in STORED)
+    counts = ", ".join(f"{item.name} INTEGER" for item in fields(Counts))
     return [
-        "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
-        f"CREATE TABLE rollouts (\n  id INTEGER PRIMARY KEY,\n  {columns},\n"
-        "  UNIQUE (request_id, trajectory_index)\n)",
+        "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL, checksum INTEGER)"
+        " WITHOUT ROWID",
+        f"CREATE TABLE counts ({counts}, checksum INTEGER)",
+        "CREATE TABLE totals (phase TEXT, env_id TEXT, first_id INTEGER, num_requests INTEGER,"
+        " num_rollouts INTEGER, num_errors INTEGER, num_truncated INTEGER, num_scored INTEGER,"
+        " sum_reward REAL, num_prompt_tokens INTEGER, num_completion_tokens INTEGER,"
+        " last_created_at REAL, checksum INTEGER, PRIMARY KEY (phase, env_id)) WITHOUT ROWID",
+        f"CREATE TABLE rollouts (\n  {columns},\n  UNIQUE (request_id, trajectory_index)\n)",
         "CREATE INDEX rollouts_by_phase ON rollouts (phase, train_step, id)",
         "CREATE INDEX rollouts_by_group ON rollouts (group_id)",
         "CREATE TABLE steps (step INTEGER PRIMARY KEY, created_at REAL NOT NULL,"
-        " metrics TEXT NOT NULL)",
+        " metrics TEXT NOT NULL, checksum INTEGER)",
         "CREATE TABLE events (id INTEGER PRIMARY KEY, created_at REAL NOT NULL,"
-        " kind TEXT NOT NULL, step INTEGER, data TEXT NOT NULL)",
+        " kind TEXT NOT NULL, step INTEGER, data TEXT NOT NULL, checksum INTEGER)",
         f"PRAGMA application_id = {APPLICATION_ID}",
         f"PRAGMA user_version = {SCHEMA_VERSION}",
     ]

@@ -7,6 +7,7 @@ rollout into rows.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -15,17 +16,33 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from rolltree.errors import ConfigError, StoreError, did_you_mean
+from rolltree.errors import ConfigError, RolltreeError, StoreError, did_you_mean
 from rolltree.redact import known_secrets, redact
 from rolltree.store.codec import dumps, loads, to_plain
 from rolltree.store.database import Database, WriterLock
-from rolltree.store.rows import BLOBS, COLUMNS, Event, StepRow, StoredRollout, from_sql, to_sql
+from rolltree.store.integrity import MAX_TOLD, Change, Totals, damaged
+from rolltree.store.rows import (
+    BLOBS,
+    COLUMNS,
+    LIGHT,
+    STORED,
+    SUMMED,
+    Event,
+    StepRow,
+    StoredRollout,
+    from_sql,
+    to_sql,
+    with_checksums,
+)
 
 _INSERT = (
-    f"INSERT INTO rollouts ({', '.join(COLUMNS)}) VALUES ({', '.join('?' for _ in COLUMNS)}) "
+    f"INSERT INTO rollouts ({', '.join(STORED)}) VALUES ({', '.join('?' for _ in STORED)}) "
     "ON CONFLICT (request_id, trajectory_index) DO NOTHING"
 )
 _FILTERS = [name for name in COLUMNS if name not in (*BLOBS, "metrics", "input", "errors")]
+_REQUEST_ID = list(COLUMNS).index("request_id")
+_ROW_ERRORS = (RolltreeError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What reading a row, or rendering it, may raise when there is something wrong with the row."""
 _MISSING = object()
 
 
@@ -164,21 +181,19 @@ class Run:
     @property
     def meta(self) -> dict[str, Any]:
         """Everything stored with `set_meta`, plus `kind`, `config` and `created_at`."""
-        rows = self._database.all("SELECT key, value FROM meta ORDER BY key")
-        return {key: loads(value) for key, value in rows}
+        return {key: loads(value) for key, value in self._database.table("meta")}
 
     @property
     def config(self) -> dict[str, Any]:
         """The redacted config that the run was made with."""
-        rows = self._database.all("SELECT value FROM meta WHERE key = 'config'")
-        return dict(loads(rows[0][0])) if rows else {}
+        return dict(self.meta.get("config") or {})
 
     def set_meta(self, key: str, value: Any) -> None:
         """Store one value under a name; the last one wins."""
         self._must_write()
         text = dumps(redact(value, self._secrets))
-        with self._database.transaction() as connection:
-            connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, text))
+        with self._database.transaction() as change:
+            change.put("meta", key, text)
 
     def protect(self, *secrets: str) -> None:
         """Name secrets of this process; they are cut out of everything written from now on.
@@ -196,25 +211,38 @@ class Run:
         rows failed is replaced, and an event keeps what failed.
         """
         self._must_write()
-        values = [(row.request_id, to_sql(row, self._secrets)) for row in rows]
-        with self._database.transaction() as connection:
+        values = [to_sql(row, self._secrets) for row in rows]
+        with self._database.transaction() as change:
             if replace_failed:
-                for request_id in dict.fromkeys(request_id for request_id, _ in values):
-                    self._drop_failed(request_id)
-            before = connection.total_changes
-            connection.executemany(_INSERT, (row for _, row in values))
-            return connection.total_changes - before
+                for request_id in dict.fromkeys(row[_REQUEST_ID] for row in values):
+                    self._drop_failed(change, request_id)
+            return sum(self._add(change, row) for row in values)
 
-    def _drop_failed(self, request_id: str) -> None:
-        failed = self._database.all(
-            "SELECT trajectory_index, error_type, errors FROM rollouts "
-            "WHERE request_id = ? AND status = 'error'",
-            (request_id,),
-        )
+    def _add(self, change: Change, values: Sequence[Any]) -> int:
+        stored = with_checksums(change.next_id(), values)
+        added = change.connection.execute(_INSERT, stored).rowcount
+        if added:
+            change.count(dict(zip(STORED, stored, strict=True)), 1)
+        else:
+            change.counts.last_id -= 1
+        return added
+
+    def _drop_failed(self, change: Change, request_id: str) -> None:
+        names = ("id", *LIGHT)
+        found = change.connection.execute(
+            f"SELECT {', '.join(names)} FROM rollouts WHERE request_id = ?", (request_id,)
+        ).fetchall()
+        rows = [dict(zip(names, row, strict=True)) for row in found]
+        failed = [row for row in rows if row["status"] == "error"]
         if failed:
-            errors = [{"type": kind, "errors": loads(text)} for _, kind, text in failed]
-            self._insert_event("retried", {"request_id": request_id, "failed": errors}, None)
-            self._database.all("DELETE FROM rollouts WHERE request_id = ?", (request_id,))
+            errors = [{"type": r["error_type"], "errors": loads(r["errors"])} for r in failed]
+            data = {"request_id": request_id, "failed": errors}
+            self._insert_event(change, "retried", data, None)
+            change.connection.execute("DELETE FROM rollouts WHERE request_id = ?", (request_id,))
+            for row in rows:
+                change.count(row, -1)
+            for phase in {row["phase"] for row in rows if row["reward"] is not None}:
+                change.sum_again(phase)  # taking floats away does not leave the sum of the others
 
     def rollouts(
         self, *, blobs: bool = True, limit: int | None = None, **where: Any
@@ -226,21 +254,51 @@ class Run:
 
         Raises:
             ConfigError: there is no such column.
+            StoreError: a row is damaged or missing.
         """
-        names = [name for name in COLUMNS if blobs or name not in BLOBS]
         clause, values = _where(where)
-        for row in self._database.pages(names, clause, values, limit):
-            yield from_sql(names, row)
+        before, num_rows = self._expected(where), 0
+        for row in self._database.pages(STORED if blobs else SUMMED, clause, values, limit):
+            with self._database.naming():
+                found = from_sql(row)
+            yield found
+            num_rows += 1
+        missing = limit is None and before is not None and before[0] != num_rows
+        if missing and before == self._expected(where):  # nobody wrote during the iteration
+            what = f"an index leads to {num_rows} of {before[0]} rollouts" if before else ""
+            raise damaged(self._database.path, what)
+
+    def _expected(self, where: Mapping[str, Any]) -> tuple[int, int] | None:
+        """Return how many rows a filter must find, and the number of batches stored until now.
+
+        The sums know that for phases. For any other filter the whole file is checked, once.
+        """
+        if where.keys() - {"phase"}:
+            self._database.check()
+            return None
+        counts, totals = self._database.totals()
+        if "phase" not in where:
+            return counts.rollouts, counts.commits
+        wanted = where["phase"]
+        phases = wanted if isinstance(wanted, (list, tuple, set, frozenset)) else [wanted]
+        return sum(t.num_rollouts for t in totals if t.phase in phases), counts.commits
 
     def num_rollouts(self, **where: Any) -> int:
         """Count stored rows, with the filters of `rollouts`."""
         clause, values = _where(where)
-        return int(
-            self._database.all(f"SELECT count(*) FROM rollouts WHERE {clause}", values)[0][0]
-        )
+        expected = self._expected(where)
+        if expected is not None:
+            return expected[0]
+        sql = f"SELECT count(*) FROM rollouts WHERE {clause}"
+        return int(self._database.all(sql, values)[0][0])
+
+    def totals(self) -> list[Totals]:
+        """Return the sums over each phase and environment, in the order they began."""
+        return self._database.totals()[1]
 
     def finished_ids(self, phase: str | None = None, *, failed: bool = True) -> set[str]:
         """Return the ids of requests that are stored; without `failed`, only those that worked."""
+        self._database.check()
         where: dict[str, Any] = {} if phase is None else {"phase": phase}
         clause, values = _where(where if failed else {**where, "status": "ok"})
         rows = self._database.all(f"SELECT request_id FROM rollouts WHERE {clause}", values)
@@ -249,15 +307,13 @@ class Run:
     def add_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Store the metrics of one optimizer step; the same step again replaces them."""
         self._must_write()
-        with self._database.transaction() as connection:
-            connection.execute(
-                "INSERT OR REPLACE INTO steps VALUES (?, ?, ?)",
-                (int(step), time.time(), dumps(redact(dict(metrics), self._secrets))),
-            )
+        text = dumps(redact(dict(metrics), self._secrets))
+        with self._database.transaction() as change:
+            change.put("steps", int(step), time.time(), text)
 
     def steps(self) -> list[StepRow]:
         """Return the metrics of every step, in order."""
-        rows = self._database.all("SELECT step, created_at, metrics FROM steps ORDER BY step")
+        rows = self._database.table("steps")
         return [StepRow(step, created, loads(text)) for step, created, text in rows]
 
     def truncate_steps(self, after: int, *, rollout_phases: Sequence[str] = ()) -> int:
@@ -267,15 +323,21 @@ class Run:
         many rows went. Returns the number of steps forgotten.
         """
         self._must_write()
-        with self._database.transaction() as connection:
-            steps = connection.execute("DELETE FROM steps WHERE step > ?", (after,)).rowcount
+        with self._database.transaction() as change:
+            execute = change.connection.execute
+            steps = execute("DELETE FROM steps WHERE step > ?", (after,)).rowcount
+            change.counts.steps -= steps
             rollouts = 0
             for phase in rollout_phases:
-                rollouts += connection.execute(
-                    "DELETE FROM rollouts WHERE phase = ? AND train_step > ?", (phase, after)
-                ).rowcount
+                late = "DELETE FROM rollouts WHERE phase = ? AND train_step > ?"
+                gone = execute(late, (phase, after)).rowcount
+                if gone:
+                    change.counts.rollouts -= gone
+                    change.sum_again(phase)
+                rollouts += gone
             if steps or rollouts:
-                self._insert_event("truncated", {"steps": steps, "rollouts": rollouts}, after)
+                data = {"steps": steps, "rollouts": rollouts}
+                self._insert_event(change, "truncated", data, after)
         return steps
 
     def add_event(
@@ -283,24 +345,26 @@ class Run:
     ) -> None:
         """Record that something happened."""
         self._must_write()
-        with self._database.transaction():
-            self._insert_event(kind, data or {}, step)
+        with self._database.transaction() as change:
+            self._insert_event(change, kind, data or {}, step)
 
     def events(self, kind: str | None = None) -> list[Event]:
         """Return what happened, oldest first."""
-        rows = self._database.all(
-            "SELECT kind, created_at, step, data FROM events WHERE ? IS NULL OR kind = ? "
-            "ORDER BY id",
-            (kind, kind),
-        )
-        return [Event(name, created, step, loads(data)) for name, created, step, data in rows]
+        return [
+            Event(name, created, step, loads(data))
+            for _, created, name, step, data in self._database.table("events")
+            if kind is None or name == kind
+        ]
 
     def query(self, sql: str, *values: Any) -> list[dict[str, Any]]:
         """Run read-only SQL over `meta`, `rollouts`, `steps`, `events`.
 
+        The whole file is checked before the first query: SQL itself reads what is there.
+
         Raises:
-            StoreError: the SQL is wrong, or would write.
+            StoreError: the SQL is wrong, or would write; or the file is damaged.
         """
+        self._database.check()
         return self._database.query(sql, values)
 
     def export(
@@ -314,15 +378,62 @@ class Run:
 
         Without `render` a line has every column but the blobs;
         `rolltree.rollouts.export_line` is the renderer that adds messages and tokens.
+
+        Raises:
+            StoreError: the file cannot be written, or rows are damaged; all others are in it then.
         """
-        num_rows = 0
-        # Half a surrogate pair, which models do write, has no UTF-8: JSON's own escape says it.
-        with Path(target).open("w", encoding="utf-8", errors="backslashreplace") as file:
-            for row in self.rollouts(blobs=render is not None, **where):
-                line = _columns(row) if render is None else render(row)
-                file.write(json.dumps(to_plain(line), ensure_ascii=False) + "\n")
-                num_rows += 1
-        return num_rows
+        blobs, path = render is not None, Path(target)
+        columns = _columns if render is None else render
+        try:
+            return _write_lines(path, map(columns, self.rollouts(blobs=blobs, **where)))
+        except OSError as error:
+            raise StoreError(
+                f"{path} cannot be written ({error.strerror}), so the export is not complete. "
+                "Check the folder and the free space, or choose another file."
+            ) from error
+        except ConfigError:
+            raise
+        except _ROW_ERRORS as error:
+            cause = error
+        lost: list[str] = []
+        number = _write_lines(path, self._whole_lines(columns, blobs, where, lost))
+        if not lost:
+            raise cause
+        more = f" and {len(lost) - MAX_TOLD} more" if len(lost) > MAX_TOLD else ""
+        raise StoreError(
+            f"{number} rollouts are in {path}, and these could not be read: "
+            f"{'; '.join(lost[:MAX_TOLD])}{more}. Something changed {self._database.path} after "
+            "rolltree wrote it; restore it from a copy to have them."
+        ) from cause
+
+    def _whole_lines(
+        self,
+        render: Callable[[StoredRollout], Mapping[str, Any]],
+        blobs: bool,
+        where: Mapping[str, Any],
+        lost: list[str],
+    ) -> Iterator[Mapping[str, Any]]:
+        """Yield the lines of all rows that are whole, and note what is not; no index is used."""
+        num_seen = 0
+        for found in self._database.readable(STORED if blobs else SUMMED):
+            num_seen += 1
+            if isinstance(found, int):
+                lost.append(f"row {found} (SQLite cannot read it)")
+                continue
+            try:
+                row = from_sql(found)
+                line = render(row) if _matches(row, where) else None
+            except StoreError as error:
+                lost.append(str(error).rstrip("."))
+            except _ROW_ERRORS as error:
+                lost.append(f"rollout {found[1]!r} (row {found[0]}): {type(error).__name__}")
+            else:
+                if line is not None:
+                    yield line
+        with contextlib.suppress(StoreError):
+            missing = self._database.counts().rollouts - num_seen
+            if missing > 0:
+                lost.append(f"{missing} rows that are no longer there")
 
     def _must_write(self) -> None:
         if self.read_only:
@@ -331,12 +442,11 @@ class Run:
                 'with Run.open(path, mode="w").'
             )
 
-    def _insert_event(self, kind: str, data: Mapping[str, Any], step: int | None) -> None:
+    def _insert_event(
+        self, change: Change, kind: str, data: Mapping[str, Any], step: int | None
+    ) -> None:
         text = dumps(redact(dict(data), self._secrets))
-        self._database.all(
-            "INSERT INTO events (created_at, kind, step, data) VALUES (?, ?, ?, ?)",
-            (time.time(), kind, step, text),
-        )
+        change.put("events", change.next_id(), time.time(), kind, step, text)
 
 
 def _config_data(config: Mapping[str, Any], secrets: Sequence[str]) -> Any:
@@ -345,6 +455,27 @@ def _config_data(config: Mapping[str, Any], secrets: Sequence[str]) -> Any:
 
 def _columns(row: StoredRollout) -> dict[str, Any]:
     return {name: getattr(row, name) for name in COLUMNS if name not in BLOBS}
+
+
+def _write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> int:
+    number = 0
+    # Half a surrogate pair, which models do write, has no UTF-8: JSON's own escape says it.
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        for line in lines:
+            file.write(json.dumps(to_plain(line), ensure_ascii=False) + "\n")
+            number += 1
+    return number
+
+
+def _matches(row: StoredRollout, where: Mapping[str, Any]) -> bool:
+    for name, value in where.items():
+        found = getattr(row, name)
+        if isinstance(value, (list, tuple, set, frozenset)):
+            if found not in value:
+                return False
+        elif found != value:
+            return False
+    return True
 
 
 def _where(filters: Mapping[str, Any]) -> tuple[str, list[Any]]:
