@@ -49,7 +49,7 @@ def load_environment(
 
     @rt.run_inline
     def similarity(parser: rt.XMLParser, completion: rt.Messages, answer: str) -> float:
-        given = parser.parse_answer(completion) or ""
+        given = (parser.parse_answer(completion) or "")[: 20 * len(answer)]
         return SequenceMatcher(None, given, answer, autojunk=False).ratio()
 
     @rt.run_inline

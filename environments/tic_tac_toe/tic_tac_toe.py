@@ -103,8 +103,8 @@ def opponent(skill: float) -> Opponent:
 
 def cell(text: str) -> ParseResult:
     """The one number that the model says; who says several has not decided."""
-    said = re.findall(r"\d+", text)
-    if len(said) != 1 or not 1 <= int(said[0]) <= 9:
+    said = re.findall(r"\d+", text, re.ASCII)
+    if len(said) != 1 or said[0] not in set("123456789"):
         return ParseResult(None, obs="Answer with the number of one free cell.")
     return ParseResult(int(said[0]))
 

@@ -133,6 +133,18 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Known: {', '.join(names)}." if names else " None are known."
 
 
+def message_of(error: BaseException) -> str:
+    """Return what an exception says; never raises.
+
+    >>> message_of(KeyError(7))
+    '7'
+    """
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001  say, a KeyError of an integer that is too long to print
+        return f"({type(error).__name__} without a readable message)"
+
+
 def record_error(
     error: BaseException,
     phase: Literal["setup", "model", "environment", "scoring", "cleanup", "timeout", "cancelled"],
@@ -140,7 +152,7 @@ def record_error(
     """Turn an exception into data, with its traceback."""
     return ErrorRecord(
         type=type(error).__name__,
-        message=str(error),
+        message=message_of(error),
         traceback="".join(_traceback.format_exception(error)),
         phase=phase,
     )

@@ -17,6 +17,7 @@ from rolltree.parsers import text_of
 from rolltree.steps import ToolAnswer
 from rolltree.tools import RawToolCall, raw_tool_calls
 from rolltree.types import ChatMessage, ToolSchema
+from rolltree.untrusted import read_json_start
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class NativeCalls:
 
 
 _FINAL = "Final Answer:"
-_ACTION = re.compile(r"^[ \t]*Action:[ \t]*(.*?)[ \t]*$", re.MULTILINE)
+_ACTION = re.compile(r"^[ \t]*Action:(.*)$", re.MULTILINE)
 _INPUT = re.compile(r"^[ \t]*Action Input:[ \t]*", re.MULTILINE)
 _REACT = """\
 You can use these tools:
@@ -148,10 +149,10 @@ class ReActCalls:
             )
         body = text[given.end() :].strip()
         try:
-            _, end = json.JSONDecoder().raw_decode(body)
+            _, end = read_json_start(body)
         except ValueError:
             end = len(body)  # reading the arguments reports what is wrong
-        return ParsedCalls((RawToolCall("", found[1], body[:end]),))
+        return ParsedCalls((RawToolCall("", found[1].strip(" \t"), body[:end]),))
 
     def write(self, answers: Sequence[ToolAnswer]) -> list[ChatMessage]:
         """Return one user message with the observations."""

@@ -16,7 +16,8 @@ from rolltree.types import ChatMessage, FinishReason, ToolSchema
 
 _HARMONY_MARKER = "<|channel|>"
 """What a chat template that writes OpenAI's harmony format mentions."""
-_MESSAGE = re.compile(r"(.*?)<\|message\|>(.*?)(?:<\|end\|>|<\|return\|>|<\|call\|>|\Z)", re.DOTALL)
+_MESSAGE = "<|message|>"
+_MESSAGE_END = re.compile(r"<\|(?:end|return|call)\|>")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=\S")
 
@@ -135,14 +136,17 @@ def split_harmony(text: str) -> tuple[str | None, str]:
     reasoning: list[str] = []
     content: list[str] = []
     at = 0
-    for match in _MESSAGE.finditer(text):
-        at = match.end()
-        channel = _CHANNEL.search(match[1])
-        if _RECIPIENT.search(match[1]):
-            content.append(match[0])
+    while (middle := text.find(_MESSAGE, at)) >= 0:
+        header, begin = text[at:middle], middle + len(_MESSAGE)
+        end = _MESSAGE_END.search(text, begin)
+        stop, after = (end.start(), end.end()) if end else (len(text), len(text))
+        channel = _CHANNEL.search(header)
+        if _RECIPIENT.search(header):
+            content.append(text[at:after])
         elif channel is not None and channel[1] == "analysis":
-            reasoning.append(match[2])
+            reasoning.append(text[begin:stop])
         else:
-            content.append(match[2])
+            content.append(text[begin:stop])
+        at = after
     content.append(text[at:])
     return ("\n".join(reasoning) if reasoning else None), "".join(content)

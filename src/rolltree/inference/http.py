@@ -11,7 +11,6 @@ from time import monotonic
 from typing import Any, TypeVar
 
 import aiohttp
-import msgspec
 from yarl import URL
 
 from rolltree.errors import (
@@ -26,6 +25,7 @@ from rolltree.errors import (
 from rolltree.inference.retry import Outcome, Retry, RetryPolicy, parse_retry_after, with_retries
 from rolltree.inference.transport import SocketTransport, Transport
 from rolltree.redact import redact_text
+from rolltree.untrusted import encode_json
 
 ResultT = TypeVar("ResultT")
 
@@ -146,7 +146,7 @@ class HttpServer:
             AnswerTooLarge: the answer has more than `max_answer_bytes`.
             BadResponse: the answer could not be decoded, time after time.
         """
-        content = None if body is None else msgspec.json.encode(body)
+        content = None if body is None else encode_json(body)
         url = (self.root_url if at_root else self.base_url) + path
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         deadline_s = self.deadline_s if timeout_s is None else 2.0 * timeout_s

@@ -9,13 +9,13 @@ that is edited in place is a different one.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from rolltree.types import ChatMessage, ToolSchema
+from rolltree.untrusted import read_json
 
 
 class _Node:
@@ -133,7 +133,7 @@ def _calls(message: ChatMessage) -> list[tuple[Any, Any]]:
         arguments = _field(function, "arguments")
         if isinstance(arguments, str):
             with suppress(ValueError):
-                arguments = json.loads(arguments)
+                arguments = read_json(arguments)
         found.append((_field(function, "name"), arguments))
     return found
 

@@ -6,7 +6,6 @@ with an earlier call's ids is said to extend it, after comparing them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -29,6 +28,7 @@ from rolltree.types import (
     SamplingParams,
     ToolSchema,
 )
+from rolltree.untrusted import read_json
 
 AnswerT = TypeVar("AnswerT")
 
@@ -174,6 +174,6 @@ def _finish_reason(
 
 def _is_complete(call: Mapping[str, Any]) -> bool:
     try:
-        return isinstance(json.loads(call["function"]["arguments"] or "{}"), dict)
-    except (ValueError, RecursionError):  # the model's JSON
+        return isinstance(read_json(call["function"]["arguments"] or "{}"), dict)
+    except ValueError:
         return False

@@ -39,6 +39,7 @@ from rolltree.types import (
     ModelResponse,
     SamplingParams,
 )
+from rolltree.untrusted import well_formed
 
 
 class OpenAISDKClient(MessageClient[MessageSession]):
@@ -138,9 +139,12 @@ class OpenAISDKClient(MessageClient[MessageSession]):
 
             async def attempt() -> Any:
                 try:
-                    result = endpoint.create(**fields)
-                    if inspect.isawaitable(result):
-                        result = await result
+                    try:
+                        result = endpoint.create(**fields)
+                        result = await result if inspect.isawaitable(result) else result
+                    except UnicodeEncodeError:  # a lone surrogate, say in what a world said
+                        result = endpoint.create(**well_formed(fields))
+                        result = await result if inspect.isawaitable(result) else result
                     extract_finish_reason(result)
                     return result
                 except _openai_errors() as error:

@@ -17,7 +17,6 @@ from math import ceil
 from time import monotonic
 from typing import Any, Protocol, runtime_checkable
 
-import msgspec
 import numpy as np
 
 from rolltree.errors import (
@@ -34,6 +33,7 @@ from rolltree.inference.client_base import ClientBase, ModelCall
 from rolltree.inference.openai_client import OpenAIClient
 from rolltree.inference.retry import Retry, RetryPolicy, with_retries
 from rolltree.types import ModelResponse
+from rolltree.untrusted import encode_json
 
 _NO_RETRIES = RetryPolicy(max_retries=0)
 _ALWAYS_FITS = 16
@@ -273,7 +273,7 @@ class PooledSession(ClientBase):
         if self._key is None:
             if isinstance(call.prompt, np.ndarray):
                 return call.prompt.tobytes()
-            self._key = msgspec.json.encode([call.model, call.prompt, call.tools])
+            self._key = encode_json([call.model, call.prompt, call.tools])
         return self._key
 
     def _on(self, endpoint: Endpoint) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 from rolltree.errors import ConfigError, UnsupportedSetting
 from rolltree.types import ChatMessage, ToolSchema
+from rolltree.untrusted import read_json
 from rolltree.workers import WorkerCallError, WorkerDied, WorkerPool
 
 MEMORY_BYTES = 512 * 2**20
@@ -212,7 +213,7 @@ def _with_arguments(call: Mapping[str, Any], change: Callable[[Any], Any]) -> di
 def _parsed(arguments: Any) -> Any:
     if isinstance(arguments, str):
         try:
-            value = json.loads(arguments)
+            value = read_json(arguments)
         except ValueError:
             return arguments
         return value if isinstance(value, dict) else arguments

@@ -1,7 +1,7 @@
 """Tool calls as models write them: text in, content and calls out, one parser per style.
 
-A parser is a function from text to `ToolCalls`. What a model wrote wrongly is an answer, not a
-crash: it stays in the content and is named in `problems`.
+A parser is a function from text to `ToolCalls`, linear in the text. What a model wrote wrongly is
+an answer, not a crash: it stays in the content and is named in `problems`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+from rolltree.untrusted import between, read_json, read_json_start, shorten, well_formed
+
+MAX_PROBLEMS = 8
+"""How many unreadable calls of one message are named; the model is told them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +46,22 @@ def parse_none(text: str) -> ToolCalls:
 
 def parse_hermes(text: str) -> ToolCalls:
     r"""Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen 2.5 and 3)."""
-    return _parse_blocks(text, _HERMES, _from_json)
+    return _parse_blocks(text, _closed_by(_HERMES, text), _from_json)
 
 
 def parse_glm(text: str) -> ToolCalls:
     """Read `<tool_call>name` with `<arg_key>`/`<arg_value>` pairs (GLM 4.5 and later)."""
-    return _parse_blocks(text, _HERMES, _from_pairs)
+    return _parse_blocks(text, _closed_by(_HERMES, text), _from_pairs)
 
 
 def parse_qwen_xml(text: str) -> ToolCalls:
     """Read `<tool_call><function=name><parameter=key>value` (Qwen3-Coder, Qwen 3.5, Nemotron)."""
-    return _parse_blocks(text, _HERMES, _from_xml)
+    return _parse_blocks(text, _closed_by(_HERMES, text), _from_xml)
 
 
 def parse_deepseek(text: str) -> ToolCalls:
     """Read DeepSeek V3 and R1 (fenced JSON) and V3.1 (bare JSON) calls."""
-    found = _parse_blocks(text, _DEEPSEEK, _from_deepseek)
+    found = _parse_blocks(text, _closed_by(_DEEPSEEK, text), _from_deepseek)
     content = _DEEPSEEK_LIST.sub("", found.content).strip()
     return found if found.problems else ToolCalls(content, found.calls)
 
@@ -66,10 +71,10 @@ def parse_llama3(text: str) -> ToolCalls:
     body = text.strip().removeprefix("<|python_tag|>").strip()
     if not body.startswith("{"):
         return ToolCalls(text)
-    calls, decoder, at = [], json.JSONDecoder(), 0
+    calls, at = [], 0
     while at < len(body):
         try:
-            value, at = decoder.raw_decode(body, at)
+            value, at = read_json_start(body, at)
             calls.append(_from_value(value))
         except ValueError as error:
             return ToolCalls(text, (), (f"not a tool call in JSON: {error}",))
@@ -85,7 +90,7 @@ def parse_mistral(text: str) -> ToolCalls:
         return ToolCalls(text)
     try:
         if body.lstrip().startswith("["):
-            calls = [_from_value(value) for value in json.loads(body)]
+            calls = [_from_value(value) for value in _list(body)]
         else:
             calls = [_from_named(part) for part in body.split("[TOOL_CALLS]")]
     except ValueError as error:
@@ -95,7 +100,7 @@ def parse_mistral(text: str) -> ToolCalls:
 
 def parse_harmony(text: str) -> ToolCalls:
     """Read gpt-oss's messages to a tool: a header with `to=functions.NAME`, a JSON object."""
-    return _parse_blocks(text, _HARMONY, _from_harmony)
+    return _parse_blocks(text, _harmony_calls(text), _from_harmony)
 
 
 TOOL_PARSERS: dict[str, ToolParser] = {
@@ -133,7 +138,7 @@ def call_messages(calls: tuple[ToolCall, ...], text: str) -> list[dict[str, Any]
     """
     return [
         {
-            "id": hashlib.blake2b(f"{index}:{text}".encode()).hexdigest()[:9],
+            "id": hashlib.blake2b(f"{index}:{text}".encode(errors="surrogatepass")).hexdigest()[:9],
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }
@@ -153,43 +158,82 @@ _DEEPSEEK = re.compile(
 )
 _DEEPSEEK_LIST = re.compile(f"{_deepseek('calls', 'begin')}|{_deepseek('calls', 'end')}")
 _DEEPSEEK_SEPARATOR = _deepseek("sep")
-_HARMONY = re.compile(
-    r"((?:<\|start\|>assistant|<\|channel\|>|\A(?=\s*to=))"
-    r"(?:(?!<\|(?:message|start)\|>).)*?\bto=(?:(?!<\|message\|>).)*?(<\|message\|>).*?)"
-    r"(?:<\|call\|>|<\|end\|>|\Z)",
-    re.DOTALL,
-)
+_MESSAGE = "<|message|>"
+_START, _CHANNEL = "<|start|>", "<|channel|>"
+_TO, _LEADING_TO = re.compile(r"\bto="), re.compile(r"\s*to=")
+_MESSAGE_END = re.compile(r"<\|(?:call|end)\|>")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*)</function>", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_ARG_VALUE = re.compile(r"\s*<arg_value>")
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A call in a text, `text[start:end]`; `body` is what is read of it, None without an end."""
+
+    start: int
+    end: int
+    body: str | None
+
+
+def _closed_by(pattern: re.Pattern[str], text: str) -> Iterator[_Block]:
+    """Yield the matches of a pattern with the groups body and end mark."""
+    for match in pattern.finditer(text):
+        yield _Block(match.start(), match.end(), match[1] if match[2] else None)
+
+
+def _harmony_calls(text: str) -> Iterator[_Block]:
+    """Yield the messages to a tool: a header that names one, the mark of a body, the body."""
+    at = 0
+    while (middle := text.find(_MESSAGE, at)) >= 0:
+        start = _header_start(text, at, middle)
+        at = middle + len(_MESSAGE)
+        if start is not None and _TO.search(text, start, middle):
+            found = _MESSAGE_END.search(text, at)
+            stop, at = (found.start(), found.end()) if found else (len(text), len(text))
+            yield _Block(start, at, text[start:stop])
+
+
+def _header_start(text: str, low: int, high: int) -> int | None:
+    """Return where the header in `text[low:high]` begins, None where it is no answer's."""
+    last = text.rfind(_START, low, high)
+    if last < 0 and low == 0 and _LEADING_TO.match(text):  # the header continues the prompt's
+        return 0
+    if last >= 0 and text.startswith("assistant", last + len(_START)):
+        return last
+    channel = text.find(_CHANNEL, max(low, last), high)
+    return channel if channel >= 0 else None
 
 
 def _parse_blocks(
-    text: str, pattern: re.Pattern[str], read: Callable[[str], ToolCall]
+    text: str, blocks: Iterable[_Block], read: Callable[[str], ToolCall]
 ) -> ToolCalls:
-    """Read every block that `pattern` finds; what cannot be read stays in the content."""
+    """Read every block; what cannot be read stays in the content."""
     calls: list[ToolCall] = []
     problems: list[str] = []
     content: list[str] = []
-    at = 0
-    for match in pattern.finditer(text):
-        content.append(text[at : match.start()])
-        at = match.end()
+    at = num_problems = 0
+    for block in blocks:
+        content.append(text[at : block.start])
+        at = block.end
         try:
-            if not match[2]:
+            if block.body is None:
                 raise ValueError("the call is not closed")
-            calls.append(read(match[1].strip()))
+            calls.append(read(block.body.strip()))
         except ValueError as error:
-            problems.append(f"tool call {len(calls) + len(problems)}: {error}")
-            content.append(match[0])
+            if num_problems < MAX_PROBLEMS:
+                problems.append(f"tool call {len(calls) + num_problems}: {error}")
+            num_problems += 1
+            content.append(text[block.start : block.end])
     content.append(text[at:])
+    if num_problems > MAX_PROBLEMS:
+        problems.append(f"{num_problems - MAX_PROBLEMS} more calls cannot be read")
     joined = "".join(content)
     return ToolCalls(joined.strip() if calls else joined, tuple(calls), tuple(problems))
 
 
 def _from_json(body: str) -> ToolCall:
-    return _from_value(json.loads(body))
+    return _from_value(read_json(body))
 
 
 def _from_value(value: Any) -> ToolCall:
@@ -197,32 +241,59 @@ def _from_value(value: Any) -> ToolCall:
         raise ValueError('a call is a JSON object with a "name"')
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
-        arguments = json.loads(arguments)
+        arguments = read_json(arguments)
     if not isinstance(arguments, dict):
-        raise ValueError(f"the arguments of {value['name']} are not a JSON object")
-    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+        raise ValueError(f"the arguments of {shorten(value['name'], 64)} are not a JSON object")
+    text = json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(well_formed(value["name"]), well_formed(text))
+
+
+def _list(body: str) -> list[Any]:
+    value = read_json(body)
+    if not isinstance(value, list):
+        raise ValueError("the calls are a JSON list")
+    return value
 
 
 def _from_named(part: str) -> ToolCall:
     name, _, arguments = part.partition("[ARGS]")
     name = name.partition("[CALL_ID]")[0]
-    return _from_value({"name": name.strip(), "arguments": json.loads(arguments)})
+    return _from_value({"name": name.strip(), "arguments": read_json(arguments)})
 
 
 def _from_pairs(body: str) -> ToolCall:
     name = body.partition("<arg_key>")[0].strip()
     if not name or "\n" in name:
         raise ValueError("a call starts with the tool's name on a line of its own")
-    return _from_value({"name": name, "arguments": {k: _value(v) for k, v in _PAIR.findall(body)}})
+    return _from_value({"name": name, "arguments": dict(_pairs(body))})
 
 
 def _from_xml(body: str) -> ToolCall:
     match = _FUNCTION.fullmatch(body)
     if match is None:
         raise ValueError("a call is <function=NAME>...</function>")
-    return _from_value(
-        {"name": match[1], "arguments": {k: _value(v) for k, v in _PARAMETER.findall(match[2])}}
-    )
+    return _from_value({"name": match[1], "arguments": dict(_parameters(match[2]))})
+
+
+def _pairs(body: str) -> Iterator[tuple[str, Any]]:
+    """Yield the keys and values of GLM's tags."""
+    at = 0
+    while (start := body.find("<arg_key>", at)) >= 0:
+        closed = body.find("</arg_key>", start)
+        value = _ARG_VALUE.match(body, closed + len("</arg_key>")) if closed >= 0 else None
+        at = body.find("</arg_value>", value.end()) if value is not None else -1
+        if value is None or at < 0:
+            raise ValueError("an <arg_key> is not followed by an <arg_value>, or is not closed")
+        yield body[start + len("<arg_key>") : closed], _value(body[value.end() : at])
+
+
+def _parameters(body: str) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of `<parameter=name>value</parameter>`."""
+    for part in between(body, "<parameter=", "</parameter>"):
+        name, closed, value = part.partition(">")
+        if not closed or not name or "\n" in name:
+            raise ValueError("a parameter is <parameter=NAME>...</parameter>")
+        yield name, _value(value.removeprefix("\n").removesuffix("\n"))
 
 
 def _from_harmony(body: str) -> ToolCall:
@@ -230,12 +301,12 @@ def _from_harmony(body: str) -> ToolCall:
     name = _RECIPIENT.search(header)
     if name is None:
         raise ValueError("a call names its tool as to=functions.NAME")
-    return _from_value({"name": name[1], "arguments": json.loads(arguments)})
+    return _from_value({"name": name[1], "arguments": read_json(arguments)})
 
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text)
+        return read_json(text)
     except ValueError:
         return text
 
@@ -248,4 +319,4 @@ def _from_deepseek(body: str) -> ToolCall:
     if "```json" in rest:
         name, _, rest = rest.partition("```json")
         rest = rest.rpartition("```")[0]
-    return _from_value({"name": name.strip(), "arguments": json.loads(rest)})
+    return _from_value({"name": name.strip(), "arguments": read_json(rest)})

@@ -2,6 +2,7 @@
 
 It works with any object that has `encode(text, add_special_tokens=False)` and `decode(ids)`, such
 as transformers' fast tokenizers. Text that a tokenizer normalises is normalised here too.
+Lone surrogates, which tokenizers refuse, become U+FFFD.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rolltree.types import IntArray
+from rolltree.untrusted import well_formed
 
 _LONGEST_TOKEN = 256
 _REMEMBERED_STARTS = 16
@@ -92,7 +94,7 @@ class Vocabulary:
         return ids
 
     def _encode(self, text: str) -> Sequence[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.encode(well_formed(text), add_special_tokens=False)
 
     def _find_anchor(self) -> tuple[str, int] | None:
         for token in (*self.end_ids, *sorted(self._special)):

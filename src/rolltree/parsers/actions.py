@@ -15,14 +15,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from decimal import InvalidOperation
 from typing import Any, TypeAlias
 
 from rolltree.errors import ConfigError
 from rolltree.parsers.parser import CLOSE, Parser
 from rolltree.parsers.xml import XMLParser
 from rolltree.steps import ParseResult
+from rolltree.untrusted import shorten
 
 ActionParser: TypeAlias = Callable[[str], ParseResult]
+NOT_READABLE = (ValueError, OverflowError, RecursionError, InvalidOperation)
+"""What reading a text as a number, as JSON or as a date raises where it is none."""
 
 
 def as_text(text: str) -> ParseResult:
@@ -38,10 +42,12 @@ def by_function(
     penalty: float = 0.0,
     feedback: str | None = None,
 ) -> ActionParser:
-    """Return a parser whose action is `func(text)`; None and `ValueError` mean that there is none.
+    """Return a parser whose action is `func(text)`; None and `NOT_READABLE`: there is none.
 
     Args:
         func: from text to an action. What a `ValueError` says is feedback, unless there is some.
+            `RecursionError`, `OverflowError` and decimal's `InvalidOperation` come from a text too;
+            an error of any other kind is a mistake in `func` and fails the episode.
         reward, penalty: the reward of a text with and without an action (a penalty is below 0).
         feedback: what the agent is told when there is none.
     """
@@ -50,8 +56,8 @@ def by_function(
         said = feedback
         try:
             action = func(text)
-        except ValueError as error:
-            action, said = None, feedback or str(error)
+        except NOT_READABLE as error:
+            action, said = None, feedback or shorten(str(error), 500)
         return ParseResult(None, penalty, said) if action is None else ParseResult(action, reward)
 
     return parse

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -96,6 +97,7 @@ def _by_role(completion: list[ChatMessage], role: str) -> list[ChatMessage]:
 
 
 OPEN, CLOSE = "<think>", "</think>"
+_BRACES = re.compile(r"[{}]")
 
 
 class ThinkParser(Parser):
@@ -141,10 +143,10 @@ def extract_boxed_answer(text: str) -> str:
         return text
     begin = start + len("\\boxed{")
     depth = 1
-    for position in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
+    for brace in _BRACES.finditer(text, begin):
+        depth += 1 if brace[0] == "{" else -1
         if depth == 0:
-            return text[begin:position]
+            return text[begin : brace.start()]
     return text
 
 

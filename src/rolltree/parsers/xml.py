@@ -6,7 +6,6 @@ no attributes, and of nested tags of one name a field ends at the first closing 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from rolltree.errors import ConfigError, did_you_mean
 from rolltree.parsers.parser import Parser, identity, text_of
 from rolltree.types import Messages
+from rolltree.untrusted import between
 
 
 class XMLParser(Parser):
@@ -56,10 +56,7 @@ class XMLParser(Parser):
                 "tag belongs to. Name each field once."
             )
         self.answer_field = answer_field
-        self._patterns = {
-            name: re.compile(rf"<{re.escape(name)}>(.*?)</{re.escape(name)}>", re.DOTALL)
-            for name in names
-        }
+        self._tags = {name: (f"<{name}>", f"</{name}>") for name in names}
 
     def parse(self, text: str, strip: bool = True, last: bool = False) -> SimpleNamespace:
         """Return a namespace with one attribute per tag name: its text, or None when missing.
@@ -67,11 +64,11 @@ class XMLParser(Parser):
         The first occurrence of a tag counts, with `last` the last one.
         """
         found = SimpleNamespace()
-        for name, pattern in self._patterns.items():
-            matches = pattern.findall(text) if last else pattern.search(text)
-            value = None
-            if matches:
-                value = matches[-1] if isinstance(matches, list) else matches.group(1)
+        for name, tags in self._tags.items():
+            matches = between(text, *tags)
+            value = next(matches, None)
+            if last and value is not None:
+                value = [value, *matches][-1]
             setattr(found, name, value.strip() if strip and value is not None else value)
         return found
 
@@ -112,9 +109,9 @@ class XMLParser(Parser):
         Raises:
             ConfigError: a field is missing, given twice or unknown.
         """
-        unknown = [name for name in values if name not in self._patterns]
+        unknown = [name for name in values if name not in self._tags]
         if unknown:
-            hint = did_you_mean(unknown[0], self._patterns)
+            hint = did_you_mean(unknown[0], self._tags)
             raise ConfigError(f"this parser has no field {unknown[0]!r}.{hint}")
         parts = []
         for names in self._fields:
@@ -142,8 +139,8 @@ class XMLParser(Parser):
         filled = [name for names in present for name in names if getattr(bare, name) is not None]
         tidy = all(_single_spaced(getattr(raw, name), getattr(bare, name)) for name in filled)
         body = text.strip()
-        starts = any(body.startswith(f"<{name}>") for name in self._patterns)
-        ends = any(body.endswith(f"</{name}>") for name in self._patterns)
+        starts = any(body.startswith(f"<{name}>") for name in self._tags)
+        ends = any(body.endswith(f"</{name}>") for name in self._tags)
         share = len(present) / len(self._fields)
         return 0.4 * share + 0.2 * tidy + 0.2 * starts + 0.2 * ends
 
@@ -153,7 +150,7 @@ class XMLParser(Parser):
                 return names
         raise ConfigError(
             f"answer_field {field!r} is not a field of this parser, so no answer would be found."
-            f"{did_you_mean(field, self._patterns)}"
+            f"{did_you_mean(field, self._tags)}"
         )
 
 

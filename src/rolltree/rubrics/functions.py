@@ -201,7 +201,10 @@ def as_number(value: Any) -> float:
     """
     if isinstance(value, str) or value is None:
         raise ValueError(f"a reward function returned {value!r}, which is not a number")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError("a reward function returned an integer beyond all floats") from None
     if not math.isfinite(number):
         raise ValueError(f"a reward function returned {number}; rewards must be finite")
     return number

@@ -14,8 +14,9 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from rolltree.errors import ConfigError, RolltreeError
+from rolltree.errors import ConfigError, RolltreeError, message_of
 from rolltree.types import ToolSchema
+from rolltree.untrusted import read_json, shorten, well_formed
 
 
 class ToolArgumentError(ValueError):
@@ -133,8 +134,8 @@ class Tool:
         given: Any = {} if arguments is None else arguments
         try:
             if isinstance(given, str):
-                given = json.loads(given) if given.strip() else {}
-        except (ValueError, RecursionError) as error:
+                given = read_json(given) if given.strip() else {}
+        except ValueError as error:
             raise ToolArgumentError(
                 f"the arguments of {self.name} are not valid JSON: {error}"
             ) from error
@@ -144,8 +145,9 @@ class Tool:
             checked = msgspec.convert(
                 given, self.arguments_type, strict=False, dec_hook=_decode_pydantic
             )
-        except (msgspec.ValidationError, RecursionError) as error:
-            raise ToolArgumentError(f"wrong arguments for {self.name}: {error}") from error
+        except Exception as error:  # a type's own validation may raise anything
+            what = shorten(message_of(error), 500)
+            raise ToolArgumentError(f"wrong arguments for {self.name}: {what}") from error
         fields = self.arguments_type.__struct_fields__
         known = {
             name: value for name in fields if (value := getattr(checked, name)) is not msgspec.UNSET
@@ -158,6 +160,15 @@ class Tool:
 def convert_func_to_oai_tool(func: Callable[..., Any]) -> ToolSchema:
     """Return the OpenAI schema of a function."""
     return Tool.of(func).schema
+
+
+MAX_RESULT_CHARS = 1_000_000
+"""The longest text of a tool message: a model can ask for more than any prompt or disk holds."""
+
+
+def told(text: str) -> str:
+    """Return a text as a model is told it: at most a million characters, no lone surrogates."""
+    return str(well_formed(shorten(text, MAX_RESULT_CHARS)))
 
 
 def result_text(value: Any) -> str:

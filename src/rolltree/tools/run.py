@@ -21,10 +21,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from rolltree.errors import ConfigError, record_error
+from rolltree.errors import ConfigError, message_of, record_error
 from rolltree.steps import ToolAnswer, ToolRequest
 from rolltree.threads import run_in_thread
-from rolltree.tools.describe import Tool, ToolUnavailable, result_text
+from rolltree.tools.describe import Tool, ToolUnavailable, result_text, told
 from rolltree.types import ErrorRecord
 from rolltree.workers import WorkerCallError, WorkerDied, WorkerPool
 
@@ -122,15 +122,20 @@ async def answer_of(
     error: ErrorRecord | None = None
     try:
         value = await result
-        text = "" if isinstance(value, ToolAnswer) else result_text(value)
+        text = "" if isinstance(value, ToolAnswer) else told(result_text(value))
     except ToolUnavailable:
         raise
     except Exception as raised:  # noqa: BLE001  the model is told, and the trace is kept
-        value, error, text = None, record_error(raised, "environment"), error_formatter(raised)
+        value, error = None, record_error(raised, "environment")
+        text = told(_formatted(error_formatter, raised))
     duration_s = time.monotonic() - began
     if isinstance(value, ToolAnswer):
-        return replace(value, duration_s=duration_s)
+        return replace(value, text=told(value.text), duration_s=duration_s)
     return ToolAnswer(request.call_id, request.name, text, error, duration_s)
+
+
+def _formatted(formatter: Callable[[Exception], str], error: Exception) -> str:
+    return message_of(error) if formatter is str else formatter(error)
 
 
 async def run_all(

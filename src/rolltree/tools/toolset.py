@@ -16,6 +16,7 @@ from rolltree.steps import ToolRequest, ToolScope
 from rolltree.tools.describe import Tool, ToolArgumentError
 from rolltree.tools.run import is_plain, run_all
 from rolltree.types import ChatMessage
+from rolltree.untrusted import shorten
 
 R = TypeVar("R")
 
@@ -88,7 +89,7 @@ class Toolset(dict[str, Tool]):
         tool = self.get(call.name)
         if tool is None:
             hint = did_you_mean(call.name, {*self, *others})
-            problem = f"There is no tool named {call.name!r}.{hint}"
+            problem = f"There is no tool named {shorten(call.name, 64)!r}.{hint}"
             return ToolRequest(call.call_id, call.name, None, "unknown", call.arguments, problem)
         try:
             arguments: Mapping[str, Any] = tool.read_arguments(call.arguments)

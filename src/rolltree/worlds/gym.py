@@ -20,6 +20,7 @@ from rolltree.worlds.interface import Adapter, Snapshots, bad_action
 
 ActionReader: TypeAlias = Callable[[str], Any]
 
+_MAX_DIGITS = 300
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
@@ -77,6 +78,8 @@ def _discrete(space: Any, names: tuple[str, ...]) -> ActionReader:
         if not found:
             what = f"one of: {', '.join(names)}" if names else "an integer"
             raise ValueError(f"say {what}")
+        if len(found[-1]) > _MAX_DIGITS:
+            raise ValueError(f"actions are {first} to {first + int(space.n) - 1}")
         action = numbers[found[-1]] if names else int(found[-1])
         if action not in range(first, first + int(space.n)):
             raise ValueError(f"actions are {first} to {first + int(space.n) - 1}")
@@ -88,15 +91,19 @@ def _discrete(space: Any, names: tuple[str, ...]) -> ActionReader:
 def _box(space: Any, names: tuple[str, ...]) -> ActionReader:
     shape = space.shape
     is_whole = np.issubdtype(space.dtype, np.integer)
+    limits = np.iinfo(space.dtype) if is_whole else np.finfo(space.dtype)
+    most = np.nextafter(float(limits.max), 0.0)  # what no cast overflows at
+    low, high = np.maximum(space.low, -most), np.minimum(space.high, most)
 
     def read(text: str) -> Any:
         numbers = _last_numbers(text, int(np.prod(shape)))
         values = np.array(numbers, np.float64).reshape(shape)
-        bad = (values < space.low) | (values > space.high)
+        bad = (values < low) | (values > high)
         if bad.any():
             at = int(np.flatnonzero(bad.ravel())[0])
-            low, high = space.low.ravel()[at], space.high.ravel()[at]
-            raise ValueError(f"number {at + 1} must be from {low:g} to {high:g}")
+            raise ValueError(
+                f"number {at + 1} must be from {low.ravel()[at]:g} to {high.ravel()[at]:g}"
+            )
         if is_whole and not np.array_equal(values, np.round(values)):
             raise ValueError("the numbers must be whole")
         return values.astype(space.dtype)
@@ -109,7 +116,8 @@ def _multi_discrete(space: Any, names: tuple[str, ...]) -> ActionReader:
 
     def read(text: str) -> Any:
         numbers = _last_numbers(text, int(np.prod(space.shape)))
-        action = np.array(numbers, np.float64).reshape(space.shape).astype(space.dtype)
+        small = np.clip(np.array(numbers, np.float64), -(2.0**31), 2.0**31)
+        action = small.reshape(space.shape).astype(space.dtype)
         if action not in space or not np.array_equal(action.ravel(), numbers):
             highest = (first + space.nvec - 1).ravel().tolist()
             raise ValueError(f"the numbers must be whole, at most {highest}")
@@ -134,8 +142,7 @@ _READERS: dict[str, Callable[[Any, tuple[str, ...]], ActionReader]] = {
 }
 
 
-_HIGHLIGHT = re.compile(r"\x1b\[[1-9][0-9;]*m(.*?)\x1b\[0?m", re.DOTALL)
-_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+_ESCAPE = re.compile(r"\x1b\[([0-9;]*)m")
 
 
 class GymWorld(Adapter):
@@ -248,7 +255,20 @@ def plain_ansi(text: str) -> str:
     >>> plain_ansi("\x1b[41mS\x1b[0mFF")
     '[S]FF'
     """
-    return _ESCAPE.sub("", _HIGHLIGHT.sub(r"[\1]", text)).strip("\n")
+    last_reset = max(text.rfind("\x1b[m"), text.rfind("\x1b[0m"))
+    is_open = False
+
+    def mark(found: re.Match[str]) -> str:
+        nonlocal is_open
+        if found[1] in ("", "0"):
+            was_open, is_open = is_open, False
+            return "]" if was_open else ""
+        if is_open or found[1][0] in "0;" or found.start() > last_reset:
+            return ""
+        is_open = True
+        return "["
+
+    return _ESCAPE.sub(mark, text).strip("\n")
 
 
 def _nearest(name: str, known: Any) -> str:
