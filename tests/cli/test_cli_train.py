@@ -125,6 +125,24 @@ def test_mistakes(config, tmp_path, override, said):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_typo_does_not_bind_the_run_directory(config, tmp_path):
+    """Settings bind when the first rollout is stored."""
+    few = ["train.num_steps=1", "eval.before=false", "eval.after=false"]
+    wrong = invoke("train", config, "model.name=tinyy", "optim.lr=1", *few)
+    assert wrong.exit_code == 2
+    assert "there is no model 'tinyy'" in wrong.stderr
+    right = invoke("train", config, *few)
+    assert right.exit_code == 0, right.output
+    with Run.open(tmp_path / "run", mode="r") as run:
+        assert run.config["model"]["name"] == "tiny"
+        assert run.config["optim"]["lr"] != 1
+    assert '"name": "tiny"' in (tmp_path / "run" / "config.json").read_text()
+    other = invoke("train", config, "optim.lr=1", *few)
+    assert other.exit_code == 2
+    assert "optim.lr was 1e-05 and is now 1" in other.stderr
+    assert f"rolltree fork {tmp_path / 'run'} --set section.key=value" in other.stderr
+
+
 @pytest.mark.slow
 def test_killed_and_started_again(config, tmp_path):
     """The same losses, rewards and rollouts as a run that nobody killed."""

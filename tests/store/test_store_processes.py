@@ -200,7 +200,8 @@ class TestConfig:
 
     def test_values_that_are_no_json_compare_as_text(self, tmp_path):
         config = {"path": tmp_path, "stop": ("a", "b")}
-        Run.open_or_create(tmp_path / "r", config=config).close()
+        with Run.open_or_create(tmp_path / "r", config=config) as run:
+            run.add_step(1, {})
         Run.open_or_create(tmp_path / "r", config=config).close()
         with pytest.raises(ConfigError, match="path was"):
             Run.open_or_create(tmp_path / "r", config={**config, "path": tmp_path / "other"})

@@ -320,12 +320,29 @@ class TestDirectory:
         Run.open_or_create(tmp_path / "r", config=config, may_change=["n"]).close()
         with Run.open_or_create(tmp_path / "r", config={**config, "n": 9}, may_change=["n"]) as run:
             assert len(run.events("resumed")) == 1
+            run.add_rollouts([row("a")])
         other = {**config, "sampling": {"temperature": 0.5, "stop": ("a",)}, "extra": 1}
         with pytest.raises(ConfigError) as caught:
             Run.open_or_create(tmp_path / "r", config=other, may_change=["n"])
         assert "extra was not set and is now 1" in str(caught.value)
         assert "sampling.temperature was 1.0 and is now 0.5" in str(caught.value)
+        assert str(caught.value).endswith("config.json.")
         Run.open(tmp_path / "r").close()  # refused without leaving the lock
+
+    @pytest.mark.parametrize("bind", [False, True])
+    def test_settings_bind_with_the_first_rollout_or_step(self, tmp_path, bind):
+        with Run.open_or_create(tmp_path / "r", config={"model": "tinyy"}, kind="eval") as run:
+            run.add_event("notice")
+            if bind:
+                run.add_step(1, {})
+            assert run.is_bound == bind
+        if bind:
+            with pytest.raises(ConfigError, match=r"model was 'tinyy'.* Do that\.$"):
+                Run.open_or_create(tmp_path / "r", config={"model": "tiny"}, advice="Do that.")
+            return
+        with Run.open_or_create(tmp_path / "r", config={"model": "tiny"}, kind="train") as run:
+            assert (run.config, run.meta["kind"]) == ({"model": "tiny"}, "train")
+        assert json.loads((tmp_path / "r" / "config.json").read_text()) == {"model": "tiny"}
 
     def test_config_is_redacted_everywhere(self, tmp_path):
         config = {"client": {"api_key": "hunter2hunter2"}}

@@ -117,6 +117,13 @@ def test_what_may_change_exists():
         assert not field or field in SECTIONS[section].__struct_fields__
 
 
+def test_the_number_of_steps_may_change_where_the_learning_rate_does_not_fall_until_it():
+    assert load_train_config(schedule="constant", warmup_steps=9).may_change() == MAY_CHANGE
+    for schedule in ("linear", "cosine"):
+        kept = set(MAY_CHANGE) - set(load_train_config(schedule=schedule).may_change())
+        assert kept == {"train.num_steps"}
+
+
 class TestCreditSettings:
     def load(self, **algorithm):
         return load_train_config({"algorithm": algorithm}).algorithm.policy(None)

@@ -104,6 +104,18 @@ def test_an_evaluation_whose_weights_are_gone_is_named_once(model, tmp_path):
     assert sorted(done.values()) == [0, 3, 4, 5, 6]
 
 
+def test_a_schedule_that_falls_keeps_its_horizon(model, tmp_path):
+    def config(num_steps):
+        falling = {"lr": 5e-3, "schedule": "linear"}
+        data = make_config(model, tmp_path / "run", train={"num_steps": num_steps}).as_dict()
+        return rt.load_train_config(data, optim=falling)
+
+    report = rt.train(config(2), environment=LetterSource(), reporter=rt.Silent())
+    assert report.metrics[-1]["train/lr"] == pytest.approx(2.5e-3)
+    with pytest.raises(ConfigError, match=r"train.num_steps was 2 and is now 4.*'linear' falls"):
+        rt.train(config(4), environment=LetterSource(), reporter=rt.Silent())
+
+
 def test_only_the_embedded_engine_reads_batch_invariant():
     with pytest.raises(ConfigError, match=r"engine\.batch_invariant is set"):
         rt.load_train_config(engine={"kind": "vllm", "batch_invariant": True})

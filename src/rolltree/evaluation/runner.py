@@ -173,7 +173,7 @@ def _check_same_evaluation(run: Run, phase: str, request: RolloutRequest, **sett
     named = {f"sampling.{name}": value for name, value in redact(sampling).items()}
     now = to_plain({"env_id": request.env_id, **settings, **named})
     before = run.meta.get(key)
-    if before is None:
+    if before is None or not run.num_rollouts(phase=phase):  # settings bind with the first rollout
         run.set_meta(key, now)
         return
     different = [name for name in now if before.get(name) != now[name]]

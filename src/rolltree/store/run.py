@@ -112,11 +112,13 @@ class Run:
         kind: str = "run",
         may_change: Sequence[str] = (),
         secrets: Sequence[str] = (),
+        advice: str = "",
     ) -> Run:
         """Continue the run at `path`, or make it: what "the same command again" means.
 
+        Settings bind when the first rollout or step is stored; until then other ones replace them.
         `may_change` names dotted keys (or their parents) in which a continued run may differ
-        from its first start, such as `"max_concurrent"`.
+        from its first start, such as `"max_concurrent"`. `advice` ends the message about others.
 
         Raises:
             ConfigError: the run was started with other settings.
@@ -126,15 +128,32 @@ class Run:
         if run._database.is_new:
             return run
         differences = config_differences(run.config, data, may_change)
-        if differences:
+        if not run.is_bound:
+            run._rebind(data, kind)
+        elif differences:
             run.close()
             raise ConfigError(
                 f"{path} was started with other settings, which one run must not mix: "
                 f"{'; '.join(differences)}. Choose another run directory, or use the settings in "
-                f"{Path(path) / 'config.json'}."
+                f"{Path(path) / 'config.json'}.{advice and ' ' + advice}"
             )
         run.add_event("resumed")
         return run
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether a rollout or a step is stored, so that the settings may no longer change."""
+        sql = "SELECT EXISTS (SELECT 1 FROM rollouts) OR EXISTS (SELECT 1 FROM steps)"
+        return bool(self._database.all(sql)[0][0])
+
+    def _rebind(self, config: Any, kind: str) -> None:
+        """Take other settings, for a run that holds nothing yet."""
+        if config == self.config and kind == self.meta["kind"]:
+            return
+        with self._database.transaction() as connection:
+            for key, value in (("config", config), ("kind", kind)):
+                connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, dumps(value)))
+        write_config(self.path / "config.json", self.config)
 
     @classmethod
     def _make(cls, path: Path, config: Any, kind: str, secrets: Sequence[str]) -> Run:

@@ -43,7 +43,7 @@ MAY_CHANGE: tuple[str, ...] = (
     "train.gradient_checkpointing",
 )
 """Settings in which a continued run may differ from its first start: they do not change what is
-learned from one step, or only say how long to go on."""
+learned from one step, or only say how long to go on. See `TrainConfig.may_change`."""
 
 
 class TrainConfig(Section, frozen=True):
@@ -70,6 +70,11 @@ class TrainConfig(Section, frozen=True):
                 "which samples during the backward pass, would use that precision too. Use "
                 "'float32', or the synchronous loop."
             )
+
+    def may_change(self) -> tuple[str, ...]:
+        """Return `MAY_CHANGE`, without `train.num_steps` where the learning rate falls until it."""
+        falls = self.optim.schedule != "constant"
+        return tuple(key for key in MAY_CHANGE if not (falls and key == "train.num_steps"))
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data: what the run store keeps, and `load_train_config` reads back."""

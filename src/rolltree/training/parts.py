@@ -15,7 +15,7 @@ from rolltree.inference.local import local_client
 from rolltree.inference.vllm import vllm_client
 from rolltree.models import resolve_model
 from rolltree.store import Run
-from rolltree.training.config import MAY_CHANGE, TrainConfig
+from rolltree.training.config import TrainConfig
 from rolltree.training.publishing import TransferTarget, WeightTarget, server_parts
 from rolltree.training.rank0 import adapt, load_trained
 from rolltree.training.ranks import Ranks
@@ -99,8 +99,21 @@ def open_run(config: TrainConfig) -> Run:
     """Make the run directory of a config, or continue it.
 
     Raises:
-        ConfigError: it was started with other settings (`MAY_CHANGE` may differ).
+        ConfigError: it was started with other settings (`TrainConfig.may_change` may differ).
     """
+    path, schedule = config.run.dir, config.optim.schedule
+    advice = [
+        f"`rolltree fork {path} --set section.key=value` goes on from its last checkpoint with "
+        "other settings, in a run of its own."
+    ]
+    if schedule != "constant":
+        advice.append(
+            f"(optim.schedule = {schedule!r} falls until train.num_steps, so that is one of them.)"
+        )
     return Run.open_or_create(
-        config.run.dir, config=config.as_dict(), kind="train", may_change=MAY_CHANGE
+        path,
+        config=config.as_dict(),
+        kind="train",
+        may_change=config.may_change(),
+        advice=" ".join(advice),
     )
