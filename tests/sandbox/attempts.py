@@ -20,8 +20,9 @@ import sys
 H = {}
 ATTEMPTS = {}
 CONTROLS = set()
+NEEDS = {"see_the_disk_under_the_folder": "disk"}  # what a level may say that it lacks
 REFUSED = {errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOENT, errno.EROFS, errno.ESRCH}
-REFUSED |= {errno.EXDEV, errno.ENOTDIR, errno.EOPNOTSUPP}
+REFUSED |= {errno.EXDEV, errno.ENOTDIR, errno.EOPNOTSUPP, errno.ENOTTY}
 libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
 COLUMN = {"x86_64": 0, "aarch64": 1}[platform.machine()]
@@ -270,6 +271,89 @@ def socketpair_of_another_family():
 CONTROLS.discard("socketpair_of_another_family")  # few kernels have TIPC
 
 
+def datagram_pair(kind=socket.SOCK_DGRAM):
+    """One end of a pair can send to any socket with a path, without a call to `socket`."""
+    return socket.socketpair(socket.AF_UNIX, kind)[0]
+
+
+@attempt(control=True)
+def send_data_to_a_named_datagram_socket():
+    with datagram_pair() as pair:
+        return pair.sendto(b"data", H["datagrams"])
+
+
+@attempt(control=True)
+def send_a_descriptor_to_a_named_datagram_socket():
+    with datagram_pair() as pair, open("/dev/null") as file:
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", file.fileno()))
+        return pair.sendmsg([b"fd"], [rights], 0, H["datagrams"])
+
+
+@attempt(control=True)
+def send_data_to_an_abstract_datagram_socket():
+    with datagram_pair() as pair:
+        return pair.sendto(b"data", "\0" + H["abstract_datagrams"])
+
+
+@attempt(control=True)
+def a_pair_of_raw_sockets():
+    with datagram_pair(socket.SOCK_RAW) as pair:
+        return pair.sendto(b"data", H["datagrams"])
+
+
+@attempt(control=True)
+def a_datagram_pair_with_flags():
+    with datagram_pair(socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as pair:
+        return pair.sendto(b"data", H["datagrams"])
+
+
+def addressed(kind):
+    """Send from a pair that is allowed to the host's socket; a stream cannot be readdressed."""
+    with socket.socketpair(socket.AF_UNIX, kind)[0] as pair:
+        try:
+            pair.sendto(b"data", H["datagrams"])
+        except OSError as error:
+            if error.errno in (errno.EISCONN, errno.EOPNOTSUPP, errno.EPIPE):
+                raise PermissionError(errno.EPERM, str(error)) from None
+            raise
+    raise PermissionError(errno.EPERM, "the host heard nothing")  # it is asked later
+
+
+attempt(name="send from a stream pair to a named socket")(lambda: addressed(socket.SOCK_STREAM))
+attempt(name="send from a packet pair to a named socket")(lambda: addressed(socket.SOCK_SEQPACKET))
+
+
+@attempt
+def autobind_a_socket():
+    left, _ = socket.socketpair()
+    left.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    return left.getsockname()
+
+
+@attempt
+def bind_a_pair_to_a_path():
+    left, _ = socket.socketpair()
+    left.bind("bound")
+    return left.getsockname()
+
+
+@attempt
+def enlarge_a_socket():
+    left, _ = socket.socketpair()
+    left.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
+    return left.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+
+
+@attempt(control=True)
+def enlarge_a_pipe():
+    read, write = os.pipe()
+    try:
+        return fcntl.fcntl(read, 1031, 2**19)
+    finally:
+        os.close(read)
+        os.close(write)
+
+
 @attempt
 def resolve_a_name():
     try:
@@ -432,6 +516,102 @@ def set_an_attribute_on_the_bait():
 
 
 CONTROLS.discard("set_an_attribute_on_the_bait")  # not every file system has them
+
+
+def file_flags(path, number):
+    """Set what is set, through a descriptor that may only read."""
+    with open(path, "rb") as file:
+        flags = bytearray(8)
+        fcntl.ioctl(file, 0x80086601, flags)  # FS_IOC_GETFLAGS
+        return fcntl.ioctl(file, number, bytes(flags)) or "set"
+
+
+@attempt(control=True)
+def set_the_flags_of_the_bait():
+    return file_flags(H["file"], 0x40086602)
+
+
+@attempt
+def set_the_flags_of_the_interpreter():
+    return file_flags(sys.executable, 0x40086602)
+
+
+@attempt
+def set_the_project_of_the_interpreter():
+    with open(sys.executable, "rb") as file:
+        fields = bytearray(28)
+        fcntl.ioctl(file, 0x801C581F, fields)  # FS_IOC_FSGETXATTR
+        return fcntl.ioctl(file, 0x401C5820, bytes(fields)) or "set"
+
+
+@attempt
+def freeze_the_file_system():
+    with open(sys.executable, "rb") as file:
+        return fcntl.ioctl(file, 0xC0045877, 0)
+
+
+@attempt
+def trim_the_file_system():
+    with open(sys.executable, "rb") as file:
+        return fcntl.ioctl(file, 0xC0185879, bytes(24))
+
+
+@attempt
+def map_the_blocks_of_the_interpreter():
+    with open(sys.executable, "rb") as file:
+        return fcntl.ioctl(file, 0xC020660B, bytearray(32))
+
+
+@attempt
+def lease_the_interpreter():
+    with open(sys.executable, "rb") as file:
+        return fcntl.fcntl(file, 1024, fcntl.F_RDLCK) or "leased"  # who writes it has to wait
+
+
+@attempt(control=True)
+def lease_the_bait():
+    with open(H["file"], "rb") as file:
+        return fcntl.fcntl(file, 1024, fcntl.F_RDLCK) or "leased"
+
+
+@attempt
+def watch_the_python_library():
+    fd = os.open(os.path.dirname(os.__file__), os.O_RDONLY)
+    try:
+        return fcntl.fcntl(fd, 1026, 2) or "watched"
+    finally:
+        os.close(fd)
+
+
+@attempt
+def map_the_interpreter_for_writing():
+    with open(sys.executable, "rb") as file:
+        return bool(mmap.mmap(file.fileno(), 4096, mmap.MAP_SHARED, mmap.PROT_WRITE))
+
+
+@attempt
+def open_a_library_file_again_for_writing():
+    with open(os.__file__, "rb") as file:
+        return os.open(f"/proc/self/fd/{file.fileno()}", os.O_WRONLY)
+
+
+@attempt
+def see_the_disk_under_the_folder():
+    here = os.statvfs(".")
+    if here.f_blocks * here.f_frsize > 2**30:
+        return "the folder is on the host's disk"
+    raise PermissionError(errno.EPERM, "a bounded folder")
+
+
+@attempt
+def grow_the_folder():
+    options = b"size=1g"
+    return raw("mount", b"tmpfs", os.getcwd().encode(), None, 32, options)
+
+
+@attempt
+def uncover_the_folder():
+    return raw("umount2", os.getcwd().encode(), 2)
 
 
 @attempt(control=True)

@@ -10,6 +10,7 @@ import pytest
 from rolltree.errors import ConfigError, SandboxUnavailable
 from rolltree.sandbox import DockerBackend, Limits
 
+WEAKER = {"allow_weaker": ["disk"]}
 STAND_IN = """#!{python} -I
 import json, os, subprocess, sys
 with open({log!r}, "a") as log:
@@ -42,7 +43,9 @@ def option(argv, name):
 async def test_a_run_is_a_container_that_is_removed(docker, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     program, calls = docker
-    backend = DockerBackend("some-image", docker=program, runtime="runsc", env={"A": "b"})
+    backend = DockerBackend(
+        "some-image", allow_weaker=["disk"], docker=program, runtime="runsc", env={"A": "b"}
+    )
     limits = Limits(memory_bytes=2**28, max_processes=7, max_open_files=33, cpu_s=3, wall_s=20)
     sandbox = await backend.create(limits=limits)
     await sandbox.write_file("in", "x")
@@ -77,9 +80,20 @@ async def test_a_run_is_a_container_that_is_removed(docker, monkeypatch):
     assert not any("secret" in argument for argument in run)
 
 
+async def test_it_is_refused_unless_unbounded_disk_use_is_accepted(docker):
+    program, _ = docker
+    for allowed in (False, ["processes"]):
+        backend = DockerBackend("some-image", docker=program, allow_weaker=allowed)
+        with pytest.raises(SandboxUnavailable, match=r"allow_weaker=\['disk'\]"):
+            await backend.create()
+    sandbox = await DockerBackend("some-image", docker=program, allow_weaker=True).create()
+    await sandbox.close()
+    assert sandbox.level.missing == ("disk",)
+
+
 async def test_a_limit_removes_the_container_too(docker):
     program, calls = docker
-    sandbox = await DockerBackend("some-image", docker=program).create()
+    sandbox = await DockerBackend("some-image", docker=program, **WEAKER).create()
     result = await sandbox.run(["sleep", "30"], limits=Limits(wall_s=2.0))
     await sandbox.close()
     assert result.ended == "wall"
@@ -88,7 +102,7 @@ async def test_a_limit_removes_the_container_too(docker):
 
 async def test_cancellation_removes_the_container_too(docker):
     program, calls = docker
-    sandbox = await DockerBackend("some-image", docker=program).create()
+    sandbox = await DockerBackend("some-image", docker=program, **WEAKER).create()
     work = asyncio.create_task(sandbox.run(["sleep", "30"]))
     while not calls():  # noqa: ASYNC110  a file sends no events
         await asyncio.sleep(0.02)
@@ -101,7 +115,9 @@ async def test_cancellation_removes_the_container_too(docker):
 
 async def test_python_and_sessions(docker):
     program, _ = docker
-    sandbox = await DockerBackend("some-image", docker=program, python=sys.executable).create()
+    sandbox = await DockerBackend(
+        "some-image", allow_weaker=["disk"], docker=program, python=sys.executable
+    ).create()
     assert (await sandbox.run_python("print(6 * 7)")).stdout == "42\n"
     session = sandbox.python_session()
     await session.run("a = 1")
@@ -111,7 +127,7 @@ async def test_python_and_sessions(docker):
 
 async def test_death_by_signal_is_read_from_the_exit_code(docker):
     program, _ = docker
-    sandbox = await DockerBackend("some-image", docker=program).create()
+    sandbox = await DockerBackend("some-image", docker=program, **WEAKER).create()
     result = await sandbox.run(["sh", "-c", "exit 137"])
     await sandbox.close()
     assert (result.ended, result.signal) == ("signal", 9)

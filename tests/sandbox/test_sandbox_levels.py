@@ -12,6 +12,7 @@ from rolltree.errors import ConfigError, SandboxUnavailable, UnknownName
 from rolltree.sandbox import DockerBackend, Limits, LocalBackend, backend_of, known_backends
 from rolltree.sandbox.local import bwrap_arguments
 from rolltree.sandbox.machine import (
+    LEVELS,
     Machine,
     PythonRuntime,
     _find_bwrap,
@@ -29,35 +30,50 @@ ROOT = replace(USER, is_root=True, uids=range(40000, 60000))
 
 
 def names(machine, wanted="auto"):
-    return [(c.level.name, c.own_user) for c in candidates(machine, wanted)]
+    return [(c.level.name, c.own_user, c.bounded) for c in candidates(machine, wanted)]
+
+
+def bounded(machine, wanted="auto"):
+    return [c for c in candidates(machine, wanted) if c.bounded]
 
 
 def test_best_first():
-    assert names(USER) == [("bubblewrap", False), ("landlock", False), ("rlimits", False)]
-    assert names(ROOT, "landlock") == [("landlock", True), ("landlock", False)]
-    assert names(replace(USER, bwrap=None, landlock_abi=0)) == [("rlimits", False)]
+    by_name = [(name, False, kept) for name in LEVELS for kept in (True, False)]
+    assert names(USER) == by_name
+    assert names(ROOT, "landlock") == [
+        ("landlock", own, kept) for own in (True, False) for kept in (True, False)
+    ]
+    assert names(replace(USER, bwrap=None, landlock_abi=0)) == by_name[4:]
 
 
 def test_what_is_missing_is_named():
-    missing = {c.level.name: c.level.missing for c in candidates(replace(USER, landlock_abi=2))}
-    assert missing == {"bubblewrap": (), "landlock": ("truncation",), "rlimits": ("files",)}
+    old = candidates(replace(USER, landlock_abi=2))
+    assert {c.level.name: c.level.missing for c in old if c.bounded} == {
+        "bubblewrap": (),
+        "landlock": ("truncation",),
+        "rlimits": ("files",),
+    }
+    for found in old:
+        assert ("disk" in found.level.missing) is not found.bounded
+    for found in candidates(ROOT):
+        assert ("processes" in found.level.missing) is not found.own_user
 
 
 def test_what_the_filter_must_refuse():
     """Without a namespace, a user or a Landlock scope, the filter refuses signals and modes."""
-    (weak,) = candidates(replace(USER, landlock_abi=5), "landlock")
+    (weak,) = bounded(replace(USER, landlock_abi=5), "landlock")
     assert not weak.signals_confined
     assert not weak.metadata_confined
     assert weak.level.protections["signals"] == "refused by the filter"
-    (scoped,) = candidates(USER, "landlock")
+    (scoped,) = bounded(USER, "landlock")
     assert scoped.signals_confined
     assert not scoped.metadata_confined
-    own, same = candidates(ROOT, "landlock")
+    own, same = bounded(ROOT, "landlock")
     assert own.metadata_confined
     assert not own.attributes_confined  # a file that everybody may write takes them from anybody
     assert own.level.protections["processes"] == "kernel count of its own user"
     assert same.level.protections["processes"] == "polled"  # RLIMIT_NPROC does not hold for uid 0
-    (wrapped,) = candidates(USER, "bubblewrap")
+    (wrapped,) = bounded(USER, "bubblewrap")
     assert wrapped.metadata_confined
     assert wrapped.attributes_confined
     assert wrapped.level.protections["processes"] == "kernel count of the namespace"
@@ -78,25 +94,59 @@ async def test_untrusted_code_is_refused_at_a_weaker_level():
     with pytest.raises(SandboxUnavailable, match=r"rlimits: does not protect files.*") as caught:
         await LocalBackend("rlimits").create()
     assert "allow_weaker=True" in str(caught.value)
+    with pytest.raises(SandboxUnavailable, match="does not protect files"):
+        await LocalBackend("rlimits", allow_weaker=["processes", "disk"]).create()
 
 
 async def test_the_weaker_level_runs_when_it_is_allowed():
-    sandbox = await LocalBackend("rlimits", allow_weaker=True).create()
+    sandbox = await LocalBackend("rlimits", allow_weaker=["files", "processes", "disk"]).create()
     code = "import socket\ntry: socket.socket()\nexcept OSError: print('no network')"
     result = await sandbox.run_python(code, limits=Limits(wall_s=60))
     await sandbox.close()
     assert result.stdout == "no network\n"
     assert result.level == "rlimits"
-    assert sandbox.level.missing == ("files",)
+    assert "files" in sandbox.level.missing
     json.dumps(sandbox.level.as_dict())
+
+
+@pytest.mark.parametrize("level", ["bubblewrap", "landlock"])
+async def test_a_disk_that_cannot_be_bounded_is_refused_by_name(level, monkeypatch, tmp_path):
+    """A machine without namespaces: the program that mounts fails, and polling is not enough."""
+    if level == "bubblewrap" and this_machine().bwrap is None:
+        pytest.skip("bubblewrap is not installed")
+    mount = tmp_path / "mount.py"
+    mount.write_text("import os; os.write(1, b'Emount namespace: Operation not permitted')")
+    monkeypatch.setattr("rolltree.sandbox.folder._MOUNT", mount)
+    with pytest.raises(SandboxUnavailable, match=r"bound disk use") as caught:
+        await LocalBackend(level, base=tmp_path, allow_weaker=["processes"]).create()
+    assert "mount namespace: Operation not permitted" in str(caught.value)
+    allowed = ["processes", "disk"]
+    try:
+        sandbox = await LocalBackend(level, base=tmp_path, allow_weaker=allowed).create()
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
+    result = await sandbox.run_python("print('here')", limits=Limits(wall_s=60))
+    await sandbox.close()
+    assert result.stdout == "here\n"
+    assert "disk" in sandbox.level.missing
+    assert sandbox.level.protections["disk"] == "polled"
+    assert list(tmp_path.iterdir()) == [mount]
+
+
+async def test_root_without_a_user_of_its_own_is_refused_by_name():
+    """The kernel sets root no limit of processes: 2,049 ran where 32 were allowed."""
+    backend = LocalBackend("landlock")
+    backend.machine = replace(backend.machine, is_root=True, uids=range(0))
+    with pytest.raises(SandboxUnavailable, match="landlock and a bounded folder: does not bound"):
+        await backend.create()
 
 
 async def test_a_level_that_does_not_work_says_why(tmp_path):
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho broken interpreter >&2\nexit 9\n")
     broken.chmod(0o755)
-    backend = LocalBackend("landlock", python=str(broken))
-    with pytest.raises(SandboxUnavailable, match="landlock: the sandbox could not be set up"):
+    backend = LocalBackend("landlock", python=str(broken), allow_weaker=["processes"])
+    with pytest.raises(SandboxUnavailable, match="folder: the sandbox could not be set up"):
         await backend.create()
 
 
@@ -104,6 +154,8 @@ def test_settings_are_checked(tmp_path):
     for path in ("/", str(tmp_path / "none")):
         with pytest.raises(ConfigError, match="read_only"):
             LocalBackend(read_only=[path])
+    with pytest.raises(ConfigError, match="Did you mean 'disk'"):
+        LocalBackend(allow_weaker=["disc"])
     with pytest.raises(UnknownName, match="Did you mean 'docker'"):
         backend_of("doker")
     with pytest.raises(TypeError):

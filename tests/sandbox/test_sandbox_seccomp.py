@@ -40,6 +40,8 @@ def verdict(program, arch, number, arguments=()):
         at += 1
         if code == 0x20:
             (accumulator,) = struct.unpack_from("<I", data, value)
+        elif code == 0x54:
+            accumulator &= value
         elif code == 0x06:
             if value in (ALLOW, KILL):
                 return {ALLOW: "allow", KILL: "kill"}[value]
@@ -56,7 +58,7 @@ def of(machine, name, *arguments, signals=True, metadata=True, attributes=True):
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_every_listed_call_without_conditions_is_allowed(machine):
-    conditional = {"prctl", "ioctl", "clone", "socketpair", "prlimit64"}
+    conditional = {"prctl", "ioctl", "fcntl", "clone", "socketpair", "prlimit64"}
     assert conditional <= set(NUMBERS[machine])
     for name in set(NUMBERS[machine]) - conditional:
         assert of(machine, name) == "allow", name
@@ -67,16 +69,23 @@ def test_arguments_decide(machine):
     assert of(machine, "clone", 17) == "allow"
     for flag in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000):
         assert of(machine, "clone", 17 | flag) == errno.EPERM
-    assert of(machine, "socketpair", 1) == "allow"
-    assert of(machine, "socketpair", 2) == errno.EPERM
+    for kind in (1, 5, 1 | 0o4000 | 0o2000000):  # stream, packets; flags
+        assert of(machine, "socketpair", 1, kind) == "allow"
+        assert of(machine, "socketpair", 2, kind) == errno.EPERM
+    for kind in (0, 2, 3, 4, 6, 10, 2 | 0o4000, 3 | 0o2000000):  # datagrams reach the host's paths
+        assert of(machine, "socketpair", 1, kind) == errno.EPERM
     assert of(machine, "prlimit64", 0) == "allow"
     assert of(machine, "prlimit64", 1) == errno.EPERM
-    assert of(machine, "ioctl", 0, 0x5401) == "allow"
-    assert of(machine, "ioctl", 0, 0x5412) == errno.EPERM
-    assert of(machine, "ioctl", 0, 0x541C) == errno.EPERM
-    assert (
-        of(machine, "ioctl", 0, 0x5412 | 1 << 32) == errno.EPERM
-    )  # the kernel drops the high half
+    for number in (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451):
+        assert of(machine, "ioctl", 0, number) == "allow"
+        assert of(machine, "ioctl", 0, number | 1 << 32) == "allow"  # the kernel drops that half
+    # TIOCSTI, TIOCLINUX, FIOASYNC, FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR, FIFREEZE, FICLONE
+    for number in (0x5412, 0x541C, 0x5452, 0x40086602, 0x401C5820, 0xC0045877, 0x40049409):
+        assert of(machine, "ioctl", 0, number) == errno.ENOTTY
+    for command in (0, 1, 2, 3, 4, 6, 8, 1030, 1032):
+        assert of(machine, "fcntl", 0, command) == "allow"
+    for command in (1024, 1026, 1031):  # SETLEASE, NOTIFY, SETPIPE_SZ
+        assert of(machine, "fcntl", 0, command) == errno.EPERM
     for option in (1, 2, 3, 15, 16, 38, 39, 0x53564D41):
         assert of(machine, "prctl", option) == "allow"
     for option in (4, 8, 22, 24, 28, 35, 36, 47, 0x59616D61):

@@ -9,14 +9,17 @@ What fails is told through the ready pipe, and the command is not run. Time and 
 
 from __future__ import annotations
 
-import base64
+import binascii
 import ctypes
 import json
 import os
 import resource
 import struct
 import sys
-from typing import Any, NoReturn
+
+TYPE_CHECKING = False  # importing `typing` takes longer than all else here
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _PR_CAPBSET_DROP, _PR_CAP_AMBIENT = 24, 47
@@ -50,7 +53,7 @@ def main() -> NoReturn:
         os.chdir(spec["cwd"])
         if spec["landlock_abi"]:
             restrict_files(spec["landlock_abi"], spec["read_only"], spec["devices"], spec["folder"])
-        install_filter(base64.b64decode(spec["filter"]))
+        install_filter(binascii.a2b_base64(spec["filter"]))
         os.write(ready, b"1")
     except BaseException as error:  # noqa: BLE001  reported; the command must not run
         os.write(ready, f"E{type(error).__name__}: {error}".encode())

@@ -2,7 +2,8 @@
 
 The `docker run` command goes to the same supervisor as the local backend's, which removes the
 container in every case. The engine must see this machine's file system, because the folder is
-bind-mounted. Tested against a stand-in for the `docker` command, not against an engine.
+bind-mounted; for the same reason only polling bounds what code writes there. Tested against a
+stand-in for the `docker` command, not against an engine.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from rolltree.errors import ConfigError, SandboxUnavailable
 from rolltree.sandbox.folder import FolderSandbox, PrivateFolder
 from rolltree.sandbox.interface import Limits, SandboxLevel
+from rolltree.sandbox.machine import dispensable
 from rolltree.sandbox.process import Launch
 
 WORK = "/sandbox"
@@ -31,7 +33,9 @@ _PROTECTIONS = {
     "memory": "memory cgroup, no swap",
     "privileges": "no capabilities, no new privileges, engine's system call filter",
     "tree": "container removed at the end",
+    "disk": "polled",
 }
+_LEVEL = SandboxLevel("docker", _PROTECTIONS, ("disk",))
 
 
 class DockerBackend:
@@ -45,10 +49,11 @@ class DockerBackend:
         env: environment variables of the code.
         docker: the client's path.
         base: where the private folders are made.
+        allow_weaker: run untrusted code although disk use is not bounded: True or `["disk"]`.
 
     Raises:
         SandboxUnavailable: there is no docker client.
-        ConfigError: the image's name looks like an option.
+        ConfigError: the image's name looks like an option, or `allow_weaker` names no protection.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class DockerBackend:
         env: Mapping[str, str] | None = None,
         docker: str | None = None,
         base: str | Path | None = None,
+        allow_weaker: bool | Sequence[str] = False,
     ) -> None:
         found = docker or shutil.which("docker")
         if found is None:
@@ -73,9 +79,20 @@ class DockerBackend:
         self.docker, self.image, self.python, self.runtime = found, image, python, runtime
         self.cpus, self.env = cpus, dict(env or {})
         self.base = None if base is None else Path(base)
+        self.dispensable = dispensable(allow_weaker)
 
     async def create(self, *, limits: Limits | None = None) -> DockerSandbox:
-        """Return a new sandbox. Its containers are made by its runs."""
+        """Return a new sandbox. Its containers are made by its runs.
+
+        Raises:
+            SandboxUnavailable: `allow_weaker` does not name "disk".
+        """
+        if not set(_LEVEL.missing) <= set(self.dispensable):
+            raise SandboxUnavailable(
+                "the Docker backend does not bound disk use: code could fill the host's disk with "
+                "unlinked files before it is killed. Accept that with "
+                "DockerBackend(allow_weaker=['disk']), or use the local backend."
+            )
         return DockerSandbox(self, limits or Limits())
 
 
@@ -84,9 +101,7 @@ class DockerSandbox(FolderSandbox):
 
     def __init__(self, backend: DockerBackend, limits: Limits) -> None:
         uid = 65534 if os.geteuid() == 0 else None
-        super().__init__(
-            PrivateFolder(backend.base, uid), SandboxLevel("docker", _PROTECTIONS), limits
-        )
+        super().__init__(PrivateFolder(backend.base, uid), _LEVEL, limits)
         self._backend = backend
         self._user = uid if uid is not None else os.getuid()
 

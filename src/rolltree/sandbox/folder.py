@@ -3,7 +3,9 @@
 Untrusted code may have put anything into the folder, so no path is followed out of it: every
 component is opened without following links, and only regular files are read. A folder is
 `BASE/rolltree-sandbox-XXXX/work`, beside a `lock` that its owner holds. Folders with a free lock
-were left by a process that was killed; the next one removes them.
+were left by a process that was killed; the next one removes them. A bounded folder has a tmpfs of
+limited size mounted over `work` in a mount namespace of its own (`mount.py`), which ends with the
+descriptors that hold it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import os
 import secrets
 import shutil
 import stat
+import subprocess
+import sys
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
@@ -26,10 +30,18 @@ from pathlib import Path
 
 from rolltree.errors import SandboxError, SandboxFileError
 from rolltree.sandbox.interface import Limits, RunResult, SandboxLevel
-from rolltree.sandbox.process import Feed, Launch, SupervisedProcess, SupervisedSession, run_to_end
+from rolltree.sandbox.process import (
+    Feed,
+    Launch,
+    SupervisedProcess,
+    SupervisedSession,
+    run_to_end,
+    tmpfs_options,
+)
 from rolltree.tasks import being_cancelled
 
 PREFIX = "rolltree-sandbox-"
+_MOUNT = Path(__file__).with_name("mount.py")
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -88,10 +100,23 @@ class FolderSandbox(ABC):
     async def run_python(
         self, code: str, *, stdin: str | bytes = "", limits: Limits | None = None
     ) -> RunResult:
-        """Run Python code as a program of its own; files beside it can be imported."""
+        """Run Python code as a program of its own; files beside it can be imported.
+
+        The program's file is gone afterwards. Without space for it the run is over with "disk".
+        """
         name = f".program-{next(self._programs)}.py"
-        await self.write_file(name, code)
-        return await self.run([self.python, "-s", name], stdin=stdin, limits=limits)
+        try:
+            await self.write_file(name, code)
+        except SandboxFileError as error:
+            if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in _FULL:
+                raise
+            said = "the folder is full; delete files in it first\n"
+            return RunResult("", said, "disk", None, level=self.level.name)
+        try:
+            return await self.run([self.python, "-s", name], stdin=stdin, limits=limits)
+        finally:
+            if not self._closed:
+                self._folder.discard(name)
 
     def python_session(self, *, limits: Limits | None = None) -> SupervisedSession:
         """Return a Python process that keeps its variables; it starts with the first code."""
@@ -165,10 +190,22 @@ def _bytes_of(text: str | bytes) -> bytes:
     return text.encode(errors="replace") if isinstance(text, str) else text
 
 
-class PrivateFolder:
-    """One work folder, owned by `uid` when given; gone after `remove` or with the process."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
-    def __init__(self, base: Path | None = None, uid: int | None = None) -> None:
+
+class PrivateFolder:
+    """One work folder, owned by `uid` when given; gone after `remove` or with the process.
+
+    With `limits` the kernel bounds all bytes and files in it, unlinked ones too. Then `mount_fd` is
+    the mount namespace in which `path` leads to it, else None. `fd` is the folder itself.
+
+    Raises:
+        SandboxError: this machine does not let this user mount a bounded folder.
+    """
+
+    def __init__(
+        self, base: Path | None = None, uid: int | None = None, limits: Limits | None = None
+    ) -> None:
         parent = Path(base or tempfile.gettempdir()).resolve()
         if parent not in _swept:
             _swept.add(parent)
@@ -182,7 +219,39 @@ class PrivateFolder:
         if uid is not None:
             os.chown(self.path, uid, uid)
             self.outer.chmod(0o711)
-        self._finalizer = weakref.finalize(self, _remove, self.outer, self._lock_fd)
+        try:
+            self.mount_fd, self.fd = _plain(self.path) if limits is None else self._bounded(limits)
+        except BaseException:
+            _remove(self.outer, self._lock_fd)
+            raise
+        fds = [fd for fd in (self.mount_fd, self.fd) if fd is not None]
+        self._finalizer = weakref.finalize(self, _remove, self.outer, self._lock_fd, *fds)
+
+    def _bounded(self, limits: Limits) -> tuple[int | None, int]:
+        owner = self.uid if self.uid is not None else os.geteuid()
+        group = self.uid if self.uid is not None else os.getegid()
+        options = f"{tmpfs_options(limits)},mode=0700,uid={owner},gid={group}"
+        with subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_MOUNT), str(self.path), options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={},
+        ) as process:
+            assert process.stdout is not None
+            said = os.read(process.stdout.fileno(), 4096).decode()
+            if said != "1":
+                raise SandboxError(
+                    "the sandbox folder cannot be bounded on this machine, so code could fill its "
+                    f"disk ({said[1:] or 'the program that mounts it died'})."
+                )
+            inside = f"/proc/{process.pid}"
+            mount_fd = os.open(f"{inside}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                return mount_fd, os.open(f"{inside}/root{self.path}", _FOLDER_FLAGS)
+            except BaseException:
+                os.close(mount_fd)
+                raise
 
     def remove(self) -> None:
         """Delete the folder and everything in it. Doing it twice does nothing."""
@@ -201,10 +270,19 @@ class PrivateFolder:
             with _explained(name):
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
                 fd = os.open(parts[-1], flags, 0o600, dir_fd=parent)
-            with open(fd, "wb") as file:
-                file.write(data)
-                if self.uid is not None:
-                    os.fchown(fd, self.uid, self.uid)
+            try:
+                with _explained(name), open(fd, "wb") as file:
+                    if self.uid is not None:
+                        os.fchown(fd, self.uid, self.uid)
+                    file.write(data)
+            except SandboxFileError:
+                os.unlink(parts[-1], dir_fd=parent)
+                raise
+
+    def discard(self, name: str) -> None:
+        """Delete a file at the top of the folder, if it is there."""
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=self.fd)
 
     def read(self, name: str, max_bytes: int) -> bytes:
         """Return a regular file's bytes.
@@ -254,7 +332,7 @@ class PrivateFolder:
     @contextmanager
     def _enter(self, parts: list[str], name: str, *, create: bool) -> Iterator[int]:
         """Give a descriptor of a folder below, reached without following any link."""
-        fd = os.open(self.path, _FOLDER_FLAGS)
+        fd = os.open(".", _FOLDER_FLAGS, dir_fd=self.fd)
         try:
             for part in parts:
                 with _explained(name):
@@ -269,6 +347,10 @@ class PrivateFolder:
             yield fd
         finally:
             os.close(fd)
+
+
+def _plain(path: Path) -> tuple[None, int]:
+    return None, os.open(path, _FOLDER_FLAGS)
 
 
 _swept: set[Path] = set()
@@ -292,8 +374,11 @@ def sweep(parent: Path) -> int:
     return removed
 
 
-def _remove(outer: Path, lock_fd: int) -> None:
+def _remove(outer: Path, lock_fd: int, *fds: int) -> None:
     """Delete a folder of any depth and any modes, then let go of its lock."""
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)
     _flatten(outer / "work")
     shutil.rmtree(outer, ignore_errors=True)
     with contextlib.suppress(OSError):
@@ -343,6 +428,12 @@ def _explained(name: str) -> Iterator[None]:
             f"there is no file {name!r} in the sandbox. List what there is with list_files()."
         ) from error
     except OSError as error:
+        if error.errno in _FULL:
+            raise SandboxFileError(
+                f"{name!r} does not fit into the sandbox: its folder is bounded by "
+                "Limits.disk_bytes and max_files, and code may have filled it. Delete files in "
+                "it or raise the limits."
+            ) from error
         raise SandboxFileError(
             f"{name!r} in the sandbox cannot be opened ({error.strerror}): it is a link, or a part "
             "of its path is not a folder. Links are not followed, because they may lead outside."

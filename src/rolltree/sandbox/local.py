@@ -24,6 +24,7 @@ from rolltree.sandbox.machine import (
     Machine,
     PythonRuntime,
     candidates,
+    dispensable,
     everyone_reaches,
     give_uid_back,
     num_tasks_of_user,
@@ -69,27 +70,29 @@ class LocalBackend:
 
     Args:
         level: "auto" for the best that works, or "bubblewrap", "landlock", "rlimits".
-        allow_weaker: run untrusted code also when a protection is missing.
+        allow_weaker: run untrusted code also when a protection is missing: True for any, or the
+            names of those that may be (`["disk"]`).
         read_only: more files and folders that code may read.
         env: environment variables of the code; nothing is taken from this process's own.
         python: the interpreter; this process's base one when None.
         base: where the private folders are made; the system's temporary folder when None.
 
     Raises:
-        ConfigError: a path of `read_only` does not exist or is the whole file system.
+        ConfigError: a path of `read_only` does not exist or is the whole file system, or
+            `allow_weaker` names no protection.
     """
 
     def __init__(
         self,
         level: str = "auto",
         *,
-        allow_weaker: bool = False,
+        allow_weaker: bool | Sequence[str] = False,
         read_only: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         python: str | None = None,
         base: str | Path | None = None,
     ) -> None:
-        self.wanted, self.allow_weaker = level, allow_weaker
+        self.wanted, self.dispensable = level, dispensable(allow_weaker)
         self.machine = this_machine()
         self.runtime = PythonRuntime.of(python)
         shown = tuple(str(Path(path).resolve()) for path in read_only)
@@ -114,14 +117,18 @@ class LocalBackend:
         if self._chosen is None:
             async with self._choosing:
                 self._chosen = self._chosen or await self._choose()
-        return LocalSandbox(self, self._chosen, limits or Limits())
+        return await asyncio.to_thread(LocalSandbox, self, self._chosen, limits or Limits())
 
     async def _choose(self) -> Candidate:
         reasons: list[str] = []
         for candidate in candidates(self.machine, self.wanted):
             name = f"{candidate.level.name}{' with its own user' if candidate.own_user else ''}"
-            if candidate.level.missing and not self.allow_weaker:
-                reasons.append(f"{name}: does not protect {', '.join(candidate.level.missing)}")
+            name += " and a bounded folder" * candidate.bounded
+            missing = [what for what in candidate.level.missing if what not in self.dispensable]
+            if missing:
+                reasons.append(
+                    f"{name}: does not {' or '.join(_DOES_NOT[what] for what in missing)}"
+                )
                 continue
             key = (name, self.runtime, tuple(self.read_only), self.base)
             if key not in _tried:
@@ -131,8 +138,9 @@ class LocalBackend:
             reasons.append(f"{name}: {_tried[key]}")
         raise SandboxUnavailable(
             "this machine cannot isolate untrusted code well enough, so it is not run. Install "
-            "bubblewrap (`pip install 'rolltree[sandbox]'`), use the Docker backend, or accept "
-            "less with allow_weaker=True. Tried: " + "; ".join(reasons)
+            "bubblewrap (`pip install 'rolltree[sandbox]'`), use the Docker backend, or name what "
+            "may be missing (LocalBackend(allow_weaker=['disk']); allow_weaker=True for anything). "
+            "Tried: " + "; ".join(reasons)
         )
 
     def _trouble(self, candidate: Candidate) -> str:
@@ -143,7 +151,10 @@ class LocalBackend:
 
     async def _try(self, candidate: Candidate) -> str:
         """Return why a candidate does not work, or an empty string."""
-        sandbox = LocalSandbox(self, candidate, Limits(wall_s=20.0))
+        try:
+            sandbox = await asyncio.to_thread(LocalSandbox, self, candidate, Limits(wall_s=20.0))
+        except SandboxError as error:
+            return str(error)
         try:
             result = await sandbox.run_python(_SELF_TEST)
         except SandboxError as error:
@@ -156,6 +167,12 @@ class LocalBackend:
         return f"its self-test gave {result.text().strip()!r}"
 
 
+_DOES_NOT = {
+    "files": "protect files",
+    "truncation": "protect files from truncation",
+    "processes": "bound processes",
+    "disk": "bound disk use",
+}
 _tried: dict[tuple[object, ...], str] = {}
 
 
@@ -165,7 +182,8 @@ class LocalSandbox(FolderSandbox):
     def __init__(self, backend: LocalBackend, candidate: Candidate, limits: Limits) -> None:
         self._backend, self._candidate = backend, candidate
         self._uid = take_uid(backend.machine.uids) if candidate.own_user else None
-        super().__init__(PrivateFolder(backend.base, self._uid), candidate.level, limits)
+        bounds = limits if candidate.bounded else None
+        super().__init__(PrivateFolder(backend.base, self._uid, bounds), candidate.level, limits)
         self._is_wrapped = candidate.level.name == "bubblewrap"
         self._inside = WORK if self._is_wrapped else str(self._folder.path)
 
@@ -198,6 +216,8 @@ class LocalSandbox(FolderSandbox):
             level=self.level.name,
             trusted_processes=TRUSTED_PROCESSES if self._is_wrapped else 0,
             signals_as_codes=self._is_wrapped,
+            mount_fd=self._folder.mount_fd,
+            folder_fd=self._folder.fd if self._candidate.bounded else None,
         )
 
     def _confinement(self, limits: Limits) -> str:
@@ -241,8 +261,9 @@ class LocalSandbox(FolderSandbox):
         if self._uid is not None:
             found["RLIMIT_NPROC"] = limits.max_processes
         elif not machine.is_root:
-            own_count = self._is_wrapped and machine.kernel >= (5, 14)
-            others = TRUSTED_PROCESSES if own_count else num_tasks_of_user()
+            own_count = self._is_wrapped or self._candidate.bounded
+            trusted = 1 if self._is_wrapped else 0  # bwrap's monitor is in the namespace above
+            others = trusted if own_count and machine.kernel >= (5, 14) else num_tasks_of_user()
             found["RLIMIT_NPROC"] = limits.max_processes + others
         return found
 

@@ -14,6 +14,7 @@ import re
 import shutil
 import stat
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from rolltree.errors import ConfigError, SandboxUnavailable, did_you_mean
 from rolltree.sandbox.interface import SandboxLevel
 from rolltree.sandbox.seccomp import NUMBERS
 
+PROTECTIONS = ("files", "truncation", "processes", "disk")
+"""What a level can miss."""
 LEVELS = ("bubblewrap", "landlock", "rlimits")
 _LANDLOCK_CREATE_RULESET = 444
 _SYSTEM = ("/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/bin", "/lib", "/lib32", "/lib64")
@@ -148,12 +151,36 @@ def num_tasks_of_user() -> int:
     return count
 
 
+def dispensable(allow_weaker: bool | Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the protections that may be missing.
+
+    Raises:
+        ConfigError: there is no such protection.
+    """
+    if isinstance(allow_weaker, bool):
+        return PROTECTIONS if allow_weaker else ()
+    if isinstance(allow_weaker, str):
+        allow_weaker = [allow_weaker]
+    for name in allow_weaker:
+        if name not in PROTECTIONS:
+            raise ConfigError(
+                f"allow_weaker names {name!r}, which is no protection of a sandbox."
+                f"{did_you_mean(name, PROTECTIONS)}"
+            )
+    return tuple(allow_weaker)
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A way to confine code on this machine."""
+    """A way to confine code on this machine.
+
+    `own_user`: a user of its own. `bounded`: the work folder is a tmpfs of limited size. The others
+    say what a level confines, so that the system call filter need not refuse it.
+    """
 
     level: SandboxLevel
     own_user: bool
+    bounded: bool
     landlock_abi: int
     signals_confined: bool
     metadata_confined: bool
@@ -184,7 +211,12 @@ def candidates(machine: Machine, wanted: str = "auto") -> list[Candidate]:
     }
     names = [name for name in LEVELS if possible[name] and wanted in ("auto", name)]
     users = (True, False) if machine.uids else (False,)
-    found = [_candidate(name, own_user, machine) for name in names for own_user in users]
+    found = [
+        _candidate(name, own_user, bounded, machine)
+        for name in names
+        for own_user in users
+        for bounded in (True, False)
+    ]
     if not found:
         need = _NEEDS[wanted]
         raise SandboxUnavailable(
@@ -200,7 +232,7 @@ _NEEDS = {
 }
 
 
-def _candidate(name: str, own_user: bool, machine: Machine) -> Candidate:
+def _candidate(name: str, own_user: bool, bounded: bool, machine: Machine) -> Candidate:
     wrapped = name == "bubblewrap"
     abi = machine.landlock_abi if name != "rlimits" else 0
     missing: list[str] = []
@@ -208,6 +240,11 @@ def _candidate(name: str, own_user: bool, machine: Machine) -> Candidate:
         missing.append("files")
     elif not wrapped and abi < 3:
         missing.append("truncation")  # Landlock before ABI 3 lets files be cut
+    if machine.is_root and not own_user:
+        missing.append("processes")  # the kernel sets root no limit, and polling loses the race
+    if not bounded:
+        missing.append("disk")  # polling does not see unlinked files
+    has_namespace = (wrapped or bounded) and machine.kernel >= (5, 14)
     signals_confined = wrapped or own_user or abi >= 6
     files = [f"Landlock ABI {abi}"] if abi else []
     if wrapped:
@@ -229,15 +266,17 @@ def _candidate(name: str, own_user: bool, machine: Machine) -> Candidate:
         else "polled"
         if machine.is_root
         else "kernel count of the namespace"
-        if wrapped and machine.kernel >= (5, 14)
+        if has_namespace
         else "kernel count of the host user + polled",
-        "memory": "address space per process, resident memory of the tree polled",
+        "memory": "address space per process, resident memory, sockets and pipes polled",
+        "disk": "tmpfs of limited size" if bounded else "polled",
         "privileges": "no capabilities, no new privileges",
         "tree": "PID namespace + subreaper" if wrapped else "subreaper",
     }
     return Candidate(
         level=SandboxLevel(name, protections, tuple(missing)),
         own_user=own_user,
+        bounded=bounded,
         landlock_abi=abi,
         signals_confined=signals_confined,
         metadata_confined=wrapped or own_user,

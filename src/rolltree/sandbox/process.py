@@ -32,7 +32,7 @@ _FLOOD = 256
 """A session's output beyond the limit is dropped; this many times the limit kills it."""
 
 _GIVE_UP_S = 1.0
-_SHARED = ("cwd", "folder", "trusted_processes", "confinement")
+_SHARED = ("cwd", "folder", "trusted_processes", "confinement", "mount_fd", "folder_fd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class Launch:
     adds `ready_fd` to it. None: no such program runs. `after` are commands that end what lives
     outside the tree. `env` is the environment of the launcher, not of the code. With
     `signals_as_codes` the launcher tells a death by signal N as exit code 128 + N, as shells do.
+    `mount_fd` and `folder_fd` are a `PrivateFolder`'s: the command starts in that mount namespace.
     """
 
     command: Sequence[str]
@@ -54,6 +55,8 @@ class Launch:
     confinement: int | None = None
     after: Sequence[Sequence[str]] = ()
     signals_as_codes: bool = False
+    mount_fd: int | None = None
+    folder_fd: int | None = None
 
 
 Feed: TypeAlias = Callable[[int, bytes], bool]
@@ -75,6 +78,11 @@ class BoundedOutput:
             self._left = 0
             return False
         return True
+
+
+def tmpfs_options(limits: Limits) -> str:
+    """Return the mount options that bound a folder; its top needs one of the inodes."""
+    return f"size={limits.disk_bytes},nr_inodes={limits.max_files + 1}"
 
 
 class SupervisedProcess:
@@ -113,17 +121,19 @@ class SupervisedProcess:
             "after": [list(command) for command in launch.after],
             "env": dict(launch.env),
             "limits": msgspec.to_builtins(limits),
+            "tmpfs": tmpfs_options(limits),
             "windowed": windowed,
             "control_fd": control_read,
             "status_fd": status_write,
         }
+        held = [fd for fd in (launch.mount_fd, launch.folder_fd) if fd is not None]
         try:
             self._popen = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_SUPERVISOR), json.dumps(spec)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=(control_read, status_write),
+                pass_fds=(control_read, status_write, *held),
                 env=dict(launch.env),
                 cwd="/",
                 start_new_session=True,

@@ -15,11 +15,16 @@ import struct
 
 from rolltree.errors import SandboxUnavailable
 
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _X32_BIT = 0x40000000
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEW: NS, CGROUP, UTS, IPC, USER, PID, NET
-_AF_UNIX, _TIOCSTI, _TIOCLINUX = 1, 0x5412, 0x541C
+_AF_UNIX, _SOCKET_KIND, _STREAM, _SEQPACKET = 1, 0xF, 1, 5
+_IOCTL_ALLOWED = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+"""TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Others drive devices, or change files
+that code may only read (FS_IOC_SETFLAGS)."""
+_FCNTL_REFUSED = (1024, 1026, 1031)
+"""SETLEASE and NOTIFY reach host files that can be read only; SETPIPE_SZ makes uncounted memory."""
 _PRCTL_ALLOWED = (1, 2, 3, 15, 16, 38, 39, 0x53564D41)
 """PDEATHSIG (set, get), GET_DUMPABLE, NAME (set, get), NO_NEW_PRIVS (set, get), SET_VMA."""
 
@@ -70,25 +75,26 @@ def _checks() -> dict[str, list[bytes]]:
     allow, refuse = _return(_ALLOW), _refuse(errno.EPERM)
     return {
         "clone": [_argument(0), _jump(_ANY_BIT, _NEW_NAMESPACES, 0, 1), refuse, allow],
-        "socketpair": [_argument(0), _jump(_EQUAL, _AF_UNIX, 1, 0), refuse, allow],
-        "prlimit64": [_argument(0), _jump(_EQUAL, 0, 1, 0), refuse, allow],
-        "ioctl": [
-            _argument(1),
-            _jump(_EQUAL, _TIOCSTI, 1, 0),
-            _jump(_EQUAL, _TIOCLINUX, 0, 1),
-            refuse,
-            allow,
-        ],
-        "prctl": [
+        "socketpair": [  # a pair of datagram sockets can send to any socket with a path
             _argument(0),
-            *(
-                _jump(_EQUAL, option, len(_PRCTL_ALLOWED) - index, 0)
-                for index, option in enumerate(_PRCTL_ALLOWED)
-            ),
+            _jump(_EQUAL, _AF_UNIX, 0, 4),
+            _argument(1),
+            struct.pack("<HBBI", _AND, 0, 0, _SOCKET_KIND),
+            _jump(_EQUAL, _STREAM, 2, 0),
+            _jump(_EQUAL, _SEQPACKET, 1, 0),
             refuse,
             allow,
         ],
+        "prlimit64": [_argument(0), _jump(_EQUAL, 0, 1, 0), refuse, allow],
+        "ioctl": [_argument(1), *_one_of(_IOCTL_ALLOWED), _refuse(errno.ENOTTY), allow],
+        "fcntl": [_argument(1), *_one_of(_FCNTL_REFUSED), allow, refuse],
+        "prctl": [_argument(0), *_one_of(_PRCTL_ALLOWED), refuse, allow],
     }
+
+
+def _one_of(values: tuple[int, ...]) -> list[bytes]:
+    """Go on after the next line when the value is one of these, else with the next line."""
+    return [_jump(_EQUAL, value, len(values) - at, 0) for at, value in enumerate(values)]
 
 
 def _load(offset: int) -> bytes:

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import fcntl
 import json
 import os
 import resource
@@ -22,11 +24,17 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any, NoReturn
+
+TYPE_CHECKING = False  # importing `typing` takes longer than all else here
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any, NoReturn
 
 POLL_S = 0.02
 _PR_SET_CHILD_SUBREAPER = 36
+_NEW_NAMESPACE, _NEW_USER, _NS_GET_USERNS = 0x20000, 0x10000000, 0xB701
+_TMPFS_FLAGS = 1 << 1 | 1 << 2 | 1 << 5  # no set-user-id, no devices, remount
+_PIPE_BYTES = 2**16
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -42,6 +50,9 @@ def main() -> None:
     os.set_blocking(spec["control_fd"], False)
     os.set_inheritable(spec["control_fd"], False)
     os.set_inheritable(spec["status_fd"], False)
+    for held in (spec["mount_fd"], spec["folder_fd"]):
+        if held is not None:
+            os.set_inheritable(held, False)
     ready_read, ready_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     main_pid = start(spec, ready_write)
     os.close(ready_write)
@@ -76,6 +87,8 @@ def start(spec: dict[str, Any], ready_fd: int) -> int:
     if pid == 0:
         try:
             os.setsid()
+            if spec["mount_fd"] is not None:
+                enter(spec["mount_fd"], spec["folder"], spec["tmpfs"])
             os.chdir(spec["cwd"])
             os.set_inheritable(ready_fd, True)
             command = spec["command"]
@@ -88,6 +101,25 @@ def start(spec: dict[str, Any], ready_fd: int) -> int:
         finally:
             os._exit(127)
     return pid
+
+
+def enter(mount_fd: int, folder: str, options: str) -> None:
+    """Go where the work folder is bounded, and give it this run's bounds.
+
+    A folder that holds more already keeps its bounds; the run dies of its disk limit.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def check(result: int, what: str, *allowed: int) -> None:
+        number = ctypes.get_errno()
+        if result < 0 and number not in allowed:
+            raise OSError(number, f"{what}: {os.strerror(number)}")
+
+    if os.geteuid() != 0:
+        check(libc.setns(fcntl.ioctl(mount_fd, _NS_GET_USERNS), _NEW_USER), "user namespace")
+    check(libc.setns(mount_fd, _NEW_NAMESPACE), "mount namespace")
+    again = libc.mount(b"tmpfs", folder.encode(), None, _TMPFS_FLAGS, options.encode())
+    check(again, "bounds of the folder", errno.EINVAL)
 
 
 def run_quietly(command: list[str], env: dict[str, str]) -> None:
@@ -107,6 +139,8 @@ class Watch:
     def __init__(self, spec: dict[str, Any], main_pid: int) -> None:
         self.limits: dict[str, Any] = spec["limits"]
         self.folder: str = spec["folder"]
+        self.folder_fd: int | None = spec["folder_fd"]
+        self.socket_bytes = socket_bytes()
         self.control_fd: int = spec["control_fd"]
         self.trusted: int = spec["trusted_processes"]
         self.main_pid = main_pid
@@ -150,15 +184,33 @@ class Watch:
         limit = self.limits["memory_bytes"]
         if resident > limit and sum(proportional(pid) for pid in pids) > limit:
             return "memory"
+        if resident + self.kernel_bytes(pids, limit - resident) > limit:
+            resident = min(resident, sum(proportional(pid) for pid in pids))
+            if resident + self.kernel_bytes(pids, limit - resident) > limit:
+                return "memory"
         if sum(num_tasks(pid) for pid in pids) - self.trusted > self.limits["max_processes"]:
             return "processes"
         now = time.monotonic()
+        if self.folder_fd is not None:
+            return "disk" if holds_too_much(self.folder_fd, self.limits) else ""
         if now >= self.next_disk_check:
             exceeds = too_much(self.folder, self.limits["disk_bytes"], self.limits["max_files"])
             took = time.monotonic() - now
             self.next_disk_check = now + max(0.05, 10 * took)
             return "disk" if exceeds else ""
         return ""
+
+    def kernel_bytes(self, pids: list[int], room: int) -> int:
+        """Return what the kernel may hold for the tree in sockets and pipes, at most.
+
+        Descriptors are told apart only when that many could fill `room` bytes.
+        """
+        if sum(num_descriptors(pid) for pid in pids) * self.socket_bytes <= room:
+            return 0
+        kinds = set().union(*(descriptors(pid) for pid in pids))
+        num_sockets = sum(kind.startswith("socket:") for kind in kinds)
+        num_pipes = sum(kind.startswith("pipe:") for kind in kinds)
+        return num_sockets * self.socket_bytes + num_pipes * _PIPE_BYTES
 
     def cpu_s(self, pids: list[int]) -> float:
         """Return the CPU seconds of these living processes and of all reaped ones."""
@@ -228,6 +280,33 @@ def num_tasks(pid: int) -> int:
         return 0
 
 
+def num_descriptors(pid: int) -> int:
+    """Return the number of open descriptors of a process."""
+    try:
+        return os.stat(f"/proc/{pid}/fd").st_size or len(os.listdir(f"/proc/{pid}/fd"))
+    except OSError:
+        return 0
+
+
+def descriptors(pid: int) -> set[str]:
+    """Return what the open descriptors of a process are, like "socket:[4711]"."""
+    found = set()
+    with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                found.add(os.readlink(entry.path))
+    return found
+
+
+def socket_bytes() -> int:
+    """Return how much one socket may hold; code cannot change that."""
+    try:
+        with open("/proc/sys/net/core/wmem_default") as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return 212992
+
+
 def stat_of(pid: int) -> tuple[float, int]:
     """Return the CPU seconds (its reaped children's too) and resident bytes of a process."""
     try:
@@ -245,6 +324,14 @@ def proportional(pid: int) -> int:
             return sum(int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:"))
     except OSError:
         return stat_of(pid)[1]
+
+
+def holds_too_much(folder_fd: int, limits: dict[str, Any]) -> bool:
+    """Whether a bounded folder holds more than this run may use, unlinked files included."""
+    found = os.fstatvfs(folder_fd)
+    used = (found.f_blocks - found.f_bfree) * found.f_frsize
+    count = found.f_files - found.f_ffree - 1  # without the folder itself
+    return bool(used > limits["disk_bytes"] or count > limits["max_files"])
 
 
 def too_much(folder: str, max_bytes: int, max_files: int) -> bool:

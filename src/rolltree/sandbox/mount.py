@@ -1,0 +1,57 @@
+"""Mount a tmpfs of limited size where nobody else sees it: `python -I -S mount.py PATH OPTIONS`.
+
+It makes a mount namespace (and, unless it is root, a user namespace, which allows that), mounts the
+file system over PATH, writes "1" and waits for the end of standard input. Whoever started it holds
+the namespace by then. What fails is written after an "E".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+_NEW_NAMESPACE, _NEW_USER = 0x20000, 0x10000000
+_NO_SUID, _NO_DEVICES, _RECURSIVE, _SLAVE = 1 << 1, 1 << 2, 1 << 14, 1 << 19
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> None:
+    """Mount, say so, wait."""
+    path, options = sys.argv[1].encode(), sys.argv[2].encode()
+    try:
+        if os.geteuid() == 0:
+            check(libc.unshare(_NEW_NAMESPACE), "mount namespace")
+        else:
+            become_mounter()
+        # The host's mounts stay as they are; what the host unmounts later goes from here too.
+        check(libc.mount(None, b"/", None, _RECURSIVE | _SLAVE, None), "mount propagation")
+        flags = _NO_SUID | _NO_DEVICES
+        check(libc.mount(b"tmpfs", path, b"tmpfs", flags, options), "mount")
+    except OSError as error:
+        os.write(1, f"E{error.strerror}".encode())
+        return
+    os.write(1, b"1")
+    os.read(0, 1)
+
+
+def become_mounter() -> None:
+    """Make a user namespace with the same user in it, who may mount there."""
+    uid, gid = os.geteuid(), os.getegid()
+    check(libc.unshare(_NEW_USER | _NEW_NAMESPACE), "user namespace")
+    maps = {"setgroups": "deny", "uid_map": f"{uid} {uid} 1", "gid_map": f"{gid} {gid} 1"}
+    for name, text in maps.items():
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+
+
+def check(result: int, what: str) -> None:
+    """Raise OSError for a failed system call."""
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+if __name__ == "__main__":
+    main()
