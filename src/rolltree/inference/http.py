@@ -22,6 +22,7 @@ from rolltree.errors import (
     PromptTooLong,
     ServerError,
 )
+from rolltree.inference.request_ids import HEADER, RequestIds
 from rolltree.inference.retry import Outcome, Retry, RetryPolicy, parse_retry_after, with_retries
 from rolltree.inference.transport import SocketTransport, Transport
 from rolltree.redact import redact_text
@@ -110,6 +111,7 @@ class HttpServer:
             self._get_headers[name] = value
         self._post_headers = {**self._get_headers, "Content-Type": "application/json"}
         self._max_connections, self._max_answer_bytes = max_connections, max_answer_bytes
+        self._ids = RequestIds()
         self._given_transport = transport
         self._transport: Transport | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -156,8 +158,10 @@ class HttpServer:
             queued_s = monotonic() - start
 
             async def attempt() -> ResultT:
-                answer = await self._send(transport, url, content, limit_s)
+                name = self._ids.new()
+                answer = await self._send(transport, url, content, limit_s, name)
                 try:
+                    self._ids.check(name, answer)
                     return decode(answer)
                 except BadResponse as error:
                     raise Retry(error) from error
@@ -201,9 +205,16 @@ class HttpServer:
         return self._transport, self._slots
 
     async def _send(
-        self, transport: Transport, url: str, content: bytes | None, timeout_s: float
+        self,
+        transport: Transport,
+        url: str,
+        content: bytes | None,
+        timeout_s: float,
+        name: str | None = None,
     ) -> bytes:
         headers = self._get_headers if content is None else self._post_headers
+        if name is not None:
+            headers = {HEADER: name, **headers}
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await transport.send(url, headers, content)

@@ -18,7 +18,7 @@ from rolltree.errors import BadResponse, ConfigError, ConnectionFailed, ModelErr
 from rolltree.inference.client_base import MessageClient, ModelCall
 from rolltree.inference.http import status_error
 from rolltree.inference.message_session import MessageSession, ask_for_tokens
-from rolltree.inference.parse import extract_finish_reason
+from rolltree.inference.parse import extract_finish_reason, read
 from rolltree.inference.request_fields import (
     LogprobsMode,
     TokenFields,
@@ -27,6 +27,7 @@ from rolltree.inference.request_fields import (
     extra_fields,
     sampling_fields,
 )
+from rolltree.inference.request_ids import HEADER, RequestIds
 from rolltree.inference.retry import (
     Outcome,
     Retry,
@@ -65,6 +66,7 @@ class OpenAISDKClient(MessageClient[MessageSession]):
     ) -> None:
         where = str(getattr(client, "base_url", type(client).__name__))
         self._retry = RetryPolicy(max_retries=0)
+        self._ids: RequestIds | None = None
         if type(client).__module__.partition(".")[0] == "openai":
             if not hasattr(client, "__aenter__"):
                 raise ConfigError(
@@ -72,6 +74,7 @@ class OpenAISDKClient(MessageClient[MessageSession]):
                     "would run one after the other. Pass openai.AsyncOpenAI(...)."
                 )
             self._retry = RetryPolicy(max_retries=client.max_retries)
+            self._ids = RequestIds()
             client = client.with_options(max_retries=0)
             if token_ids == "auto" and "api.openai.com" in where:
                 token_ids = "off"
@@ -138,6 +141,11 @@ class OpenAISDKClient(MessageClient[MessageSession]):
                 fields["extra_body"] = body
 
             async def attempt() -> Any:
+                request_id = None
+                if self._ids is not None:
+                    request_id = self._ids.new()
+                    given = fields.get("extra_headers") or {}
+                    fields["extra_headers"] = {**given, HEADER: request_id}
                 try:
                     try:
                         result = endpoint.create(**fields)
@@ -145,6 +153,8 @@ class OpenAISDKClient(MessageClient[MessageSession]):
                     except UnicodeEncodeError:  # a lone surrogate, say in what a world said
                         result = endpoint.create(**well_formed(fields))
                         result = await result if inspect.isawaitable(result) else result
+                    if self._ids is not None and request_id is not None:
+                        self._ids.check(request_id, str(read(result, "id")))
                     extract_finish_reason(result)
                     return result
                 except _openai_errors() as error:

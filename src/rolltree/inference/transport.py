@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
@@ -75,7 +75,7 @@ class SocketTransport:
         self._max_bytes = max_answer_bytes
         self._urls: dict[str, URL] = {}
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
+            connector=_Connector(
                 limit=0,
                 keepalive_timeout=_KEEP_ALIVE_S,
                 ssl=_certificates() if origin.scheme == "https" else True,
@@ -138,6 +138,21 @@ class SocketTransport:
         """Close the connections."""
         await self._life.aclose()
         await self._session.close()
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Connections of which none is used again that has said something nobody asked for.
+
+    aiohttp hands the next request such bytes as its answer: a server, or a proxy, that answers
+    twice would answer every later request with the answer to the one before.
+    """
+
+    async def _get(self, key: Any, traces: Any) -> Any:
+        while True:
+            found = await super()._get(key, traces)
+            if found is None or not found.protocol.should_close:
+                return found
+            found.close()
 
 
 async def _life(session: aiohttp.ClientSession) -> AsyncGenerator[None, None]:

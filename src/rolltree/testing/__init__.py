@@ -5,6 +5,7 @@ No other room imports it. `ScriptedClient` answers in this process,
 """
 
 from rolltree.testing.faults import FaultRow, FaultyClient, HttpFault
+from rolltree.testing.hostile import HOSTILE
 from rolltree.testing.loopback import DirectTransport, LoopbackServer, Reply, Request
 from rolltree.testing.script import ScriptedAnswer, scripted_logprobs
 from rolltree.testing.scripted_client import ScriptedCall, ScriptedClient
@@ -13,6 +14,7 @@ from rolltree.testing.tokenizer import CHATML_TEMPLATE, SPECIAL_TOKENS, ByteToke
 
 __all__ = [
     "CHATML_TEMPLATE",
+    "HOSTILE",
     "SPECIAL_TOKENS",
     "ByteTokenizer",
     "DirectTransport",

@@ -1,15 +1,16 @@
 """Faults in a row: what goes wrong at the first call, the second, and so on.
 
-`FaultyClient` puts them in front of any model client; `ScriptedServer` takes `HttpFault`s.
+`FaultyClient` puts them in front of any model client; `ScriptedServer` takes `HttpFault`s, of which
+`rolltree.testing.hostile` has a table.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Generic, Literal, TypeAlias, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from rolltree.inference.client import ModelClient
 from rolltree.inference.client_base import DelegatingClient, ModelCall
@@ -51,7 +52,11 @@ class HttpFault:
 
     `status` answers with that error (0: answers normally), `retry_after_s` adds the header. `body`
     spoils a normal answer: `"broken"` is complete and no JSON, `"truncated"` ends before its stated
-    length. `reset` drops the connection without an answer. `delay_s` passes first.
+    length. `spoil` takes the answer, as JSON data that it may change, and returns what is sent in
+    its place: bytes, or data (NaN, integers of any size and lone surrogates are written as Python
+    does); without it `headers` are added to the normal answer. `drip_s`, `raw`,
+    `num_copies`, `gap_s` and `gone` are those of `Reply`. `reset` drops the connection without an
+    answer. `delay_s` passes first.
     """
 
     status: int = 0
@@ -60,6 +65,13 @@ class HttpFault:
     delay_s: float = 0.0
     reset: bool = False
     body: Literal["whole", "broken", "truncated"] = "whole"
+    spoil: Callable[[dict[str, Any]], object] | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    drip_s: float = 0.0
+    raw: bytes | None = None
+    num_copies: int = 1
+    gap_s: float = 0.0
+    gone: bool = False
 
 
 ClientFault: TypeAlias = BaseException | float

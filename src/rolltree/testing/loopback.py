@@ -1,7 +1,8 @@
 """A minimal HTTP/1.1 server on loopback in a thread of its own, for tests over real sockets.
 
-The server keeps connections alive and can misbehave: answer late, cut a body short, reset the
-connection. Requests need a Content-Length; TLS and chunked requests are not supported.
+The server keeps connections alive and can misbehave: answer late, cut a body short, let it drip,
+send what is no answer, reset the connection, be gone. Requests need a Content-Length; TLS and
+chunked requests are not supported.
 `DirectTransport` serves the same handlers without a socket.
 """
 
@@ -32,13 +33,24 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer. `num_sent_bytes` cuts the body short; `reset` drops the connection instead."""
+    """An answer, or what comes instead.
+
+    `num_sent_bytes` cuts the body short, and the connection is closed; `drip_s` passes after every
+    byte of it. `raw` is sent as it is, in the place of head and body. `num_copies` answers are sent
+    for one request, `gap_s` apart. `reset` drops the connection instead, `gone` the whole server
+    with it: later connections are refused.
+    """
 
     status: int
     body: bytes
     headers: Mapping[str, str] = field(default_factory=dict)
     num_sent_bytes: int | None = None
+    drip_s: float = 0.0
+    raw: bytes | None = None
+    num_copies: int = 1
+    gap_s: float = 0.0
     reset: bool = False
+    gone: bool = False
 
 
 Handler = Callable[[Request], Awaitable[Reply]]
@@ -68,7 +80,8 @@ class DirectTransport:
                 content or b"",
             )
         )
-        if reply.reset or reply.num_sent_bytes is not None:
+        broken = reply.reset or reply.gone or reply.raw is not None
+        if broken or reply.num_sent_bytes is not None:
             raise ConnectionResetError("the reply was cut short")
         return Answer(reply.status, reply.body, reply.headers.get("Retry-After"))
 
@@ -91,7 +104,7 @@ class LoopbackServer:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="rolltree-loopback", daemon=True)
         self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     def __enter__(self) -> LoopbackServer:
         self._thread.start()
@@ -139,10 +152,13 @@ class LoopbackServer:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._connections.add(task)
+        self._connections[task] = writer
         try:
             while (request := await _read_request(reader)) is not None:
                 reply = await self._handler(request)
+                if reply.gone:
+                    self._be_gone()
+                    break
                 if request.method == "HEAD":
                     reply = replace(reply, num_sent_bytes=0)
                 is_open = await _write_reply(writer, reply)
@@ -152,8 +168,15 @@ class LoopbackServer:
         except (ConnectionError, asyncio.CancelledError):
             pass  # the client left, or the server stops
         finally:
-            self._connections.discard(task)
+            self._connections.pop(task, None)
             writer.close()
+
+    def _be_gone(self) -> None:
+        """Refuse connections from now on, and drop those there are."""
+        if self._server is not None:
+            self._server.close()
+        for writer in self._connections.values():
+            writer.transport.abort()
 
 
 async def _read_request(reader: asyncio.StreamReader) -> Request | None:
@@ -177,6 +200,10 @@ async def _write_reply(writer: asyncio.StreamWriter, reply: Reply) -> bool:
     if reply.reset:
         writer.transport.abort()
         return False
+    if reply.raw is not None:
+        writer.write(reply.raw)
+        await writer.drain()
+        return True
     phrase = HTTPStatus(reply.status).phrase
     headers = {
         "Content-Type": "application/json",
@@ -184,7 +211,19 @@ async def _write_reply(writer: asyncio.StreamWriter, reply: Reply) -> bool:
         **reply.headers,
     }
     head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    writer.write(f"HTTP/1.1 {reply.status} {phrase}\r\n{head}\r\n".encode("latin-1"))
-    writer.write(reply.body[: reply.num_sent_bytes])
+    start = f"HTTP/1.1 {reply.status} {phrase}\r\n{head}\r\n".encode("latin-1")
+    body = reply.body[: reply.num_sent_bytes]
+    if reply.drip_s:
+        writer.write(start)
+        for index in range(len(body)):
+            writer.write(body[index : index + 1])
+            await writer.drain()
+            await asyncio.sleep(reply.drip_s)
+        return reply.num_sent_bytes is None
+    writer.write(start + body)
     await writer.drain()
+    for _ in range(reply.num_copies - 1):
+        await asyncio.sleep(reply.gap_s)
+        writer.write(start + body)
+        await writer.drain()
     return reply.num_sent_bytes is None

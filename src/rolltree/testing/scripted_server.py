@@ -25,13 +25,14 @@ from rolltree.testing.faults import FaultRow, HttpFault
 from rolltree.testing.loopback import LoopbackServer, Reply, Request
 from rolltree.testing.script import Script, ScriptedTokens, ScriptSource, tokens_of
 from rolltree.testing.tokenizer import ByteTokenizer
-from rolltree.types import IntArray, MessageType, SamplingParams
+from rolltree.types import IntArray, MessageType
 
 _SERVER_ONLY = ("model", "messages", "prompt", "tools", "tool_choice")
 _PATHS: dict[str, MessageType] = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completion",
 }
+_TOKEN_IN_PATH = "/inference/v1/generate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class ScriptedServer:
         faults: what goes wrong with the first completion request, the second, ...
         token_ids: `"vllm"` returns ids and logprobs where they are asked for, `"ignore"` ignores
             the request for them, `"reject"` answers it with status 400, as OpenAI does.
+        token_in: also serve vLLM's `/inference/v1/generate`.
         api_key: requests must carry it as a bearer token.
         context_length: longest prompt and completion, in tokens; a longer one gets status 400.
         delay_s: how long each answer takes.
@@ -74,6 +76,7 @@ class ScriptedServer:
         faults: Sequence[HttpFault | None] | Callable[[int], HttpFault | None] = (),
         renderer: ChatRenderer | None = None,
         token_ids: Literal["vllm", "ignore", "reject"] = "vllm",
+        token_in: bool = False,
         api_key: str | None = None,
         context_length: int | None = None,
         delay_s: float = 0.0,
@@ -89,6 +92,7 @@ class ScriptedServer:
         self.max_concurrent = 0
         self._script = Script(script)
         self._token_ids = token_ids
+        self._token_in = token_in
         self._api_key = api_key
         self._context_length = context_length
         self._delay_s = delay_s
@@ -133,23 +137,29 @@ class ScriptedServer:
         if path == "/v1/models":
             card = {"id": self.model, "object": "model", "owned_by": "rolltree"}
             return _json(200, {"object": "list", "data": [card]})
+        is_token_in = path == _TOKEN_IN_PATH and self._token_in and isinstance(body, dict)
+        if is_token_in:
+            path, body = "/v1/completions", _as_completion(body)
         if path not in _PATHS or request.method != "POST" or not isinstance(body, dict):
             return _error(404, f"{request.method} {path} is not served")
         self._num_open += 1
         self.max_concurrent = max(self.max_concurrent, self._num_open)
         try:
-            return await self._complete(body, _PATHS[path])
+            name = request.headers.get("x-request-id") or str(next(self._ids))
+            return await self._complete(body, _PATHS[path], name, is_token_in)
         finally:
             self._num_open -= 1
 
-    async def _complete(self, body: dict[str, Any], message_type: MessageType) -> Reply:
+    async def _complete(
+        self, body: dict[str, Any], message_type: MessageType, name: str, is_token_in: bool
+    ) -> Reply:
         fault = self.faults.next() or HttpFault()
         await asyncio.sleep(self._delay_s + fault.delay_s)
-        if fault.reset:
-            return Reply(200, b"", reset=True)
+        if fault.reset or fault.gone or fault.raw is not None:
+            return Reply(200, b"", reset=fault.reset, gone=fault.gone, raw=fault.raw)
         if fault.status:
             after = {} if fault.retry_after_s is None else {"Retry-After": f"{fault.retry_after_s}"}
-            return _error(fault.status, fault.message, after)
+            return _error(fault.status, fault.message, {**after, **fault.headers})
         if body.get("model") != self.model:
             return _error(404, f"The model {body.get('model')!r} does not exist.")
         if body.get("stream"):
@@ -161,18 +171,16 @@ class ScriptedServer:
         if problem:
             return _error(400, problem)
         try:
-            reply = await self._answer(body, message_type)
+            reply = await self._answer(body, message_type, name, is_token_in)
         except (BadResponse, ConfigError) as error:
             return _error(400, str(error))
         except Exception as error:  # noqa: BLE001 (a server whose handler fails answers 500)
             return _error(500, f"the script failed: {type(error).__name__}: {error}")
-        if fault.body == "broken":
-            return Reply(200, reply.body[: len(reply.body) // 2])
-        if fault.body == "truncated":
-            return Reply(200, reply.body, num_sent_bytes=len(reply.body) // 2)
-        return reply
+        return reply if reply.status != 200 else _spoiled(reply, fault)
 
-    async def _answer(self, body: dict[str, Any], message_type: MessageType) -> Reply:
+    async def _answer(
+        self, body: dict[str, Any], message_type: MessageType, name: str, is_token_in: bool
+    ) -> Reply:
         tools = body.get("tools") or None
         if message_type == "chat":
             asked: Any = body["messages"]
@@ -195,20 +203,20 @@ class ScriptedServer:
                 )
         said = tokens_of(await self._script.next(asked), self.renderer, sampling)
         self.num_answers += 1
-        return _json(200, self._completion(body, message_type, prompt_ids, said, sampling))
+        completion = self._completion(body, message_type, name, prompt_ids, said)
+        return _json(200, _ids_only(completion) if is_token_in else completion)
 
     def _completion(
         self,
         body: dict[str, Any],
         message_type: MessageType,
+        name: str,
         prompt_ids: IntArray,
         said: ScriptedTokens,
-        sampling: SamplingParams,
     ) -> dict[str, Any]:
-        number = next(self._ids)
         choice: dict[str, Any] = {"index": 0, "finish_reason": said.finish_reason.value}
         completion: dict[str, Any] = {
-            "id": f"{'chatcmpl' if message_type == 'chat' else 'cmpl'}-{number}",
+            "id": f"{'chatcmpl' if message_type == 'chat' else 'cmpl'}-{name}",
             "object": "chat.completion" if message_type == "chat" else "text_completion",
             "created": 0,
             "model": self.model,
@@ -268,6 +276,42 @@ def _problem(body: Mapping[str, Any], message_type: MessageType, vocab_size: int
         out = [item for item in asked if not 0 <= item < vocab_size]
         return f"token id {out[0]} is out of vocabulary" if out else ""
     return "" if isinstance(asked, str) else "prompt must be one string or one list of token ids"
+
+
+def _as_completion(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a token-in request as one for a text completion."""
+    sampling = {**body.get("sampling_params", {}), "logprobs": 1, "return_token_ids": True}
+    return {"model": body.get("model"), "prompt": body.get("token_ids"), **sampling}
+
+
+def _ids_only(completion: dict[str, Any]) -> dict[str, Any]:
+    """Return a text completion as the token-in endpoint answers it."""
+    choice = completion["choices"][0]
+    values = choice["logprobs"]["token_logprobs"]
+    choice["logprobs"] = {"content": [{"logprob": value} for value in values]}
+    del choice["text"], choice["prompt_token_ids"], completion["object"]
+    return {"request_id": completion.pop("id"), **completion}
+
+
+def _spoiled(reply: Reply, fault: HttpFault) -> Reply:
+    """Return what a fault makes of a normal answer."""
+    body, size = reply.body, None
+    if fault.spoil is not None:
+        changed = fault.spoil(json.loads(body))
+        body = changed if isinstance(changed, bytes) else json.dumps(changed).encode()
+    if fault.body == "broken":
+        body = body[: len(body) // 2]
+    if fault.body == "truncated":
+        size = len(body) // 2
+    return Reply(
+        200,
+        body,
+        fault.headers,
+        num_sent_bytes=size,
+        drip_s=fault.drip_s,
+        num_copies=fault.num_copies,
+        gap_s=fault.gap_s,
+    )
 
 
 def _json(status: int, value: Any) -> Reply:

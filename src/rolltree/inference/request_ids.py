@@ -1,0 +1,47 @@
+"""Names of requests, sent as `X-Request-Id`, and the check that an answer is not another one's.
+
+HTTP/1.1 pairs answers with requests by their order alone: a server, or a proxy, that answers a
+request twice answers all later ones of that connection wrongly. vLLM and `ScriptedServer` put the
+name into the answer's id, where it proves which request was answered; other servers ignore it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from typing import AnyStr
+
+from rolltree.errors import BadResponse
+
+HEADER = "X-Request-Id"
+
+
+class RequestIds:
+    """The names of one client's requests, each made once."""
+
+    def __init__(self) -> None:
+        self._stem = f"rolltree-{secrets.token_hex(8)}-"
+        self._stem_bytes = self._stem.encode()
+        self._numbers = itertools.count()
+
+    def new(self) -> str:
+        """Return the name of another request."""
+        return f"{self._stem}{next(self._numbers):08x}"
+
+    def check(self, name: str, answer: AnyStr) -> None:
+        """Refuse an answer (its body, or its id) that names another request than `name`.
+
+        Raises:
+            BadResponse: it does.
+        """
+        stem, own = self._stem, name
+        found = answer.find(stem) if isinstance(answer, str) else answer.find(self._stem_bytes)
+        if found < 0:
+            return
+        named = answer[found : found + len(own)]
+        text = named if isinstance(named, str) else named.decode("ascii", "replace")
+        if text != own:
+            raise BadResponse(
+                f"the server was sent request {own} and answered {text}, so this is not its "
+                "answer. Is there a proxy that mixes up answers, or sends them twice?"
+            )
