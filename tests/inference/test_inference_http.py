@@ -274,6 +274,7 @@ async def test_a_request_carries_what_servers_expect() -> None:
     assert (post.method, post.path, post.body) == ("POST", "/v1/x", '{"a":"ü"}'.encode())
     assert (get.method, get.path, get.body) == ("GET", "/health", b"")
     assert dict(post.headers) == {
+        "x-request-id": post.headers["x-request-id"],
         "host": host,
         "accept": "*/*",
         "accept-encoding": "gzip, deflate",

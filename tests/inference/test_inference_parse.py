@@ -16,6 +16,7 @@ from rolltree.inference.parse import (
     extract_message,
     extract_tokens,
     extract_usage,
+    response_fields,
     response_head,
     version_named,
 )
@@ -263,6 +264,13 @@ def test_counts_that_no_model_has_are_refused(count: int) -> None:
     for name in ("prompt_tokens", "completion_tokens"):
         with pytest.raises(BadResponse, match="usage"):
             extract_usage({"usage": {name: count}})
+
+
+def test_prompt_ids_that_the_servers_own_count_contradicts_are_refused() -> None:
+    response = {**chat_response(), "prompt_token_ids": [1, 7, 8]}
+    with pytest.raises(TokenError, match="counts 2 prompt tokens, and it reports 3"):
+        response_fields(as_struct(response), "chat")
+    assert response_fields(as_struct({**response, "usage": None}), "chat")["num_prompt_tokens"] == 3
 
 
 @pytest.mark.parametrize("label", ["2147483648", "9" * 5000])

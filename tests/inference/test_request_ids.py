@@ -1,4 +1,4 @@
-"""Answers that are another request's: by the name in them, and on connections that said too much."""
+"""Answers that are another request's: by their name, and on connections that said too much."""
 
 from __future__ import annotations
 

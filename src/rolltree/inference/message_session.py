@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rolltree.errors import ServerError, TokenError
+from rolltree.errors import ServerError
 from rolltree.inference.message_index import MessageIndex
 from rolltree.inference.parse import response_fields
 from rolltree.inference.request_fields import TokenFields
@@ -114,12 +114,6 @@ class MessageSession:
             earlier = self._calls.path(match.call)
             if np.array_equal(prompt_ids[: len(earlier)], earlier):
                 extends = match.call
-            elif np.array_equal(prompt_ids, earlier[: len(prompt_ids)]):
-                raise TokenError(
-                    f"the messages continue an earlier call, and the server reports a prompt of "
-                    f"{len(prompt_ids)} ids that ends before that call does: it answered another "
-                    "request. Is there a proxy that mixes up answers?"
-                )
             else:
                 why = "the server's prompt does not begin with the earlier ids"
                 found["info"] = {**found["info"], "rerendered": why}

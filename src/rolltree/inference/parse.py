@@ -254,7 +254,7 @@ def response_fields(
     prompt_ids, completion_ids, logprobs = tokens or (None, None, None)
     versions = None
     if prompt_ids is not None and completion_ids is not None:
-        if num_prompt not in (0, len(prompt_ids)):
+        if isinstance(response, Response) and num_prompt not in (0, len(prompt_ids)):
             raise TokenError(
                 f"the server's usage counts {num_prompt} prompt tokens, and it reports "
                 f"{len(prompt_ids)} prompt ids, so these are not what the model was given. Check "

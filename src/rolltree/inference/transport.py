@@ -150,7 +150,7 @@ class _Connector(aiohttp.TCPConnector):
     async def _get(self, key: Any, traces: Any) -> Any:
         while True:
             found = await super()._get(key, traces)
-            if found is None or not found.protocol.should_close:
+            if found is None or found.protocol is None or not found.protocol.should_close:
                 return found
             found.close()
 

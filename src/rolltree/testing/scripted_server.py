@@ -137,8 +137,8 @@ class ScriptedServer:
         if path == "/v1/models":
             card = {"id": self.model, "object": "model", "owned_by": "rolltree"}
             return _json(200, {"object": "list", "data": [card]})
-        is_token_in = path == _TOKEN_IN_PATH and self._token_in and isinstance(body, dict)
-        if is_token_in:
+        is_token_in = path == _TOKEN_IN_PATH and self._token_in
+        if is_token_in and isinstance(body, dict):
             path, body = "/v1/completions", _as_completion(body)
         if path not in _PATHS or request.method != "POST" or not isinstance(body, dict):
             return _error(404, f"{request.method} {path} is not served")
