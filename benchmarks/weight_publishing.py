@@ -44,6 +44,7 @@ VLLM_ENV = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 TOKEN = "a-token-for-the-benchmark"
+ADMIN_TOKEN = "an-admin-token-for-the-benchmark"
 SLOWEST = 2.0
 """The bar: a transfer takes at most this many times what the disk takes."""
 
@@ -53,7 +54,8 @@ def serve_command(folder: Path, port: int) -> list[str]:
     return [
         sys.executable,
         *words,
-        *("--num-threads", "1", "--served-model-name", "m", "--api-key-env", "SERVE_TOKEN"),
+        *("--num-threads", "1", "--served-model-name", "m"),
+        *("--api-key-env", "SERVE_TOKEN", "--admin-key-env", "SERVE_ADMIN_TOKEN"),
     ]
 
 
@@ -74,7 +76,13 @@ def vllm_command(folder: Path, port: int) -> list[str]:
 def running(command: list[str], port: int) -> Iterator[str]:
     """Start a server and yield its URL."""
     source = str(Path(__file__).parents[1] / "src")
-    added = {"SERVE_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", "PYTHONPATH": source, **VLLM_ENV}
+    added = {
+        "SERVE_TOKEN": TOKEN,
+        "SERVE_ADMIN_TOKEN": ADMIN_TOKEN,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": source,
+        **VLLM_ENV,
+    }
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(
             command,
@@ -103,7 +111,12 @@ async def measure(name: str, url: str, options: argparse.Namespace) -> dict[str,
     """Publish changing weights `options.repeats` times each way."""
     model, tokenizer = load_model("smollm2-135m", "float32")
     client = OpenAIClient(
-        url, "m", api_key=TOKEN, renderer=ChatRenderer(tokenizer), logprobs_mode="processed"
+        url,
+        "m",
+        api_key=TOKEN,
+        admin_key=ADMIN_TOKEN,
+        renderer=ChatRenderer(tokenizer),
+        logprobs_mode="processed",
     )
     folder = Path(tempfile.mkdtemp())
     method = "reload_all_weights" if name == "vLLM" else "reload_weights"

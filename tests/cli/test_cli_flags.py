@@ -21,6 +21,7 @@ FLAGS = {
     "train": {"config", "overrides", "--transcripts"},
     "serve": {
         "model", "--host", "--port", "--allow-remote", "--api-key-env", "--served-model-name",
+        "--admin-key-env",
         "--batch-invariant", "--dtype", "--device", "--max-batch", "--max-context",
         "--logprobs-mode", "--seed", "--num-threads", "--read-timeout",
     },

@@ -185,6 +185,7 @@ class TestServers:
             "urls": urls,
             "served_model": "m",
             "api_key_env": "SERVE_TOKEN",
+            "admin_key_env": "SERVE_ADMIN_TOKEN",
             **dict(engine),
         }
         for section, values in sections.items():
@@ -194,6 +195,7 @@ class TestServers:
     def test_two_real_servers_sample_while_the_trainer_steps(self, model, tmp_path, monkeypatch):
         """Both get every version; a rollout may span versions; a server left behind is found."""
         monkeypatch.setenv("SERVE_TOKEN", serve_kit.TOKEN)
+        monkeypatch.setenv("SERVE_ADMIN_TOKEN", serve_kit.ADMIN_TOKEN)
         servers = [serve_kit.start(str(model), name="m") for _ in range(2)]
         try:
             urls = [server.url for server in servers]

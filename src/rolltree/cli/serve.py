@@ -1,7 +1,7 @@
 """`rolltree serve`: an OpenAI-compatible server over the embedded engine; `rolltree models`.
 
-The token is read from the environment variable that `--api-key-env` names, or generated and printed
-once. Torch and the web server are imported when the command runs.
+The tokens are read from the environment variables that `--api-key-env` and `--admin-key-env` name,
+or generated and printed once. Torch and the web server are imported when the command runs.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ def serve_model(
     api_key_env: Annotated[
         str | None,
         typer.Option("--api-key-env", help="Environment variable that holds the token."),
+    ] = None,
+    admin_key_env: Annotated[
+        str | None,
+        typer.Option("--admin-key-env", help="Variable with the token that replaces weights."),
     ] = None,
     served_model_name: Annotated[
         str | None, typer.Option("--served-model-name", help="Model name in requests.")
@@ -70,6 +74,7 @@ def serve_model(
 
     mode = MODES[one_of(logprobs_mode, MODES, "--logprobs-mode")]
     token = secret(api_key_env, "--api-key-env")
+    admin_token = secret(admin_key_env, "--admin-key-env")
     try:
         from rolltree.inference.server import ServedModel, ServerOptions, serve
     except ModuleNotFoundError as error:
@@ -77,7 +82,7 @@ def serve_model(
             f"the package {error.name} is missing, which the server needs. Install rolltree with "
             "its extra: pip install 'rolltree[torch,serve]'."
         ) from error
-    where = ServerOptions(host, port, token, allow_remote, read_timeout)
+    where = ServerOptions(host, port, token, allow_remote, admin_token, read_timeout)
 
     import torch
 
@@ -108,10 +113,12 @@ def serve_model(
         logprobs=mode,
     )
 
-    def announce(url: str, made_token: str) -> None:
+    def announce(url: str, used_token: str, used_admin_token: str | None) -> None:
         print(f"serving {name} at {url}", flush=True)
         if token is None:
-            print(f"token: {made_token}", flush=True)
+            print(f"token: {used_token}", flush=True)
+        if admin_token is None and used_admin_token is not None:
+            print(f"admin token: {used_admin_token}", flush=True)
         print("Ctrl-C stops it.", file=sys.stderr)
 
     serve(served, where, on_ready=announce)

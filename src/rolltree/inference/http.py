@@ -53,6 +53,7 @@ class HttpServer:
     Args:
         base_url: where the API is, usually ending in `/v1`.
         api_key: sent as a bearer token; never shown.
+        admin_key: sent instead to where weights are replaced; the `api_key` unless given.
         retry: how often to try again.
         timeout_s: the longest that one attempt may take, from its connection to its last byte.
         deadline_s: the longest that one call may take with all its attempts and the waits between
@@ -72,6 +73,7 @@ class HttpServer:
         base_url: str,
         *,
         api_key: str | None = None,
+        admin_key: str | None = None,
         retry: RetryPolicy | None = None,
         timeout_s: float = 600.0,
         deadline_s: float | None = None,
@@ -81,11 +83,12 @@ class HttpServer:
         transport: Transport | None = None,
     ) -> None:
         self.base_url = _checked_url(base_url)
-        if api_key and not (api_key.isascii() and api_key.isprintable() and " " not in api_key):
-            raise ConfigError(
-                "api_key has a space, a line break or a character that is not allowed in an HTTP "
-                "header. Was it read from a file, with the trailing line break?"
-            )
+        for name, key in (("api_key", api_key), ("admin_key", admin_key)):
+            if key and not (key.isascii() and key.isprintable() and " " not in key):
+                raise ConfigError(
+                    f"{name} has a space, a line break or a character that is not allowed in an "
+                    "HTTP header. Was it read from a file, with the trailing line break?"
+                )
         deadline_s = 2.0 * timeout_s if deadline_s is None else deadline_s
         if not min(timeout_s, deadline_s, max_connections, max_answer_bytes) > 0:
             raise ConfigError(
@@ -95,7 +98,7 @@ class HttpServer:
             )
         self.retry = retry or RetryPolicy()
         self.timeout_s, self.deadline_s = timeout_s, deadline_s
-        self._api_key = api_key
+        self._api_key, self._admin_key = api_key, admin_key
         self._get_headers = {
             "Accept": "*/*",
             "User-Agent": "rolltree",
@@ -132,12 +135,14 @@ class HttpServer:
         decode: Callable[[bytes], ResultT],
         *,
         at_root: bool = False,
+        as_admin: bool = False,
         retry: RetryPolicy | None = None,
         timeout_s: float | None = None,
     ) -> Outcome[ResultT]:
         """Send `body` as JSON (GET when it is None) and return the decoded answer.
 
-        `path` continues the base URL, or the root URL with `at_root`. `retry` takes the place of
+        `path` continues the base URL, or the root URL with `at_root`. `as_admin` sends the
+        `admin_key`, if there is one. `retry` takes the place of
         the server's own, and so does `timeout_s`, with a deadline of twice as long.
 
         Raises:
@@ -159,7 +164,9 @@ class HttpServer:
 
             async def attempt() -> ResultT:
                 name = self._ids.new()
-                answer = await self._send(transport, url, content, limit_s, name)
+                answer = await self._send(
+                    transport, url, content, limit_s, name=name, as_admin=as_admin
+                )
                 try:
                     self._ids.check(name, answer)
                     return decode(answer)
@@ -210,11 +217,15 @@ class HttpServer:
         url: str,
         content: bytes | None,
         timeout_s: float,
+        *,
         name: str | None = None,
+        as_admin: bool = False,
     ) -> bytes:
         headers = self._get_headers if content is None else self._post_headers
         if name is not None:
             headers = {HEADER: name, **headers}
+        if as_admin and self._admin_key:
+            headers = {**headers, "Authorization": f"Bearer {self._admin_key}"}
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await transport.send(url, headers, content)
@@ -252,7 +263,7 @@ class HttpServer:
         raise error_of_status
 
     def _redacted(self, text: str) -> str:
-        return redact_text(text, (self._api_key,) if self._api_key else ())
+        return redact_text(text, tuple(filter(None, (self._api_key, self._admin_key))))
 
 
 def _checked_url(base_url: str) -> str:

@@ -64,6 +64,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         base_url: where the API is, usually ending in `/v1`.
         model: the model asked when a call names none.
         api_key: sent as a bearer token; never shown.
+        admin_key: sent instead when weights are published; the `api_key` unless given.
         renderer: renders prompts on this side and sends ids; needs a server that returns ids.
         token_ids: `"auto"` asks for ids and does without them where the server gives none (such
             calls cannot be trained), `"vllm"` insists on them, `"off"` never asks.
@@ -93,6 +94,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         model: str,
         *,
         api_key: str | None = None,
+        admin_key: str | None = None,
         renderer: ChatRenderer | None = None,
         token_ids: TokenIds = "auto",
         logprobs_mode: LogprobsMode = "raw",
@@ -110,6 +112,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         self._server = HttpServer(
             base_url,
             api_key=api_key,
+            admin_key=admin_key,
             retry=retry,
             timeout_s=timeout_s,
             deadline_s=deadline_s,

@@ -183,14 +183,20 @@ async def call(
     retry: RetryPolicy | None = None,
     timeout_s: float | None = None,
 ) -> Any:
-    """Ask a path outside `/v1` and return its answer, from JSON if `decode` is None.
+    """Ask a path for administrators and return its answer, from JSON if `decode` is None.
 
     Raises:
         ModelError: as `HttpServer.post`.
     """
     try:
         outcome = await server.post(
-            path, body, decode or _decode, at_root=True, retry=retry, timeout_s=timeout_s
+            path,
+            body,
+            decode or _decode,
+            at_root=True,
+            as_admin=True,
+            retry=retry,
+            timeout_s=timeout_s,
         )
         return outcome.value
     except ServerError as error:

@@ -318,22 +318,17 @@ def server_parts(
     """Return the client and the weight target for `engine.urls`.
 
     Raises:
-        ConfigError: `engine.api_key_env` names a variable that is not set, or the model cannot be
-            transferred.
+        ConfigError: `engine.api_key_env` or `engine.admin_key_env` names a variable that is not
+            set, or the model cannot be transferred.
     """
     section = config.engine
-    key = None if section.api_key_env is None else os.environ.get(section.api_key_env)
-    if section.api_key_env is not None and not key:
-        raise ConfigError(
-            f"engine.api_key_env is {section.api_key_env!r} and that variable is not set, so the "
-            "servers would refuse every request. Export it, or leave the setting out."
-        )
     configured = getattr(model.generation_config, "eos_token_id", None)
     known = configured if isinstance(configured, list) else [configured]
     pool = EndpointPool.of(
         section.urls,
         section.served_model or config.model.name,
-        api_key=key,
+        api_key=_key("api_key_env", section.api_key_env),
+        admin_key=_key("admin_key_env", section.admin_key_env),
         renderer=ChatRenderer(tokenizer, end_ids=[int(i) for i in known if i is not None]),
         token_ids="vllm",
         logprobs_mode="processed",
@@ -342,3 +337,15 @@ def server_parts(
         return pool, TransferTarget(model, pool.clients, address=section.transfer_address)
     folder = Path(config.run.dir).absolute() / "weights"
     return pool, ServerTarget(model, pool.clients, folder, method=section.reload_method)
+
+
+def _key(setting: str, variable: str | None) -> str | None:
+    """Return the value of the environment variable that a setting of the engine names."""
+    if variable is None:
+        return None
+    if not os.environ.get(variable):
+        raise ConfigError(
+            f"engine.{setting} is {variable!r} and that variable is not set, so the servers would "
+            "refuse every request. Export it, or leave the setting out."
+        )
+    return os.environ[variable]

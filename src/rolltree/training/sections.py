@@ -88,7 +88,8 @@ class EngineSection(Section, frozen=True):
       which they see under the same path. `transfer`: the weights are sent, by nccl if
       `model.device` is a GPU, else by gloo, from `transfer_address` of this machine.
     - `served_model`: the model's name on the servers (None: `model.name`). `api_key_env`: the
-      environment variable with their API key. `reload_method`: see `publish_weights`.
+      environment variable with their API key; `admin_key_env`: with the key that publishes weights,
+      if that is another one. `reload_method`: see `publish_weights`.
     - `probe_tolerance`: after every publish a short probe is sampled from engines that hold a copy
       of the weights; its logprobs may differ from the trainer's by this much (16-bit servers need
       about 0.5).
@@ -108,6 +109,7 @@ class EngineSection(Section, frozen=True):
     transfer_address: str = "127.0.0.1"
     served_model: str | None = None
     api_key_env: str | None = None
+    admin_key_env: str | None = None
     reload_method: str = "reload_weights"
     probe_tolerance: Positive = 0.01
     max_batch: AtLeast1 = 64
@@ -133,7 +135,10 @@ class EngineSection(Section, frozen=True):
                 "(`rolltree serve --batch-invariant`), and leave it out here."
             )
         ignored = ("max_batch", "max_context", "kv_budget_bytes", "prefill_chunk")
-        others = ("served_model", "api_key_env", "reload_method", "publish", "transfer_address")
+        others = (
+            *("served_model", "api_key_env", "admin_key_env"),
+            *("reload_method", "publish", "transfer_address"),
+        )
         other_way = "reload_method" if self.publish == "transfer" else "transfer_address"
         defaults = {f.name: f.default for f in msgspec.structs.fields(type(self))}
         for name in (*ignored, other_way) if self.kind == "servers" else others:

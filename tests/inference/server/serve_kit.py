@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 
 TOKEN = "a-token-for-tests"
+ADMIN_TOKEN = "an-admin-token-for-tests"
 
 
 @dataclass
@@ -19,6 +20,7 @@ class Served:
     url: str  # ends in /v1
     model: str
     token: str = TOKEN
+    admin_token: str = ADMIN_TOKEN
 
     @property
     def root(self) -> str:
@@ -34,8 +36,8 @@ def start(model: str, *flags: str, token: str | None = TOKEN, name: str | None =
     words = [model, "--port", "0", "--num-threads", "1", *flags]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     if token is not None:
-        words += ["--api-key-env", "SERVE_TOKEN"]
-        env["SERVE_TOKEN"] = token
+        words += ["--api-key-env", "SERVE_TOKEN", "--admin-key-env", "SERVE_ADMIN_TOKEN"]
+        env |= {"SERVE_TOKEN": token, "SERVE_ADMIN_TOKEN": ADMIN_TOKEN}
     if name is not None:
         words += ["--served-model-name", name]
     process = subprocess.Popen(

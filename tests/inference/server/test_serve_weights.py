@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 import serve_kit
-from serve_kit import TOKEN, Served
+from serve_kit import ADMIN_TOKEN, TOKEN, Served
 
 from rolltree.errors import ConfigError, ModelError
 from rolltree.inference import (
@@ -36,9 +37,9 @@ QUESTIONS = ("7 + 5 =", "capital?", "count")
 def server(taught: Path) -> Iterator[Served]:
     started = serve_kit.start(str(taught), name="m", token=None)
     assert started.process.stdout is not None
-    line = started.process.stdout.readline()
-    assert line.startswith("token: ")
-    started.token = line.removeprefix("token: ").strip()
+    lines = [started.process.stdout.readline().strip() for _ in range(2)]
+    assert [line.split(": ")[0] for line in lines] == ["token", "admin token"]
+    started.token, started.admin_token = (line.split(": ")[1] for line in lines)
     yield started
     serve_kit.stop(started)
 
@@ -49,6 +50,7 @@ async def client(server: Served, reference: Any) -> Any:
         server.url,
         "m",
         api_key=server.token,
+        admin_key=server.admin_token,
         renderer=ChatRenderer(reference[1]),
         retry=RetryPolicy(max_retries=1, first_wait_s=0.01),
     )
@@ -152,7 +154,7 @@ async def test_weights_that_are_sent_without_a_disk(
         with pytest.raises(ModelError, match=r"1 of 1 servers.*left paused") as caught:
             await sent.publish(bad.items(), 9)
         assert caught.match(f"that were announced do not fit the served model.*{said}")
-        await client.server.post("/resume", {}, bytes, at_root=True)
+        await client.server.post("/resume", {}, bytes, at_root=True, as_admin=True)
         assert await answers(client) == ["13", "Rome", "nine"]
     await sent.publish(weights.items(), 9)
     assert await answers(client) == ["12", "Paris, Paris", "one two three four"]
@@ -181,7 +183,7 @@ async def test_what_does_not_fit_changes_nothing_and_fails_loudly(
             await publish_weights([client], folder, 99)
         assert "do not fit the served model" in str(caught.value)
         assert await served_version(client.server) == before
-        await client.server.post("/resume", {}, bytes, at_root=True)
+        await client.server.post("/resume", {}, bytes, at_root=True, as_admin=True)
     assert await answers(client) == ["12", "Paris, Paris", "one two three four"]
     with pytest.raises(ConfigError, match=r"holds no \*.safetensors"):
         await publish_weights([client], tmp_path, 99)
@@ -197,7 +199,7 @@ async def test_adapters_that_cannot_be_published(client: OpenAIClient, taught: P
     with pytest.raises(ModelError, match="left paused"):  # `rolltree serve` takes whole models
         await publish_adapter([client], taught, 5, name="tuned")
     (taught / "adapter_config.json").unlink()
-    await client.server.post("/resume", {}, bytes, at_root=True)
+    await client.server.post("/resume", {}, bytes, at_root=True, as_admin=True)
     assert await served_version(client.server) == before
 
 
@@ -212,19 +214,26 @@ async def test_one_of_two_servers_is_gone(client: OpenAIClient, taught_otherwise
 
 
 async def test_paused_requests_wait_and_are_answered(client: OpenAIClient) -> None:
-    post = client.server.post
-    await post("/pause?mode=keep", {}, bytes, at_root=True)
-    await post("/pause?mode=keep", {}, bytes, at_root=True)  # again: nothing changes
+    post = partial(client.server.post, at_root=True, as_admin=True)
+    await post("/pause?mode=keep", {}, bytes)
+    await post("/pause?mode=keep", {}, bytes)  # again: nothing changes
     waiting = asyncio.ensure_future(client.chat([{"role": "user", "content": "count"}]))
     done, _ = await asyncio.wait([waiting], timeout=0.3)
     assert not done
-    assert (await post("/is_paused", None, bytes, at_root=True)).value == b'{"is_paused":true}'
-    await post("/resume", {}, bytes, at_root=True)
+    assert (await post("/is_paused", None, bytes)).value == b'{"is_paused":true}'
+    await post("/resume", {}, bytes)
     assert (await waiting).completion_ids is not None
 
 
 def test_what_the_weight_endpoints_refuse(server: Served) -> None:
-    headers = {"Authorization": f"Bearer {server.token}"}
+    headers = {"Authorization": f"Bearer {server.admin_token}"}
+    inference = {"Authorization": f"Bearer {server.token}"}
+    with httpx.Client(base_url=server.root, headers=inference) as http:
+        for path in ("/collective_rpc", "/pause?mode=keep", "/update_weight_version"):
+            refused = http.post(path, json={})
+            assert refused.status_code == 403
+            assert "takes the admin token" in refused.json()["error"]["message"]
+        assert http.get("/weight_info").status_code == 200
     with httpx.Client(base_url=server.root, headers=headers) as http:
         for path, body, said in [
             ("/pause", {}, "mode=keep"),
@@ -250,7 +259,7 @@ def test_what_the_weight_endpoints_refuse(server: Served) -> None:
 
 async def test_a_server_that_is_told_to_stop_ends_a_transfer_that_waits() -> None:
     started = serve_kit.start("tiny", name="m")
-    client = OpenAIClient(started.url, "m", api_key=TOKEN, retry=RetryPolicy(max_retries=0))
+    client = OpenAIClient(started.url, "m", api_key=ADMIN_TOKEN, retry=RetryPolicy(max_retries=0))
     sent = WeightTransfer([client], timeout_s=120.0)
     try:
         await sent.open()
@@ -285,6 +294,12 @@ async def test_a_served_model_without_weight_updates_says_so() -> None:
     app = httpx.ASGITransport(create_app(served, "token"))
     headers = {"Authorization": "Bearer token"}
     async with httpx.AsyncClient(transport=app, base_url="http://app", headers=headers) as http:
-        answer = await http.post("/start_weight_update", json={})
+        refused = await http.post("/start_weight_update", json={})
+    assert refused.status_code == 403
+    assert "start it with --admin-key-env" in refused.json()["error"]["message"]
+    app = httpx.ASGITransport(create_app(served, "token", admin_token="admin"))
+    async with httpx.AsyncClient(transport=app, base_url="http://app") as http:
+        headers = {"Authorization": "Bearer admin"}
+        answer = await http.post("/start_weight_update", json={}, headers=headers)
     assert answer.status_code == 404
     assert "started without weight transfers" in answer.json()["error"]["message"]

@@ -170,13 +170,18 @@ class Handlers:
 
 
 def create_app(
-    served: ServedModel, token: str, *, read_timeout_s: float = READ_TIMEOUT_S
+    served: ServedModel,
+    token: str,
+    *,
+    admin_token: str | None = None,
+    read_timeout_s: float = READ_TIMEOUT_S,
 ) -> Starlette:
     """Return the ASGI application; its shutdown closes the engine.
 
     Args:
         served: the model.
         token: what requests must carry as a bearer token (all but `/health`).
+        admin_token: what requests that replace weights must carry; without it none can.
         read_timeout_s: how long a request's body may take to arrive.
 
     Raises:
@@ -184,10 +189,10 @@ def create_app(
     """
     if not token:
         raise ConfigError(
-            "the token is empty, so anybody who reaches the port could use the model and replace "
-            "its weights. Generate one, or name the variable that holds one with --api-key-env."
+            "the token is empty, so anybody who reaches the port could use the model. Generate "
+            "one, or name the variable that holds one with --api-key-env."
         )
-    handlers = Handlers(served)
+    handlers, weights = Handlers(served), WeightHandlers(served)
     paths: dict[tuple[str, str], Handler] = {
         ("GET", "/v1/models"): handlers.models,
         ("POST", "/v1/chat/completions"): handlers.chat,
@@ -195,7 +200,7 @@ def create_app(
         ("POST", "/inference/v1/generate"): handlers.generate,
         ("POST", "/tokenize"): handlers.tokenize,
         ("POST", "/detokenize"): handlers.detokenize,
-        **WeightHandlers(served).paths,
+        **weights.paths,
     }
 
     @asynccontextmanager
@@ -209,7 +214,14 @@ def create_app(
         routes=[
             Route(path, guarded(run), methods=[method]) for (method, path), run in paths.items()
         ],
-        middleware=[Middleware(Unauthorized, token=token)],
+        middleware=[
+            Middleware(
+                Unauthorized,
+                token=token,
+                admin_token=admin_token,
+                admin_paths=weights.admin_paths,
+            )
+        ],
         exception_handlers={HTTPException: _unknown_path},
         lifespan=lifespan,
     )
@@ -241,7 +253,9 @@ class ServerOptions:
     """Where to listen and what to ask for.
 
     `port` 0 takes a free one. `token` None generates one, which only a loopback address allows;
-    any other `host` needs `allow_remote` as well as a token. A connection whose request has not
+    any other `host` needs `allow_remote` as well as a token. `admin_token` is asked for where
+    weights are replaced: None generates one for a loopback address; elsewhere weights then stay
+    as they are. A connection whose request has not
     arrived after `read_timeout_s` is closed.
 
     Raises:
@@ -252,6 +266,7 @@ class ServerOptions:
     port: int = 8000
     token: str | None = None
     allow_remote: bool = False
+    admin_token: str | None = None
     read_timeout_s: float = READ_TIMEOUT_S
 
     def __post_init__(self) -> None:
@@ -260,8 +275,8 @@ class ServerOptions:
         if not self.allow_remote:
             raise ConfigError(
                 f"--host {self.host} can be reached from other machines, and anyone who reaches it "
-                "with the token can use the model and replace its weights. Connections are not "
-                "encrypted. If that is meant, add --allow-remote."
+                "with the token can use the model. Connections are not encrypted. If that is "
+                "meant, add --allow-remote."
             )
         if self.token is None:
             raise ConfigError(
@@ -281,21 +296,25 @@ def is_loopback(host: str) -> bool:
 
 
 def serve(
-    served: ServedModel, options: ServerOptions, *, on_ready: Callable[[str, str], None]
+    served: ServedModel, options: ServerOptions, *, on_ready: Callable[[str, str, str | None], None]
 ) -> None:
     """Serve until the process is told to stop (SIGINT, SIGTERM).
 
-    `on_ready(url, token)` is called when the first request can come; `url` ends in `/v1`.
+    `on_ready(url, token, admin_token)` is called when the first request can come; `url` ends in
+    `/v1`.
 
     Raises:
         ConfigError: the address cannot be listened on.
     """
     token = options.token or secrets.token_urlsafe(24)
+    admin_token = options.admin_token
+    if admin_token is None and is_loopback(options.host):
+        admin_token = secrets.token_urlsafe(24)
     listener = _listen(options)
     port = listener.getsockname()[1]
     name = f"[{options.host}]" if ":" in options.host else options.host
     config = uvicorn.Config(
-        create_app(served, token, read_timeout_s=options.read_timeout_s),
+        create_app(served, token, admin_token=admin_token, read_timeout_s=options.read_timeout_s),
         http=impatient(options.read_timeout_s),
         log_level="warning",
         access_log=False,
@@ -303,8 +322,9 @@ def serve(
         timeout_graceful_shutdown=5,
         ws="none",
     )
+    url = f"http://{name}:{port}/v1"
     with listener:
-        _Announcing(config, lambda: on_ready(f"http://{name}:{port}/v1", token)).run([listener])
+        _Announcing(config, lambda: on_ready(url, token, admin_token)).run([listener])
 
 
 class _Announcing(uvicorn.Server):

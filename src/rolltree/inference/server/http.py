@@ -1,4 +1,4 @@
-"""Requests in, JSON out: the bearer token, body limits, and clients that disconnect."""
+"""Requests in, JSON out: the bearer tokens, body limits, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -29,24 +29,51 @@ _OPEN = ("/health",)
 
 
 class Unauthorized:
-    """Refuses requests without the token (RFC 6750), before anything of them is read."""
+    """Refuses requests without a token (RFC 6750), before anything of them is read.
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app, self._expected = app, f"Bearer {token}".encode()
+    `admin_token` opens everything; `token` does not open `admin_paths`, where weights are replaced.
+    Without an `admin_token` nothing opens those.
+    """
+
+    def __init__(
+        self, app: ASGIApp, token: str, admin_token: str | None, admin_paths: Collection[str]
+    ) -> None:
+        self._app, self._admin_paths = app, frozenset(admin_paths)
+        self._bearer = f"Bearer {token}".encode()
+        self._admin = None if admin_token is None else f"Bearer {admin_token}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401."""
+        """Pass the request on, or answer 401 or 403."""
         if scope["type"] == "http" and scope["path"] not in _OPEN:
             given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
-                error = RequestError(
-                    "the request has no valid bearer token. Send the one that `rolltree serve` "
-                    "printed, as the API key.",
-                    status=401,
-                )
-                await failure(error, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+            error = self._refusal(given, scope["path"])
+            if error is not None:
+                headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+                await failure(error, headers)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+    def _refusal(self, given: bytes, path: str) -> RequestError | None:
+        if self._admin is not None and hmac.compare_digest(given, self._admin):
+            return None
+        if not hmac.compare_digest(given, self._bearer):
+            return RequestError(
+                "the request has no valid bearer token. Send the one that `rolltree serve` "
+                "printed, as the API key.",
+                status=401,
+            )
+        if path not in self._admin_paths:
+            return None
+        how = (
+            "This server has none: start it with --admin-key-env."
+            if self._admin is None
+            else "Send the admin token: engine.admin_key_env, or OpenAIClient(admin_key=...)."
+        )
+        return RequestError(
+            f"the token is one for inference, and {path} replaces weights, which takes the admin "
+            f"token. {how}",
+            status=403,
+        )
 
 
 def guarded(handler: Handler) -> Handler:

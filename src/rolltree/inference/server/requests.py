@@ -27,6 +27,7 @@ _CALLERS_FAULT = (ConfigError, PromptTooLong, TokenError, UnsupportedSetting, Te
 """Errors that the same request would raise again."""
 _CODES = {
     401: "invalid_api_key",
+    403: "admin_key_required",
     404: "not_found",
     408: "request_timeout",
     413: "request_too_large",

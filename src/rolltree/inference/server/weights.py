@@ -30,7 +30,10 @@ INDEX = "model.safetensors.index.json"
 
 
 class WeightHandlers:
-    """Weight updates of one served model; `paths` says which request is answered by what."""
+    """Weight updates of one served model; `paths` says which request is answered by what.
+
+    `admin_paths` are those that change something.
+    """
 
     def __init__(self, served: ServedModel) -> None:
         self._served = served
@@ -49,6 +52,7 @@ class WeightHandlers:
             ("POST", "/update_weights"): self.update_weights,
             ("POST", "/finish_weight_update"): self.finish_weight_update,
         }
+        self.admin_paths = [path for method, path in self.paths if method == "POST"]
 
     async def health(self, request: Request) -> Response:
         """Answer 200 while the engine decodes, 503 when its thread has ended."""
