@@ -17,7 +17,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -209,12 +208,10 @@ def replayed(model: Path, folder: Path) -> dict[str, Any]:
     from rolltree.store import Run
 
     again = folder.with_name(f"{folder.name}-again")
-    shutil.copytree(folder, again)
-    shutil.rmtree(again / "checkpoints")
-    with Run.open(again) as run, run._database.transaction() as connection:
-        connection.execute("DELETE FROM steps")
-        connection.execute("DELETE FROM events WHERE kind LIKE 'evaluation%'")
-        connection.execute("DELETE FROM rollouts WHERE phase != 'train'")
+    with Run.open(folder, "r") as run, Run.create(again, config=run.config, kind="train") as copy:
+        copy.add_rollouts(run.rollouts(phase="train"))
+        for event in run.events("batch"):
+            copy.add_event("batch", event.data, step=event.step)
     assert attempt("asynchronous", model, again) == 0
     return held(again, trained_only=True)
 

@@ -150,9 +150,9 @@ class Run:
         """Take other settings, for a run that holds nothing yet."""
         if config == self.config and kind == self.meta["kind"]:
             return
-        with self._database.transaction() as connection:
+        with self._database.transaction() as change:
             for key, value in (("config", config), ("kind", kind)):
-                connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, dumps(value)))
+                change.put("meta", key, dumps(value))
         write_config(self.path / "config.json", self.config)
 
     @classmethod
