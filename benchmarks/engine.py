@@ -11,11 +11,11 @@ in the same process that answers after a random latency with fresh text, ids and
 
 - `fast`, `slow`: `--in-flight` rollouts of 4 turns and 4,000 tokens (2,000 sampled), all in flight
   at once, at latencies of 1 to 50 ms and of 5 to 15 s.
-- `stored`: `--stored` one-turn rollouts of 100 tokens, 256 in flight. `growth` is the peak memory
-  at their end over that at a tenth of them.
+- `stored`: `--stored` one-turn rollouts of 100 tokens, ten of each example, 256 in flight. `growth`
+  is the peak memory at their end over that at a tenth of them.
 - `show`, `show_phase`: `rolltree show` on that run, without and with `--phase eval`. CPU time of
   the process, the interpreter's start included.
-- `resume`: the same evaluation with eight more examples; seconds of CPU until the model is asked.
+- `resume`: the same evaluation with one more example; seconds of CPU until the model is asked.
 - `long`: 8 rollouts at once of `--turns` turns with 400 tokens each. `turn_growth` is the CPU time
   of the last fifth of the turns over that of the first fifth.
 
@@ -51,7 +51,7 @@ from rolltree.types import FinishReason, ModelResponse
 
 CASES = ("fast", "slow", "stored", "show", "show_phase", "resume", "long")
 PROBE_S = 0.010
-NUM_MORE = 8  # examples that `resume` adds
+GROUP_SIZE = 10  # rollouts of an example, in `stored`
 MIB = 1024**2
 
 
@@ -190,8 +190,9 @@ async def evaluate(
     num: int,
     max_concurrent: int,
     on_progress: Any = None,
+    group_size: int = 1,
 ) -> dict[str, float]:
-    """Evaluate with a run directory, the probe beside it."""
+    """Evaluate `num` examples with a run directory, the probe beside it."""
     probe = Probe()
     watching = asyncio.create_task(probe.run())
     await asyncio.sleep(2 * PROBE_S)
@@ -201,13 +202,14 @@ async def evaluate(
             env,
             model,
             num_examples=num,
+            rollouts_per_example=group_size,
             run=run,
             max_concurrent=max_concurrent,
             on_progress=on_progress,
         )
     await asyncio.sleep(2 * PROBE_S)
     watching.cancel()
-    if report.num_rollouts != num or report.num_failed or report.reward is None:
+    if report.num_rollouts != num * group_size or report.num_failed or report.reward is None:
         raise SystemExit(f"the run did not do the work: {report.as_dict()}")
     return {
         "wall_s": time.perf_counter() - began,
@@ -225,8 +227,8 @@ def in_flight(folder: Path, num: int, low_s: float, high_s: float) -> dict[str, 
     return asyncio.run(evaluate(folder, model, env, num, num))
 
 
-def stored(folder: Path, num: int, max_concurrent: int = 256) -> dict[str, float]:
-    env = make_environment(num + NUM_MORE, turns=1, told=60)
+def stored(folder: Path, num: int) -> dict[str, float]:
+    env = make_environment(num // GROUP_SIZE, turns=1, told=60)
     model = LatentModel(0.0, 0.0, told=60, sampled=40)
     at_tenth = 0.0
 
@@ -235,16 +237,19 @@ def stored(folder: Path, num: int, max_concurrent: int = 256) -> dict[str, float
         if not at_tenth and progress.num_done >= num // 10:
             at_tenth = memory_mib()
 
-    found = asyncio.run(evaluate(folder, model, env, num, max_concurrent, on_progress))
+    found = asyncio.run(
+        evaluate(folder, model, env, num // GROUP_SIZE, 256, on_progress, GROUP_SIZE)
+    )
     return {**found, "tenth_mib": at_tenth, "growth": found["peak_mib"] / at_tenth}
 
 
 def resume(folder: Path, num: int) -> dict[str, float]:
-    env = make_environment(num + NUM_MORE, turns=1, told=60)
+    num_examples = num // GROUP_SIZE + 1
+    env = make_environment(num_examples, turns=1, told=60)
     model = LatentModel(0.0, 0.0, told=60, sampled=40)
-    found = asyncio.run(evaluate(folder, model, env, num + NUM_MORE, 256))
-    if model.num_answers != NUM_MORE:
-        raise SystemExit(f"{model.num_answers} rollouts were run, and {NUM_MORE} were missing")
+    found = asyncio.run(evaluate(folder, model, env, num_examples, 256, group_size=GROUP_SIZE))
+    if model.num_answers != GROUP_SIZE:
+        raise SystemExit(f"{model.num_answers} rollouts were run, and {GROUP_SIZE} were missing")
     return found
 
 

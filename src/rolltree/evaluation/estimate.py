@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean, stdev
+from statistics import NormalDist
 from typing import Literal
 
 CONFIDENCE = 0.95
@@ -43,6 +43,11 @@ class Estimate:
         return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
+def mean(values: Sequence[float]) -> float:
+    """Return the mean, rounded once."""
+    return values[0] if len(values) == 1 else math.fsum(values) / len(values)
+
+
 def estimate(
     clusters: Mapping[Hashable, Sequence[float]],
     *,
@@ -61,22 +66,23 @@ def estimate(
     filled = [values for values in clusters.values() if values]
     if not filled:
         return None
-    means = [fmean(values) for values in filled]
-    mean, num = fmean(means), len(means)
-    spread = stdev(means) if num > 1 else 0.0
+    means = list(map(mean, filled))
+    center, num = mean(means), len(means)
+    squares = math.fsum((value - center) ** 2 for value in means)
+    spread = math.sqrt(squares / (num - 1)) if num > 1 else 0.0
     num_values = sum(map(len, filled))
     if are_shares is None:
         are_shares = all(value in (0.0, 1.0) for values in filled for value in values)
     if are_shares:
         error = spread / math.sqrt(num)
-        size = mean * (1.0 - mean) / error**2 if error > 0.0 else float(num)
+        size = center * (1.0 - center) / error**2 if error > 0.0 else float(num)
         size = min(size, float(num_values))
-        low, high = wilson(mean, size, confidence)
-        return Estimate(mean, low, high, "wilson", num, num_values)
+        low, high = wilson(center, size, confidence)
+        return Estimate(center, low, high, "wilson", num, num_values)
     if num < 2:
-        return Estimate(mean, None, None, "none", num, num_values)
+        return Estimate(center, None, None, "none", num, num_values)
     half = student_t(num - 1, confidence) * spread / math.sqrt(num)
-    return Estimate(mean, mean - half, mean + half, "t", num, num_values)
+    return Estimate(center, center - half, center + half, "t", num, num_values)
 
 
 def wilson(mean: float, size: float, confidence: float = CONFIDENCE) -> tuple[float, float]:

@@ -8,14 +8,17 @@ nothing scored, has no reward: it is left out of every mean and counted in `fail
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
-from typing import Any, TypeAlias
+from functools import cache
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, NamedTuple, Self, TypeAlias, overload
 
-from rolltree.evaluation.estimate import CONFIDENCE, Estimate, estimate, pass_at_k
-from rolltree.store import StoredRollout
+from rolltree.evaluation.estimate import CONFIDENCE, Estimate, estimate, mean, pass_at_k
+from rolltree.store import Run, StoredRollout
 
 ExampleKey: TypeAlias = tuple[str, str, int | str | None]
 """Environment, task, example id: the same in every evaluation of the same example."""
@@ -52,19 +55,199 @@ class EpisodeOutcome:
         return self.error_type is not None
 
 
-def outcomes(rows: Iterable[StoredRollout]) -> list[EpisodeOutcome]:
+class OutcomeRow(NamedTuple):
+    """What of a stored row goes into an outcome; a `StoredRollout` has the same names."""
+
+    request_id: str
+    env_id: str
+    task: str
+    example_id: int | str | None
+    depth: int
+    reward: float | None
+    status: str
+    error_type: str | None
+    truncated: bool
+    truncation_reason: str | None
+    stop_condition: str | None
+    num_attempts: int
+    num_calls: int
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    generation_ms: float
+    scoring_ms: float
+    total_ms: float
+    metrics: Mapping[str, Any]
+
+
+_UNKNOWN = float("nan")  # in a column; rewards and metrics are finite
+_NUMBERS = (
+    *("reward", "num_prompt_tokens", "num_completion_tokens"),
+    *("generation_ms", "scoring_ms", "total_ms"),
+)
+_LABELS = (
+    *("example", "task", "error_type", "truncation_reason", "stop_condition"),
+    *("num_attempts", "num_calls"),
+)
+
+
+class Outcomes(Sequence[EpisodeOutcome]):
+    """Outcomes in columns, one per request id: about 150 bytes each.
+
+    `report.outcomes[3]` is an `EpisodeOutcome`, made when it is read; `values("reward")` are those
+    of all of them. It is as long as the number of requests whose rows were added, and in the order
+    of `request_ids`, or of the rows where those come first.
+    """
+
+    def __init__(self, request_ids: Iterable[str] = ()) -> None:
+        self._ids = list(request_ids)
+        self._place = {request_id: place for place, request_id in enumerate(self._ids)}
+        self._labels: list[tuple[Any, ...] | None] = [None] * len(self._ids)
+        self._known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self._numbers = {name: self._column() for name in _NUMBERS}
+        self._metrics: dict[str, array[float]] = {}
+        self._num = 0
+
+    def _column(self) -> array[float]:
+        return array("d", [_UNKNOWN]) * len(self._ids)
+
+    @classmethod
+    def of(cls, rows: Iterable[StoredRollout]) -> Outcomes:
+        """Return the outcomes of rows, in the order in which requests first appear."""
+        requests: dict[str, list[StoredRollout]] = {}
+        for row in rows:
+            requests.setdefault(row.request_id, []).append(row)
+        made = cls()
+        for trajectories in requests.values():
+            made.add(trajectories)
+        return made
+
+    @classmethod
+    def stored(cls, run: Run, phase: str, ids: Iterable[str] | None = None, **where: Any) -> Self:
+        """Return the outcomes of a phase of a run, or those of `ids`; `where` compares columns."""
+        made = cls(() if ids is None else ids)
+        rows = map(OutcomeRow._make, run.columns(OutcomeRow._fields, phase=phase, **where))
+        for request_id, adjacent in groupby(rows, attrgetter("request_id")):
+            if ids is None or request_id in made._place:
+                trajectories = list(adjacent)
+                if made.has(request_id):  # written apart from each other
+                    again = run.columns(OutcomeRow._fields, request_id=request_id, **where)
+                    trajectories = [OutcomeRow._make(row) for row in again]
+                made.add(trajectories)
+        return made
+
+    def add(self, rows: Sequence[StoredRollout | OutcomeRow]) -> EpisodeOutcome:
+        """Take the rows of one request, in place of earlier ones, and return its outcome."""
+        outcome = _outcome(rows)
+        place = self._place.get(outcome.request_id)
+        if place is None:
+            place = self._place[outcome.request_id] = len(self._ids)
+            self._ids.append(outcome.request_id)
+            self._labels.append(None)
+            for column in (*self._numbers.values(), *self._metrics.values()):
+                column.append(_UNKNOWN)
+        self._num += self._labels[place] is None
+        labels = _labels_of(outcome)
+        self._labels[place] = self._known.setdefault(labels, labels)
+        for name, column in self._numbers.items():
+            value = getattr(outcome, name)
+            column[place] = _UNKNOWN if value is None else value
+        for name in outcome.metrics:
+            if name not in self._metrics:
+                self._metrics[name] = self._column()
+        for name, column in self._metrics.items():
+            column[place] = outcome.metrics.get(name, _UNKNOWN)
+        return outcome
+
+    def has(self, request_id: str) -> bool:
+        """Whether rows of this request were added."""
+        place = self._place.get(request_id)
+        return place is not None and self._labels[place] is not None
+
+    def remove(self, request_id: str) -> None:
+        """Forget the rows of a request."""
+        place = self._place[request_id]
+        self._num -= self._labels[place] is not None
+        self._labels[place] = None
+
+    def _places(self) -> Iterable[int]:
+        if self._num == len(self._ids):
+            return range(self._num)
+        return [place for place, labels in enumerate(self._labels) if labels is not None]
+
+    def values(self, name: str) -> list[Any]:
+        """Return one field of all outcomes."""
+        places = self._places()
+        if name == "request_id":
+            return [self._ids[place] for place in places]
+        if name in _LABELS:
+            at, labels = _LABELS.index(name), self._labels
+            return [labels[place][at] for place in places]  # type: ignore[index]
+        if name == "metrics":
+            return [self._metrics_at(place) for place in places]
+        return [_known(name, self._numbers[name][place]) for place in places]
+
+    def _metrics_at(self, place: int) -> dict[str, float]:
+        found = {name: column[place] for name, column in self._metrics.items()}
+        return {name: value for name, value in found.items() if value == value}
+
+    def __len__(self) -> int:
+        return self._num
+
+    @overload
+    def __getitem__(self, index: int) -> EpisodeOutcome: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[EpisodeOutcome]: ...
+    def __getitem__(self, index: int | slice) -> EpisodeOutcome | list[EpisodeOutcome]:
+        places = self._places()
+        chosen = places[index]  # type: ignore[index]
+        return self._at(chosen) if isinstance(chosen, int) else [self._at(p) for p in chosen]
+
+    def __iter__(self) -> Iterator[EpisodeOutcome]:
+        return map(self._at, self._places())
+
+    def _at(self, place: int) -> EpisodeOutcome:
+        labels = self._labels[place]
+        assert labels is not None, "places are those of outcomes that are there"
+        fields: dict[str, Any] = dict(zip(_LABELS, labels, strict=True))
+        for name, column in self._numbers.items():
+            fields[name] = _known(name, column[place])
+        return EpisodeOutcome(self._ids[place], metrics=self._metrics_at(place), **fields)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Outcomes | tuple | list) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} outcomes>"
+
+
+_labels_of = attrgetter(*_LABELS)
+
+
+def _known(name: str, value: float) -> float | int | None:
+    if name == "reward":
+        return None if value != value else value
+    return int(value) if name.startswith("num_") else value
+
+
+def outcomes(rows: Iterable[StoredRollout]) -> Outcomes:
     """Return one outcome per request, in the order in which requests first appear."""
-    requests: dict[str, list[StoredRollout]] = {}
-    for row in rows:
-        requests.setdefault(row.request_id, []).append(row)
-    return [_outcome(trajectories) for trajectories in requests.values()]
+    return Outcomes.of(rows)
 
 
-def _outcome(rows: Sequence[StoredRollout]) -> EpisodeOutcome:
+def values(outcomes: Sequence[EpisodeOutcome], name: str) -> list[Any]:
+    """Return one field of all outcomes."""
+    if isinstance(outcomes, Outcomes):
+        return outcomes.values(name)
+    return [getattr(outcome, name) for outcome in outcomes]
+
+
+def _outcome(rows: Sequence[StoredRollout | OutcomeRow]) -> EpisodeOutcome:
     first = rows[0]
     failed = next((row for row in rows if row.status == "error"), None)
     own = [row for row in rows if not row.depth]
-    rewards = [row.reward for row in own if _is_number(row.reward)]
+    rewards = [float(row.reward) for row in own if _is_number(row.reward)]  # type: ignore[arg-type]
     metrics: dict[str, list[float]] = {}
     for row in own:
         for name, value in row.metrics.items():
@@ -74,8 +257,8 @@ def _outcome(rows: Sequence[StoredRollout]) -> EpisodeOutcome:
         request_id=first.request_id,
         example=(first.env_id, first.task, first.example_id),
         task=first.task,
-        reward=fmean(r for r in rewards if r is not None) if rewards and failed is None else None,
-        metrics={name: fmean(values) for name, values in metrics.items()},
+        reward=mean(rewards) if rewards and failed is None else None,
+        metrics={name: mean(found) for name, found in metrics.items()},
         error_type=None if failed is None else failed.error_type or "unknown",
         truncation_reason=next(
             (row.truncation_reason or "unknown" for row in own if row.truncated), None
@@ -109,12 +292,13 @@ class Settings:
 Reducer: TypeAlias = Callable[[Sequence[EpisodeOutcome], Settings], Any]
 
 
-def rewards_by_example(outcomes: Iterable[EpisodeOutcome]) -> dict[Hashable, list[float]]:
+def rewards_by_example(outcomes: Sequence[EpisodeOutcome]) -> dict[Hashable, list[float]]:
     """Return the rewards of the scored episodes, clustered by example."""
     clusters: dict[Hashable, list[float]] = {}
-    for outcome in outcomes:
-        if outcome.reward is not None:
-            clusters.setdefault(outcome.example, []).append(outcome.reward)
+    examples, rewards = values(outcomes, "example"), values(outcomes, "reward")
+    for example, reward in zip(examples, rewards, strict=True):
+        if reward is not None:
+            clusters.setdefault(example, []).append(reward)
     return clusters
 
 
@@ -128,18 +312,21 @@ def passes(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[int, 
 
     An example with fewer than k scored rollouts says nothing about pass@k and is left out of it.
     """
-    clusters = rewards_by_example(outcomes)
-    most = max(map(len, clusters.values()), default=0)
+    threshold = settings.pass_threshold
+    counts = {
+        example: (len(rewards), sum(reward >= threshold for reward in rewards))
+        for example, rewards in rewards_by_example(outcomes).items()
+    }
+    shares = cache(pass_at_k)
+    most = max((num for num, _ in counts.values()), default=0)
     found: dict[int, Estimate] = {}
     for k in sorted({2**power for power in range(most.bit_length())} | ({most} if most else set())):
-        values = {
-            example: [
-                pass_at_k(len(rewards), sum(r >= settings.pass_threshold for r in rewards), k)
-            ]
-            for example, rewards in clusters.items()
-            if len(rewards) >= k
+        clusters = {
+            example: [shares(num, num_passed, k)]
+            for example, (num, num_passed) in counts.items()
+            if num >= k
         }
-        result = estimate(values, confidence=settings.confidence, are_shares=True)
+        result = estimate(clusters, confidence=settings.confidence, are_shares=True)
         if result is not None:
             found[k] = result
     return found
@@ -147,50 +334,54 @@ def passes(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[int, 
 
 def tasks(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str, Estimate]:
     """Mean reward of each task that has a scored episode."""
-    names = sorted({outcome.task for outcome in outcomes})
-    found = {
-        name: reward([outcome for outcome in outcomes if outcome.task == name], settings)
-        for name in names
-    }
-    return {name: result for name, result in found.items() if result is not None}
+    by_task: dict[str, dict[Hashable, list[float]]] = {}
+    for example, rewards in rewards_by_example(outcomes).items():
+        by_task.setdefault(example[1], {})[example] = rewards  # type: ignore[index]
+    found = {name: estimate(by_task[name], confidence=settings.confidence) for name in by_task}
+    return {name: result for name, result in sorted(found.items()) if result is not None}
 
 
 def metrics(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str, Estimate]:
     """Mean of every numeric metric, over the episodes that have it."""
     clusters: dict[str, dict[Hashable, list[float]]] = {}
-    for outcome in outcomes:
-        if not outcome.failed:
-            for name, value in outcome.metrics.items():
-                clusters.setdefault(name, {}).setdefault(outcome.example, []).append(value)
-    found = {name: estimate(c, confidence=settings.confidence) for name, c in clusters.items()}
-    return {name: result for name, result in found.items() if result is not None}
+    fields = (values(outcomes, name) for name in ("example", "error_type", "metrics"))
+    for example, error_type, found in zip(*fields, strict=True):
+        if error_type is None:
+            for name, value in found.items():
+                clusters.setdefault(name, {}).setdefault(example, []).append(value)
+    estimates = {name: estimate(c, confidence=settings.confidence) for name, c in clusters.items()}
+    return {name: result for name, result in estimates.items() if result is not None}
+
+
+def _counts(outcomes: Sequence[EpisodeOutcome], name: str) -> dict[str, int]:
+    """Count the values of a field, most frequent first; None and "" do not count."""
+    counts = Counter(values(outcomes, name)).most_common()
+    return {value: num for value, num in counts if value}
 
 
 def failures(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str, int]:
     """Failed episodes by error type, most frequent first."""
-    return dict(Counter(o.error_type for o in outcomes if o.error_type).most_common())
+    return _counts(outcomes, "error_type")
 
 
 def truncations(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str, int]:
     """Truncated episodes by reason, most frequent first."""
-    return dict(Counter(o.truncation_reason for o in outcomes if o.truncation_reason).most_common())
+    return _counts(outcomes, "truncation_reason")
 
 
 def stops(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str, int]:
     """Episodes by the stop condition that ended them, most frequent first."""
-    return dict(Counter(o.stop_condition for o in outcomes if o.stop_condition).most_common())
+    return _counts(outcomes, "stop_condition")
 
 
 def usage(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str, float]:
     """Totals and means per episode of calls, tokens and milliseconds."""
     fields = ("num_calls", "num_prompt_tokens", "num_completion_tokens")
-    found: dict[str, float] = {}
-    for name in fields:
-        found[name] = sum(getattr(outcome, name) for outcome in outcomes)
-    for name in (*fields, "generation_ms", "scoring_ms", "total_ms"):
-        values = [getattr(outcome, name) for outcome in outcomes]
-        found[f"mean_{name}"] = fmean(values) if values else 0.0
-    found["num_retried"] = sum(outcome.num_attempts > 1 for outcome in outcomes)
+    times = ("generation_ms", "scoring_ms", "total_ms")
+    columns = {name: values(outcomes, name) for name in (*fields, *times)}
+    found: dict[str, float] = {name: sum(columns[name]) for name in fields}
+    found |= {f"mean_{name}": mean(column or [0.0]) for name, column in columns.items()}
+    found["num_retried"] = sum(num > 1 for num in values(outcomes, "num_attempts"))
     return found
 
 

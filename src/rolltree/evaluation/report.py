@@ -7,7 +7,7 @@ writes, for tools that read those files. A failed rollout has `reward: null` and
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from datetime import datetime
 from pathlib import Path
@@ -19,10 +19,11 @@ from rolltree.evaluation.estimate import Estimate, estimate
 from rolltree.evaluation.reducers import (
     REDUCERS,
     EpisodeOutcome,
+    Outcomes,
     Reducer,
     Settings,
-    outcomes,
     rewards_by_example,
+    values,
 )
 from rolltree.redact import redact
 from rolltree.store import Run, StoredRollout, to_plain
@@ -41,7 +42,7 @@ class EvalReport:
     env_id: str
     model: str
     phase: str
-    outcomes: tuple[EpisodeOutcome, ...]
+    outcomes: Sequence[EpisodeOutcome]
     results: Mapping[str, Any]
     settings: Settings = field(default_factory=Settings)
     num_resumed: int = 0
@@ -56,22 +57,23 @@ class EvalReport:
     @property
     def num_examples(self) -> int:
         """How many different examples they played."""
-        return len({outcome.example for outcome in self.outcomes})
+        return len(set(values(self.outcomes, "example")))
 
     @property
     def num_failed(self) -> int:
         """How many ended with an error."""
-        return sum(outcome.failed for outcome in self.outcomes)
+        return sum(kind is not None for kind in values(self.outcomes, "error_type"))
 
     @property
     def num_unscored(self) -> int:
         """How many finished, but have no reward."""
-        return sum(not o.failed and o.reward is None for o in self.outcomes)
+        errors, rewards = (values(self.outcomes, name) for name in ("error_type", "reward"))
+        return sum(e is None and r is None for e, r in zip(errors, rewards, strict=True))
 
     @property
     def num_truncated(self) -> int:
         """How many were cut before their true end."""
-        return sum(outcome.truncation_reason is not None for outcome in self.outcomes)
+        return sum(why is not None for why in values(self.outcomes, "truncation_reason"))
 
     @property
     def reward(self) -> Estimate | None:
@@ -115,7 +117,7 @@ class EvalReport:
 
 
 def build_report(
-    rows: Iterable[StoredRollout],
+    rows: Iterable[StoredRollout] | Outcomes,
     *,
     env_id: str = "",
     model: str = "",
@@ -126,14 +128,17 @@ def build_report(
     elapsed_s: float = 0.0,
     run_path: str | None = None,
 ) -> EvalReport:
-    """Reduce rows to a report. `env_id` defaults to that of the first row."""
+    """Reduce rows, or the outcomes of rows, to a report.
+
+    `env_id` defaults to that of the first row.
+    """
     settings = settings or Settings()
-    found = outcomes(rows)
+    found = rows if isinstance(rows, Outcomes) else Outcomes.of(rows)
     return EvalReport(
         env_id=env_id or (found[0].example[0] if found else ""),
         model=model,
         phase=phase,
-        outcomes=tuple(found),
+        outcomes=found,
         results={name: reduce(found, settings) for name, reduce in reducers.items()},
         settings=settings,
         num_resumed=num_resumed,
@@ -145,7 +150,7 @@ def build_report(
 def stored_report(run: Run, phase: str = "eval", **options: Any) -> EvalReport:
     """Build the report of one phase of a stored run; options as in `build_report`."""
     return build_report(
-        run.rollouts(phase=phase, blobs=False),
+        Outcomes.stored(run, phase),
         phase=phase,
         run_path=str(run.path),
         **{"model": str(run.config.get("model", "")), **options},

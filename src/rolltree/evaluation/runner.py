@@ -6,20 +6,21 @@ never run again.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rolltree.errors import ConfigError
-from rolltree.evaluation.reducers import REDUCERS, EpisodeOutcome, Reducer, Settings, outcomes
+from rolltree.evaluation.reducers import REDUCERS, Outcomes, Reducer, Settings
 from rolltree.evaluation.report import EvalReport, build_report
 from rolltree.inference.client import as_client
 from rolltree.redact import redact
-from rolltree.rollouts import GroupScorer, RolloutEngine, RolloutSource, Split, build_requests
+from rolltree.rollouts import GroupScorer, RolloutEngine, RolloutSource, Split
 from rolltree.rollouts.record import run_stored
+from rolltree.rollouts.requests import RequestPlan, plan_requests
 from rolltree.store import Run, StoredRollout, to_plain
 from rolltree.tasks import my_turn
 from rolltree.types import RolloutRequest, RolloutResult, SamplingArgs, SamplingParams
@@ -78,7 +79,7 @@ async def evaluate(
             f"rollouts_per_example is {rollouts_per_example}; nothing would be measured. Use 1 or "
             "more."
         )
-    requests = build_requests(
+    plan = plan_requests(
         source,
         split,
         num_examples=num_examples,
@@ -87,28 +88,30 @@ async def evaluate(
         run_seed=seed,
         phase=phase,
     )
-    stored = _finished_rows(run, phase, requests, retry_failed, source)
     if run is not None:
         _check_same_evaluation(
             run,
             phase,
-            requests[0],
+            plan[0],
             model=model.model,
             split=split,
             seed=seed,
             group_size=rollouts_per_example if _compares_groups(source) else None,
         )
-    tally = _Tally(len(requests), stored, on_progress)
-    finished = {row.request_id for row in stored}
-    todo = [request for request in requests if request.request_id not in finished]
+    # In a thread: a hundred thousand stored rollouts take seconds to read, and to reduce below.
+    found = await asyncio.to_thread(_finished, run, phase, plan, retry_failed, source)
+    tally = await asyncio.to_thread(_Tally, len(plan), found, on_progress)
+    tally.tell()
+    num_resumed = len(found)
     engine = RolloutEngine(
         source,
         model,
-        max_concurrent=max_concurrent,
+        max_concurrent=min(max_concurrent, max(1, len(plan) - num_resumed)),
         time_limit_s=time_limit_s,
         deadline_s=deadline_s,
         retries=retries,
     )
+    todo = plan.without(found.has)
     async with aclosing(run_stored(engine, todo, run, replace_failed=retry_failed)) as batches:
         async for batch in batches:
             for result, rows in batch:
@@ -116,15 +119,15 @@ async def evaluate(
                 tally.add(rows)
                 if on_result is not None:
                     on_result(result)
-    rows = tally.rows if run is None else _stored_rows(run, phase, requests)
-    return build_report(
-        _in_order(requests, rows),
+    return await asyncio.to_thread(
+        build_report,
+        found,
         env_id=source.env_id,
         model=model.model,
         phase=phase,
         settings=settings,
         reducers=reducers,
-        num_resumed=len(finished),
+        num_resumed=num_resumed,
         elapsed_s=time.monotonic() - start,
         run_path=None if run is None else str(run.path),
     )
@@ -134,32 +137,24 @@ def _compares_groups(source: RolloutSource) -> bool:
     return isinstance(source, GroupScorer) and source.has_group_rewards
 
 
-def _stored_rows(run: Run, phase: str, requests: Sequence[RolloutRequest]) -> list[StoredRollout]:
-    wanted = {request.request_id for request in requests}
-    return [row for row in run.rollouts(phase=phase, blobs=False) if row.request_id in wanted]
-
-
-def _finished_rows(
-    run: Run | None,
-    phase: str,
-    requests: Sequence[RolloutRequest],
-    retry_failed: bool,
-    source: RolloutSource,
-) -> list[StoredRollout]:
-    """Return the light rows of the requests that need not be run again.
+def _finished(
+    run: Run | None, phase: str, plan: RequestPlan, retry_failed: bool, source: RolloutSource
+) -> Outcomes:
+    """Return the stored outcomes of the requests that need not be run again.
 
     When the source compares the members of a group, a group is finished whole or not at all.
     """
     if run is None:
-        return []
-    rows = _stored_rows(run, phase, requests)
-    if retry_failed:
-        rows = [row for row in rows if row.status == "ok"]
+        return Outcomes(plan.request_ids)
+    where = {"status": "ok"} if retry_failed else {}
+    found = Outcomes.stored(run, phase, plan.request_ids, **where)
     if _compares_groups(source):
-        sizes = Counter(request.group_id for request in requests)
-        found = Counter(group for group, _ in {(row.group_id, row.request_id) for row in rows})
-        rows = [row for row in rows if found[row.group_id] == sizes[row.group_id]]
-    return rows
+        for group in plan.groups():
+            members = [request_id for request_id in group if found.has(request_id)]
+            if len(members) < len(group):
+                for request_id in members:
+                    found.remove(request_id)
+    return found
 
 
 def _check_same_evaluation(run: Run, phase: str, request: RolloutRequest, **settings: Any) -> None:
@@ -186,41 +181,28 @@ def _check_same_evaluation(run: Run, phase: str, request: RolloutRequest, **sett
         )
 
 
-def _in_order(
-    requests: Sequence[RolloutRequest], rows: Sequence[StoredRollout]
-) -> list[StoredRollout]:
-    place = {request.request_id: index for index, request in enumerate(requests)}
-    return sorted(rows, key=lambda row: (place[row.request_id], row.trajectory_index))
-
-
 class _Tally:
-    """The rows so far, and the progress they make."""
+    """The outcomes so far, and the progress they make."""
 
     def __init__(
         self,
         num_total: int,
-        stored: Sequence[StoredRollout],
+        found: Outcomes,
         on_progress: Callable[[EvalProgress], None] | None,
     ) -> None:
-        self.rows: list[StoredRollout] = list(stored)
+        self._outcomes = found
         self._num_total = num_total
         self._on_progress = on_progress
-        self._num_resumed = 0
-        self._done = self._failed = self._truncated = self._scored = self._tokens = 0
-        self._reward_sum = 0.0
-        found = outcomes(stored)
-        self._num_resumed = len(found)
-        for outcome in found:
-            self._count(outcome)
-        self._tell()
+        self._done = self._num_resumed = len(found)
+        self._failed = sum(kind is not None for kind in found.values("error_type"))
+        self._truncated = sum(why is not None for why in found.values("truncation_reason"))
+        self._tokens: int = sum(found.values("num_completion_tokens"))
+        rewards = [reward for reward in found.values("reward") if reward is not None]
+        self._scored, self._reward_sum = len(rewards), sum(rewards)
 
     def add(self, rows: Sequence[StoredRollout]) -> None:
-        self.rows.extend(rows)
-        for outcome in outcomes(rows):
-            self._count(outcome)
-        self._tell()
-
-    def _count(self, outcome: EpisodeOutcome) -> None:
+        """Count a new result."""
+        outcome = self._outcomes.add(rows)
         self._done += 1
         self._failed += outcome.failed
         self._truncated += outcome.truncation_reason is not None
@@ -228,8 +210,10 @@ class _Tally:
         if outcome.reward is not None:
             self._scored += 1
             self._reward_sum += outcome.reward
+        self.tell()
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Tell where the evaluation stands."""
         if self._on_progress is not None:
             self._on_progress(
                 EvalProgress(

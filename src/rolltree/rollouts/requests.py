@@ -6,10 +6,10 @@ Everything random comes from one `run_seed` through `rolltree.seeds`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, overload, runtime_checkable
 
 from rolltree.errors import ConfigError
 from rolltree.inference.client import ModelClient, sampling_from_args
@@ -206,6 +206,57 @@ def merge_args(
     return merged
 
 
+RequestOfExample: TypeAlias = Callable[[str, int], RolloutRequest]
+"""From the begin of a group's id and the index of an example to the group's request."""
+
+
+class RequestPlan(Sequence[RolloutRequest]):
+    """The requests of some examples, group after group; each is made when it is read.
+
+    `request_ids` has their ids, in order.
+    """
+
+    def __init__(
+        self, stem: str, indices: Sequence[int], group_size: int, request: RequestOfExample
+    ) -> None:
+        self._stem, self._indices, self._size = stem, indices, group_size
+        self._request = request
+        self.request_ids = [
+            f"{stem}/{index}/{member}" for index in indices for member in range(group_size)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    @overload
+    def __getitem__(self, at: int) -> RolloutRequest: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[RolloutRequest]: ...
+    def __getitem__(self, at: int | slice) -> RolloutRequest | list[RolloutRequest]:
+        if isinstance(at, slice):
+            return [self[index] for index in range(*at.indices(len(self)))]
+        place = range(len(self))[at]
+        request = self._request(self._stem, self._indices[place // self._size])
+        return group_member(request, place % self._size)
+
+    def __iter__(self) -> Iterator[RolloutRequest]:
+        return self.without(lambda request_id: False)
+
+    def without(self, is_done: Callable[[str], bool]) -> Iterator[RolloutRequest]:
+        """Yield the requests whose ids are not done. Those of one example share its input."""
+        for group, index in enumerate(self._indices):
+            request: RolloutRequest | None = None
+            for member in range(self._size):
+                if not is_done(self.request_ids[group * self._size + member]):
+                    request = request or self._request(self._stem, index)
+                    yield group_member(request, member)
+
+    def groups(self) -> Iterator[list[str]]:
+        """Yield the request ids of each group."""
+        for start in range(0, len(self), self._size):
+            yield self.request_ids[start : start + self._size]
+
+
 def build_requests(
     source: RolloutSource,
     split: Split,
@@ -227,6 +278,38 @@ def build_requests(
     Raises:
         ConfigError: an index is outside the split, or there is nothing to run.
     """
+    return list(
+        plan_requests(
+            source,
+            split,
+            indices=indices,
+            num_examples=num_examples,
+            group_size=group_size,
+            sampling=sampling,
+            run_seed=run_seed,
+            phase=phase,
+            train_step=train_step,
+        )
+    )
+
+
+def plan_requests(
+    source: RolloutSource,
+    split: Split,
+    *,
+    indices: Sequence[int] | None = None,
+    num_examples: int = -1,
+    group_size: int = 1,
+    sampling: SamplingArgs | SamplingParams | None = None,
+    run_seed: int = 0,
+    phase: str = "eval",
+    train_step: int | None = None,
+) -> RequestPlan:
+    """Return what `build_requests` returns as a sequence that makes each request when it is read.
+
+    Raises:
+        ConfigError: as `build_requests`.
+    """
     available = source.num_examples(split)
     if indices is None:
         indices = range(available if num_examples < 0 else min(num_examples, available))
@@ -246,17 +329,16 @@ def build_requests(
     stem = phase if train_step is None else f"{phase}/{train_step}"
     stem += f"/{source.env_id}" if phase.startswith(split) else f"/{source.env_id}/{split}"
     when: tuple[str | int, ...] = () if train_step is None or split == "eval" else (train_step,)
-    requests = []
-    for index in indices:
-        requests.append(
-            example_request(
-                source.env_id,
-                source.example(split, index),
-                group_id=f"{stem}/{index}",
-                seed=derive_seed(run_seed, source.env_id, split, index, *when),
-                sampling=params,
-                phase=phase,
-                train_step=train_step,
-            )
+
+    def request(stem: str, index: int) -> RolloutRequest:
+        return example_request(
+            source.env_id,
+            source.example(split, index),
+            group_id=f"{stem}/{index}",
+            seed=derive_seed(run_seed, source.env_id, split, index, *when),
+            sampling=params,
+            phase=phase,
+            train_step=train_step,
         )
-    return GroupStrategy(group_size).expand(requests)
+
+    return RequestPlan(stem, indices, GroupStrategy(group_size).group_size, request)

@@ -41,7 +41,8 @@ def dumps(value: Any) -> str:
 
 def loads(text: str | bytes) -> Any:
     """Return the value that `dumps` wrote."""
-    return _unpack(json.loads(text))
+    marked = TAG in text if isinstance(text, str) else TAG.encode() in text
+    return _unpack(json.loads(text)) if marked else json.loads(text)
 
 
 def to_plain(value: Any) -> Any:

@@ -41,6 +41,7 @@ from rolltree.store.rows import (
 )
 
 PAGE_ROWS = 64
+LIGHT_PAGE_ROWS = 1024  # without their blobs
 _SQL_ERRORS = (sqlite3.Error, UnicodeDecodeError, OverflowError, MemoryError)
 """What SQLite's module raises; the last three when a damaged file has impossible texts or sizes."""
 
@@ -245,7 +246,12 @@ class Database:
                 raise _unreadable(self.path, error) from error
 
     def pages(
-        self, columns: Sequence[str], where: str, values: Sequence[Any], limit: int | None
+        self,
+        columns: Sequence[str],
+        where: str,
+        values: Sequence[Any],
+        limit: int | None,
+        page_rows: int = PAGE_ROWS,
     ) -> Iterator[tuple[Any, ...]]:
         """Yield rows of `rollouts` in the order they were stored, a page in memory at a time.
 
@@ -258,7 +264,7 @@ class Database:
             "ORDER BY id LIMIT ?"
         )
         while limit is None or limit > 0:
-            size = PAGE_ROWS if limit is None else min(PAGE_ROWS, limit)
+            size = page_rows if limit is None else min(page_rows, limit)
             page = self.all(sql, (after, *values, size))
             for row in page:
                 if not (isinstance(row[0], int) and row[0] > after):

@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from rolltree.errors import ConfigError, RolltreeError, StoreError, did_you_mean
 from rolltree.redact import known_secrets, redact
 from rolltree.store.codec import dumps, loads, to_plain
-from rolltree.store.database import Database, WriterLock
+from rolltree.store.database import LIGHT_PAGE_ROWS, PAGE_ROWS, Database, WriterLock
 from rolltree.store.integrity import MAX_TOLD, Change, Totals, damaged
 from rolltree.store.rows import (
     BLOBS,
@@ -32,6 +32,7 @@ from rolltree.store.rows import (
     StoredRollout,
     from_sql,
     to_sql,
+    verify,
     with_checksums,
 )
 
@@ -43,6 +44,7 @@ _FILTERS = [name for name in COLUMNS if name not in (*BLOBS, "metrics", "input",
 _REQUEST_ID = list(COLUMNS).index("request_id")
 _ROW_ERRORS = (RolltreeError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What reading a row, or rendering it, may raise when there is something wrong with the row."""
+T = TypeVar("T")
 _MISSING = object()
 
 
@@ -275,11 +277,41 @@ class Run:
             ConfigError: there is no such column.
             StoreError: a row is damaged or missing.
         """
+        yield from self._rows(STORED if blobs else SUMMED, where, limit, from_sql)
+
+    def columns(self, names: Sequence[str], **where: Any) -> Iterator[tuple[Any, ...]]:
+        """Yield some columns of stored rows, in the order they came; filters as in `rollouts`.
+
+        It is several times as fast as `rollouts(blobs=False)`; blobs are not among the columns.
+
+        Raises:
+            ConfigError: there is no such column.
+            StoreError: a row is damaged or missing.
+        """
+        for name in names:
+            if name not in LIGHT:
+                raise ConfigError(f"there is no light column {name!r}.{did_you_mean(name, LIGHT)}")
+        wanted = [(SUMMED.index(name), COLUMNS[name].decode) for name in names]
+
+        def pick(row: Sequence[Any]) -> tuple[Any, ...]:
+            verify(row)
+            return tuple([decode(row[at]) for at, decode in wanted])
+
+        yield from self._rows(SUMMED, where, None, pick)
+
+    def _rows(
+        self,
+        names: Sequence[str],
+        where: Mapping[str, Any],
+        limit: int | None,
+        read: Callable[[Sequence[Any]], T],
+    ) -> Iterator[T]:
         clause, values = _where(where)
         before, num_rows = self._expected(where), 0
-        for row in self._database.pages(STORED if blobs else SUMMED, clause, values, limit):
+        size = PAGE_ROWS if names is STORED else LIGHT_PAGE_ROWS
+        for row in self._database.pages(names, clause, values, limit, size):
             with self._database.naming():
-                found = from_sql(row)
+                found = read(row)
             yield found
             num_rows += 1
         missing = limit is None and before is not None and before[0] != num_rows
