@@ -34,7 +34,8 @@ import torch
 
 from rolltree.inference import ChatRenderer, OpenAIClient
 from rolltree.models import load_model, resolve_model
-from rolltree.training.publishing import Publisher, ServerTarget, TransferTarget
+from rolltree.training.publishing import Publisher
+from rolltree.training.servers import ServerTarget, TransferTarget
 
 VLLM = Path(__file__).parents[1] / ".venv-vllm/bin/python"
 VLLM_ENV = {

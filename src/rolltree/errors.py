@@ -9,6 +9,7 @@
     │   │   └── CallTimeout    no answer before the deadline of the call, retries included
     │   ├── BadResponse        the server answered, but not with what the API promises
     │   │   └── AnswerTooLarge an answer above the client's limit; the rest was not read
+    │   ├── PublishFailed      servers did not take new weights; `clients` are theirs
     │   ├── PromptTooLong      the prompt does not fit the context window
     │   └── UnsupportedSetting this engine does not have a requested setting
     ├── TokenError             token data that contradicts itself: lengths, ranges, NaN logprobs
@@ -30,7 +31,7 @@ from __future__ import annotations
 import traceback as _traceback
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Literal
+from typing import Any, Literal
 
 from rolltree.types import ErrorRecord
 
@@ -74,6 +75,14 @@ class BadResponse(ModelError):
 
 class AnswerTooLarge(BadResponse):
     """An answer is larger than the client reads, as it was sent or unpacked."""
+
+
+class PublishFailed(ModelError):
+    """Servers did not take new weights; `clients` are the clients of those that failed."""
+
+    def __init__(self, message: str, *, clients: tuple[Any, ...]) -> None:
+        super().__init__(message)
+        self.clients = clients
 
 
 class PromptTooLong(ModelError):

@@ -17,7 +17,8 @@ from rolltree.inference.local import local_client
 from rolltree.models import load_model
 from rolltree.store import Run
 from rolltree.training import build_parts, load_train_config, open_run, run_training
-from rolltree.training.publishing import Publisher, TransferTarget, weights_checksum
+from rolltree.training.publishing import Publisher, weights_checksum
+from rolltree.training.servers import TransferTarget
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "inference" / "server"))
 import serve_kit

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from rolltree.errors import BadResponse, ConfigError, ModelError, ServerError
+from rolltree.errors import BadResponse, ConfigError, ModelError, PublishFailed, ServerError
 from rolltree.inference.http import HttpServer
 from rolltree.inference.retry import RetryPolicy
 from rolltree.inference.wire import UNREADABLE
@@ -50,8 +50,8 @@ async def publish_weights(
 
     Raises:
         ConfigError: the folder has no safetensors, the version is negative, or there is no server.
-        ModelError: a server failed; the message names each one and says which are left paused.
-            All others have the new weights.
+        PublishFailed: servers failed; it names each one and says which are left paused. All others
+            have the new weights.
     """
     body = {"method": method, "kwargs": {"weights_path": str(_weights_in(folder))}}
 
@@ -74,7 +74,7 @@ async def publish_adapter(
 
     Raises:
         ConfigError: the folder holds no adapter, the version is negative, or there is no server.
-        ModelError: as `publish_weights`.
+        PublishFailed: as `publish_weights`.
     """
     folder = _weights_in(folder)
     if not (folder / "adapter_config.json").is_file():
@@ -95,7 +95,7 @@ async def publish_by(update: Update, clients: Sequence[HasServer], version: int)
 
     Raises:
         ConfigError: the version is negative, or there is no server.
-        ModelError: a server failed; the message names each one.
+        PublishFailed: servers failed; it names each one.
     """
     if version < 0 or not clients:
         raise ConfigError(
@@ -106,29 +106,30 @@ async def publish_by(update: Update, clients: Sequence[HasServer], version: int)
         *(update(client.server) for client in clients),
         return_exceptions=True,
     )
-    failed: list[ModelError] = []
+    failed: dict[HasServer, ModelError] = {}
     for client, outcome in zip(clients, outcomes, strict=True):
         if isinstance(outcome, ModelError):
-            failed.append(outcome)
+            failed[client] = outcome
         elif isinstance(outcome, BaseException):
             raise outcome
         else:
             client.version = version
     if failed:
-        raise ModelError(
+        raise PublishFailed(
             f"weights version {version} did not reach {len(failed)} of {len(clients)} servers, so "
             "they would answer with another policy than the trainer's: "
-            + " ".join(str(error) for error in failed)
-        ) from failed[0]
+            + " ".join(map(str, failed.values())),
+            clients=tuple(failed),
+        ) from next(iter(failed.values()))
 
 
-async def served_version(server: HttpServer) -> str:
+async def served_version(server: HttpServer, *, timeout_s: float | None = None) -> str:
     """Return the version that a server says its weights have (vLLM's first is "default").
 
     Raises:
         ModelError: it does not say.
     """
-    answer = await call(server, "/weight_info", None)
+    answer = await call(server, "/weight_info", None, timeout_s=timeout_s)
     version = answer.get("weight_version") if isinstance(answer, dict) else None
     if not isinstance(version, str):
         raise BadResponse(

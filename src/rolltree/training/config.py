@@ -36,6 +36,7 @@ MAY_CHANGE: tuple[str, ...] = (
     "checkpoint",
     "track",
     "train.num_steps",
+    "train.max_failed_share",
     "train.max_tokens",
     "train.num_threads",
     "train.tree_attention",

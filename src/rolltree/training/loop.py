@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -41,10 +41,12 @@ from rolltree.training.rank0 import (
 )
 from rolltree.training.ranks import Ranks
 from rolltree.training.reporter import Reporter, Silent, TrainReport, TrainStart
+from rolltree.training.servers import Servers
 from rolltree.training.trackers import Trackers
 from rolltree.training.trainer import Trainer
 from rolltree.types import RolloutResult, State
 
+T = TypeVar("T")
 Evaluate = Callable[[str, int], Awaitable[Mapping[str, Any]]]
 """(phase, step) -> metrics. It stores its own rollouts under `phase` and may be called again after
 a kill, with the same weights."""
@@ -147,7 +149,11 @@ class _Loop:
     async def _run_all(self) -> TrainReport:
         first = self._restore()
         self.done = self.saved = first.step
-        async with self.parts.engine.paused():
+        servers = self.parts.engine
+        if isinstance(servers, Servers):
+            servers.notify = self._notify
+            await servers.or_lost(servers.start())
+        async with servers.paused():
             await self.publisher.publish(first.version)
         await self.publisher.verify(first.version)
         self._start(first)
@@ -229,10 +235,15 @@ class _Loop:
         self.run.add_event("notice", {"message": message})
         self.reporter.on_notice(message)
 
+    async def _or_lost(self, work: Awaitable[T]) -> T:
+        """Return what `work` returns, or raise when its servers have been away for too long."""
+        engine = self.parts.engine
+        return await (engine.or_lost(work) if isinstance(engine, Servers) else work)
+
     async def _step(self, step: int, feed: Feed) -> dict[str, float]:
         """Take one step and return its metrics; the weights are published."""
         began = time.perf_counter()
-        found = await feed.next(step)
+        found = await self._or_lost(feed.next(step))
         return await uninterrupted(self._take(step, found, began))
 
     async def _take(self, step: int, found: StepRollouts, began: float) -> dict[str, float]:
@@ -361,7 +372,7 @@ class _Loop:
         else:
             if phase.startswith("eval_after"):
                 self.run.add_event("evaluation_begun", {"phase": phase}, step=step)
-            metrics = dict(await self.evaluate(phase, step))
+            metrics = dict(await self._or_lost(self.evaluate(phase, step)))
             self.run.add_event("evaluation", {"phase": phase, "metrics": metrics}, step=step)
         if not stored:
             self.trackers.log(metrics, step, phase.partition("/")[0])

@@ -16,9 +16,10 @@ from rolltree.inference.vllm import vllm_client
 from rolltree.models import resolve_model
 from rolltree.store import Run
 from rolltree.training.config import TrainConfig
-from rolltree.training.publishing import TransferTarget, WeightTarget, server_parts
+from rolltree.training.publishing import WeightTarget
 from rolltree.training.rank0 import adapt, load_trained
 from rolltree.training.ranks import Ranks
+from rolltree.training.servers import Servers, server_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class TrainParts:
 
     async def aclose(self) -> None:
         """Close the client, with an engine in this process, and connections to servers."""
-        if isinstance(self.engine, TransferTarget):
+        if isinstance(self.engine, Servers):
             await self.engine.aclose()
         await self.client.aclose()
 

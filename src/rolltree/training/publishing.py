@@ -2,9 +2,8 @@
 
 The embedded engine reads the trainer's own tensors, which their addresses prove. Engines with a
 copy (vLLM, servers) are probed after every publish: the logprobs of a few sampled tokens are
-compared with the trainer's. Servers get the weights by disk (they reload `weights/version-000012/`
-of the run directory) or by transfer. `WeightLock` is how an asynchronous step pauses the engine
-while the optimizer writes.
+compared with the trainer's. `WeightLock` is how an asynchronous step pauses the engine while the
+optimizer writes. Servers are `servers.py`'s.
 """
 
 from __future__ import annotations
@@ -12,30 +11,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
-import os
-import shutil
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import (
-    AbstractAsyncContextManager,
-    AsyncExitStack,
-    asynccontextmanager,
-    contextmanager,
-)
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rolltree.errors import ConfigError, TrainingError
-from rolltree.inference import ChatRenderer, EndpointPool, WeightTransfer, publish_weights
-from rolltree.inference.publish import HasServer
-from rolltree.training.checkpoint_formats import export_model
-from rolltree.training.config import TrainConfig
-from rolltree.training.lora import plain_tensors
+from rolltree.errors import ModelError, TrainingError
 from rolltree.types import GenerateRequest, IntArray, ModelResponse, SamplingParams
 
 _PROBE_TOKENS = 16
@@ -116,14 +102,23 @@ class Publisher:
     async def verify(self, version: int) -> dict[str, float]:
         """Check what is served, with the engine running, and return metrics.
 
+        A server that is away is left out: it gets the weights before another request.
+
         Raises:
             TrainingError: something serves other weights than the trainer's.
         """
         if self.shares_memory():
             return {}
-        clients = getattr(self._client, "clients", [self._client])
-        errors = [await self._probe(client, version) for client in clients]
-        return {"publish/probe_error": max(errors)}
+        errors = []
+        for client in getattr(self._client, "clients", [self._client]):
+            if getattr(client, "is_suspect", False):
+                continue
+            try:
+                errors.append(await self._probe(client, version))
+            except ModelError:
+                if not getattr(client, "is_suspect", False):
+                    raise
+        return {"publish/probe_error": max(errors)} if errors else {}
 
     def shares_memory(self) -> bool:
         """Return whether the engine computes with the very tensors that are trained."""
@@ -220,132 +215,3 @@ class WeightLock:
             await awaitable
 
         asyncio.run_coroutine_threadsafe(run(), self._loop).result()
-
-
-class _Servers:
-    """Servers have copies of the weights, so they go on while the optimizer writes."""
-
-    _version = -1
-
-    @property
-    def version(self) -> int:
-        """The version that all servers have confirmed; -1 before the first."""
-        return self._version
-
-    @asynccontextmanager
-    async def paused(self) -> AsyncIterator[None]:
-        """Do nothing: each server is paused while it loads."""
-        yield
-
-
-class ServerTarget(_Servers):
-    """Publishes to servers by disk: writes a version, has every server reload it.
-
-    Args:
-        model: the module that is trained.
-        clients: one per server.
-        folder: where versions are written, readable for the servers under the same path.
-        method: the worker's method that reloads, see `publish_weights`.
-    """
-
-    def __init__(
-        self, model: Any, clients: Sequence[HasServer], folder: Path, *, method: str
-    ) -> None:
-        self._model, self._clients, self._method = model, clients, method
-        self._folder = folder
-
-    async def publish(self, version: int) -> None:
-        """Write the weights, have every server load them, and remove older ones.
-
-        Raises:
-            ModelError: a server failed; it is named.
-        """
-        path = self._folder / f"version-{version:06d}"
-        await asyncio.to_thread(export_model, self._model, None, path)
-        await publish_weights(self._clients, path, version, method=self._method)
-        self._version = version
-        for old in self._folder.glob("version-*"):
-            if old != path:
-                await asyncio.to_thread(shutil.rmtree, old)
-
-
-class TransferTarget(_Servers):
-    """Publishes to servers by sending them the weights.
-
-    Args:
-        model: the module that is trained, or a plain copy of it (adapters, ranks).
-        clients: one per server.
-        address: this machine's, as the servers reach it.
-
-    Raises:
-        ConfigError: the model's tensors have other names than its checkpoint's.
-    """
-
-    def __init__(self, model: Any, clients: Sequence[HasServer], *, address: str) -> None:
-        if getattr(model, "_weight_conversions", None):
-            raise ConfigError(
-                f"the tensors of {type(model).__name__} were renamed or fused when its checkpoint "
-                "was read, so servers would not know what is sent. Use engine.publish = 'disk', "
-                "which writes them as they were."
-            )
-        device = next(model.parameters()).device
-        on_gpu = device.type == "cuda"
-        self._model = model
-        self._transfer = WeightTransfer(
-            clients,
-            backend="nccl" if on_gpu else "gloo",
-            device=device if on_gpu else None,
-            address=address,
-        )
-
-    async def publish(self, version: int) -> None:
-        """Send every server the weights.
-
-        Raises:
-            ModelError: a server failed; it is named.
-        """
-        await self._transfer.publish(plain_tensors(self._model), version)
-        self._version = version
-
-    async def aclose(self) -> None:
-        """Close the connections to the servers."""
-        await self._transfer.aclose()
-
-
-def server_parts(
-    config: TrainConfig, model: Any, tokenizer: Any
-) -> tuple[EndpointPool, ServerTarget | TransferTarget]:
-    """Return the client and the weight target for `engine.urls`.
-
-    Raises:
-        ConfigError: `engine.api_key_env` or `engine.admin_key_env` names a variable that is not
-            set, or the model cannot be transferred.
-    """
-    section = config.engine
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    known = configured if isinstance(configured, list) else [configured]
-    pool = EndpointPool.of(
-        section.urls,
-        section.served_model or config.model.name,
-        api_key=_key("api_key_env", section.api_key_env),
-        admin_key=_key("admin_key_env", section.admin_key_env),
-        renderer=ChatRenderer(tokenizer, end_ids=[int(i) for i in known if i is not None]),
-        token_ids="vllm",
-        logprobs_mode="processed",
-    )
-    if section.publish == "transfer":
-        return pool, TransferTarget(model, pool.clients, address=section.transfer_address)
-    folder = Path(config.run.dir).absolute() / "weights"
-    return pool, ServerTarget(model, pool.clients, folder, method=section.reload_method)
-
-
-def _key(setting: str, variable: str | None) -> str | None:
-    """Return the value of the environment variable that a setting of the engine names."""
-    if variable is None:
-        return None
-    if not os.environ.get(variable):
-        raise ConfigError(
-            f"engine.{setting} is {variable!r} and that variable is not set, so the servers would "
-            "refuse every request. Export it, or leave the setting out."
-        )
-    return os.environ[variable]

@@ -93,6 +93,8 @@ class EngineSection(Section, frozen=True):
     - `probe_tolerance`: after every publish a short probe is sampled from engines that hold a copy
       of the weights; its logprobs may differ from the trainer's by this much (16-bit servers need
       about 0.5).
+    - `away_limit_s`: the run waits for servers that do not answer; when none has for so long, it
+      ends, and the same command continues it.
     - `max_batch`: sequences decoded together. `max_context`: tokens of prompt and completion (None:
       the engine's default). `kv_budget_bytes`: memory of the KV cache (None: `max_batch` full
       sequences; `vllm`: 1 GiB). `prefill_chunk`: most prompt tokens in one forward pass.
@@ -112,6 +114,7 @@ class EngineSection(Section, frozen=True):
     admin_key_env: str | None = None
     reload_method: str = "reload_weights"
     probe_tolerance: Positive = 0.01
+    away_limit_s: Positive = 1800.0
     max_batch: AtLeast1 = 64
     max_context: int | None = None
     kv_budget_bytes: int | None = None
@@ -136,7 +139,7 @@ class EngineSection(Section, frozen=True):
             )
         ignored = ("max_batch", "max_context", "kv_budget_bytes", "prefill_chunk")
         others = (
-            *("served_model", "api_key_env", "admin_key_env"),
+            *("served_model", "api_key_env", "admin_key_env", "away_limit_s"),
             *("reload_method", "publish", "transfer_address"),
         )
         other_way = "reload_method" if self.publish == "transfer" else "transfer_address"
@@ -449,6 +452,9 @@ class TrainSection(Section, frozen=True):
     - `async_steps`: how many policy versions sampling may run ahead of training; 0 is the
       synchronous loop, in which they take turns.
     - `max_lag`: tokens that are more versions old than this get no weight (None: `async_steps`).
+    - `max_failed_share`: a step of which a larger share of rollouts failed is not trained, because
+      those that are left are the easy ones: failed model calls are sampled again until they work,
+      and the run ends when other failures are as many.
     - `max_mismatch`: stop if trainer and engine logprobs differ by more on average.
     - `num_threads`: torch's number of threads (None: leave it).
     """
@@ -467,6 +473,7 @@ class TrainSection(Section, frozen=True):
     gradient_checkpointing: bool = False
     async_steps: AtLeast0 = 0
     max_lag: AtLeast0 | None = None
+    max_failed_share: Share = 0.25
     max_mismatch: Positive = 0.1
     num_threads: AtLeast1 | None = None
 

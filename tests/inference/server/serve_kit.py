@@ -31,9 +31,11 @@ class Served:
         self.process.wait(20)
 
 
-def start(model: str, *flags: str, token: str | None = TOKEN, name: str | None = None) -> Served:
-    """Start a server on a free port and wait until it is ready."""
-    words = [model, "--port", "0", "--num-threads", "1", *flags]
+def start(
+    model: str, *flags: str, token: str | None = TOKEN, name: str | None = None, port: int = 0
+) -> Served:
+    """Start a server on a port (0: a free one) and wait until it is ready."""
+    words = [model, "--port", str(port), "--num-threads", "1", *flags]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     if token is not None:
         words += ["--api-key-env", "SERVE_TOKEN", "--admin-key-env", "SERVE_ADMIN_TOKEN"]

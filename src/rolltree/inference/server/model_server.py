@@ -60,6 +60,7 @@ class ServedModel:
         self.engine, self.renderer, self.name = engine, renderer, name
         self.logprobs: ServedLogprobs = logprobs
         self.created = int(time.time())
+        self.weight_version = "default"  # until a trainer gives it weights, as vLLM says
         self._load_weights, self.receiver = load_weights, receiver
         self._pauses = AsyncExitStack()
         self._updating = asyncio.Lock()
@@ -217,6 +218,8 @@ class ServedModel:
         """Drop cached keys; tokens from now on carry `version` (None keeps the one there is)."""
         async with self._updating, self.engine.paused():
             self.engine.publish(self.engine.version if version is None else version)
+            if version is not None:
+                self.weight_version = str(version)
 
     async def aclose(self) -> None:
         """Stop the engine; requests in flight end with an error."""

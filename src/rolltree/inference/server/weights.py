@@ -120,8 +120,8 @@ class WeightHandlers:
         return json_response({"success": True, "new_version": version})
 
     async def weight_info(self, request: Request) -> Response:
-        """Say which version the weights have."""
-        return json_response({"weight_version": str(self._served.engine.version)})
+        """Say which version the weights have; "default" are those that it was started with."""
+        return json_response({"weight_version": self._served.weight_version})
 
     async def get_world_size(self, request: Request) -> Response:
         """Say how many processes take part in a transfer."""

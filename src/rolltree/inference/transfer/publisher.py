@@ -104,8 +104,13 @@ class WeightTransfer:
             if isinstance(outcome, BaseException):
                 raise outcome
 
-    async def publish(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Make every server answer with these weights, as policy `version`.
+    async def publish(
+        self,
+        named_tensors: Iterable[tuple[str, Tensor]],
+        version: int,
+        clients: Sequence[HasServer] | None = None,
+    ) -> None:
+        """Make every server, or those of `clients`, answer with these weights as policy `version`.
 
         Names, dtypes and shapes are those of the model's checkpoint, tied tensors come once. They
         are read until this returns and must not change meanwhile. When it returns, each server has
@@ -114,13 +119,14 @@ class WeightTransfer:
         Raises:
             ConfigError: there is no tensor, a name comes twice, the version is negative, or there
                 is no server.
-            ModelError: a server failed; the message names each one and says which are left paused.
-                All others have the new weights.
+            PublishFailed: servers failed; it names each one and says which are left paused. All
+                others have the new weights.
         """
+        clients = self._clients if clients is None else clients
         names, tensors = _listed(named_tensors)
         specs = [TensorSpec.of(*pair) for pair in zip(names, tensors, strict=True)]
         info = {"tensors": specs_to_data(specs), "bucket_bytes": self._bucket_bytes}
-        servers = [client.server for client in self._clients]
+        servers = [client.server for client in clients]
         sending = _Sending(servers, fill_buckets(specs, self._bucket_bytes), tensors, self._device)
 
         async def update(server: HttpServer) -> None:
@@ -138,9 +144,13 @@ class WeightTransfer:
                 sending.leave(server)
 
         try:
-            await publish_by(update, self._clients, version)
+            await publish_by(update, clients, version)
         finally:
             await sending.ended()
+
+    def forget(self, client: HasServer) -> None:
+        """Let go of one server, which another process may have taken the place of."""
+        self._drop(client.server)
 
     async def aclose(self) -> None:
         """Let go of every server."""
