@@ -6,14 +6,16 @@ import pytest
 from training_kit import LetterSource
 
 from rolltree.errors import TrainingError
+from rolltree.inference.retry import RetryPolicy
 from rolltree.rollouts import RolloutEngine
 from rolltree.store import Run
 from rolltree.testing import ScriptedClient
-from rolltree.training import load_train_config, step_requests
-from rolltree.training.plan import check_some_worked, gather
+from rolltree.training import load_train_config, plan, step_requests
+from rolltree.training.plan import gather, until_enough
 from rolltree.types import ErrorRecord, State
 
 CONFIG = load_train_config({"algorithm": {"group_size": 2, "groups_per_step": 3}})
+NOTICES = []
 
 
 class Source(LetterSource):
@@ -37,6 +39,32 @@ class Compared(Source):
             state["reward"] += 10
 
 
+class Dying(Source):
+    """Model calls fail: those of rollout `name` as often as `calls[name]` says."""
+
+    def __init__(self, calls, kind="ConnectionFailed"):
+        super().__init__()
+        self.calls, self.kind = dict(calls), kind
+
+    async def run_request(self, request, client):
+        (state,) = await super().run_request(request, client)
+        if self.calls.get(request.request_id, 0) > 0:
+            self.calls[request.request_id] -= 1
+            state["error"] = ErrorRecord(self.kind, "gone", "trace", "model")
+            state["reward"] = None
+        return [state]
+
+
+class ComparedDying(Dying, Compared):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch):
+    NOTICES.clear()
+    monkeypatch.setattr(plan, "_WAITS", RetryPolicy(first_wait_s=0))
+
+
 @pytest.fixture
 def run(tmp_path):
     with Run.create(tmp_path / "run") as run:
@@ -52,9 +80,14 @@ def requests(step=1):
 
 
 async def collect(requests, engine, run, on_progress=lambda done: None):
-    found = await gather(requests, engine, run, on_progress, retry_failed=True)
-    check_some_worked(found.results)
-    return found
+    share = CONFIG.train.max_failed_share
+    found = await gather(requests, engine, run, on_progress, max_failed_share=share)
+
+    async def again():
+        return (await gather(requests, engine, run, on_progress, max_failed_share=share)).results
+
+    results = await until_enough(found.results, again, CONFIG, NOTICES.append)
+    return replace(found, results=results)
 
 
 async def test_results_come_in_request_order_and_are_stored(run):
@@ -118,6 +151,79 @@ async def test_a_step_of_failures_stops_and_is_run_again_with_a_trace(run):
     assert all(r.error is None for r in collected.results)
     assert run.num_rollouts() == run.num_rollouts(status="ok") == 6
     assert len(run.events("retried")) == 6
+
+
+async def test_failed_model_calls_are_made_again_in_the_same_start(run):
+    names = [r.request_id for r in requests()]
+    source = Dying({names[1]: 1, names[3]: 2, names[4]: 3})
+    collected = await collect(requests(), engine(source), run)
+    assert [r.error for r in collected.results] == [None] * 6
+    assert [r.request for r in collected.results] == requests()  # with the same seeds
+    assert sorted(source.played) == sorted(names + names[1:2] + names[3:4] * 2 + names[4:5] * 3)
+    assert run.num_rollouts() == run.num_rollouts(status="ok") == 6
+    assert len(run.events("retried")) == 6
+    assert NOTICES == []
+
+
+async def test_failed_model_calls_of_an_earlier_start_are_made_again(run):
+    names = [r.request_id for r in requests()]
+    await gather(requests(), engine(Dying({names[1]: 99})), run)
+    assert run.num_rollouts(status="error") == 1
+    source = Source()
+    collected = await collect(requests(), engine(source), run)
+    assert source.played == [names[1]]
+    assert collected.num_reused == 5
+    assert [r.error for r in collected.results] == [None] * 6
+
+
+async def test_a_rollout_whose_calls_never_work_fails_alone(run):
+    names = [r.request_id for r in requests()]
+    source = Dying({names[1]: 99})
+    collected = await collect(requests(), engine(source), run)
+    assert source.played.count(names[1]) == 4
+    assert [r.error is not None for r in collected.results] == [False, True] + [False] * 4
+
+
+async def test_a_step_waits_while_too_many_model_calls_fail(run):
+    names = [r.request_id for r in requests()]
+    source = Dying({names[1]: 7, names[2]: 5})
+    collected = await collect(requests(), engine(source), run)
+    assert [r.error for r in collected.results] == [None] * 6
+    (notice,) = NOTICES
+    assert "step 1 waits: the model calls of 2 of its 6 rollouts failed" in notice
+
+
+async def test_a_step_that_waits_too_long_ends_the_run(run, monkeypatch):
+    now = iter(range(0, 10_000, 600))
+    monkeypatch.setattr(plan, "monotonic", lambda: next(now))
+    names = [r.request_id for r in requests()]
+    with pytest.raises(TrainingError, match=r"2 of 6 rollouts of step 1 failed, 2 .* favour"):
+        await collect(requests(), engine(Dying({names[1]: 99, names[2]: 99})), run)
+    assert next(now) == 2400  # began, and three looks at the clock
+
+
+async def test_other_failures_above_the_share_end_the_run_and_are_run_again(run):
+    names = [r.request_id for r in requests()]
+    source = Source(fail=names[:2])
+    with pytest.raises(TrainingError, match=r"2 of 6 .*train\.max_failed_share is 0\.25"):
+        await collect(requests(), engine(source), run)
+    assert len(source.played) == 6  # they would only fail again
+    source = Source()
+    collected = await collect(requests(), engine(source), run)
+    assert sorted(source.played) == names[:2]
+    assert all(r.error is None for r in collected.results)
+
+
+async def test_a_compared_group_is_played_again_whole(run):
+    names = [r.request_id for r in requests()]
+    await gather(requests(), engine(ComparedDying({names[1]: 99})), run)
+    assert run.num_rollouts() == 6
+    source = ComparedDying({names[1]: 1})
+    collected = await collect(requests(), engine(source), run)
+    assert sorted(source.played) == sorted([*names[:2], *names[:2]])
+    assert [r.states[0]["reward"] for r in collected.results] == [10.0, 11.0] * 3
+    stored = plan.stored_results(requests(), run)
+    assert [stored[name].states[0]["reward"] for name in names] == [10.0, 11.0] * 3
 
 
 async def test_the_most_common_error_is_quoted(run):

@@ -14,6 +14,7 @@ from training_kit import LetterSource, tiny_model
 
 from rolltree.errors import ConfigError, TrainingError
 from rolltree.inference.local import local_client
+from rolltree.inference.publish import call
 from rolltree.models import load_model
 from rolltree.store import Run
 from rolltree.training import build_parts, load_train_config, open_run, run_training
@@ -254,7 +255,8 @@ class TestServers:
                 clients, target._clients = target._clients, target._clients[:1]
                 await publish(version)
                 target._clients = clients
-                clients[1].version = version
+                body = {"new_version": str(version)}
+                await call(clients[1].server, "/update_weight_version", body)
 
             target.publish = only_the_first
             try:

@@ -7,6 +7,7 @@ waited in queues and retries (`ModelResponse.wait_s`) is taken out. A deadline c
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,6 +77,21 @@ class Clock:
             yield
         finally:
             self.call_ended(time.monotonic() - began)
+
+    @contextmanager
+    def postponed(self) -> Iterator[None]:
+        """Put the deadline off by the time that the block takes, such as a server's restart."""
+        if self.deadline_s is None:
+            yield
+            return
+        began, deadline_s = time.monotonic(), self.deadline_s
+        self.deadline_s = math.inf
+        self._reschedule()
+        try:
+            yield
+        finally:
+            self.deadline_s = deadline_s + time.monotonic() - began
+            self._reschedule()
 
     def call_started(self) -> None:
         """Suspend the hard limit: a model call is in flight."""

@@ -13,7 +13,7 @@ purpose:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, replace
 from typing import Any, cast
@@ -63,24 +63,30 @@ async def run_stored(
     run: Run | None,
     *,
     replace_failed: bool = False,
+    replaced: Collection[str] = (),
 ) -> AsyncGenerator[list[tuple[RolloutResult, list[StoredRollout]]], None]:
     """Run requests and yield results, as they finish, once they are stored; with their light rows.
 
     A thread encodes and writes, a batch in one transaction. A write that has begun is finished
-    though this is cancelled. Without a `run` nothing is stored.
+    though this is cancelled. Without a `run` nothing is stored. `replace_failed` and `replaced` are
+    `Run.add_rollouts`'.
     """
     async with aclosing(engine.run_ready(requests)) as batches:
         async for batch in batches:
-            store = asyncio.to_thread(_store, batch, run, replace_failed)
+            store = asyncio.to_thread(_store, batch, run, replace_failed, replaced)
             yield list(zip(batch, await uninterrupted(store), strict=True))
 
 
 def _store(
-    batch: Sequence[RolloutResult], run: Run | None, replace_failed: bool
+    batch: Sequence[RolloutResult],
+    run: Run | None,
+    replace_failed: bool,
+    replaced: Collection[str],
 ) -> list[list[StoredRollout]]:
     encoded = [encode_result(result, blobs=run is not None) for result in batch]
     if run is not None:
-        run.add_rollouts((row for rows in encoded for row in rows), replace_failed=replace_failed)
+        together = (row for rows in encoded for row in rows)
+        run.add_rollouts(together, replace_failed=replace_failed, replaced=replaced)
     return [[replace(row, record=b"", tokens=b"") for row in rows] for rows in encoded]
 
 

@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -224,19 +224,26 @@ class Run:
         """
         self._secrets = known_secrets((*self._secrets, *secrets))
 
-    def add_rollouts(self, rows: Iterable[StoredRollout], *, replace_failed: bool = False) -> int:
+    def add_rollouts(
+        self,
+        rows: Iterable[StoredRollout],
+        *,
+        replace_failed: bool = False,
+        replaced: Collection[str] = (),
+    ) -> int:
         """Store rows in one transaction and return how many were new.
 
         A `(request_id, trajectory_index)` that is stored already is left as it is, so the same
         result may come twice and is counted once. With `replace_failed`, a request whose stored
-        rows failed is replaced, and an event keeps what failed.
+        rows failed is replaced, and an event keeps what failed. The requests of `replaced` are
+        replaced whatever became of them.
         """
         self._must_write()
         values = [to_sql(row, self._secrets) for row in rows]
         with self._database.transaction() as change:
-            if replace_failed:
-                for request_id in dict.fromkeys(row[_REQUEST_ID] for row in values):
-                    self._drop_failed(change, request_id)
+            for request_id in dict.fromkeys(row[_REQUEST_ID] for row in values):
+                if replace_failed or request_id in replaced:
+                    self._drop(change, request_id, failed=request_id not in replaced)
             return sum(self._add(change, row) for row in values)
 
     def _add(self, change: Change, values: Sequence[Any]) -> int:
@@ -248,17 +255,19 @@ class Run:
             change.counts.last_id -= 1
         return added
 
-    def _drop_failed(self, change: Change, request_id: str) -> None:
+    def _drop(self, change: Change, request_id: str, *, failed: bool) -> None:
+        """Take the rows of a request away; with `failed` only if one of them failed."""
         names = ("id", *LIGHT)
         found = change.connection.execute(
             f"SELECT {', '.join(names)} FROM rollouts WHERE request_id = ?", (request_id,)
         ).fetchall()
         rows = [dict(zip(names, row, strict=True)) for row in found]
-        failed = [row for row in rows if row["status"] == "error"]
-        if failed:
-            errors = [{"type": r["error_type"], "errors": loads(r["errors"])} for r in failed]
+        wrong = [row for row in rows if row["status"] == "error"]
+        if wrong:
+            errors = [{"type": r["error_type"], "errors": loads(r["errors"])} for r in wrong]
             data = {"request_id": request_id, "failed": errors}
             self._insert_event(change, "retried", data, None)
+        if wrong or (rows and not failed):
             change.connection.execute("DELETE FROM rollouts WHERE request_id = ?", (request_id,))
             for row in rows:
                 change.count(row, -1)

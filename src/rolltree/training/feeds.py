@@ -28,14 +28,16 @@ from rolltree.training.batches import newest_version, staleness_limit
 from rolltree.training.config import TrainConfig
 from rolltree.training.no_signal_warning import NoSignalWarning
 from rolltree.training.plan import (
-    check_some_worked,
+    Collected,
     gather,
     replacement_requests,
     step_requests,
     stored_results,
+    until_enough,
 )
 from rolltree.types import RolloutRequest, RolloutResult
 
+Group = tuple[RolloutResult, ...]
 OnProgress = Callable[[int, int, int], None]
 """(step, rollouts done, rollouts wanted so far)."""
 
@@ -87,7 +89,8 @@ class SyncFeed:
         rollouts: runs the rollouts.
         run: where they are stored.
         warning: counts groups with and without reward variance.
-        notify: gets a notice when the limit of replacements is reached.
+        notify: gets a notice when the limit of replacements is reached, or the step waits because
+            model calls fail.
         on_progress: told how many of the step's rollouts are done.
     """
 
@@ -108,20 +111,27 @@ class SyncFeed:
         """Return the rollouts of step `step`, stored ones included."""
         config, source = self._config, self._rollouts.source
         requests = step_requests(config, source, step)
-        found = await gather(
-            requests,
-            self._rollouts,
-            self._run,
-            lambda done: self._on_progress(step, done, len(requests)),
-            retry_failed=True,
-        )
-        check_some_worked(found.results)
+
+        async def sample() -> Collected:
+            return await gather(
+                requests,
+                self._rollouts,
+                self._run,
+                lambda done: self._on_progress(step, done, len(requests)),
+                max_failed_share=config.train.max_failed_share,
+            )
+
+        async def again() -> Group:
+            return (await sample()).results
+
+        found = await sample()
+        results = await until_enough(found.results, again, config, self._notify)
         reused = {"rollout/reused_share": found.num_reused / len(requests)}
         if not config.algorithm.dynamic_sampling_max:
-            return StepRollouts(found.results, found.results, reused)
+            return StepRollouts(results, results, reused)
         self._warning.begin(step)
         async with self._warning.watching():
-            replaced = await self._replace(step, by_group(found.results))
+            replaced = await self._replace(step, by_group(results))
         return StepRollouts(replaced.trained, replaced.sampled, reused | dict(replaced.metrics))
 
     async def aclose(self) -> None:
@@ -194,7 +204,6 @@ def joined(groups: Sequence[Sequence[RolloutResult]]) -> tuple[RolloutResult, ..
 
 
 LEDGER = "batch"
-Group = tuple[RolloutResult, ...]
 
 
 class StreamFeed:
@@ -205,6 +214,7 @@ class StreamFeed:
         rollouts: runs the rollouts.
         run: where rollouts and the ledger are stored.
         warning: counts groups with and without reward variance.
+        notify: gets a notice when the step waits because model calls fail.
         on_progress: told how many rollouts of the next step are done.
     """
 
@@ -215,10 +225,11 @@ class StreamFeed:
         run: Run,
         *,
         warning: NoSignalWarning,
+        notify: Callable[[str], None],
         on_progress: OnProgress,
     ) -> None:
         self._config, self._rollouts, self._run = config, rollouts, run
-        self._warning, self._on_progress = warning, on_progress
+        self._warning, self._notify, self._on_progress = warning, notify, on_progress
         size = config.algorithm.group_size
         self._slots = asyncio.Semaphore(max(1, rollouts.max_concurrent // size))
         self._ledger = {e.step: e.data for e in run.events(LEDGER) if e.step is not None}
@@ -237,15 +248,16 @@ class StreamFeed:
         """Return what step `step` trains on; the weights are version `step - 1`.
 
         Raises:
-            TrainingError: every rollout failed, or the store lacks one that the ledger names.
+            TrainingError: too many rollouts failed, or the store lacks one that the ledger names.
         """
         if step in self._ledger:
             return self._again(step)
         self._warning.begin(step)
         async with self._warning.watching():
             chosen = await self._wait(step)
-        results = joined(chosen)
-        check_some_worked(results)
+        results = await until_enough(
+            joined(chosen), lambda: self._repeat(chosen), self._config, self._notify
+        )
         names = [group[0].request.group_id for group in chosen]
         dropped = dict(self._dropped)
         sampled = (*results, *joined([self._complete[name] for name in dropped]))
@@ -291,9 +303,17 @@ class StreamFeed:
                 self._running[name] = task
 
     async def _play(self, requests: Sequence[RolloutRequest]) -> Group:
+        share = self._config.train.max_failed_share
         async with self._slots:
-            found = await gather(requests, self._rollouts, self._run, retry_failed=True)
+            found = await gather(requests, self._rollouts, self._run, max_failed_share=share)
         return found.results
+
+    async def _repeat(self, chosen: list[Group]) -> Group:
+        """Run what failed in these groups again; they are replaced in the list."""
+        plays = [self._play([result.request for result in group]) for group in chosen]
+        chosen[:] = await asyncio.gather(*plays)
+        self._complete |= {group[0].request.group_id: group for group in chosen}
+        return joined(chosen)
 
     def _judge(self, step: int) -> None:
         """Take in what has ended, and drop what the step cannot learn from."""

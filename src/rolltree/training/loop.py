@@ -220,6 +220,7 @@ class _Loop:
                 self.rollouts,
                 self.run,
                 warning=warning,
+                notify=self._notify,
                 on_progress=self.reporter.on_rollouts,
             )
         return SyncFeed(

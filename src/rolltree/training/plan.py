@@ -7,15 +7,20 @@ source compares the members of a group, a group is stored whole or not at all.
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from time import monotonic
 
 import numpy as np
 
 from rolltree.errors import ConfigError, TrainingError
+from rolltree.inference.retry import RetryPolicy
 from rolltree.rollouts import (
+    GroupScorer,
     GroupStrategy,
     RolloutEngine,
     RolloutSource,
@@ -23,12 +28,15 @@ from rolltree.rollouts import (
     example_request,
     resolve_sampling,
 )
+from rolltree.rollouts.engine import RETRYABLE
 from rolltree.rollouts.record import decode_results, run_stored
 from rolltree.store import Run
 from rolltree.training.config import TrainConfig
 from rolltree.types import RolloutRequest, RolloutResult, SamplingParams
 
 PHASE = "train"
+_NUM_REPEATS = 3
+_WAITS = RetryPolicy(first_wait_s=0.5, max_wait_s=30.0)
 
 
 def training_sampling(config: TrainConfig, source: RolloutSource) -> SamplingParams:
@@ -158,30 +166,66 @@ async def gather(
     run: Run,
     on_progress: Callable[[int], None] = lambda num_done: None,
     *,
-    retry_failed: bool = False,
+    max_failed_share: float | None = None,
 ) -> Collected:
     """Return the results of `requests`, whole groups of one step, running those not stored.
 
-    With `retry_failed`, requests that are all stored and all failed are run again: there is nothing
-    to learn from them, and what stopped them (a server that was down) may be over. `on_progress`
-    gets the number of results that are there.
+    A rollout whose model call failed is run again, at most `_NUM_REPEATS` times in one start, also
+    when an earlier start stored it: long rollouts meet a dying server more often, so the others are
+    the easy ones. Its seeds stay, so it becomes what it would have been.
+
+    Args:
+        requests: what to run.
+        engine: runs it.
+        run: where results are stored.
+        on_progress: gets the number of results that are there.
+        max_failed_share: when all are stored and a larger share failed, all failed ones are run
+            again, whatever they failed with: the cause may be gone.
     """
-    stored = stored_results(requests, run)
-    if (
-        retry_failed
-        and len(stored) == len(requests)
-        and all(r.error is not None for r in stored.values())
-    ):
-        stored = {}
-    found = dict(stored)
-    on_progress(len(found))
-    missing = [request for request in requests if request.request_id not in stored]
-    async with aclosing(run_stored(engine, missing, run, replace_failed=True)) as batches:
-        async for batch in batches:
-            found |= {result.request.request_id: result for result, _ in batch}
-            on_progress(len(found))
-    results = tuple(found[request.request_id] for request in requests)
-    return Collected(results, len(stored))
+    found = stored_results(requests, run)
+    again = lost_calls(found.values(), engine.source)
+    if max_failed_share is not None and len(found) == len(requests):
+        failed = {name for name, result in found.items() if result.error is not None}
+        if too_many(len(failed), len(requests), max_failed_share):
+            again |= _whole_groups(failed, found.values(), engine.source)
+    num_reused = len(found) - len(again)
+    replaced: set[str] = set()
+    for number in itertools.count():
+        replaced |= again
+        for name in again:
+            del found[name]
+        on_progress(len(found))
+        missing = [request for request in requests if request.request_id not in found]
+        stored = run_stored(engine, missing, run, replace_failed=True, replaced=replaced)
+        async with aclosing(stored) as batches:
+            async for batch in batches:
+                found |= {result.request.request_id: result for result, _ in batch}
+                on_progress(len(found))
+        again = lost_calls(found.values(), engine.source)
+        if not again or number == _NUM_REPEATS:
+            break
+        await asyncio.sleep(_WAITS.wait_s(number, None))
+    return Collected(tuple(found[request.request_id] for request in requests), num_reused)
+
+
+def lost_calls(results: Iterable[RolloutResult], source: RolloutSource) -> set[str]:
+    """Return the requests to run again because a model call failed.
+
+    Where the members of a group are compared, those are whole groups.
+    """
+    results = list(results)
+    lost = {r.request.request_id for r in results if r.error and r.error.type in RETRYABLE}
+    return _whole_groups(lost, results, source)
+
+
+def _whole_groups(
+    names: set[str], results: Iterable[RolloutResult], source: RolloutSource
+) -> set[str]:
+    if not names or not (isinstance(source, GroupScorer) and source.has_group_rewards):
+        return names
+    results = list(results)
+    groups = {r.request.group_id for r in results if r.request.request_id in names}
+    return {r.request.request_id for r in results if r.request.group_id in groups}
 
 
 def stored_results(requests: Sequence[RolloutRequest], run: Run) -> dict[str, RolloutResult]:
@@ -193,21 +237,65 @@ def stored_results(requests: Sequence[RolloutRequest], run: Run) -> dict[str, Ro
     return {result.request.request_id: result for result in results}
 
 
-def check_some_worked(results: Sequence[RolloutResult]) -> None:
-    """Raise unless a rollout of a step did not fail.
+def too_many(num_failed: int, num: int, max_failed_share: float) -> bool:
+    """Return whether a step of `num` rollouts, of which some failed, must not be trained."""
+    return num_failed > max_failed_share * num or num_failed == num
+
+
+async def until_enough(
+    results: tuple[RolloutResult, ...],
+    again: Callable[[], Awaitable[tuple[RolloutResult, ...]]],
+    config: TrainConfig,
+    notify: Callable[[str], None],
+) -> tuple[RolloutResult, ...]:
+    """Return results of a step of which at most `train.max_failed_share` failed.
+
+    While failed model calls are too many, it waits, longer and longer, and calls `again`, which
+    runs those rollouts again and returns the results of the step.
 
     Raises:
-        TrainingError: every rollout failed; the most common error is quoted.
+        TrainingError: other failures are too many, or `engine.away_limit_s` passed.
     """
+    began = monotonic()
+    for number in itertools.count():
+        problem = _why_not(results, config.train.max_failed_share)
+        if problem is None:
+            return results
+        num_lost = sum(r.error is not None and r.error.type in RETRYABLE for r in results)
+        num_failed = sum(result.error is not None for result in results)
+        hopeless = too_many(num_failed - num_lost, len(results), config.train.max_failed_share)
+        limit_s = config.engine.away_limit_s
+        if not num_lost or hopeless or monotonic() - began >= limit_s:
+            raise TrainingError(problem)
+        if not number:
+            notify(
+                f"step {results[0].request.train_step} waits: the model calls of {num_lost} of its "
+                f"{len(results)} rollouts failed. They are run again until they work, for at most "
+                f"{limit_s:g} s (engine.away_limit_s)."
+            )
+        await asyncio.sleep(_WAITS.wait_s(number + _NUM_REPEATS, None))
+        results = await again()
+    raise AssertionError("unreachable: the loop returns or raises")
+
+
+def _why_not(results: Sequence[RolloutResult], max_failed_share: float) -> str | None:
+    """Return why a step must not be trained on these results; the most common error is quoted."""
     errors = [result.error for result in results if result.error is not None]
-    if len(errors) < len(results):
-        return
+    if not too_many(len(errors), len(results), max_failed_share):
+        return None
     kinds = Counter(error.type for error in errors)
     kind, count = kinds.most_common(1)[0]
     example = next(error for error in errors if error.type == kind)
     step = results[0].request.train_step
-    raise TrainingError(
-        f"all {len(results)} rollouts of step {step} failed, {count} of them with {kind}: "
-        f"{example.message} Nothing can be learned from them. Remove the cause and start the same "
-        "command again: the step is run again, and everything before it is kept."
+    which, why = f"all {len(results)}", "Nothing can be learned from them."
+    if len(errors) < len(results):
+        which = f"{len(errors)} of {len(results)}"
+        why = (
+            "Rollouts that end early fail less, so training on the others would favour the easy "
+            f"ones (train.max_failed_share is {max_failed_share:g})."
+        )
+    return (
+        f"{which} rollouts of step {step} failed, {count} of them with {kind}: {example.message} "
+        f"{why} Remove the cause and start the same command again: what failed is run again, and "
+        "everything before it is kept."
     )

@@ -14,7 +14,7 @@ import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
@@ -33,6 +33,7 @@ from rolltree.inference.client_base import ModelCall
 from rolltree.inference.openai_client import OpenAIClient, OpenAIMemory
 from rolltree.inference.publish import HasServer, served_version
 from rolltree.inference.retry import RetryPolicy
+from rolltree.rollouts.requests import current_episode
 from rolltree.training.checkpoint_formats import export_model
 from rolltree.training.config import TrainConfig
 from rolltree.training.lora import plain_tensors
@@ -212,7 +213,9 @@ class Servers(ABC):
             return 0.0
         revivals = [self.revive(each) for each in away]
         if len(away) == len(self._watched):
-            await asyncio.wait(revivals, return_when=asyncio.FIRST_COMPLETED)
+            episode = current_episode()
+            with nullcontext() if episode is None else episode.clock.postponed():
+                await asyncio.wait(revivals, return_when=asyncio.FIRST_COMPLETED)
         if server.is_suspect or server.needs_weights:
             raise ConnectionFailed(
                 f"{server.server.root_url} is away, or has not got the run's weights yet. The call "
@@ -482,7 +485,8 @@ def server_parts(
         )
         for url in section.urls
     ]
-    pool, limit_s = EndpointPool(clients), section.away_limit_s
+    limit_s = section.away_limit_s
+    pool = EndpointPool(clients, deadline_s=limit_s + max(c.server.deadline_s for c in clients))
     if section.publish == "transfer":
         address = section.transfer_address
         return pool, TransferTarget(model, clients, address=address, away_limit_s=limit_s)
