@@ -106,6 +106,7 @@ def server_config(folder: Path, path: Path, urls: list[str], **sections: Any) ->
         "urls": urls,
         "served_model": "m",
         "api_key_env": "SERVE_TOKEN",
+        "admin_key_env": "SERVE_ADMIN_TOKEN",
         **sections.pop("engine", {}),
     }
     for section, values in sections.items():

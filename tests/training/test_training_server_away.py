@@ -3,7 +3,7 @@
 import pytest
 import server_away_kit as kit
 from loop_kit import start
-from serve_kit import TOKEN
+from serve_kit import ADMIN_TOKEN, TOKEN
 
 from rolltree.store import Run
 
@@ -11,6 +11,7 @@ from rolltree.store import Run
 @pytest.fixture(autouse=True)
 def token(monkeypatch):
     monkeypatch.setenv("SERVE_TOKEN", TOKEN)
+    monkeypatch.setenv("SERVE_ADMIN_TOKEN", ADMIN_TOKEN)
 
 
 @pytest.fixture

@@ -7,11 +7,16 @@ a plain copy of the weights; vLLM and servers have copies that `publish` renews.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from rolltree.errors import ConfigError
+from rolltree.inference import ChatRenderer, EndpointPool
 from rolltree.inference.local import local_client
+from rolltree.inference.retry import RetryPolicy
 from rolltree.inference.vllm import vllm_client
 from rolltree.models import resolve_model
 from rolltree.store import Run
@@ -19,7 +24,7 @@ from rolltree.training.config import TrainConfig
 from rolltree.training.publishing import WeightTarget
 from rolltree.training.rank0 import adapt, load_trained
 from rolltree.training.ranks import Ranks
-from rolltree.training.servers import Servers, server_parts
+from rolltree.training.servers import Servers, ServerTarget, TrainedServer, TransferTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +94,49 @@ def _vllm(config: TrainConfig, model: Any, tokenizer: Any) -> tuple[Any, WeightT
     return client, client.engine
 
 
+def _servers(config: TrainConfig, model: Any, tokenizer: Any) -> tuple[Any, WeightTarget]:
+    section = config.engine
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    known = configured if isinstance(configured, list) else [configured]
+    renderer = ChatRenderer(tokenizer, end_ids=[int(i) for i in known if i is not None])
+    clients = [
+        TrainedServer(
+            url,
+            section.served_model or config.model.name,
+            api_key=_key("api_key_env", section.api_key_env),
+            admin_key=_key("admin_key_env", section.admin_key_env),
+            renderer=renderer,
+            token_ids="vllm",
+            logprobs_mode="processed",
+            retry=RetryPolicy(max_retries=0),
+        )
+        for url in section.urls
+    ]
+    limit_s = section.away_limit_s
+    pool = EndpointPool(clients, deadline_s=limit_s + max(c.server.deadline_s for c in clients))
+    if section.publish == "transfer":
+        address = section.transfer_address
+        return pool, TransferTarget(model, clients, address=address, away_limit_s=limit_s)
+    folder, method = Path(config.run.dir).absolute() / "weights", section.reload_method
+    return pool, ServerTarget(model, clients, folder, method=method, away_limit_s=limit_s)
+
+
+def _key(setting: str, variable: str | None) -> str | None:
+    """Return the value of the environment variable that a setting of the engine names."""
+    if variable is None:
+        return None
+    if not os.environ.get(variable):
+        raise ConfigError(
+            f"engine.{setting} is {variable!r} and that variable is not set, so the servers would "
+            "refuse every request. Export it, or leave the setting out."
+        )
+    return os.environ[variable]
+
+
 _ENGINES: dict[str, Callable[[TrainConfig, Any, Any], tuple[Any, WeightTarget]]] = {
     "local": _local,
     "vllm": _vllm,
-    "servers": server_parts,
+    "servers": _servers,
 }
 
 

@@ -10,7 +10,6 @@ rollout is lost and none is sampled from other weights. When every server has be
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -28,14 +27,13 @@ from rolltree.errors import (
     ServerError,
     TrainingError,
 )
-from rolltree.inference import ChatRenderer, EndpointPool, WeightTransfer, publish_weights
+from rolltree.inference import WeightTransfer, publish_weights
 from rolltree.inference.client_base import ModelCall
 from rolltree.inference.openai_client import OpenAIClient, OpenAIMemory
 from rolltree.inference.publish import HasServer, served_version
 from rolltree.inference.retry import RetryPolicy
 from rolltree.rollouts.requests import current_episode
 from rolltree.training.checkpoint_formats import export_model
-from rolltree.training.config import TrainConfig
 from rolltree.training.lora import plain_tensors
 from rolltree.types import ModelResponse
 
@@ -452,46 +450,6 @@ class TransferTarget(Servers):
         """Close the connections to the servers."""
         await super().aclose()
         await self._transfer.aclose()
-
-
-def server_parts(
-    config: TrainConfig, model: Any, tokenizer: Any
-) -> tuple[EndpointPool, ServerTarget | TransferTarget]:
-    """Return the client and the weight target for `engine.urls`.
-
-    Raises:
-        ConfigError: `engine.api_key_env` names a variable that is not set, or the model cannot be
-            transferred.
-    """
-    section = config.engine
-    key = None if section.api_key_env is None else os.environ.get(section.api_key_env)
-    if section.api_key_env is not None and not key:
-        raise ConfigError(
-            f"engine.api_key_env is {section.api_key_env!r} and that variable is not set, so the "
-            "servers would refuse every request. Export it, or leave the setting out."
-        )
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    known = configured if isinstance(configured, list) else [configured]
-    renderer = ChatRenderer(tokenizer, end_ids=[int(i) for i in known if i is not None])
-    clients = [
-        TrainedServer(
-            url,
-            section.served_model or config.model.name,
-            api_key=key,
-            renderer=renderer,
-            token_ids="vllm",
-            logprobs_mode="processed",
-            retry=RetryPolicy(max_retries=0),
-        )
-        for url in section.urls
-    ]
-    limit_s = section.away_limit_s
-    pool = EndpointPool(clients, deadline_s=limit_s + max(c.server.deadline_s for c in clients))
-    if section.publish == "transfer":
-        address = section.transfer_address
-        return pool, TransferTarget(model, clients, address=address, away_limit_s=limit_s)
-    folder, method = Path(config.run.dir).absolute() / "weights", section.reload_method
-    return pool, ServerTarget(model, clients, folder, method=method, away_limit_s=limit_s)
 
 
 def _retrieved(task: asyncio.Task[Any]) -> None:
