@@ -26,6 +26,7 @@ from rolltree.inference.request_ids import HEADER, RequestIds
 from rolltree.inference.retry import Outcome, Retry, RetryPolicy, parse_retry_after, with_retries
 from rolltree.inference.transport import SocketTransport, Transport
 from rolltree.redact import redact_text
+from rolltree.tasks import my_turn
 from rolltree.untrusted import encode_json
 
 ResultT = TypeVar("ResultT")
@@ -44,6 +45,7 @@ _TOO_LONG = (
     "input is too long",
     "too many tokens",
 )
+_ONCE = RetryPolicy(max_retries=0)
 _RETRYABLE = frozenset((408, 409, 425, 429))
 
 
@@ -142,8 +144,8 @@ class HttpServer:
         """Send `body` as JSON (GET when it is None) and return the decoded answer.
 
         `path` continues the base URL, or the root URL with `at_root`. `as_admin` sends the
-        `admin_key`, if there is one. `retry` takes the place of
-        the server's own, and so does `timeout_s`, with a deadline of twice as long.
+        `admin_key`, if there is one. `retry` takes the place of the server's own, and so does
+        `timeout_s`, with a deadline of twice as long.
 
         Raises:
             PromptTooLong: the server says that the prompt does not fit.
@@ -164,9 +166,8 @@ class HttpServer:
 
             async def attempt() -> ResultT:
                 name = self._ids.new()
-                answer = await self._send(
-                    transport, url, content, limit_s, name=name, as_admin=as_admin
-                )
+                answer = await self._send(transport, url, content, name=name, as_admin=as_admin)
+                await my_turn()  # many answers may have come at once
                 try:
                     self._ids.check(name, answer)
                     return decode(answer)
@@ -174,7 +175,11 @@ class HttpServer:
                     raise Retry(error) from error
 
             outcome = await with_retries(
-                retry or self.retry, attempt, deadline_s=deadline_s, where=url
+                retry or self.retry,
+                attempt,
+                timeout_s=limit_s,
+                deadline_s=deadline_s,
+                where=url,
             )
         return Outcome(outcome.value, outcome.num_retries, outcome.wait_s + queued_s)
 
@@ -186,10 +191,11 @@ class HttpServer:
             ServerError: the server says that it is not well.
         """
         transport, _ = self._connect()
+        url = f"{self.root_url}/health"
         try:
-            await self._send(transport, f"{self.root_url}/health", None, timeout_s=5.0)
-        except Retry as failure:
-            raise failure.error from failure
+            await with_retries(
+                _ONCE, lambda: self._send(transport, url, None), timeout_s=5.0, where=url
+            )
         except ServerError as error:
             if error.status not in (404, 405):
                 raise
@@ -216,7 +222,6 @@ class HttpServer:
         transport: Transport,
         url: str,
         content: bytes | None,
-        timeout_s: float,
         *,
         name: str | None = None,
         as_admin: bool = False,
@@ -227,16 +232,7 @@ class HttpServer:
         if as_admin and self._admin_key:
             headers = {**headers, "Authorization": f"Bearer {self._admin_key}"}
         try:
-            async with asyncio.timeout(timeout_s):
-                answer = await transport.send(url, headers, content)
-        except TimeoutError as error:
-            raise Retry(
-                ConnectionFailed(
-                    f"{url} gave no answer in time ({str(error) or f'{timeout_s:g} s'}). The "
-                    "call is lost. Is the server overloaded? Raise timeout_s or send fewer "
-                    "requests."
-                )
-            ) from error
+            answer = await transport.send(url, headers, content)
         except AnswerTooLarge:
             raise  # asked again, it would hardly be smaller
         except BadResponse as error:

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from rolltree.errors import CallTimeout, ConfigError, RolltreeError
+from rolltree.errors import CallTimeout, ConfigError, ConnectionFailed, RolltreeError
 
 ResultT = TypeVar("ResultT")
 
@@ -68,48 +68,59 @@ async def with_retries(
     policy: RetryPolicy,
     attempt: Callable[[], Awaitable[ResultT]],
     *,
+    timeout_s: float | None = None,
     deadline_s: float | None = None,
     where: str = "the server",
 ) -> Outcome[ResultT]:
     """Make `attempt` until it succeeds, the policy is exhausted or `deadline_s` have passed.
 
-    `where` is what was asked, for the message.
+    An attempt that takes more than `timeout_s` has failed and may be made again. `where` is what
+    was asked, for the messages.
 
     Raises:
         CallTimeout: the deadline passed, or would pass before the next attempt.
-        RolltreeError: the last attempt's error, with a note on how many were made.
+        ModelError: the last attempt's error, with a note on how many were made.
     """
-    start = monotonic()
-    last: Retry | None = None
+    start = began = monotonic()
     number = 0
-    try:
-        async with asyncio.timeout(deadline_s) as deadline:
-            for number in range(policy.max_retries + 1):
-                began = monotonic()
-                try:
-                    return Outcome(await attempt(), number, began - start)
-                except Retry as failure:
-                    last = failure
-                too_long = (last.after_s or 0.0) > policy.max_retry_after_s
-                if number == policy.max_retries or too_long:
-                    last.error.add_note(
-                        f"{number + 1} attempts in {monotonic() - start:.1f} s"
-                        + (f"; the server asks to wait {last.after_s:g} s" if too_long else "")
-                    )
-                    raise last.error from last.__cause__
-                wait_s = policy.wait_s(number, last.after_s)
-                if deadline_s is not None and monotonic() - start + wait_s >= deadline_s:
-                    break
-                await asyncio.sleep(wait_s)
-    except TimeoutError:
-        if not deadline.expired():
-            raise
-    said = "" if last is None else f" The last that failed: {last.error}"
+    while True:
+        left_s = None if deadline_s is None else start + deadline_s - began
+        limits = [limit_s for limit_s in (timeout_s, left_s) if limit_s is not None]
+        try:
+            async with asyncio.timeout(min(limits, default=None)) as limit:
+                return Outcome(await attempt(), number, began - start)
+        except Retry as failure:
+            last = failure
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            last = Retry(
+                ConnectionFailed(
+                    f"{where} gave no answer in time ({min(limits):.3g} s). The call is lost. Is "
+                    "the server overloaded? Raise timeout_s or send fewer requests."
+                )
+            )
+            last.__cause__ = error
+        now = monotonic()
+        too_long = (last.after_s or 0.0) > policy.max_retry_after_s
+        wait_s = policy.wait_s(number, last.after_s)
+        if deadline_s is not None and now - start >= deadline_s:
+            break
+        if number == policy.max_retries or too_long:
+            last.error.add_note(
+                f"{number + 1} attempts in {now - start:.1f} s"
+                + (f"; the server asks to wait {last.after_s:g} s" if too_long else "")
+            )
+            raise last.error from last.__cause__
+        if deadline_s is not None and now - start + wait_s >= deadline_s:
+            break
+        await asyncio.sleep(wait_s)
+        number, began = number + 1, monotonic()
     raise CallTimeout(
         f"{where} gave no answer within deadline_s = {deadline_s:g} s, in which it was asked "
         f"{number + 1} times. The call is lost. Is the server overloaded or stuck? Raise "
-        f"deadline_s or send fewer requests.{said}"
-    ) from (None if last is None else last.error)
+        f"deadline_s or send fewer requests. The last answer: {last.error}"
+    ) from last.error
 
 
 def parse_retry_after(value: str | None) -> float | None:
