@@ -187,8 +187,7 @@ async def test_an_overlong_prompt_adds_no_step(response):
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
-    [("stop", FinishReason.STOP), ("length", FinishReason.LENGTH), (None, FinishReason.STOP)],
+    ("given", "reason"), [("stop", FinishReason.STOP), ("length", FinishReason.LENGTH)]
 )
 def test_finish_reasons(given, reason):
     response = {"choices": [{"message": {"content": ""}, "finish_reason": given}]}

@@ -22,6 +22,7 @@ from rolltree.environments import MultiTurnEnv
 from rolltree.evaluation import evaluate
 from rolltree.inference import EndpointPool, OpenAIClient, RetryPolicy
 from rolltree.inference.chat import ChatRenderer
+from rolltree.inference.openai_sdk import OpenAISDKClient
 from rolltree.rollouts.engine import batch_of
 from rolltree.rollouts.record import decode_results
 from rolltree.rubrics import JudgeRubric, Rubric
@@ -37,6 +38,7 @@ from rolltree.testing import (
 from rolltree.types import RolloutResult, State
 
 RENDERER = ChatRenderer(ByteTokenizer())
+VOCAB_SIZE = len(ByteTokenizer())
 NUM_TURNS = 3
 DEADLINE_S = 3.0
 LOST = frozenset({"ConnectionFailed", "CallTimeout", "RolloutTimeout"})
@@ -61,7 +63,7 @@ REFUSED: dict[str, frozenset[str]] = {
     "gzip bomb": BAD | {"AnswerTooLarge"},
     **dict.fromkeys(("lone surrogate", "no message"), BAD | {"UnsupportedSetting"}),
     "counts that no model has": BAD,
-    **dict.fromkeys(("id of 2^31", "id of 2^63", "negative id"), TOKENS),
+    **dict.fromkeys(("id of no vocabulary", "id of 2^31", "id of 2^63", "negative id"), TOKENS),
     **dict.fromkeys(("no sampled ids", "5,000 sampled ids", "one id too few"), TOKENS),
     **dict.fromkeys(("no prompt ids", "prompt id of 2^63", "another prompt"), TOKENS),
     **dict.fromkeys(("one logprob too few", "one logprob too many"), TOKENS),
@@ -113,6 +115,7 @@ def squares(rubric: Any = None, num: int = 2) -> Squares:
 async def client_of(server: ScriptedServer, fault: str, **options: Any) -> AsyncIterator[Any]:
     retry = RetryPolicy(max_retries=2, first_wait_s=0.01, max_retry_after_s=5.0)
     limits: dict[str, Any] = {"timeout_s": timeout_s(fault), "max_answer_bytes": 2**20}
+    limits["vocab_size"] = VOCAB_SIZE
     client = OpenAIClient(server.base_url, "scripted", **{"retry": retry, **limits, **options})
     try:
         yield client
@@ -206,9 +209,7 @@ SCRIPTED = ScriptedClient(square)
 
 
 def client_for(client: Any) -> Any:
-    from rolltree.inference import as_client
-
-    return as_client(client, "scripted")
+    return OpenAISDKClient(client, "scripted", vocab_size=VOCAB_SIZE)
 
 
 PLACES: list[Callable[[Cell], Any]] = [

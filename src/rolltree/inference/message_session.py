@@ -146,7 +146,8 @@ def _read(
         check=check,
     )
     if found["completion_ids"] is not None:
-        tokens.prove()
+        ids = (found["prompt_ids"], found["completion_ids"])
+        tokens.prove(*(array for array in ids if array is not None))
         if not tokens.usable_logprobs(sampling):
             found["logprobs"] = None
     elif tokens.wanted:

@@ -74,6 +74,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         token_endpoint: where prompts that were rendered here are sent: vLLM's
             `/inference/v1/generate`, which reports the policy version of every token, or
             `/v1/completions`; `"auto"` finds out.
+        vocab_size: how many ids the model has; others are refused. Not checked unless given.
         retry: how often to try again.
         timeout_s: the longest that one attempt may take, from its connection to its last byte.
         deadline_s: the longest that one call may take, retries and the waits between them
@@ -99,6 +100,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         token_ids: TokenIds = "auto",
         logprobs_mode: LogprobsMode = "raw",
         token_endpoint: TokenEndpoint = "auto",
+        vocab_size: int | None = None,
         retry: RetryPolicy | None = None,
         timeout_s: float = 600.0,
         deadline_s: float | None = None,
@@ -123,7 +125,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         )
         self._model = model
         self.renderer = renderer
-        self.tokens = TokenFields(token_ids, logprobs_mode, self._server.base_url)
+        self.tokens = TokenFields(token_ids, logprobs_mode, self._server.base_url, vocab_size)
         self.token_in = TokenInEndpoint(self._server, token_endpoint)
         self.version = 0
         self._max_tokens_field = "max_tokens"
@@ -265,8 +267,8 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
             self.tokens.refuse("the answer holds none")
             fields["text"] = extract_message(response, "completion")[1]
             return session.complete(prompt, None, None, reason, temperature=temperature, **fields)
-        self.tokens.prove()
         _, ids, logprobs = found
+        self.tokens.prove(ids)
         if reason == FinishReason.STOP:
             fields["text"] = session.renderer.answer_text(ids, sampling)
         return session.complete(

@@ -47,8 +47,8 @@ class OpenAISDKClient(MessageClient[MessageSession]):
     """An AsyncOpenAI-like object as a `ModelClient`.
 
     The openai client's own retries are switched off and made here instead, as many, so that they
-    are counted. `token_ids` and `logprobs_mode` are those of `OpenAIClient`; with `"auto"`,
-    OpenAI's own servers are not asked for ids, which they do not have.
+    are counted. `token_ids`, `logprobs_mode` and `vocab_size` are those of `OpenAIClient`; with
+    `"auto"`, OpenAI's own servers are not asked for ids, which they do not have.
 
     Raises:
         ConfigError: the object is a blocking client.
@@ -63,6 +63,7 @@ class OpenAISDKClient(MessageClient[MessageSession]):
         *,
         token_ids: TokenIds = "auto",
         logprobs_mode: LogprobsMode = "raw",
+        vocab_size: int | None = None,
     ) -> None:
         where = str(getattr(client, "base_url", type(client).__name__))
         self._retry = RetryPolicy(max_retries=0)
@@ -80,7 +81,7 @@ class OpenAISDKClient(MessageClient[MessageSession]):
                 token_ids = "off"
         self._client = client
         self._model = model
-        self.tokens = TokenFields(token_ids, logprobs_mode, where)
+        self.tokens = TokenFields(token_ids, logprobs_mode, where, vocab_size)
         self.version = 0
 
     def __repr__(self) -> str:

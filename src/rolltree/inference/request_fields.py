@@ -10,8 +10,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from rolltree.errors import ConfigError, UnsupportedSetting, did_you_mean
-from rolltree.types import ChatMessage, MessageType, SamplingParams
+from rolltree.errors import ConfigError, TokenError, UnsupportedSetting, did_you_mean
+from rolltree.types import ChatMessage, IntArray, MessageType, SamplingParams
 
 logger = logging.getLogger("rolltree.inference")
 
@@ -133,14 +133,22 @@ def samples_the_model(sampling: SamplingParams) -> bool:
 class TokenFields:
     """The fields that ask one server for ids and logprobs, sent while there is hope.
 
-    `standard` are OpenAI's own (`logprobs`), `extension` are vLLM's.
+    `standard` are OpenAI's own (`logprobs`), `extension` are vLLM's. `vocab_size`, where it is
+    known, is how many ids the model has.
     """
 
-    def __init__(self, mode: TokenIds, logprobs_mode: LogprobsMode, where: str) -> None:
+    def __init__(
+        self,
+        mode: TokenIds,
+        logprobs_mode: LogprobsMode,
+        where: str,
+        vocab_size: int | None = None,
+    ) -> None:
         check_choice("token_ids", mode, ("auto", "vllm", "off"))
         check_choice("logprobs_mode", logprobs_mode, ("raw", "processed"))
         self.mode = mode
         self.logprobs_mode = logprobs_mode
+        self.vocab_size = vocab_size
         self._where = where
         self._refused = False
         self._proven = False
@@ -187,8 +195,19 @@ class TokenFields:
             "vLLM and rolltree's own engine give ids.",
         )
 
-    def prove(self) -> None:
-        """Note that the server gave ids."""
+    def prove(self, *ids: IntArray) -> None:
+        """Note that the server gave `ids`, int32 `[_T]` each.
+
+        Raises:
+            TokenError: one of them is not of the model's vocabulary.
+        """
+        high = max((int(array.max(initial=0)) for array in ids), default=0)
+        if self.vocab_size is not None and high >= self.vocab_size:
+            raise TokenError(
+                f"{self._where} reports the token id {high}, and the model has "
+                f"{self.vocab_size} ids, so it cannot be trained. Does the server have another "
+                "model?"
+            )
         self._proven = True
 
     def usable_logprobs(self, sampling: SamplingParams) -> bool:

@@ -150,6 +150,7 @@ HOSTILE: Mapping[str, HttpFault] = {
     "finish_reason unknown": _choice(finish_reason="insufficient_system_resource"),
     "counts that no model has": _spoil(_count),
     # Tokens that contradict themselves
+    "id of no vocabulary": _sampled(lambda ids: [*ids[:-1], 2**31 - 1]),
     "id of 2^31": _sampled(lambda ids: [*ids[:-1], 2**31]),
     "id of 2^63": _sampled(lambda ids: [*ids[:-1], 2**63]),
     "negative id": _sampled(lambda ids: [*ids[:-1], -1]),

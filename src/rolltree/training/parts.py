@@ -108,6 +108,7 @@ def _servers(config: TrainConfig, model: Any, tokenizer: Any) -> tuple[Any, Weig
             renderer=renderer,
             token_ids="vllm",
             logprobs_mode="processed",
+            vocab_size=int(model.get_input_embeddings().weight.shape[0]),
             retry=RetryPolicy(max_retries=0),
         )
         for url in section.urls
