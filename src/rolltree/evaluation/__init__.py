@@ -1,8 +1,12 @@
 """Evaluation: run, aggregate, compare. It never imports training.
 
 `evaluate` runs a source and stores every rollout, `EvalReport` holds the aggregates, and `compare`
-pairs two reports.
+pairs two reports. Who only reads reports does not load what runs rollouts.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from rolltree.evaluation.estimate import Estimate, estimate, pass_at_k
 from rolltree.evaluation.reducers import REDUCERS, EpisodeOutcome, Reducer, Settings, outcomes
@@ -14,7 +18,9 @@ from rolltree.evaluation.report import (
     stored_report,
     write_results,
 )
-from rolltree.evaluation.runner import EvalProgress, evaluate
+
+if TYPE_CHECKING:
+    from rolltree.evaluation.runner import EvalProgress, evaluate
 
 __all__ = [
     "Comparison",
@@ -34,3 +40,13 @@ __all__ = [
     "stored_report",
     "write_results",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("EvalProgress", "evaluate"):
+        raise AttributeError(f"module 'rolltree.evaluation' has no attribute {name!r}")
+    from rolltree.evaluation import runner
+
+    value = getattr(runner, name)
+    globals()[name] = value
+    return value

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from rolltree.evaluation import Comparison, Estimate, EvalProgress, EvalReport
+from rolltree.evaluation import Comparison, Estimate, EvalReport
 from rolltree.reports.formatting import counts, duration, interval, meter, safe_text, say
+
+if TYPE_CHECKING:
+    from rolltree.evaluation import EvalProgress
 
 
 def evaluation_table(report: EvalReport) -> Table:

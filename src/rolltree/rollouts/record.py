@@ -16,11 +16,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from rolltree.errors import StoreError, TokenError
 from rolltree.redact import redact
-from rolltree.rollouts.engine import RolloutEngine
 from rolltree.rollouts.message_table import MessageReader, MessageTable, Reference
 from rolltree.store import Run, StoredRollout, dumps, loads
 from rolltree.tasks import uninterrupted
@@ -35,6 +34,9 @@ from rolltree.types import (
     State,
     TrajectoryStep,
 )
+
+if TYPE_CHECKING:
+    from rolltree.rollouts.engine import RolloutEngine
 
 VERSION = 1
 _RESPONSE_FIELDS = ("id", "model", "object", "created", "system_fingerprint", "usage")
