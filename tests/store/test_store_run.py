@@ -402,3 +402,57 @@ class TestReading:
         (tmp_path / "x").mkdir()
         (tmp_path / "x" / "run.db").write_text("junk")
         assert [found.path for found in list_runs(tmp_path)] == [run.path]
+
+
+class TestColumns:
+    def test_columns_are_those_of_the_rows(self, tmp_path):
+        with Run.create(tmp_path / "r") as run:
+            rows = [
+                StoredRollout(
+                    request_id=f"r{n}", reward=n / 3, truncated=n % 2 == 0, metrics={"n": n}
+                )
+                for n in range(5)
+            ]
+            run.add_rollouts(rows)
+            names = ("metrics", "truncated", "reward", "request_id")
+            wanted = [tuple(getattr(row, name) for name in names) for row in rows]
+            assert list(run.columns(names, phase="eval")) == wanted
+            assert list(run.columns(names, truncated=False)) == wanted[1::2]
+
+    @pytest.mark.parametrize("name", ["reword", "record"])
+    def test_what_is_no_light_column_is_refused(self, tmp_path, name):
+        with Run.create(tmp_path / "r") as run, pytest.raises(ConfigError, match="no light column"):
+            next(run.columns([name]))
+
+    @pytest.mark.parametrize(
+        ("where", "index"),
+        [
+            ("phase IS 'eval'", "rollouts_by_phase"),
+            ("phase IS 'train' AND train_step IS 3", "rollouts_by_step"),
+            ("phase IS 'train' AND train_step IS 3 AND group_id IN ('a', 'b')", "rollouts_by_"),
+            ("request_id IS 'a'", "sqlite_autoindex_rollouts"),
+        ],
+    )
+    def test_a_page_is_read_in_order_and_not_sorted(self, tmp_path, where, index):
+        with Run.create(tmp_path / "r") as run:
+            plan = run.query(
+                f"EXPLAIN QUERY PLAN SELECT id, reward FROM rollouts WHERE id > 0 AND 1 AND {where}"
+                " ORDER BY id LIMIT 64"
+            )
+        said = " ".join(row["detail"] for row in plan)
+        assert index in said
+        assert ("TEMP B-TREE" in said) == where.startswith("request_id")
+
+    def test_a_row_is_counted_by_its_request_and_not_among_its_phase(self, tmp_path):
+        """With 4,000 rows stored, 50 more take no more steps of SQLite's machine than the first."""
+        steps = []
+        with Run.create(tmp_path / "r") as run:
+            connection = run._database._connection
+            for start, num in ((0, 50), (50, 4000), (4050, 50)):
+                rows = [StoredRollout(request_id=f"r{n}") for n in range(start, start + num)]
+                seen = []
+                connection.set_progress_handler(lambda seen=seen: seen.append(1), 100)
+                run.add_rollouts(rows)
+                connection.set_progress_handler(None, 0)
+                steps.append(len(seen))
+        assert steps[2] <= 2 * steps[0] + 10

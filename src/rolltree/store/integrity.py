@@ -163,7 +163,7 @@ class Change:
 
         The row is in its table when it is added, and no longer when it is taken away.
         """
-        same = "SELECT count(*) FROM rollouts WHERE request_id = ? AND phase = ?"
+        same = "SELECT count(*) FROM rollouts WHERE request_id = ? AND +phase = ?"  # by its id
         others = self.connection.execute(same, (row["request_id"], row["phase"])).fetchone()[0]
         found = self._totals_of(row)
         found.num_requests += times * (others == (times > 0))

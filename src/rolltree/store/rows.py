@@ -287,7 +287,7 @@ def _statements() -> list[str]:
         " last_created_at REAL, checksum INTEGER, PRIMARY KEY (phase, env_id)) WITHOUT ROWID",
         f"CREATE TABLE rollouts (\n  {columns},\n  UNIQUE (request_id, trajectory_index)\n)",
         "CREATE INDEX rollouts_by_phase ON rollouts (phase, id)",
-        "CREATE INDEX rollouts_by_step ON rollouts (phase, train_step)",
+        "CREATE INDEX rollouts_by_step ON rollouts (phase, train_step, id)",
         "CREATE INDEX rollouts_by_group ON rollouts (group_id)",
         "CREATE TABLE steps (step INTEGER PRIMARY KEY, created_at REAL NOT NULL,"
         " metrics TEXT NOT NULL, checksum INTEGER)",
