@@ -13,13 +13,12 @@ from contextlib import AsyncExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from rolltree.environments import load_environment
 from rolltree.errors import ConfigError, Stopped
 from rolltree.evaluation import EvalProgress, evaluate
 from rolltree.inference import ModelClient
-from rolltree.reports import TrainView
+from rolltree.redact import remember, secrets_in
+from rolltree.reports import SafeConsole, TrainView
 from rolltree.rollouts import RolloutSource
 from rolltree.store import Run
 from rolltree.tasks import run_sync
@@ -122,6 +121,7 @@ async def train_async(
             "trained. Pass all three, or leave client and engine out."
         )
     checked = load_train_config(config, **settings)
+    remember(*secrets_in(checked.as_dict()))
     stopped: BaseException | None = None
     with start_ranks(checked.model.device) as ranks:
         if ranks is not None and not ranks.leads:
@@ -131,7 +131,7 @@ async def train_async(
                 async with AsyncExitStack() as stack:
                     checked, source = await _environment(checked, environment, stack)
                     stored = run or stack.enter_context(open_run(checked))
-                    shown = reporter or stack.enter_context(TrainView(Console(stderr=True)))
+                    shown = reporter or stack.enter_context(TrainView(SafeConsole(stderr=True)))
                     if client is not None and engine is not None:
                         _check_engine(checked, ranks is not None)
                         parts = TrainParts(model, tokenizer, engine, client, model)

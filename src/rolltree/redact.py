@@ -1,16 +1,22 @@
-"""Redaction: cut secrets out of configs, events and error texts.
+"""Redaction: cut secrets out of configs, events, error texts, logs and what a person is shown.
 
 Two rules find them: fields whose name marks a secret (`api_key`, `hf_token`, `Authorization`,
 ...), and texts that look like one (provider key prefixes, bearer headers, passwords inside URLs).
-A secret that looks like an ordinary word under an ordinary name has to be named; a run is told
-with `Run.protect`.
+What stood under such a name is remembered (`remember`) and cut out wherever it turns up. A secret
+under an ordinary name has to be named; a run is told with `Run.protect`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
-from collections.abc import Iterable, Mapping
+import shlex
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+from rolltree.untrusted import visible
 
 REDACTED = "[redacted]"
 
@@ -85,7 +91,7 @@ def cut_secrets(value: Any, secrets: tuple[str, ...]) -> Any:
 
 def redact_text(text: str, secrets: tuple[str, ...] = ()) -> str:
     """Replace every known secret, and everything that looks like one, in `text`."""
-    text = cut_text(text, secrets)
+    text = cut_text(text, (*secrets, *_remembered))
     for pattern in _TEXTS:
         text = pattern.sub(REDACTED, text)
     return text
@@ -108,6 +114,91 @@ def redact(value: Any, secrets: tuple[str, ...] = ()) -> Any:
     if hasattr(value, "model_dump"):  # pydantic: the codec stores its fields
         return redact(value.model_dump(), secrets)
     return value
+
+
+_remembered: set[str] = set()
+_SCHEME = re.compile(r"(?i)\s*(?:bearer|basic|token|key)\s+")
+
+
+def remember(*secrets: str) -> None:
+    """Note secrets of this process: `redact`, `redact_text` and `shown` cut them out.
+
+    As everywhere, texts of fewer than eight characters are ignored.
+    """
+    _remembered.update(known_secrets(secrets))
+
+
+def secrets_in(config: Any) -> tuple[str, ...]:
+    """Return the texts that stand under secret keys of a config, the longest first.
+
+    >>> secrets_in({"args": {"judge_api_key": "plain-word", "n": 3}})
+    ('plain-word',)
+    """
+    return known_secrets(_secrets_in(config, False))
+
+
+def _secrets_in(value: Any, hidden: bool) -> Iterator[str]:
+    if isinstance(value, str) and hidden:
+        yield value
+        yield _SCHEME.sub("", value, count=1)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _secrets_in(item, hidden or (isinstance(key, str) and is_secret_key(key)))
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from _secrets_in(item, hidden)
+
+
+def _setting(word: str) -> tuple[str, Any] | None:
+    """Return the key and value of a word like `env.args={api_key = "x"}`; None of other words."""
+    key, equals, text = word.partition("=")
+    if not equals or not key or key.startswith("{"):
+        return None
+    if is_secret_key(key):
+        return key, text
+    with contextlib.suppress(ValueError, KeyError, RecursionError):
+        return key, tomllib.loads(f"value = {text}")["value"]
+    with contextlib.suppress(ValueError, RecursionError):
+        return key, json.loads(text)
+    return key, text
+
+
+def secrets_in_words(words: Iterable[str]) -> tuple[str, ...]:
+    """Return the secrets in settings of a command line, `key=value`."""
+    found = [_setting(word) for word in words]
+    return secrets_in([{key: value} for key, value in filter(None, found)])
+
+
+def shown_command(words: Sequence[str]) -> str:
+    """Return a command as a person is shown it: quoted for a shell, without secrets.
+
+    >>> shown_command(["train", "a b.toml", "env.args.api_key=abc", "run.seed=1"])
+    "train 'a b.toml' 'env.args.api_key=[redacted]' run.seed=1"
+    """
+    return shlex.join(_shown_word(word) for word in words)
+
+
+def _shown_word(word: str) -> str:
+    setting = _setting(word)
+    if setting is not None:
+        key, value = setting
+        kept = redact({key: value})[key]
+        if kept != value:
+            return f"{key}={kept if isinstance(kept, str) else json.dumps(kept)}"
+        return redact_text(word)
+    try:
+        data = json.loads(word)
+    except (ValueError, RecursionError):
+        return redact_text(word)
+    return json.dumps(redact(data)) if isinstance(data, dict) else word
+
+
+def shown(text: str) -> str:
+    """Return text as a person may be shown it: no secrets, nothing that a terminal obeys.
+
+    Everything that the command line prints or logs goes through here.
+    """
+    return visible(redact_text(text))
 
 
 def _rebuilt(value: Any, items: list[Any]) -> Any:

@@ -8,7 +8,9 @@ was saved gives 75 (BSD's EX_TEMPFAIL, "try again later").
 from __future__ import annotations
 
 import functools
+import logging
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -16,7 +18,9 @@ import typer
 
 from rolltree import __version__
 from rolltree.cli import env, eval, runs, serve, train
+from rolltree.cli.arguments import tell
 from rolltree.errors import ConfigError, RolltreeError, Stopped, UnknownName
+from rolltree.redact import shown
 
 STOPPED_STATUS = 75
 
@@ -38,10 +42,10 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **options)
         except Stopped as stopped:
-            print(stopped, file=sys.stderr)
+            tell(stopped, error=True)
             raise typer.Exit(STOPPED_STATUS) from None
         except RolltreeError as error:
-            print(f"error: {error}", file=sys.stderr)
+            tell(f"error: {error}", error=True)
             raise typer.Exit(2 if isinstance(error, ConfigError | UnknownName) else 1) from None
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
@@ -88,6 +92,22 @@ def options(
     """Options of the program itself."""
 
 
+class ShownFormatter(logging.Formatter):
+    """Log records as a person may be shown them: messages and tracebacks quote models."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record's text."""
+        return shown(super().format(record))
+
+
 def main() -> None:
     """Run the program; the console script."""
-    app()
+    handler = logging.StreamHandler()
+    handler.setFormatter(ShownFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.captureWarnings(True)
+    try:
+        app()
+    except Exception:  # noqa: BLE001  a mistake, of rolltree or of an environment's code
+        tell(traceback.format_exc().rstrip("\n"), error=True)
+        sys.exit(1)

@@ -5,14 +5,22 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rolltree.errors import ConfigError, UnknownName, did_you_mean
+from rolltree.redact import shown
 
 Name = TypeVar("Name", bound=str)
+
+
+def tell(text: object, *, error: bool = False) -> None:
+    """Print a line on stdout, or on stderr, as a person may be shown it."""
+    line = shown(str(text))
+    print(line, file=sys.stderr if error else sys.stdout, flush=True)
 
 
 def json_object(text: str | None, flag: str) -> dict[str, Any]:

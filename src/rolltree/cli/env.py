@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rolltree.cli.arguments import json_object
+from rolltree.cli.arguments import json_object, tell
 
 
 def list_environments() -> None:
@@ -15,7 +15,7 @@ def list_environments() -> None:
     from rolltree.environments import known_environments
 
     for name in known_environments():
-        print(name)
+        tell(name)
 
 
 def check_contract(
@@ -57,11 +57,11 @@ def check_contract(
         print(json.dumps(asdict(report), indent=2, default=str))
     else:
         for finding in report.findings:
-            print(f"{finding.check}: {finding.message}")
+            tell(f"{finding.check}: {finding.message}")
         for note in report.notes:
-            print(f"note: {note}")
+            tell(f"note: {note}")
         said = f"{len(report.findings)} faults" if report.findings else "no faults"
-        print(f"{report.env_id}: {said} in {len(CHECKS)} checks on {report.num_examples} examples")
+        tell(f"{report.env_id}: {said} in {len(CHECKS)} checks on {report.num_examples} examples")
     if report.findings:
         raise typer.Exit(1)
 
@@ -77,6 +77,6 @@ def new_environment(
     from rolltree.environments.scaffold import scaffold
 
     for file in scaffold(name, kind, folder):
-        print(file)
+        tell(file)
     where = name if folder == Path("environments") else folder / name.replace("-", "_")
-    print(f"next: rolltree env check {where}")
+    tell(f"next: rolltree env check {where}")

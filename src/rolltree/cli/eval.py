@@ -107,11 +107,17 @@ def evaluate_environment(
     import json
     from itertools import islice
 
-    from rich.console import Console
-
     from rolltree.environments import load_environment
     from rolltree.evaluation import EvalReport, Settings, evaluate, write_results
-    from rolltree.reports import EvalView, evaluation_facts, evaluation_table, say, transcript
+    from rolltree.redact import redact, remember, secrets_in
+    from rolltree.reports import (
+        EvalView,
+        SafeConsole,
+        evaluation_facts,
+        evaluation_table,
+        say,
+        transcript,
+    )
     from rolltree.rollouts.record import decode_results
     from rolltree.store import Run, to_plain
 
@@ -120,11 +126,12 @@ def evaluate_environment(
     sampling = json_object(sampling_args, "-S")
     sampling.update({key: value for key, value in given.items() if value is not None})
     env_arguments = json_object(env_args, "-a")
+    remember(api_key or "", *secrets_in([env_arguments, sampling]))
     chosen_split = one_of(split, SPLITS, "--split")
     folder = run or default_run_dir("eval", env, model)
     base_urls = base_url or []
     where = ", ".join(base_urls) or None
-    errors = Console(stderr=True)
+    errors = SafeConsole(stderr=True)
     environment = load_environment(env, **env_arguments)
 
     async def measure(stored: Run) -> EvalReport:
@@ -183,7 +190,7 @@ def evaluate_environment(
         except KeyboardInterrupt:
             say(errors, f"stopped; the same command with --run {folder} continues it")
             raise
-        out = errors if as_json else Console()
+        out = errors if as_json else SafeConsole()
         ids = dict.fromkeys(outcome.request_id for outcome in report.outcomes)
         for request_id in islice(ids, transcripts):
             for result in decode_results(stored.rollouts(request_id=request_id)):
@@ -202,7 +209,7 @@ def evaluate_environment(
             )
             say(out, f"wrote {written / 'results.jsonl'} and metadata.json")
         if as_json:
-            print(json.dumps(to_plain(report.as_dict()), indent=2))
+            print(json.dumps(redact(to_plain(report.as_dict())), indent=2))
     if report.num_failed == report.num_rollouts:
         raise typer.Exit(1)
 

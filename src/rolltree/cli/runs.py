@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from rolltree.cli.arguments import tell
+
 PhaseOption = Annotated[str | None, typer.Option("--phase", help="Only this phase.")]
 RunArgument = Annotated[Path, typer.Argument(help="A run directory.")]
 
@@ -15,12 +17,10 @@ def list_stored_runs(
     root: Annotated[Path, typer.Argument(help="Directory to search.")] = Path("runs"),
 ) -> None:
     """List the runs below a directory, newest first."""
-    from rich.console import Console
-
-    from rolltree.reports import run_lines, say
+    from rolltree.reports import SafeConsole, run_lines, say
     from rolltree.store import list_runs
 
-    console, found = Console(), list_runs(root)
+    console, found = SafeConsole(), list_runs(root)
     for run in found:
         for line in run_lines(run):
             say(console, line)
@@ -42,11 +42,11 @@ def show_run(
     """Show a run: phases, rewards, curve, and some rollouts."""
     from itertools import islice
 
-    from rich.console import Console
     from rich.text import Text
 
     from rolltree.evaluation import stored_report
     from rolltree.reports import (
+        SafeConsole,
         evaluation_facts,
         evaluation_table,
         phases_table,
@@ -57,7 +57,7 @@ def show_run(
     from rolltree.rollouts.record import decode_results
     from rolltree.store import Run, summarize
 
-    console = Console()
+    console = SafeConsole()
     where: dict[str, Any] = {"phase": phase} if phase else {}
     if failed:
         where["status"] = "error"
@@ -88,4 +88,4 @@ def export_run(
     where: dict[str, Any] = {"phase": phase} if phase else {}
     with Run.open(run, mode="r") as stored:
         number = stored.export(target, render=None if light else export_line, **where)
-    print(f"wrote {number} rollouts to {target}")
+    tell(f"wrote {number} rollouts to {target}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rolltree.cli.arguments import one_of, secret
+from rolltree.cli.arguments import one_of, secret, tell
 from rolltree.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,7 +70,6 @@ def serve_model(
 ) -> None:
     """Serve a model by OpenAI's API, with vLLM's token ids, logprobs and weight updates."""
     import functools
-    import sys
 
     mode = MODES[one_of(logprobs_mode, MODES, "--logprobs-mode")]
     token = secret(api_key_env, "--api-key-env")
@@ -114,12 +113,12 @@ def serve_model(
     )
 
     def announce(url: str, used_token: str, used_admin_token: str | None) -> None:
-        print(f"serving {name} at {url}", flush=True)
+        tell(f"serving {name} at {url}")
         if token is None:
             print(f"token: {used_token}", flush=True)
         if admin_token is None and used_admin_token is not None:
             print(f"admin token: {used_admin_token}", flush=True)
-        print("Ctrl-C stops it.", file=sys.stderr)
+        tell("Ctrl-C stops it.", error=True)
 
     serve(served, where, on_ready=announce)
 
@@ -134,7 +133,7 @@ def list_models(
     from rolltree.models.load import MADE_MODELS
 
     if prepare is not None:
-        print(resolve_model(prepare))
+        tell(resolve_model(prepare))
         return
     for name in sorted(MADE_MODELS):
-        print(name)
+        tell(name)

@@ -22,22 +22,28 @@ def train_model(
     ] = 2,
 ) -> None:
     """Train a model by reinforcement learning; the same command again continues the run."""
-    from rich.console import Console
-
     from rolltree.launch import train
-    from rolltree.reports import next_commands, save_reward_curve, say, training_report
+    from rolltree.redact import remember, secrets_in_words
+    from rolltree.reports import (
+        SafeConsole,
+        next_commands,
+        save_reward_curve,
+        say,
+        training_report,
+    )
     from rolltree.training import load_train_config
     from rolltree.training.ranks import is_rank0
 
+    remember(*secrets_in_words(overrides or []))
     try:
         report = train(load_train_config(config, overrides or []))
     except KeyboardInterrupt:
         if is_rank0():
-            say(Console(stderr=True), "stopped; the same command continues the run")
+            say(SafeConsole(stderr=True), "stopped; the same command continues the run")
         raise
     if not is_rank0():
         return
-    out = Console()
+    out = SafeConsole()
     with report.run as run:
         for part in training_report(run, num_transcripts=transcripts):
             out.print(part)

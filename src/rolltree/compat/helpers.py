@@ -149,16 +149,17 @@ def print_prompt_completions_sample(
     num_samples: int = 1,
 ) -> None:
     """Print the first prompts with their completions and rewards."""
-    from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
+
+    from rolltree.reports import SafeConsole
+    from rolltree.reports.formatting import safe_text
 
     table = Table("Prompt", "Completion", "Reward", title=f"Step {step}", show_lines=True)
     for index in range(min(num_samples, len(prompts))):
         reward = rewards[index] if index < len(rewards) else 0.0
-        shown = [Text(_text(prompts[index])), Text(_text(completions[index]))]
+        shown = [safe_text(_text(prompts[index])), safe_text(_text(completions[index]))]
         table.add_row(*shown, f"{reward:.2f}")
-    Console().print(table)
+    SafeConsole().print(table)
 
 
 def _text(messages: Messages) -> str:

@@ -10,7 +10,7 @@ from rolltree.reports.evaluation import (
     evaluation_facts,
     evaluation_table,
 )
-from rolltree.reports.formatting import say
+from rolltree.reports.formatting import SafeConsole, say
 from rolltree.reports.runs import phases_table, run_lines, transcript
 from rolltree.reports.training import (
     TrainView,
@@ -23,6 +23,7 @@ from rolltree.reports.training import (
 __all__ = [
     "Curve",
     "EvalView",
+    "SafeConsole",
     "TrainView",
     "comparison_table",
     "evaluation_facts",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rolltree.errors import ConfigError
 from rolltree.evaluation import Estimate
+from rolltree.redact import shown
 
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """The bit of each dot of a Braille character, by row and column (Unicode block U+2800)."""
@@ -43,7 +44,7 @@ def terminal_curve(curve: Curve, *, width: int = 64, height: int = 12) -> str:
     values = [*curve.rewards, *means]
     steps = [*curve.steps, *(step for step, _ in curve.held_out)]
     if not values:
-        return f"{curve.title}: no steps yet"
+        return f"{shown(curve.title)}: no steps yet"
     low, high = min(0.0, *values), max(values)
     high = 1.0 if 0.5 < high <= 1.0 else high if high > low else low + 1.0
     first, last = min(steps), max(steps)
@@ -64,7 +65,7 @@ def terminal_curve(curve: Curve, *, width: int = 64, height: int = 12) -> str:
         x, y = place(step, estimate.mean)
         rows[y // 4][x // 2] = "o"
     ticks = {0: high, height // 2: high - (high - low) * (height // 2) / height, height - 1: low}
-    lines = [f"{curve.title}" + ("   (o: held out)" if curve.held_out else "")]
+    lines = [shown(curve.title) + ("   (o: held out)" if curve.held_out else "")]
     for number, row in enumerate(rows):
         label = f"{ticks[number]:7.2f}" if number in ticks else " " * 7
         lines.append(f"{label} ┤{''.join(row)}".rstrip())
@@ -102,7 +103,7 @@ def save_curve(curve: Curve, path: str | Path) -> Path:
             capsize=4,
             label="held out, with interval" if number == 0 else None,
         )
-    axes.set_title(curve.title)
+    axes.set_title(shown(curve.title), parse_math=False)
     axes.set_xlabel("step")
     axes.set_ylabel("mean reward")
     axes.grid(alpha=0.3)

@@ -63,14 +63,15 @@ def evaluation_facts(report: EvalReport) -> Table:
         counted += f", {report.num_resumed} of them from an earlier start"
     facts.add_row("rollouts", counted)
     if report.num_failed:
-        kinds = safe_text(counts(report.results.get("failures", {})))
+        kinds = counts(report.results.get("failures", {}))
         share = report.num_failed / report.num_rollouts
-        facts.add_row("failed", f"{report.num_failed} ({share:.0%}, not in the means): {kinds}")
+        failed = f"{report.num_failed} ({share:.0%}, not in the means): {kinds}"
+        facts.add_row("failed", safe_text(failed))
     if report.num_unscored:
         facts.add_row("unscored", f"{report.num_unscored} (not in the means)")
     if report.num_truncated:
-        reasons = safe_text(counts(report.results.get("truncations", {})))
-        facts.add_row("truncated", f"{report.num_truncated}: {reasons}")
+        reasons = counts(report.results.get("truncations", {}))
+        facts.add_row("truncated", safe_text(f"{report.num_truncated}: {reasons}"))
     if usage:
         facts.add_row(
             "tokens",

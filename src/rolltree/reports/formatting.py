@@ -1,29 +1,50 @@
 """Numbers and untrusted text for a terminal.
 
-A model's output is data: control characters are made visible, so that no answer can move the
-cursor or recolour the screen.
+What models and environments say is data: `redact.shown` makes control characters visible, so that
+no answer, title or error can move the cursor, recolour the screen or hide text.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
 
 from rolltree.evaluation import Estimate
+from rolltree.redact import shown
+from rolltree.untrusted import visible
 
-_VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
-_VISIBLE |= dict.fromkeys(range(128, 160), 65533)
-_VISIBLE |= dict.fromkeys(range(0xD800, 0xE000), 65533)  # lone surrogates: no terminal takes them
-_VISIBLE |= dict.fromkeys([*range(0x202A, 0x202F), *range(0x2066, 0x206A)], 65533)  # text order
+
+class SafeConsole(Console):
+    """A console for text of models and environments: whatever is printed cannot steer the terminal.
+
+    Strings are never markup, and what is rendered has no control characters but rich's own.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **settings)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Render, with control characters in texts made visible."""
+        for segment in super().render(renderable, options):
+            if segment.control or (segment.text.isascii() and segment.text.isprintable()):
+                yield segment
+            else:
+                yield Segment(visible(segment.text), segment.style)
 
 
 def safe_text(text: str, *, limit: int | None = None, style: str = "") -> Text:
-    """Return text without markup and with control characters made visible, cut at `limit`."""
+    """Return text without markup, secrets and control characters, cut at `limit`."""
     cut = "" if limit is None or len(text) <= limit else f" … ({len(text) - limit:,} more)"
-    shown = text if limit is None else text[:limit]
-    return Text(shown.translate(_VISIBLE), style=style) + Text(cut, style="dim")
+    return Text(shown(text if limit is None else text[:limit]), style=style) + Text(
+        cut, style="dim"
+    )
 
 
 def say(console: Console, line: str) -> None:

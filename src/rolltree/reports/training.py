@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,9 +20,10 @@ from rich.table import Table
 from rich.text import Text
 
 from rolltree.evaluation import EvalReport, compare, stored_report
+from rolltree.redact import shown_command
 from rolltree.reports.curves import Curve, save_curve, terminal_curve
 from rolltree.reports.evaluation import comparison_table, evaluation_table
-from rolltree.reports.formatting import duration, meter, say
+from rolltree.reports.formatting import duration, meter, safe_text, say
 from rolltree.reports.runs import transcript
 from rolltree.rollouts.record import decode_results
 from rolltree.store import Run
@@ -114,7 +114,7 @@ def next_commands(run: Run, train_command: Sequence[str]) -> list[str]:
     further.append(f"train.num_steps={max(num_steps, len(run.steps())) * 2}")
     phase = [["--phase", name] for _, name in evaluations(run)[-1:]]
     look = ["rolltree", "show", path, *(phase[0] if phase else []), "--transcripts", "5"]
-    return [shlex.join(words) for words in (look, measure, further)]
+    return [shown_command(words) for words in (look, measure, further)]
 
 
 def _held_out(run: Run, phase: str) -> EvalReport:
@@ -234,10 +234,10 @@ class TrainView:
             table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
         for step, metrics in self._rows[-NUM_ROWS:]:
             table.add_row(f"{step}/{self._num_steps}", *(value for _, value in _cells(metrics)))
-        lines = [Text(line) for line in self._evaluations[-4:]]
+        lines = [safe_text(line) for line in self._evaluations[-4:]]
         if self._status:
             spent = duration(time.monotonic() - self._start)
-            lines.append(Text(f"{self._status}  ({spent})", style="dim"))
+            lines.append(safe_text(f"{self._status}  ({spent})", style="dim"))
         return Group(*([table] if self._rows else []), *lines)
 
 

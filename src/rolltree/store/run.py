@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from rolltree.errors import ConfigError, RolltreeError, StoreError, did_you_mean
-from rolltree.redact import known_secrets, redact
+from rolltree.redact import known_secrets, redact, remember, secrets_in
 from rolltree.store.codec import dumps, loads, to_plain
 from rolltree.store.database import LIGHT_PAGE_ROWS, PAGE_ROWS, Database, WriterLock
 from rolltree.store.integrity import MAX_TOLD, Change, Totals, damaged
@@ -71,12 +71,14 @@ class Run:
     ) -> Run:
         """Make a new run directory and open it for writing.
 
-        `config` is stored redacted, in the database and as `config.json` for people. `secrets`
+        `config` is stored redacted, in the database and as `config.json` for people; what stands
+        under its secret keys is protected, and cut out of all that is stored. `secrets`
         are those of `protect`.
 
         Raises:
             StoreError: there is already a run, or a file that rolltree did not make.
         """
+        secrets = (*secrets, *secrets_in(config or {}))
         run = cls._make(Path(path), _config_data(config or {}, secrets), kind, secrets)
         if not run._database.is_new:
             run.close()
@@ -125,6 +127,7 @@ class Run:
         Raises:
             ConfigError: the run was started with other settings.
         """
+        secrets = (*secrets, *secrets_in(config))
         data = _config_data(config, secrets)
         run = cls._make(Path(path), data, kind, secrets)
         if run._database.is_new:
@@ -223,6 +226,7 @@ class Run:
         So are identities (request, group, phase, example), by which a run is continued.
         """
         self._secrets = known_secrets((*self._secrets, *secrets))
+        remember(*secrets)
 
     def add_rollouts(
         self,

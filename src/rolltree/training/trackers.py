@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import importlib
 import math
+import shlex
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rolltree.errors import ConfigError, UnknownName, did_you_mean
+from rolltree.redact import redact, shown_command
 from rolltree.training.config import TrainConfig
 
 
@@ -63,7 +66,11 @@ def wandb(run: TrackedRun) -> Sink:
 
     wandb takes no step twice, so its x axis is the metric `step`.
     """
-    tracked = _package("wandb").init(
+    package = _package("wandb")
+    # Its metadata has the command line; without secrets there, that is welcome.
+    hides = shown_command(sys.argv) != shlex.join(sys.argv)
+    tracked = package.init(
+        settings=package.Settings(x_disable_meta=True) if hides else None,
         project=run.project,
         name=run.name,
         id=f"{run.name}-{run.key}",
@@ -152,7 +159,8 @@ class Trackers:
         """
         section = self._config.track
         name = section.name or path.resolve().name
-        run = TrackedRun(path, section.project, name, self._config.as_dict(), first_step)
+        config = redact(self._config.as_dict())
+        run = TrackedRun(path, section.project, name, config, first_step)
         for tracker in section.to:
             self._sinks.append(TRACKERS[tracker](run))
 
