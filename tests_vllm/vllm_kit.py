@@ -32,10 +32,9 @@ def free_port():
         return probe.getsockname()[1]
 
 
-@contextlib.contextmanager
-def vllm_server(folder, tmp_path, *flags, **settings):
-    """Yield the root URL of a server that answers as model "m"; it is gone afterwards."""
-    port, template, log = free_port(), tmp_path / "chat.jinja", tmp_path / "server.log"
+def launch(folder, tmp_path, port, *flags, **settings):
+    """Start a server that answers as model "m"; return its process, the leader of a group."""
+    template, log = tmp_path / "chat.jinja", tmp_path / "server.log"
     template.write_text(CHAT_TEMPLATE)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(folder), "--served-model-name", "m", "--dtype", "float32"]
@@ -53,18 +52,34 @@ def vllm_server(folder, tmp_path, *flags, **settings):
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    url = f"http://127.0.0.1:{port}"
     try:
-        wait_until_up(url, server, log)
-        yield url
+        wait_until_up(f"http://127.0.0.1:{port}", server, log)
+    except BaseException:
+        stop(server)
+        raise
+    return server
+
+
+def stop(server, sign=signal.SIGTERM):
+    """End a server and all of its processes."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, sign)
+    try:
+        server.wait(20)
+    except subprocess.TimeoutExpired:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+@contextlib.contextmanager
+def vllm_server(folder, tmp_path, *flags, **settings):
+    """Yield the root URL of a server that answers as model "m"; it is gone afterwards."""
+    port = free_port()
+    server = launch(folder, tmp_path, port, *flags, **settings)
+    try:
+        yield f"http://127.0.0.1:{port}"
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGTERM)
-        try:
-            server.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
-            server.wait()
+        stop(server)
 
 
 def wait_until_up(url, server, log):
