@@ -167,6 +167,21 @@ def test_the_bars_of_learning_can_fail():
     assert met("learning", results([40, 41, 42], [6, 6, 6], (40, None, 44))) == [True] * 2
 
 
+def test_the_bars_of_the_sandbox_can_fail():
+    def row(escape="blocked", attack="stopped", number=120):
+        return {
+            "missing": ["disk"],
+            "escapes": {f"escape {at}": escape for at in range(number)},
+            "attacks": {f"attack {at}": attack for at in range(number // 3)},
+        }
+
+    absent = {"level": "bubblewrap", "unavailable": "not installed"}
+    assert met("sandbox", [row(), absent, row(attack="named")]) == [True] * 4
+    bad = [row(), row("ESCAPED", "PASSED: held 9 files", 119)]
+    assert met("sandbox", bad) == [False] * 4
+    assert [bar.value for bar in load("sandbox").bars(bad)] == [119, 39, 119, 39]
+
+
 def test_the_bars_of_the_engine_can_fail():
     def results(speed_up, equal):
         return [

@@ -1,17 +1,16 @@
-"""Confine this process and become the command: run as `python -I -S -c SOURCE JSON COMMAND...`.
+"""Confine this process and become the command: `python -I -S -c SOURCE READY_FD COMMAND...`.
 
 It is the last trusted code before untrusted code, and uses the standard library only. In order: a
 private umask, no inherited descriptors, an own user id (when started by root), no capabilities, no
 way to regain privileges, resource limits, a Landlock ruleset, the system call filter, the command.
-What fails is told through the ready pipe, and the command is not run. Time and process trees are
-`supervisor`'s matter, mounts are bubblewrap's.
+What fails is told through the ready pipe, and the command is not run. `local` appends the call of
+`main` with the specification to the source: importing a parser would take longer than the rest.
+Time and process trees are `supervisor`'s matter, mounts are bubblewrap's.
 """
 
 from __future__ import annotations
 
-import binascii
 import ctypes
-import json
 import os
 import resource
 import struct
@@ -34,10 +33,9 @@ libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
 
 
-def main() -> NoReturn:
+def main(spec: dict[str, Any]) -> NoReturn:
     """Apply every protection of the specification and execute the command."""
-    spec: dict[str, Any] = json.loads(sys.argv[1])
-    ready: int = spec["ready_fd"]
+    ready = int(sys.argv[1])
     try:
         os.umask(0o077)
         os.closerange(3, ready)
@@ -53,7 +51,7 @@ def main() -> NoReturn:
         os.chdir(spec["cwd"])
         if spec["landlock_abi"]:
             restrict_files(spec["landlock_abi"], spec["read_only"], spec["devices"], spec["folder"])
-        install_filter(binascii.a2b_base64(spec["filter"]))
+        install_filter(spec["filter"])
         os.write(ready, b"1")
     except BaseException as error:  # noqa: BLE001  reported; the command must not run
         os.write(ready, f"E{type(error).__name__}: {error}".encode())
@@ -142,7 +140,3 @@ def install_filter(program: bytes) -> None:
     buffer = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
     check(libc.prctl(_PR_SET_SECCOMP, 2, header, 0, 0), "system call filter")
-
-
-if __name__ == "__main__":
-    main()

@@ -8,8 +8,6 @@ to open a socket.
 from __future__ import annotations
 
 import asyncio
-import base64
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -205,22 +203,23 @@ class LocalSandbox(FolderSandbox):
                 as_root=machine.is_root,
                 own_user=self._uid is not None,
             )
-        line += [backend.runtime.executable, "-I", "-S", "-c", _CONFINE.read_text()]
-        line.append(self._confinement(limits))
+        source = f"{_CONFINE.read_text()}\nmain({self._confinement(limits)!r})\n"
+        line += [backend.runtime.executable, "-I", "-S", "-c", source, "READY_FD"]
         return Launch(
             command=[*line, *resolved],
-            confinement=len(line) - 1,
             env=_FOR_LAUNCHER,
             cwd="/",
             folder=str(self._folder.path),
             level=self.level.name,
+            ready_at=len(line) - 1,
             trusted_processes=TRUSTED_PROCESSES if self._is_wrapped else 0,
             signals_as_codes=self._is_wrapped,
             mount_fd=self._folder.mount_fd,
             folder_fd=self._folder.fd if self._candidate.bounded else None,
         )
 
-    def _confinement(self, limits: Limits) -> str:
+    def _confinement(self, limits: Limits) -> dict[str, object]:
+        """Return what `confine` is to do, as values that Python's own literals can spell."""
         backend, candidate, machine = self._backend, self._candidate, self._backend.machine
         program = build_filter(
             machine.machine,
@@ -229,7 +228,7 @@ class LocalSandbox(FolderSandbox):
             attributes=candidate.attributes_confined,
         )
         bin_folder = str(Path(backend.runtime.executable).parent)
-        spec = {
+        return {
             "machine": machine.machine,
             "uid": self._uid,
             "cwd": self._inside,
@@ -237,7 +236,7 @@ class LocalSandbox(FolderSandbox):
             "read_only": backend.read_only,
             "devices": DEVICES,
             "landlock_abi": candidate.landlock_abi,
-            "filter": base64.b64encode(program).decode(),
+            "filter": program,
             "rlimits": self._rlimits(limits, machine),
             "env": {
                 "PATH": ":".join(dict.fromkeys([bin_folder, "/usr/bin", "/bin"])),
@@ -247,7 +246,6 @@ class LocalSandbox(FolderSandbox):
                 **backend.env,
             },
         }
-        return json.dumps(spec)
 
     def _rlimits(self, limits: Limits, machine: Machine) -> dict[str, int]:
         found = {

@@ -32,16 +32,16 @@ _FLOOD = 256
 """A session's output beyond the limit is dropped; this many times the limit kills it."""
 
 _GIVE_UP_S = 1.0
-_SHARED = ("cwd", "folder", "trusted_processes", "confinement", "mount_fd", "folder_fd")
+_SHARED = ("cwd", "folder", "trusted_processes", "ready_at", "mount_fd", "folder_fd")
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
     """A command with everything its isolation needs.
 
-    `confinement` is the index in `command` of the JSON object that `confine` reads; the supervisor
-    adds `ready_fd` to it. None: no such program runs. `after` are commands that end what lives
-    outside the tree. `env` is the environment of the launcher, not of the code. With
+    `ready_at` is the index in `command` where the supervisor puts the number of the pipe through
+    which `confine` says that it is done. None: no such program runs. `after` are commands that end
+    what lives outside the tree. `env` is the environment of the launcher, not of the code. With
     `signals_as_codes` the launcher tells a death by signal N as exit code 128 + N, as shells do.
     `mount_fd` and `folder_fd` are a `PrivateFolder`'s: the command starts in that mount namespace.
     """
@@ -52,7 +52,7 @@ class Launch:
     folder: str
     level: str
     trusted_processes: int = 0
-    confinement: int | None = None
+    ready_at: int | None = None
     after: Sequence[Sequence[str]] = ()
     signals_as_codes: bool = False
     mount_fd: int | None = None
@@ -208,8 +208,11 @@ class SupervisedProcess:
         if self._launch.signals_as_codes and code is not None and 128 < code <= 192:
             report.update(ended="signal", exit_code=None, signal=code - 128)
         setup = report.pop("setup")
-        is_confined = self._launch.confinement is not None
-        if is_confined and setup != "1" and report["ended"] in ("exit", "signal"):
+        if (
+            self._launch.ready_at is not None
+            and setup != "1"
+            and report["ended"] in ("exit", "signal")
+        ):
             raise SandboxError(
                 f"the sandbox could not be set up at level {self._launch.level!r}, so nothing was "
                 f"run: {setup[1:]} {said.strip()}. Another level may work here."

@@ -92,9 +92,8 @@ def start(spec: dict[str, Any], ready_fd: int) -> int:
             os.chdir(spec["cwd"])
             os.set_inheritable(ready_fd, True)
             command = spec["command"]
-            if spec["confinement"]:
-                confinement = json.loads(command[spec["confinement"]])
-                command[spec["confinement"]] = json.dumps({**confinement, "ready_fd": ready_fd})
+            if spec["ready_at"]:
+                command[spec["ready_at"]] = str(ready_fd)
             os.execve(command[0], command, spec["env"])
         except BaseException as error:  # noqa: BLE001  this is the child: it must not go on
             os.write(ready_fd, f"E{error}".encode())
