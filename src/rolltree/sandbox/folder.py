@@ -245,13 +245,21 @@ class PrivateFolder:
                     "the sandbox folder cannot be bounded on this machine, so code could fill its "
                     f"disk ({said[1:] or 'the program that mounts it died'})."
                 )
-            inside = f"/proc/{process.pid}"
-            mount_fd = os.open(f"{inside}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                return mount_fd, os.open(f"{inside}/root{self.path}", _FOLDER_FLAGS)
-            except BaseException:
-                os.close(mount_fd)
-                raise
+            with contextlib.ExitStack() as opened:
+                try:
+                    fds = []
+                    for path in ("ns/mnt", f"root{self.path}"):
+                        fds.append(
+                            os.open(f"/proc/{process.pid}/{path}", os.O_RDONLY | os.O_CLOEXEC)
+                        )
+                        opened.callback(os.close, fds[-1])
+                except OSError as error:
+                    raise SandboxError(
+                        "the bounded sandbox folder cannot be reached, so code could not run in it "
+                        f"({error}). Does /proc hide processes of the same user?"
+                    ) from error
+                opened.pop_all()
+                return fds[0], fds[1]
 
     def remove(self) -> None:
         """Delete the folder and everything in it. Doing it twice does nothing."""
