@@ -1,7 +1,7 @@
 """GSM8K: word problems of primary school whose answer is a whole number (Cobbe et al. 2021).
 
-The rows come from the Hugging Face hub or from a local file. Where neither is at hand, problems of
-two templates are generated: they are not the benchmark, and their task says so.
+The rows come from the Hugging Face hub or from a local file. "generated" makes problems of two
+templates instead: they are not the benchmark, and their task says so.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def correct(parser: rt.Parser, completion: rt.Messages, answer: str) -> float:
 
 
 def load_environment(
-    train: str | None = "auto", test: str | None = "auto", num_generated: int = 500
+    train: str | None = "hub", test: str | None = "hub", num_generated: int = 500
 ) -> rt.Environment:
-    """Return the environment; `train` and `test` are "auto", "hub", "generated", a path or null."""
+    """Return the environment; `train` and `test` are "hub", "generated", a path or null."""
 
     def rows(source: str | None, split: str, seed: int) -> Any:
         hub, made = ("openai/gsm8k", "main", split), partial(generate, num_generated, seed)

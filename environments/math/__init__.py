@@ -52,12 +52,12 @@ def generate(num: int, seed: int) -> list[dict[str, Any]]:
 
 
 def load_environment(
-    train: str | None = "auto",
-    test: str | None = "auto",
+    train: str | None = "hub",
+    test: str | None = "hub",
     num_generated: int = 500,
     time_limit_s: float = 5.0,
 ) -> rt.Environment:
-    """Return the environment; `train` and `test` are "auto", "hub", "generated", a path or null."""
+    """Return the environment; `train` and `test` are "hub", "generated", a path or null."""
 
     def rows(source: str | None, hub: tuple[str, str | None, str], seed: int) -> Any:
         made = partial(generate, num_generated, seed)

@@ -13,7 +13,8 @@ from contextlib import AsyncExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from rolltree.environments import load_environment
+from rolltree.environments import Environment, load_environment
+from rolltree.environments.check import shared_questions
 from rolltree.errors import ConfigError, Stopped
 from rolltree.evaluation import EvalProgress, evaluate
 from rolltree.inference import ModelClient
@@ -138,6 +139,7 @@ async def train_async(
                     else:
                         parts = build_parts(checked, ranks, model=model, tokenizer=tokenizer)
                         stack.push_async_callback(parts.aclose)
+                    _hint_at_shared_questions(source, stored, shown)
                     await run_training(
                         checked,
                         parts,
@@ -177,6 +179,18 @@ async def _environment(
             "would do nothing. Leave env.args out, or pass the environment's name."
         )
     return load_train_config(config, env={"id": given.env_id}), given
+
+
+def _hint_at_shared_questions(source: RolloutSource, run: Run, reporter: Reporter) -> None:
+    """Say that the held-out evaluation will ask what was trained, where that is so."""
+    shared, num_tested = shared_questions(source) if isinstance(source, Environment) else ([], 0)
+    if shared:
+        message = (
+            f"{len(shared)} of {num_tested} evaluation questions are training questions, so the "
+            f"held-out reward measures memory too; the first: {shared[0][-80:]!r}."
+        )
+        run.add_event("notice", {"message": message})
+        reporter.on_notice(message)
 
 
 def held_out(

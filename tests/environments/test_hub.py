@@ -9,7 +9,7 @@ import pytest
 
 import rolltree.environments.dataset as module
 from rolltree.environments import Rows, SingleTurnEnv
-from rolltree.environments.dataset import GeneratedRowsWarning, RowFormat, benchmark_rows, hub_rows
+from rolltree.environments.dataset import RowFormat, benchmark_rows, hub_rows
 from rolltree.errors import ConfigError
 
 HUB = ("some/data", "main", "test")
@@ -50,18 +50,16 @@ def hub(monkeypatch):
 def test_the_hub_is_asked_for_the_split(hub):
     assert hub_rows(*HUB) == [{"q": "x", "a": "1"}]
     assert hub.asked == [("some/data", "main", "test")]
-    for source in ("auto", "hub"):
-        (row,) = rows_of(source)
-        assert (row["prompt"][0]["content"], row["answer"], row["task"]) == ("X", "1", "bench")
+    (row,) = rows_of("hub")
+    assert (row["prompt"][0]["content"], row["answer"], row["task"]) == ("X", "1", "bench")
 
 
-def test_without_the_hub_generated_rows_say_so(hub):
+def test_without_the_hub_there_are_no_rows_unless_they_are_asked_for(hub):
     hub.rows = None
-    with pytest.warns(GeneratedRowsWarning, match="they are NOT some/data"):
-        (row,) = rows_of("auto")
-    assert (row["answer"], row["task"]) == ("up", "bench-generated")
-    with pytest.raises(ConfigError, match="no route to the hub"):
+    with pytest.raises(ConfigError, match=r"no route to the hub.*'generated' makes rows"):
         rows_of("hub")
+    (row,) = rows_of("generated")
+    assert (row["answer"], row["task"]) == ("up", "bench-generated")
 
 
 def test_a_hub_that_cannot_be_reached_costs_no_minute(monkeypatch):

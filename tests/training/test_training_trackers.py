@@ -145,7 +145,7 @@ def test_a_missing_package_is_an_error_that_names_the_extra(name, tmp_path, monk
 def test_names_are_checked_before_anything_starts(model, tmp_path):
     config = make_config(model, tmp_path / "run", track={"to": ["tensorbord"]})
     with pytest.raises(UnknownName, match="tensorboard"):
-        Trackers(config)
+        Trackers(config, print)
     with pytest.raises(ConfigError, match="Name each tracker once"):
         make_config(model, tmp_path / "run", track={"to": ["wandb", "wandb"]})
 

@@ -7,6 +7,7 @@ was saved gives 75 (BSD's EX_TEMPFAIL, "try again later").
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import sys
@@ -23,6 +24,12 @@ from rolltree.errors import ConfigError, RolltreeError, Stopped, UnknownName
 from rolltree.redact import shown
 
 STOPPED_STATUS = 75
+_EXTRAS = {
+    **dict.fromkeys(("torch", "transformers", "safetensors", "matplotlib", "peft"), "train"),
+    **dict.fromkeys(("starlette", "uvicorn"), "torch,serve"),
+    **dict.fromkeys(("datasets", "gymnasium"), "envs"),
+}
+"""The extra that brings a package, for commands that import it."""
 
 app = typer.Typer(
     name="rolltree",
@@ -32,6 +39,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def weather(error: OSError) -> str:
+    """Return what an error of the operating system means for a command."""
+    where = f"{error.filename}: " if error.filename else ""
+    what = f"{where}{error.strerror or error}, so the command could not go on"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{what}. What was stored is safe; free some space and run the command again."
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"{what}. Choose a folder that this user may write to, or change its rights."
+    return f"{what}. Check the path and the machine, and run the command again."
 
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
@@ -47,6 +65,21 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
         except RolltreeError as error:
             tell(f"error: {error}", error=True)
             raise typer.Exit(2 if isinstance(error, ConfigError | UnknownName) else 1) from None
+        except ModuleNotFoundError as error:
+            extra = _EXTRAS.get((error.name or "").partition(".")[0])
+            if extra is None:
+                raise
+            message = (
+                f"the package {error.name} is missing, which this command needs. Install rolltree "
+                f"with its extra: pip install 'rolltree[{extra}]'."
+            )
+            print(f"error: {message}", file=sys.stderr)
+            raise typer.Exit(2) from None
+        except OSError as error:
+            if error.errno is None:  # no weather: a library's own use of the class
+                raise
+            print(f"error: {weather(error)}", file=sys.stderr)
+            raise typer.Exit(1) from None
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
 

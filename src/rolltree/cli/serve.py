@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rolltree.cli.arguments import one_of, secret, tell
-from rolltree.errors import ConfigError
 
 if TYPE_CHECKING:
     from rolltree.inference.server.model_server import ServedLogprobs
@@ -74,13 +73,8 @@ def serve_model(
     mode = MODES[one_of(logprobs_mode, MODES, "--logprobs-mode")]
     token = secret(api_key_env, "--api-key-env")
     admin_token = secret(admin_key_env, "--admin-key-env")
-    try:
-        from rolltree.inference.server import ServedModel, ServerOptions, serve
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the package {error.name} is missing, which the server needs. Install rolltree with "
-            "its extra: pip install 'rolltree[torch,serve]'."
-        ) from error
+    from rolltree.inference.server import ServedModel, ServerOptions, serve
+
     where = ServerOptions(host, port, token, allow_remote, admin_token, read_timeout)
 
     import torch

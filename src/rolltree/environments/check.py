@@ -163,20 +163,25 @@ def leak_rate(shown: Sequence[tuple[str, str]]) -> tuple[float, float]:
     return own, sum(pairs) / len(pairs) if pairs else 0.0
 
 
-def _overlap(env: Environment) -> list[Finding]:
+def shared_questions(env: Environment) -> tuple[list[str], int]:
+    """Return the evaluation questions that are training questions, and how many were looked at."""
     if env.dataset is None or env.eval_dataset is None:
-        return []
+        return [], 0
     train = {_prompt(row) for row in env.dataset[:_MAX_ROWS]}
     tested = [_prompt(row) for row in env.eval_dataset[:_MAX_ROWS]]
     if len(train) == 1 and set(tested) == train:
-        return []  # worlds: the seed makes the difference, not the row
-    shared = [prompt for prompt in tested if prompt in train]
+        return [], len(tested)  # worlds: the seed makes the difference, not the row
+    return [prompt for prompt in tested if prompt in train], len(tested)
+
+
+def _overlap(env: Environment) -> list[Finding]:
+    shared, num_tested = shared_questions(env)
     if not shared:
         return []
     return [
         Finding(
             "overlap",
-            f"{len(shared)} of {len(tested)} evaluation questions are training questions, such as "
+            f"{len(shared)} of {num_tested} evaluation questions are training questions, such as "
             f"{shared[0][-80:]!r}",
         )
     ]

@@ -10,7 +10,6 @@ import functools
 import json
 import os
 import random
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -251,10 +250,6 @@ def _datasets(what: str) -> Any:
     return datasets
 
 
-class GeneratedRowsWarning(UserWarning):
-    """A benchmark could not be loaded, and rows that are not the benchmark stand in for it."""
-
-
 def hub_rows(dataset_id: str, config: str | None = None, split: str = "train") -> Any:
     """Return a split of a data set of the Hugging Face hub (or of its local cache).
 
@@ -322,8 +317,7 @@ def benchmark_rows(
     """Return rows of a benchmark, each as `convert` makes it; None for the source None.
 
     Sources: "hub"; a path; "generated", which are `generate`'s rows, whose task is
-    `<task>-generated`, so that no result can be taken for the benchmark's; "auto", which is the
-    hub, and with a `GeneratedRowsWarning` generated rows where it cannot be reached.
+    `<task>-generated`, so that no result can be taken for the benchmark's.
 
     Args:
         source: where from.
@@ -339,20 +333,14 @@ def benchmark_rows(
         return None
     if source == "generated":
         return [{**row, "task": f"{task}-generated"} for row in generate()]
-    if source in ("auto", "hub"):
+    if source == "hub":
         try:
             found: Any = hub_rows(*hub)
         except ConfigError as error:
-            if source == "hub":
-                raise
-            warnings.warn(
-                f"{error} Until then generated rows stand in: they are NOT {hub[0]}.",
-                GeneratedRowsWarning,
-                stacklevel=3,
-            )
-            return benchmark_rows(
-                "generated", hub=hub, task=task, convert=convert, generate=generate
-            )
+            raise ConfigError(
+                f"{error} The source 'generated' makes rows for practice, which are not {hub[0]}: "
+                '-a \'{"train": "generated", "test": "generated"}\'.'
+            ) from error
     else:
         found = Path(source)
     return Rows.of(found, lambda row, index: {**convert(row), "task": task}).freeze()

@@ -130,7 +130,15 @@ def _from_folder(name: str) -> Factory | None:
 
 def _from_path(path: Path) -> Factory | None:
     file = path if path.suffix == ".py" and path.is_file() else _file_in(path)
-    return None if file is None else _factory_of(_load_file(file))
+    if file is None:
+        return None
+    factory = _factory_of(_load_file(file))
+    if factory is None:
+        raise ConfigError(
+            f"{file} has no function load_environment, so there is no environment in it. Add "
+            "`def load_environment(...)` that returns one; `rolltree init NAME` writes an example."
+        )
+    return factory
 
 
 def _file_in(folder: Path) -> Path | None:

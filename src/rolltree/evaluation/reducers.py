@@ -48,6 +48,7 @@ class EpisodeOutcome:
     generation_ms: float
     scoring_ms: float
     total_ms: float
+    error_message: str | None = None
 
     @property
     def failed(self) -> bool:
@@ -77,6 +78,7 @@ class OutcomeRow(NamedTuple):
     scoring_ms: float
     total_ms: float
     metrics: Mapping[str, Any]
+    errors: Sequence[Mapping[str, Any]]
 
 
 _UNKNOWN = float("nan")  # in a column; rewards and metrics are finite
@@ -85,7 +87,7 @@ _NUMBERS = (
     *("generation_ms", "scoring_ms", "total_ms"),
 )
 _LABELS = (
-    *("example", "task", "error_type", "truncation_reason", "stop_condition"),
+    *("example", "task", "error_type", "error_message", "truncation_reason", "stop_condition"),
     *("num_attempts", "num_calls"),
 )
 
@@ -271,7 +273,12 @@ def _outcome(rows: Sequence[StoredRollout | OutcomeRow]) -> EpisodeOutcome:
         generation_ms=max(row.generation_ms for row in rows),
         scoring_ms=max(row.scoring_ms for row in rows),
         total_ms=max(row.total_ms for row in rows),
+        error_message=None if failed is None else _first_message(failed),
     )
+
+
+def _first_message(row: StoredRollout | OutcomeRow) -> str | None:
+    return next((str(e["message"]) for e in row.errors if e.get("message")), None)
 
 
 def _is_number(value: Any) -> bool:
@@ -364,6 +371,16 @@ def failures(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str
     return _counts(outcomes, "error_type")
 
 
+def failure_messages(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str, str]:
+    """The message of the first failed episode of each error type, as `failures` orders them."""
+    first: dict[str, str] = {}
+    said = zip(values(outcomes, "error_type"), values(outcomes, "error_message"), strict=True)
+    for kind, message in said:
+        if kind and message:
+            first.setdefault(kind, message)
+    return {kind: first[kind] for kind in failures(outcomes, settings) if kind in first}
+
+
 def truncations(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str, int]:
     """Truncated episodes by reason, most frequent first."""
     return _counts(outcomes, "truncation_reason")
@@ -391,6 +408,7 @@ REDUCERS: Mapping[str, Reducer] = {
     "tasks": tasks,
     "metrics": metrics,
     "failures": failures,
+    "failure_messages": failure_messages,
     "truncations": truncations,
     "stops": stops,
     "usage": usage,

@@ -15,8 +15,8 @@ import numpy as np
 
 from rolltree.errors import ConfigError, did_you_mean
 from rolltree.inference.completion import CompletionParser, ParsedCompletion, cut_at_stop
-from rolltree.inference.glue import Glue, GlueError
-from rolltree.inference.template import ChatTemplate
+from rolltree.inference.glue import PROBE, Glue, GlueError
+from rolltree.inference.template import ChatTemplate, TemplateError
 from rolltree.inference.vocabulary import Tokenizer, Vocabulary
 from rolltree.types import ChatMessage, FinishReason, IntArray, SamplingParams, ToolSchema
 
@@ -129,6 +129,14 @@ class ChatRenderer:
             messages, tools, add_generation_prompt=add_generation_prompt
         )
         return self.vocabulary.encode_start(text)
+
+    def shows_tools(self, tools: Sequence[ToolSchema]) -> bool:
+        """Whether the template names the tools in a prompt; True where it refuses to say."""
+        try:
+            text = self._variant(tools).template.render(PROBE, tools)
+        except TemplateError:
+            return True
+        return any(tool["function"]["name"] in text for tool in tools)
 
     def continuation(
         self,

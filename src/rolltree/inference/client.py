@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, Protocol, cast, runtime_checkable
 
-from rolltree.errors import ConfigError
+from rolltree.errors import ConfigError, did_you_mean
 from rolltree.types import (
     GenerateRequest,
     Messages,
@@ -15,6 +17,8 @@ from rolltree.types import (
     SamplingParams,
     ToolSchema,
 )
+
+logger = logging.getLogger("rolltree.inference")
 
 
 @runtime_checkable
@@ -82,6 +86,23 @@ def as_client(client: object, model: str | None = None) -> ModelClient:
     )
 
 
+def check_tools(client: object, tools: Sequence[ToolSchema] | None) -> None:
+    """Check that prompts which are rendered here tell the model of its tools.
+
+    Raises:
+        ConfigError: the chat template leaves them out.
+    """
+    renderer = getattr(client, "renderer", None)
+    if tools and renderer is not None and not renderer.shows_tools(tools):
+        name = tools[0]["function"]["name"]
+        raise ConfigError(
+            f"the chat template of {getattr(client, 'model', 'the model')!r} ignores tools, so the "
+            f"model would never hear of {name!r} and could not call it. Use "
+            "rolltree.agents.ReActAgent, which describes tools in the system prompt, or a template "
+            "or model with tools."
+        )
+
+
 _IN_BODY = ("top_k", "stop_token_ids")
 """Fields that OpenAI's API lacks: the openai client sends them in `extra_body`."""
 
@@ -89,8 +110,8 @@ _IN_BODY = ("top_k", "stop_token_ids")
 def sampling_from_args(args: SamplingArgs) -> SamplingParams:
     """Turn OpenAI request fields into `SamplingParams`; `args` is not changed.
 
-    Fields without a counterpart (and what is left of `extra_body`) go to `.extra` unchanged; fields
-    that are None count as not given.
+    Fields without a counterpart (and what is left of `extra_body`) go to `.extra` unchanged, with a
+    warning where neither OpenAI's API nor vLLM's has them; fields that are None count as not given.
 
     >>> sampling_from_args({"temperature": 0.7, "max_completion_tokens": 8, "min_p": 0.1})
     SamplingParams(temperature=0.7, top_p=1.0, top_k=0, max_tokens=8, stop=(), \
@@ -120,6 +141,8 @@ stop_token_ids=(), seed=None, extra={'min_p': 0.1})
                     f"sampling argument {key} = {value!r} cannot be used ({error}); the "
                     "request would not be sampled as intended."
                 ) from error
+    for key in rest.keys() - _PASSED_ON:
+        _warn_unknown(key)
     if body:
         rest["extra_body"] = body
     return SamplingParams(**known, extra=rest)
@@ -226,3 +249,29 @@ _FIELDS: tuple[tuple[str, str, Any], ...] = (
     ("seed", "seed", _integer),
 )
 """OpenAI's name of a field, ours, and what reads its value."""
+_PASSED_ON = frozenset(
+    [
+        *("allowed_token_ids", "bad_words", "chat_template_kwargs", "detokenize", "extra_headers"),
+        *("frequency_penalty", "guided_choice", "guided_grammar", "guided_json", "guided_regex"),
+        *("ignore_eos", "include_stop_str_in_output", "length_penalty", "logit_bias", "logprobs"),
+        *("metadata", "min_p", "min_tokens", "modalities", "parallel_tool_calls"),
+        *("presence_penalty", "priority", "prompt_logprobs", "reasoning_effort"),
+        *("repetition_penalty", "response_format", "service_tier", "skip_special_tokens"),
+        *("spaces_between_special_tokens", "store", "structured_outputs", "tool_choice"),
+        *("top_logprobs", "truncate_prompt_tokens", "user", "verbosity"),
+    ]
+)
+"""Fields of OpenAI's and vLLM's requests that are sent as they are."""
+
+
+@cache
+def _warn_unknown(key: str) -> None:
+    """Warn once of a field that no API is known to have: servers ignore most of those."""
+    known = {*_PASSED_ON, *(name for name, _, _ in _FIELDS)}
+    near = did_you_mean(key, known)
+    logger.warning(
+        "the sampling argument %r is in neither OpenAI's API nor vLLM's; it is sent as it is, and "
+        "most servers ignore such a field.%s",
+        key,
+        near if "Did you mean" in near else "",
+    )

@@ -66,12 +66,14 @@ def load_model(name: str, dtype: str = "float32", *, device: str = "cpu") -> tup
 
     Raises:
         UnknownName: see `resolve_model`; or `dtype` is unknown.
-        ConfigError: the folder has no weights, or other weights than the model, a file of it is
-            missing or torn, it needs its own code, or has no tokenizer.
+        ConfigError: this machine has no such device, or the folder has no weights, or other weights
+            than the model, a file of it is missing or torn, it needs its own code, or has no
+            tokenizer.
     """
     if dtype not in _DTYPES:
         raise UnknownName(f"unknown dtype {dtype!r}.{did_you_mean(dtype, _DTYPES)}")
     path = resolve_model(name)
+    check_device(device)
     from safetensors import SafetensorError
     from transformers import AutoTokenizer
 
@@ -89,6 +91,24 @@ def load_model(name: str, dtype: str = "float32", *, device: str = "cpu") -> tup
             "folder. Check the folder, or update transformers."
         ) from error
     return model.to(device).eval(), tokenizer
+
+
+def check_device(device: str) -> None:
+    """Check that torch can use a device.
+
+    Raises:
+        ConfigError: there is no such device, or not here.
+    """
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        said = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"the device {device!r} cannot be used here ({said}). Use 'cpu', or install a torch "
+            "that is built for the device: pytorch.org says which. CUDA needs a GPU and its driver."
+        ) from error
 
 
 def _with_weights(path: Path, dtype: str, weights: Any) -> Any:

@@ -63,10 +63,14 @@ def evaluation_facts(report: EvalReport) -> Table:
         counted += f", {report.num_resumed} of them from an earlier start"
     facts.add_row("rollouts", counted)
     if report.num_failed:
-        kinds = counts(report.results.get("failures", {}))
         share = report.num_failed / report.num_rollouts
-        failed = f"{report.num_failed} ({share:.0%}, not in the means): {kinds}"
-        facts.add_row("failed", safe_text(failed))
+        facts.add_row("failed", f"{report.num_failed} ({share:.0%}, not in the means)")
+        messages = report.results.get("failure_messages", {})
+        for kind, count in report.results.get("failures", {}).items():
+            said = f"{count} x {kind}"
+            if kind in messages:
+                said += f", the first: {messages[kind]}"
+            facts.add_row("", safe_text(said, limit=600))
     if report.num_unscored:
         facts.add_row("unscored", f"{report.num_unscored} (not in the means)")
     if report.num_truncated:

@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Any
 
 from rolltree.errors import ConfigError, RolloutTimeout, record_error
-from rolltree.inference.client import as_client
+from rolltree.inference.client import as_client, check_tools
 from rolltree.rollouts.requests import (
     Clock,
     Episode,
@@ -137,6 +137,10 @@ class RolloutEngine:
         retries: how often an episode that failed with an error of `RETRYABLE` is run again, from
             its start and with the same seeds. `RolloutResult.num_attempts` says how many it took.
         on_progress: called after every result, in the event loop.
+
+    Raises:
+        ConfigError: a limit makes no sense, or the source has tools and the client's chat template
+            leaves tools out of the prompt.
     """
 
     def __init__(
@@ -170,6 +174,7 @@ class RolloutEngine:
             raise ConfigError("retries and grace_s cannot be negative; use 0 for none.")
         self.source = source
         self.client = as_client(client, model)
+        check_tools(self.client, getattr(source, "oai_tools", None))
         self.model = model
         self.max_concurrent = max_concurrent
         self.time_limit_s = time_limit_s

@@ -8,7 +8,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -222,6 +222,20 @@ def _check_names(data: Mapping[str, Any]) -> None:
 
 def _invalid(data: Any, where: str, text: str) -> str:
     """Return the message for a value that msgspec refused at the dotted key `where`."""
-    for name in where.split("."):
+    names = where.split(".")
+    for name in names:
         data = data.get(name) if isinstance(data, Mapping) else None
-    return f"{where or 'the config'} is {data!r}: {text[0].lower()}{text[1:]}. Change it."
+    allowed = _choices(names) if "enum" in text else []
+    remedy = did_you_mean(str(data), allowed) if allowed else " Change it."
+    if "Did you mean" in remedy:
+        remedy += f" Known: {', '.join(allowed)}."
+    return f"{where or 'the config'} is {data!r}: {text[0].lower()}{text[1:]}.{remedy}"
+
+
+def _choices(names: Sequence[str]) -> list[str]:
+    """Return the values that a setting may have, where those are a few names."""
+    if len(names) != 2 or names[0] not in _SECTIONS:
+        return []
+    hint = get_type_hints(_SECTIONS[names[0]]).get(names[1])
+    options = (hint, *get_args(hint))
+    return sorted({str(v) for o in options if get_origin(o) is Literal for v in get_args(o)})

@@ -92,14 +92,21 @@ async def run_training(
         deadline_s=config.engine.deadline_s,
         retries=config.engine.retries,
     )
-    trackers = Trackers(config)
+    shown = reporter or Silent()
+
+    def notify(message: str) -> None:
+        run.add_event("notice", {"message": message})
+        shown.on_notice(message)
+
+    trackers = Trackers(config, notify)
     trainer = make_trainer(parts.model, config, ranks)
     loop = _Loop(
         config=config,
         run=run,
         parts=parts,
         evaluate=evaluate,
-        reporter=reporter or Silent(),
+        reporter=shown,
+        notify=notify,
         trackers=trackers,
         ranks=ranks,
         trainer=trainer,
@@ -119,6 +126,10 @@ async def run_training(
         trackers.close()
 
 
+_PATIENCE = 10
+"""Steps of equal rewards before the run says so."""
+
+
 @dataclass(slots=True, kw_only=True)
 class _Loop:
     config: TrainConfig
@@ -126,6 +137,7 @@ class _Loop:
     parts: TrainParts
     evaluate: Evaluate | None
     reporter: Reporter
+    notify: Callable[[str], None]
     trackers: Trackers
     ranks: Ranks | None
     trainer: Trainer
@@ -136,6 +148,7 @@ class _Loop:
     weight_lock: WeightLock | None = None  # of a step that failed while it wrote
     done: int = 0  # steps whose weights are there and whose metrics are stored
     saved: int = 0
+    num_equal: int = 0  # steps in a row whose rewards were all equal
     is_writing: bool = False  # a step has begun: weights and averages may be half its own
 
     async def run_all(self) -> TrainReport:
@@ -151,7 +164,7 @@ class _Loop:
         self.done = self.saved = first.step
         servers = self.parts.engine
         if isinstance(servers, Servers):
-            servers.notify = self._notify
+            servers.notify = self.notify
             await servers.or_lost(servers.start())
         async with servers.paused():
             await self.publisher.publish(first.version)
@@ -213,14 +226,14 @@ class _Loop:
         )
 
     def _feed(self) -> Feed:
-        warning = NoSignalWarning(self._notify)
+        warning = NoSignalWarning(self.notify)
         if self.config.train.async_steps:
             return StreamFeed(
                 self.config,
                 self.rollouts,
                 self.run,
                 warning=warning,
-                notify=self._notify,
+                notify=self.notify,
                 on_progress=self.reporter.on_rollouts,
             )
         return SyncFeed(
@@ -228,13 +241,9 @@ class _Loop:
             self.rollouts,
             self.run,
             warning=warning,
-            notify=self._notify,
+            notify=self.notify,
             on_progress=self.reporter.on_rollouts,
         )
-
-    def _notify(self, message: str) -> None:
-        self.run.add_event("notice", {"message": message})
-        self.reporter.on_notice(message)
 
     async def _or_lost(self, work: Awaitable[T]) -> T:
         """Return what `work` returns, or raise when its servers have been away for too long."""
@@ -264,7 +273,20 @@ class _Loop:
         }
         self.run.add_step(step, metrics)
         self.done, self.is_writing = step, False
+        self._hint_at_equal_rewards(metrics)
         return metrics
+
+    def _hint_at_equal_rewards(self, metrics: Mapping[str, float]) -> None:
+        """Say once, after `_PATIENCE` steps in a row, that equal rewards teach nothing."""
+        equal = metrics.get("reward/std") == 0.0
+        self.num_equal = self.num_equal + 1 if equal else 0
+        if self.num_equal == _PATIENCE:
+            self.notify(
+                f"every rollout of the last {_PATIENCE} steps had the reward "
+                f"{metrics['reward/mean']:g}, so there was nothing to learn. Look at some: "
+                f"rolltree show {self.run.path} --transcripts 3. Does the parser find the answers? "
+                "Is max_tokens long enough? Is the task too hard, or too easy, for this model?"
+            )
 
     async def _train(self, batch: SampleBatch, step: int) -> dict[str, float]:
         """Train on the samples, publish the weights as version `step`, and verify that."""
@@ -350,7 +372,7 @@ class _Loop:
             data = {"phase": f"eval/{number:06d}", "done": step}
             self.run.add_event("evaluation_skipped", data, step=number)
         if gone:
-            self._notify(
+            self.notify(
                 f"eval.every = {self.config.eval.every} asks for an evaluation after step "
                 f"{', '.join(map(str, gone))}, which no earlier start made. Training is at step "
                 f"{step}, and the weights of then are gone, so it is left out."

@@ -9,16 +9,18 @@ from __future__ import annotations
 import hashlib
 import importlib
 import math
+import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rolltree.errors import ConfigError, UnknownName, did_you_mean
-from rolltree.redact import redact, shown_command
+from rolltree.redact import redact, redact_text, shown_command
 from rolltree.training.config import TrainConfig
 
 
@@ -91,11 +93,17 @@ def trackio(run: TrackedRun) -> Sink:
 
 
 def mlflow(run: TrackedRun) -> Sink:
-    """Log to the MLflow server at `MLFLOW_TRACKING_URI`.
+    """Log to the MLflow server at `MLFLOW_TRACKING_URI`; without one, to `mlruns/` of the run.
 
-    The id is kept in `mlflow-run-id` of the run directory, so a continued run goes on there.
+    mlflow-skinny, which the extra installs, has no database; files it takes only when allowed. The
+    id is kept in `mlflow-run-id` of the run directory, so a continued run goes on there.
     """
-    client = _package("mlflow").MlflowClient()
+    package = _package("mlflow")
+    where = os.environ.get("MLFLOW_TRACKING_URI")
+    if not where:
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        where = (run.path / "mlruns").resolve().as_uri()
+    client = package.MlflowClient(where)
     from mlflow.entities import Metric
 
     note = run.path / "mlflow-run-id"
@@ -140,13 +148,16 @@ def _package(name: str) -> Any:
 class Trackers:
     """The trackers of `track.to`, opened when training starts.
 
+    The run store has every number, so a tracker that fails never ends a run: `notify` is told once,
+    and the tracker is left alone from then on.
+
     Raises:
         UnknownName: `track.to` names a tracker that does not exist.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
-        self._config = config
-        self._sinks: list[Sink] = []
+    def __init__(self, config: TrainConfig, notify: Callable[[str], None]) -> None:
+        self._config, self._notify = config, notify
+        self._sinks: dict[str, Sink] = {}
         for name in config.track.to:
             if name not in TRACKERS:
                 raise UnknownName(f"there is no tracker {name!r}.{did_you_mean(name, TRACKERS)}")
@@ -162,18 +173,36 @@ class Trackers:
         config = redact(self._config.as_dict())
         run = TrackedRun(path, section.project, name, config, first_step)
         for tracker in section.to:
-            self._sinks.append(TRACKERS[tracker](run))
+            with self._survived(tracker):
+                self._sinks[tracker] = TRACKERS[tracker](run)
 
     def log(self, metrics: Mapping[str, Any], step: int, stem: str = "") -> None:
         """Send the numbers of nested metrics."""
-        for sink in self._sinks:
-            sink.log(numbers(metrics, stem), step)
+        for tracker, sink in list(self._sinks.items()):
+            with self._survived(tracker):
+                sink.log(numbers(metrics, stem), step)
 
     def close(self) -> None:
         """Close the trackers, also after a failure."""
-        sinks, self._sinks = self._sinks, []
-        for sink in sinks:
-            sink.close()
+        sinks, self._sinks = self._sinks, {}
+        for tracker, sink in sinks.items():
+            with self._survived(tracker):
+                sink.close()
+
+    @contextmanager
+    def _survived(self, tracker: str) -> Iterator[None]:
+        """Give a tracker up if it fails in the block; a missing package is the user's mistake."""
+        try:
+            yield
+        except ConfigError:
+            raise
+        except Exception as error:  # noqa: BLE001  trackers raise what their clients raise
+            self._sinks.pop(tracker, None)
+            self._notify(
+                f"the tracker {tracker} failed ({type(error).__name__}: {redact_text(str(error))}) "
+                "and gets nothing more from this start; the run goes on, and its run directory has "
+                "every number."
+            )
 
 
 def numbers(data: Mapping[str, Any], stem: str = "") -> dict[str, float]:
