@@ -187,7 +187,7 @@ def notices(tmp_path_factory):
             model="tiny",
             run_dir=str(folder / "run"),
             num_steps=11,
-            train={"groups_per_step": 1, "group_size": 2},
+            algorithm={"groups_per_step": 1, "group_size": 2},
             sampling={"max_tokens": 2},
             eval={"before": False, "after": False},
             checkpoint={"export": False},
