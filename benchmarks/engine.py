@@ -15,7 +15,8 @@ in the same process that answers after a random latency with fresh text, ids and
   is the peak memory at their end over that at a tenth of them.
 - `show`, `show_phase`: `rolltree show` on that run, without and with `--phase eval`. CPU time of
   the process, the interpreter's start included.
-- `resume`: the same evaluation with one more example; seconds of CPU until the model is asked.
+- `resume`: the same evaluation with one more example; seconds of CPU from opening the run until
+  the model is asked.
 - `long`: 8 rollouts at once of `--turns` turns with 400 tokens each; CPU time of a turn in the
   first and the last fifth. The model copies every prompt, as an engine that takes ids must.
 
@@ -193,11 +194,11 @@ async def evaluate(
     group_size: int = 1,
 ) -> dict[str, float]:
     """Evaluate `num` examples with a run directory, the probe beside it."""
-    probe = Probe()
-    watching = asyncio.create_task(probe.run())
-    await asyncio.sleep(2 * PROBE_S)
     memory, cpu_s, began = memory_mib(), time.process_time(), time.perf_counter()
     with Run.open_or_create(folder, config={"bench": "engine"}) as run:
+        probe = Probe()
+        watching = asyncio.create_task(probe.run())
+        await asyncio.sleep(2 * PROBE_S)
         report = await rolltree.evaluate(
             env,
             model,
