@@ -19,6 +19,7 @@ FLAGS = {
         "--time-limit", "--deadline", "--pass-threshold", "env",
     },
     "train": {"config", "overrides", "--transcripts"},
+    "fork": {"run", "--set", "--step", "--run", "--transcripts"},
     "serve": {
         "model", "--host", "--port", "--allow-remote", "--api-key-env", "--served-model-name",
         "--admin-key-env",

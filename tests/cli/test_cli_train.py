@@ -107,6 +107,24 @@ def test_train_report_and_going_on(config, tmp_path):
     assert "optim.lr was 0.0001 and is now 0.0002" in other.stderr
 
 
+def test_fork_trains_another_run_from_a_checkpoint(config, tmp_path):
+    few = ["train.num_steps=1", "eval.after=false", "eval.before=false"]
+    assert invoke("train", config, *few).exit_code == 0
+    words = ["fork", tmp_path / "run", "--set", "optim.lr=1e-4", "--set", "train.num_steps=2"]
+    for _ in range(2):
+        result = invoke(*words)
+        assert result.exit_code == 0, result.output
+        assert "continued at step" in result.stderr
+    further = result.stdout.splitlines()[-1].split()
+    assert further[:2] == ["rolltree", "fork"]
+    assert further[-3:] == ["--run", f"{tmp_path / 'run'}-fork", "--set=train.num_steps=4"]
+    with Run.open(f"{tmp_path / 'run'}-fork", mode="r") as run:
+        assert len(run.steps()) == 2
+        assert run.config["optim"]["lr"] == 1e-4
+    assert invoke(*words, "--step", 7).exit_code == 1
+    assert invoke(*further[1:-1], "train.nun_steps=4").exit_code == 2
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [

@@ -225,7 +225,7 @@ def killed(kind: str, signal_name: str, model: Path, root: Path, num_kills: int)
             assert attempt(kind, model, root / kind) == 0
         whole = held(root / kind)
     found: dict[str, Any] = {"kills": 0, "lives": 0, "compared": 0, "differ": [], "wrong": []}
-    while found["kills"] < num_kills:
+    while found["kills"] < num_kills and found["lives"] < 10 + num_kills:
         folder = root / f"{kind}-{signal_name}-{found['lives']}"
         found["lives"] += 1
         code = None
@@ -277,4 +277,5 @@ if __name__ == "__main__":
     import torch
 
     torch.set_num_threads(1)  # a process without threads may fork
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background
     print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]))))

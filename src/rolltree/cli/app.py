@@ -89,6 +89,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
 _COMMANDS: dict[str, Callable[..., None]] = {
     "eval": eval.evaluate_environment,
     "train": train.train_model,
+    "fork": train.fork_run,
     "serve": serve.serve_model,
     "runs": runs.list_stored_runs,
     "show": runs.show_run,

@@ -110,8 +110,12 @@ def next_commands(run: Run, train_command: Sequence[str]) -> list[str]:
     if env.get("args"):
         measure += ["-a", json.dumps(env["args"])]
     num_steps = int((config.get("train") or {}).get("num_steps", len(run.steps())))
-    further = [word for word in train_command if not word.startswith("train.num_steps=")]
-    further.append(f"train.num_steps={max(num_steps, len(run.steps())) * 2}")
+    more = f"train.num_steps={max(num_steps, len(run.steps())) * 2}"
+    if (config.get("optim") or {}).get("schedule", "constant") != "constant":
+        further = ["rolltree", "fork", path, f"--set={more}"]  # a horizon of its own
+    else:
+        kept = (w for w in train_command if "train.num_steps=" not in w)
+        further = [*kept, f"--set={more}" if "fork" in train_command[:2] else more]
     phase = [["--phase", name] for _, name in evaluations(run)[-1:]]
     look = ["rolltree", "show", path, *(phase[0] if phase else []), "--transcripts", "5"]
     return [shown_command(words) for words in (look, measure, further)]

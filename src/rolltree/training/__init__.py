@@ -11,6 +11,7 @@ from rolltree.training.checkpoint_formats import export_model
 from rolltree.training.coefficients import AGGREGATIONS, CORRECTIONS, coefficients
 from rolltree.training.config import MAY_CHANGE, TrainConfig, load_train_config
 from rolltree.training.credit import CREDITS, FLOWS, Flow
+from rolltree.training.fork import fork_run
 from rolltree.training.forward import LogprobModel
 from rolltree.training.layout import Forest, collate
 from rolltree.training.loop import Evaluate, run_training
@@ -59,6 +60,7 @@ __all__ = [
     "coefficients",
     "collate",
     "export_model",
+    "fork_run",
     "get_loss",
     "learning_rate",
     "load_train_config",

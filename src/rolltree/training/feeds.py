@@ -26,6 +26,7 @@ from rolltree.store import Run
 from rolltree.training.advantages import assign_credit
 from rolltree.training.batches import newest_version, staleness_limit
 from rolltree.training.config import TrainConfig
+from rolltree.training.fork import forked_at
 from rolltree.training.no_signal_warning import NoSignalWarning
 from rolltree.training.plan import (
     Collected,
@@ -236,7 +237,8 @@ class StreamFeed:
         self._taken = {
             group for data in self._ledger.values() for group in (*data["groups"], *data["dropped"])
         }
-        self._plan = _planned(config, rollouts)
+        self._first = forked_at(run) + 1
+        self._plan = _planned(config, rollouts, self._first)
         self._num_started = 0
         self._order: dict[str, int] = {}
         self._running: dict[str, asyncio.Task[Group]] = {}
@@ -292,7 +294,8 @@ class StreamFeed:
     def _start_more(self, step: int) -> None:
         """Start planned groups up to the bound; the weights are version `step - 1`."""
         section = self._config.algorithm
-        bound = (step + self._config.train.async_steps) * section.groups_per_step
+        num_ahead = step + 1 - self._first + self._config.train.async_steps
+        bound = num_ahead * section.groups_per_step
         while self._num_started < bound + self._num_dropped:
             requests = next(self._plan)
             self._num_started += 1
@@ -388,9 +391,11 @@ class StreamFeed:
         }
 
 
-def _planned(config: TrainConfig, rollouts: RolloutEngine) -> Iterator[tuple[RolloutRequest, ...]]:
-    """Yield group after group of the plan, for ever."""
-    for step in itertools.count(1):
+def _planned(
+    config: TrainConfig, rollouts: RolloutEngine, first: int
+) -> Iterator[tuple[RolloutRequest, ...]]:
+    """Yield group after group of the plan, from that of step `first` on, for ever."""
+    for step in itertools.count(first):
         requests = step_requests(config, rollouts.source, step)
         for _, members in itertools.groupby(requests, key=lambda request: request.group_id):
             yield tuple(members)

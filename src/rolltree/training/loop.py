@@ -29,6 +29,7 @@ from rolltree.training.batches import mask_stale, staleness_limit
 from rolltree.training.checkpoint import Checkpoints, TrainState
 from rolltree.training.config import TrainConfig
 from rolltree.training.feeds import Feed, StepRollouts, StreamFeed, SyncFeed
+from rolltree.training.fork import forked_at
 from rolltree.training.metrics import rollout_metrics
 from rolltree.training.no_signal_warning import NoSignalWarning
 from rolltree.training.parts import TrainParts
@@ -172,7 +173,8 @@ class _Loop:
         self._start(first)
         num_steps = self.config.train.num_steps
         if self.config.eval.before:
-            await self._evaluate("eval_before", 0, current=first.step)
+            start = forked_at(self.run)
+            await self._evaluate("eval_before", start, current=first.step)
         for phase in self._owed(first.step):
             await self._evaluate(phase, first.step, current=first.step)
         feed = self._feed()
@@ -367,7 +369,11 @@ class _Loop:
         """
         done = {event.step for event in self.run.events("evaluation")}
         known = done | {event.step for event in self.run.events("evaluation_skipped")}
-        gone = [n for n in range(1, step) if self._is_evaluated(n) and n not in known]
+        gone = [
+            n
+            for n in range(forked_at(self.run) + 1, step)
+            if self._is_evaluated(n) and n not in known
+        ]
         for number in gone:
             data = {"phase": f"eval/{number:06d}", "done": step}
             self.run.add_event("evaluation_skipped", data, step=number)
