@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from scripted_source import Model, Source, a_request, failed
 
 from rolltree.errors import ConfigError, ConnectionFailed
+from rolltree.inference.deadline import Clock
 from rolltree.rollouts import GroupScorer, RolloutEngine, RolloutSource, current_episode
 from rolltree.rollouts.engine import MAX_READY
 
@@ -372,6 +373,20 @@ async def test_the_deadline_counts_what_the_time_limit_leaves_out():
             assert_past_deadline(result)
             assert result.states[0]["truncation_reason"] == "time_limit"
         assert in_time.error is None
+
+
+async def test_the_deadline_is_put_off_while_no_server_answers():
+    clock = Clock(deadline_s=0.05)
+    async with clock.guard() as scope:
+        with clock.postponed():
+            await asyncio.sleep(0.1)
+            assert not clock.past_deadline
+        assert clock.deadline_s > 0.15
+    assert not scope.expired()
+    with pytest.raises(TimeoutError):
+        async with clock.guard():
+            await asyncio.Event().wait()
+    assert clock.past_deadline
 
 
 async def test_the_deadline_is_one_for_all_attempts():

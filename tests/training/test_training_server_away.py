@@ -43,6 +43,7 @@ def test_a_run_without_servers_ends_with_one_message_and_can_be_continued(model,
     assert [step["error/share"] for step in report.metrics] == [0]
 
 
+@pytest.mark.slow
 def test_killed_while_it_samples_ahead(model, tmp_path, server):
     """Asynchronous, by transfer, beside a server that never was there."""
     nobody = f"http://127.0.0.1:{kit.free_port()}/v1"
@@ -68,6 +69,7 @@ def test_killed_while_it_samples_ahead(model, tmp_path, server):
     assert "says that its weights are 'default'" in said
 
 
+@pytest.mark.slow
 def test_killed_twice_the_curve_is_that_of_an_undisturbed_run(model, tmp_path, server):
     def config(name):
         return kit.server_config(
