@@ -14,7 +14,12 @@ from rolltree.training import load_train_config, plan, step_requests
 from rolltree.training.plan import gather, until_enough
 from rolltree.types import ErrorRecord, State
 
-CONFIG = load_train_config({"algorithm": {"group_size": 2, "groups_per_step": 3}})
+CONFIG = load_train_config(
+    {
+        "algorithm": {"group_size": 2, "groups_per_step": 3},
+        "train": {"max_failed_share": 0.25},
+    }
+)
 NOTICES = []
 
 

@@ -473,7 +473,7 @@ class TrainSection(Section, frozen=True):
     gradient_checkpointing: bool = False
     async_steps: AtLeast0 = 0
     max_lag: AtLeast0 | None = None
-    max_failed_share: Share = 0.25
+    max_failed_share: Share = 0.5
     max_mismatch: Positive = 0.1
     num_threads: AtLeast1 | None = None
 
