@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 from rolltree.errors import ConfigError, SandboxError, SandboxUnavailable
-from rolltree.sandbox.folder import FolderSandbox, PrivateFolder
+from rolltree.sandbox.folder import FolderSandbox
 from rolltree.sandbox.interface import Limits
 from rolltree.sandbox.machine import (
     Candidate,
@@ -30,6 +31,7 @@ from rolltree.sandbox.machine import (
     take_uid,
     this_machine,
 )
+from rolltree.sandbox.private_folder import PrivateFolder
 from rolltree.sandbox.process import Launch
 from rolltree.sandbox.seccomp import build_filter
 
@@ -180,6 +182,8 @@ class LocalSandbox(FolderSandbox):
     def __init__(self, backend: LocalBackend, candidate: Candidate, limits: Limits) -> None:
         self._backend, self._candidate = backend, candidate
         self._uid = take_uid(backend.machine.uids) if candidate.own_user else None
+        if self._uid is not None:
+            self._let_uid_go = weakref.finalize(self, give_uid_back, self._uid)
         bounds = limits if candidate.bounded else None
         super().__init__(PrivateFolder(backend.base, self._uid, bounds), candidate.level, limits)
         self._is_wrapped = candidate.level.name == "bubblewrap"
@@ -269,7 +273,7 @@ class LocalSandbox(FolderSandbox):
         """Kill what runs, delete the folder, let another sandbox have the user."""
         await super().close()
         if self._uid is not None:
-            give_uid_back(self._uid)
+            self._let_uid_go()
 
 
 def bwrap_arguments(

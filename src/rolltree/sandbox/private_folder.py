@@ -1,0 +1,290 @@
+"""The private folder of a sandbox on this machine.
+
+Untrusted code may have put anything into the folder, so no path is followed out of it: every
+component is opened without following links, and only regular files are read. A folder is
+`BASE/rolltree-sandbox-XXXX/work`, beside a `lock` that its owner holds. Folders with a free lock
+were left by a process that was killed; the next one removes them. A bounded folder has a tmpfs of
+limited size mounted over `work` in a mount namespace of its own (`mount.py`), which ends with the
+descriptors that hold it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rolltree.errors import SandboxError, SandboxFileError
+from rolltree.sandbox.interface import Limits
+from rolltree.sandbox.process import tmpfs_options
+
+PREFIX = "rolltree-sandbox-"
+_MOUNT = Path(__file__).with_name("mount.py")
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What a write into a full folder fails with."""
+
+
+class PrivateFolder:
+    """One work folder, owned by `uid` when given; gone after `remove` or with the process.
+
+    With `limits` the kernel bounds all bytes and files in it, unlinked ones too. Then `mount_fd` is
+    the mount namespace in which `path` leads to it, else None. `fd` is the folder itself.
+
+    Raises:
+        SandboxError: this machine does not let this user mount a bounded folder.
+    """
+
+    def __init__(
+        self, base: Path | None = None, uid: int | None = None, limits: Limits | None = None
+    ) -> None:
+        parent = Path(base or tempfile.gettempdir()).resolve()
+        if parent not in _swept:
+            _swept.add(parent)
+            sweep(parent)
+        self.outer = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        self._lock_fd = os.open(self.outer / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.uid = uid
+        self.path = self.outer / "work"
+        self.path.mkdir(mode=0o700)
+        if uid is not None:
+            os.chown(self.path, uid, uid)
+            self.outer.chmod(0o711)
+        try:
+            self.mount_fd, self.fd = _plain(self.path) if limits is None else self._bounded(limits)
+        except BaseException:
+            _remove(self.outer, self._lock_fd)
+            raise
+        fds = [fd for fd in (self.mount_fd, self.fd) if fd is not None]
+        self._finalizer = weakref.finalize(self, _remove, self.outer, self._lock_fd, *fds)
+
+    def _bounded(self, limits: Limits) -> tuple[int | None, int]:
+        owner = self.uid if self.uid is not None else os.geteuid()
+        group = self.uid if self.uid is not None else os.getegid()
+        options = f"{tmpfs_options(limits)},mode=0700,uid={owner},gid={group}"
+        with subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_MOUNT), str(self.path), options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={},
+        ) as process:
+            assert process.stdout is not None
+            said = os.read(process.stdout.fileno(), 4096).decode()
+            if said != "1":
+                raise SandboxError(
+                    "the sandbox folder cannot be bounded on this machine, so code could fill its "
+                    f"disk ({said[1:] or 'the program that mounts it died'})."
+                )
+            with contextlib.ExitStack() as opened:
+                try:
+                    fds = []
+                    for path in ("ns/mnt", f"root{self.path}"):
+                        fds.append(
+                            os.open(f"/proc/{process.pid}/{path}", os.O_RDONLY | os.O_CLOEXEC)
+                        )
+                        opened.callback(os.close, fds[-1])
+                except OSError as error:
+                    raise SandboxError(
+                        "the bounded sandbox folder cannot be reached, so code could not run in it "
+                        f"({error}). Does /proc hide processes of the same user?"
+                    ) from error
+                opened.pop_all()
+                return fds[0], fds[1]
+
+    def remove(self) -> None:
+        """Delete the folder and everything in it. Doing it twice does nothing."""
+        self._finalizer()
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file, making folders on its way.
+
+        Raises:
+            SandboxFileError: the path leaves the folder, or goes through a link or a file.
+        """
+        parts = _parts(name)
+        with self._enter(parts[:-1], name, create=True) as parent:
+            with _explained(name), contextlib.suppress(FileNotFoundError):
+                os.unlink(parts[-1], dir_fd=parent)
+            with _explained(name):
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+                fd = os.open(parts[-1], flags, 0o600, dir_fd=parent)
+            try:
+                with _explained(name), open(fd, "wb") as file:
+                    if self.uid is not None:
+                        os.fchown(fd, self.uid, self.uid)
+                    file.write(data)
+            except SandboxFileError:
+                os.unlink(parts[-1], dir_fd=parent)
+                raise
+
+    def discard(self, name: str) -> None:
+        """Delete a file at the top of the folder, if it is there."""
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=self.fd)
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """Return a regular file's bytes.
+
+        Raises:
+            SandboxFileError: there is no such regular file inside the folder, or it is too large.
+        """
+        parts = _parts(name)
+        with self._enter(parts[:-1], name, create=False) as parent, _explained(name):
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            fd = os.open(parts[-1], flags, dir_fd=parent)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise SandboxFileError(
+                f"{name!r} in the sandbox is not a regular file; reading it could block or reach "
+                "the host. Have the code write a plain file."
+            )
+        with open(fd, "rb") as file:
+            data = file.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise SandboxFileError(
+                f"{name!r} in the sandbox has more than {max_bytes} bytes; the code may have made "
+                "it large on purpose. Pass a larger max_bytes if it is what you want."
+            )
+        return data
+
+    def names(self) -> list[str]:
+        """Return the paths of the regular files, sorted; links and other things are left out."""
+        found: list[str] = []
+        pending = [""]
+        while pending:
+            prefix = pending.pop()
+            try:
+                with (
+                    self._enter(_parts(prefix) if prefix else [], prefix, create=False) as fd,
+                    os.scandir(fd) as entries,
+                ):
+                    for entry in entries:
+                        if entry.is_dir(follow_symlinks=False):
+                            pending.append(f"{prefix}{entry.name}/")
+                        elif entry.is_file(follow_symlinks=False):
+                            found.append(prefix + entry.name)
+            except (OSError, SandboxFileError):
+                continue  # it changed under our hands, or the code locked itself out
+        return sorted(found)
+
+    @contextmanager
+    def _enter(self, parts: list[str], name: str, *, create: bool) -> Iterator[int]:
+        """Give a descriptor of a folder below, reached without following any link."""
+        fd = os.open(".", _FOLDER_FLAGS, dir_fd=self.fd)
+        try:
+            for part in parts:
+                with _explained(name):
+                    if create:
+                        with contextlib.suppress(FileExistsError):
+                            os.mkdir(part, 0o700, dir_fd=fd)
+                            if self.uid is not None:
+                                os.chown(part, self.uid, self.uid, dir_fd=fd, follow_symlinks=False)
+                    deeper = os.open(part, _FOLDER_FLAGS, dir_fd=fd)
+                os.close(fd)
+                fd = deeper
+            yield fd
+        finally:
+            os.close(fd)
+
+
+def _plain(path: Path) -> tuple[None, int]:
+    return None, os.open(path, _FOLDER_FLAGS)
+
+
+_swept: set[Path] = set()
+
+
+def sweep(parent: Path) -> int:
+    """Remove the folders in `parent` whose owner is dead; return how many."""
+    removed = 0
+    for outer in parent.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if outer.is_symlink() or outer.stat().st_uid != os.getuid():
+                continue
+            fd = os.open(outer / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(fd)
+                continue
+            _remove(outer, fd)
+            removed += 1
+    return removed
+
+
+def _remove(outer: Path, lock_fd: int, *fds: int) -> None:
+    """Delete a folder of any depth and any modes, then let go of its lock."""
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+    _flatten(outer / "work")
+    shutil.rmtree(outer, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.close(lock_fd)
+
+
+def _flatten(work: Path) -> None:
+    """Empty a folder without recursion: folders move up to the top before their turn comes."""
+    counter = 0
+    pending = [work]
+    with contextlib.suppress(OSError):
+        while pending:
+            folder = pending.pop()
+            with contextlib.suppress(OSError):
+                folder.chmod(0o700)
+            for entry in list(os.scandir(folder)):
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.path)
+                    continue
+                counter += 1
+                moved = work.parent / f"old-{counter}"
+                with contextlib.suppress(OSError):
+                    os.chmod(entry.path, 0o700)
+                os.rename(entry.path, moved)
+                pending.append(moved)
+            if folder != work:
+                folder.rmdir()
+
+
+def _parts(name: str) -> list[str]:
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    has_surrogates = any("\ud800" <= char <= "\udfff" for char in name)
+    if not parts or ".." in parts or name.startswith("/") or "\0" in name or has_surrogates:
+        raise SandboxFileError(
+            f"{name!r} is not a path inside a sandbox. Use a relative path without '..', like "
+            "'data/input.txt'."
+        )
+    return parts
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise SandboxFileError(
+            f"there is no file {name!r} in the sandbox. List what there is with list_files()."
+        ) from error
+    except OSError as error:
+        if error.errno in FULL:
+            raise SandboxFileError(
+                f"{name!r} does not fit into the sandbox: its folder is bounded by "
+                "Limits.disk_bytes and max_files, and code may have filled it. Delete files in "
+                "it or raise the limits."
+            ) from error
+        raise SandboxFileError(
+            f"{name!r} in the sandbox cannot be opened ({error.strerror}): it is a link, or a part "
+            "of its path is not a folder. Links are not followed, because they may lead outside."
+        ) from error
