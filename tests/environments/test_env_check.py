@@ -67,6 +67,14 @@ def scoring_needs_an_answer():
     return single(first_letter)
 
 
+def careless_reader():
+    def seven(parser, completion, answer):
+        said = parser.parse_answer(completion) or ""
+        return float(said.isdigit() and int(said) == 7)
+
+    return single(seven)
+
+
 def empty_is_fine():
     def no_wrong_word(parser, completion, answer):
         said = parser.parse_answer(completion) or ""
@@ -222,6 +230,8 @@ def test_every_check_has_a_planted_fault():
         (released_twice, "cleanup-count", "release ran 2 times in a rollout"),
         (mostly_yes, "constant-scores", "'<answer>"),
         (scoring_needs_an_answer, "scoring-fails", "TypeError"),
+        (careless_reader, "scoring-fails", "a superscript"),
+        (careless_reader, "scoring-fails", "a number too long to read"),
         (reward_of_seven, "reward-range", "is 7, outside of 0 to 1"),
     ],
 )

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 from rubric_states import a_state as any_state
 
-from rolltree.errors import ConfigError, ConnectionFailed
+from rolltree.errors import ConfigError, ConnectionFailed, PromptTooLong
 from rolltree.parsers import XMLParser
 from rolltree.rubrics import JudgeRubric
 from rolltree.testing import FaultyClient, ScriptedClient
@@ -84,3 +84,27 @@ def test_wrong_settings():
         JudgeRubric([correct])
     with pytest.raises(ConfigError, match="completion"):
         JudgeRubric([correct], judge_client=ScriptedClient(["x"]), judge_prompt="{completion}")
+
+
+async def test_a_response_cannot_outgrow_the_judges_prompt():
+    """A judge that cannot be asked gives no reward, so a long answer was a way out of a bad one."""
+    asked = []
+
+    def reply(messages):
+        asked.append(len(messages[0]["content"]))
+        if asked[-1] > 9000:
+            raise PromptTooLong("too long")
+        return "no"
+
+    rubric = JudgeRubric([correct], judge_client=ScriptedClient(reply))
+    state = a_state("x" * 1_000_000 + " the end")
+    await rubric.score_rollout(state)
+    assert (state["reward"], state["error"]) == (0.0, None)
+    assert [size // 1000 for size in asked] == [32, 16, 8]
+    (said,) = state["judge_response"]
+    assert "the end" in said
+    assert "characters were left out" in said
+    rubric = JudgeRubric([correct], judge_client=ScriptedClient(reply), judge_prompt="x" * 9999)
+    state = a_state("4")
+    await rubric.score_rollout(state)
+    assert (state["reward"], state["error"].type) == (None, "PromptTooLong")

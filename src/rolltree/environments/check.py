@@ -15,7 +15,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from rolltree.environments.check_probes import EndlessRollout, Probe, Style, styles_of
+from rolltree.environments.check_probes import (
+    HOSTILE_ANSWERS,
+    EndlessRollout,
+    Probe,
+    Style,
+    styles_of,
+)
 from rolltree.environments.dataset import Rows
 from rolltree.environments.environment import Environment
 from rolltree.errors import ConfigError, ServerError, did_you_mean
@@ -231,6 +237,10 @@ class _Check:
                         "constant-scores", f"always saying {text!r} earns {earned:.2f} on average"
                     )
         await self._guesses()
+        for name, hostile in HOSTILE_ANSWERS.items():
+            in_tags = styles_of(self.env.parser).get("tags", str)
+            for text in dict.fromkeys([hostile, self.best_style(hostile), in_tags(hostile)]):
+                await self._mean(name, text, keep=False)
         if len(self._rewards) == 1 and any(self.answers):
             self._found(
                 "constant-reward",
@@ -321,8 +331,9 @@ class _Check:
                 )
 
     def _found(self, check: str, message: str) -> None:
+        finding = Finding(check, message)
         if sum(found.check == check for found in self.findings) < 3:
-            self.findings.append(Finding(check, message))
+            self.findings += [] if finding in self.findings else [finding]
 
     def _share(self, share: float) -> float:
         return self.low + share * (self.high - self.low)

@@ -22,6 +22,15 @@ from rolltree.types import (
 MAX_CALLS = 100
 _call_ids = itertools.count()
 
+HOSTILE_ANSWERS = {
+    "a number too long to read": "9" * 5000,
+    "a superscript, which isdigit() takes": "\u00b2",
+    "a number beyond all floats": "1e999",
+    "2,000 brackets": "[" * 2000,
+    "half a character and a NUL": "\ud800\x00",
+}
+"""What a model can write to make a careless reader raise: its rollout would have no reward."""
+
 Style = Callable[[str], str]
 
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from string import Formatter
 from typing import Any
 
-from rolltree.errors import ConfigError
+from rolltree.errors import ConfigError, PromptTooLong
 from rolltree.inference.client import as_client, sampling_from_args
 from rolltree.parsers import Parser, text_of
 from rolltree.rubrics.functions import RewardFunc
@@ -33,6 +33,8 @@ Response:
 
 Reply with one word: "yes" if it agrees, "no" if it does not."""
 
+MAX_RESPONSE_CHARS = 32_000
+"""What a judge sees of a response, its end: a model must not fill the judge's context window."""
 DEFAULT_MODEL = "gpt-4.1-nano"
 """The judge where neither a client nor a model is named."""
 _FIELDS = ("question", "answer", "response")
@@ -53,7 +55,8 @@ class JudgeRubric(Rubric):
 
     Args:
         funcs, weights: as in `Rubric`.
-        parser: the response that the judge sees is what it makes of the completion.
+        parser: the response that the judge sees is what it makes of the completion: the last
+            32,000 characters, and fewer where the judge says that its prompt is too long.
         judge_client: a model client, or an `openai.AsyncOpenAI`. When left out it is
             `AsyncOpenAI()`, if that package is installed and $OPENAI_API_KEY is set.
         judge_model: asked by this name; the client's own when left out.
@@ -114,9 +117,18 @@ class JudgeRubric(Rubric):
         Raises:
             ModelError: there was no usable reply.
         """
-        response = self.parser.parse_answer(completion)
+        response, limit = _written(self.parser.parse_answer(completion)), MAX_RESPONSE_CHARS
+        while True:
+            try:
+                return await self._judged(prompt, _end_of(response, limit), answer, state)
+            except PromptTooLong:
+                if limit < 2000 or len(response) < 1000:  # the question alone is too long
+                    raise
+                limit = min(limit, len(response)) // 2
+
+    async def _judged(self, prompt: Messages, response: str, answer: Any, state: State) -> str:
         said = self.judge_prompt.format(
-            question=_last_user_text(prompt), answer=answer, response=_written(response)
+            question=_last_user_text(prompt), answer=answer, response=response
         )
         replies: dict[str, str] = state.setdefault("judge_response", {})
         if said in replies:
@@ -148,6 +160,11 @@ def _last_user_text(prompt: Messages) -> str:
         return prompt
     asked = [message for message in prompt if message.get("role") == "user"]
     return text_of(asked[-1]) if asked else ""
+
+
+def _end_of(text: str, limit: int) -> str:
+    left_out = len(text) - limit
+    return text if left_out <= 0 else f"[{left_out:,} characters were left out] {text[-limit:]}"
 
 
 def _written(response: Any) -> str:
