@@ -106,7 +106,6 @@ async def test_killed_twice_the_rewards_are_those_of_an_undisturbed_run(folder, 
     finally:
         server.close()
     rewards = [[step["reward/mean"] for step in each.metrics] for each in (control, report)]
-    print(rewards, killer.notices)
     assert server.num_starts == 3
     assert len(rewards[1]) == NUM_STEPS
     for undisturbed, reward in zip(*rewards, strict=True):
