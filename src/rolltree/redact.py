@@ -179,6 +179,9 @@ def shown_command(words: Sequence[str]) -> str:
 
 
 def _shown_word(word: str) -> str:
+    option, equals, rest = word.partition("=")
+    if option.startswith("-") and equals and not is_secret_key(option):  # --set=key=value
+        return f"{option}={_shown_word(rest)}"
     setting = _setting(word)
     if setting is not None:
         key, value = setting

@@ -153,6 +153,9 @@ def test_printed_commands():
         """'env.args.note=[redacted]' -a '{"password": "[redacted]", "n": [1]}'"""
     )
     assert shown_command(["a=1", "b"]) == "a=1 b"
+    assert shown_command(["--set=env.args.api_key=abc", "--api-key=abc", "--set=a=1"]) == (
+        "'--set=env.args.api_key=[redacted]' '--api-key=[redacted]' --set=a=1"
+    )
 
 
 def test_secrets_of_a_config():

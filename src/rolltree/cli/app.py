@@ -73,12 +73,12 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
                 f"the package {error.name} is missing, which this command needs. Install rolltree "
                 f"with its extra: pip install 'rolltree[{extra}]'."
             )
-            print(f"error: {message}", file=sys.stderr)
+            tell(f"error: {message}", error=True)
             raise typer.Exit(2) from None
         except OSError as error:
             if error.errno is None:  # no weather: a library's own use of the class
                 raise
-            print(f"error: {weather(error)}", file=sys.stderr)
+            tell(f"error: {weather(error)}", error=True)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
