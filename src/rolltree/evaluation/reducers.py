@@ -83,9 +83,10 @@ class OutcomeRow(NamedTuple):
 
 _UNKNOWN = float("nan")  # in a column; rewards and metrics are finite
 _NUMBERS = (
-    *("reward", "num_prompt_tokens", "num_completion_tokens"),
+    *("num_prompt_tokens", "num_completion_tokens"),
     *("generation_ms", "scoring_ms", "total_ms"),
 )
+_WHOLE = frozenset(name for name in _NUMBERS if name.startswith("num_"))
 _LABELS = (
     *("example", "task", "error_type", "error_message", "truncation_reason", "stop_condition"),
     *("num_attempts", "num_calls"),
@@ -105,6 +106,7 @@ class Outcomes(Sequence[EpisodeOutcome]):
         self._place = {request_id: place for place, request_id in enumerate(self._ids)}
         self._labels: list[tuple[Any, ...] | None] = [None] * len(self._ids)
         self._known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self._rewards = self._column()
         self._numbers = {name: self._column() for name in _NUMBERS}
         self._metrics: dict[str, array[float]] = {}
         self._num = 0
@@ -120,7 +122,7 @@ class Outcomes(Sequence[EpisodeOutcome]):
             requests.setdefault(row.request_id, []).append(row)
         made = cls()
         for trajectories in requests.values():
-            made.add(trajectories)
+            made._add(trajectories)
         return made
 
     @classmethod
@@ -134,31 +136,47 @@ class Outcomes(Sequence[EpisodeOutcome]):
                 if made.has(request_id):  # written apart from each other
                     again = run.columns(OutcomeRow._fields, request_id=request_id, **where)
                     trajectories = [OutcomeRow._make(row) for row in again]
-                made.add(trajectories)
+                made._add(trajectories)
         return made
 
     def add(self, rows: Sequence[StoredRollout | OutcomeRow]) -> EpisodeOutcome:
         """Take the rows of one request, in place of earlier ones, and return its outcome."""
-        outcome = _outcome(rows)
-        place = self._place.get(outcome.request_id)
+        return self._at(self._add(rows))
+
+    def _add(self, rows: Sequence[StoredRollout | OutcomeRow]) -> int:
+        row = rows[0] if len(rows) == 1 and not rows[0].depth else _merged(rows)
+        place = self._place.get(row.request_id)
         if place is None:
-            place = self._place[outcome.request_id] = len(self._ids)
-            self._ids.append(outcome.request_id)
+            place = self._place[row.request_id] = len(self._ids)
+            self._ids.append(row.request_id)
             self._labels.append(None)
-            for column in (*self._numbers.values(), *self._metrics.values()):
+            for column in (self._rewards, *self._numbers.values(), *self._metrics.values()):
                 column.append(_UNKNOWN)
         self._num += self._labels[place] is None
-        labels = _labels_of(outcome)
+        failed, truncated = row.status == "error", row.truncated
+        labels = (
+            (row.env_id, row.task, row.example_id),
+            row.task,
+            (row.error_type or "unknown") if failed else None,
+            _first_message(row) if failed else None,
+            (row.truncation_reason or "unknown") if truncated else None,
+            row.stop_condition or None,
+            row.num_attempts,
+            row.num_calls,
+        )
         self._labels[place] = self._known.setdefault(labels, labels)
         for name, column in self._numbers.items():
-            value = getattr(outcome, name)
-            column[place] = _UNKNOWN if value is None else value
-        for name in outcome.metrics:
-            if name not in self._metrics:
-                self._metrics[name] = self._column()
-        for name, column in self._metrics.items():
-            column[place] = outcome.metrics.get(name, _UNKNOWN)
-        return outcome
+            column[place] = getattr(row, name)
+        for column in self._metrics.values():
+            column[place] = _UNKNOWN
+        for name, value in row.metrics.items():
+            if _is_number(value):
+                if name not in self._metrics:
+                    self._metrics[name] = self._column()
+                self._metrics[name][place] = value
+        is_scored = not failed and _is_number(row.reward)
+        self._rewards[place] = row.reward if is_scored else _UNKNOWN  # type: ignore[assignment]
+        return place
 
     def has(self, request_id: str) -> bool:
         """Whether rows of this request were added."""
@@ -186,7 +204,11 @@ class Outcomes(Sequence[EpisodeOutcome]):
             return [labels[place][at] for place in places]  # type: ignore[index]
         if name == "metrics":
             return [self._metrics_at(place) for place in places]
-        return [_known(name, self._numbers[name][place]) for place in places]
+        if name == "reward":
+            rewards = map(self._rewards.__getitem__, places)
+            return [None if reward != reward else reward for reward in rewards]
+        column = map(self._numbers[name].__getitem__, places)
+        return list(map(int, column)) if name in _WHOLE else list(column)
 
     def _metrics_at(self, place: int) -> dict[str, float]:
         found = {name: column[place] for name, column in self._metrics.items()}
@@ -212,7 +234,9 @@ class Outcomes(Sequence[EpisodeOutcome]):
         assert labels is not None, "places are those of outcomes that are there"
         fields: dict[str, Any] = dict(zip(_LABELS, labels, strict=True))
         for name, column in self._numbers.items():
-            fields[name] = _known(name, column[place])
+            fields[name] = int(column[place]) if name in _WHOLE else column[place]
+        reward = self._rewards[place]
+        fields["reward"] = None if reward != reward else reward
         return EpisodeOutcome(self._ids[place], metrics=self._metrics_at(place), **fields)
 
     def __eq__(self, other: object) -> bool:
@@ -222,15 +246,6 @@ class Outcomes(Sequence[EpisodeOutcome]):
 
     def __repr__(self) -> str:
         return f"<{len(self)} outcomes>"
-
-
-_labels_of = attrgetter(*_LABELS)
-
-
-def _known(name: str, value: float) -> float | int | None:
-    if name == "reward":
-        return None if value != value else value
-    return int(value) if name.startswith("num_") else value
 
 
 def outcomes(rows: Iterable[StoredRollout]) -> Outcomes:
@@ -245,26 +260,29 @@ def values(outcomes: Sequence[EpisodeOutcome], name: str) -> list[Any]:
     return [getattr(outcome, name) for outcome in outcomes]
 
 
-def _outcome(rows: Sequence[StoredRollout | OutcomeRow]) -> EpisodeOutcome:
+def _merged(rows: Sequence[StoredRollout | OutcomeRow]) -> OutcomeRow:
+    """Return the row that says of one trajectory what these say of all of an episode."""
     first = rows[0]
     failed = next((row for row in rows if row.status == "error"), None)
     own = [row for row in rows if not row.depth]
-    rewards = [float(row.reward) for row in own if _is_number(row.reward)]  # type: ignore[arg-type]
+    rewards = [row.reward for row in own if _is_number(row.reward)]
     metrics: dict[str, list[float]] = {}
     for row in own:
         for name, value in row.metrics.items():
             if _is_number(value):
                 metrics.setdefault(name, []).append(float(value))
-    return EpisodeOutcome(
+    truncated = next((row for row in own if row.truncated), None)
+    return OutcomeRow(
         request_id=first.request_id,
-        example=(first.env_id, first.task, first.example_id),
+        env_id=first.env_id,
         task=first.task,
-        reward=mean(rewards) if rewards and failed is None else None,
-        metrics={name: mean(found) for name, found in metrics.items()},
-        error_type=None if failed is None else failed.error_type or "unknown",
-        truncation_reason=next(
-            (row.truncation_reason or "unknown" for row in own if row.truncated), None
-        ),
+        example_id=first.example_id,
+        depth=0,
+        reward=mean([reward for reward in rewards if reward is not None]) if rewards else None,
+        status="ok" if failed is None else "error",
+        error_type=None if failed is None else failed.error_type,
+        truncated=truncated is not None,
+        truncation_reason=None if truncated is None else truncated.truncation_reason,
         stop_condition=next((row.stop_condition for row in own if row.stop_condition), None),
         num_attempts=max(row.num_attempts for row in rows),
         num_calls=sum(row.num_calls for row in rows),
@@ -273,7 +291,8 @@ def _outcome(rows: Sequence[StoredRollout | OutcomeRow]) -> EpisodeOutcome:
         generation_ms=max(row.generation_ms for row in rows),
         scoring_ms=max(row.scoring_ms for row in rows),
         total_ms=max(row.total_ms for row in rows),
-        error_message=None if failed is None else _first_message(failed),
+        metrics={name: mean(values) for name, values in metrics.items()},
+        errors=() if failed is None else failed.errors,
     )
 
 

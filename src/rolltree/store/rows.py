@@ -166,26 +166,27 @@ def _decompress(value: bytes) -> bytes:
     return zlib.decompress(value) if value else b""
 
 
-def _same(value: Any) -> Any:
+def as_stored(value: Any) -> Any:
+    """Return what SQLite returns: the decoder of columns that need none."""
     return value
 
 
-_TEXT = Column("TEXT", _text, _same)
-_LABEL = Column("TEXT", _label, _same)
-_INT = Column("INTEGER", _integer, _same)
-_REAL = Column("REAL", _real, _same)
+_TEXT = Column("TEXT", _text, as_stored)
+_LABEL = Column("TEXT", _label, as_stored)
+_INT = Column("INTEGER", _integer, as_stored)
+_REAL = Column("REAL", _real, as_stored)
 _BOOL = Column("INTEGER", _whole, bool)
 
 COLUMNS: dict[str, Column] = {
-    "request_id": Column("TEXT NOT NULL", _text, _same),
-    "trajectory_index": Column("INTEGER NOT NULL", _whole, _same),
+    "request_id": Column("TEXT NOT NULL", _text, as_stored),
+    "trajectory_index": Column("INTEGER NOT NULL", _whole, as_stored),
     "num_trajectories": _INT,
     "group_id": _TEXT,
     "index_in_group": _INT,
-    "phase": Column("TEXT NOT NULL", _text, _same),
+    "phase": Column("TEXT NOT NULL", _text, as_stored),
     "train_step": _INT,
     "env_id": _LABEL,
-    "example_id": Column("", _whole, _same),  # no type: SQLite would turn "7" into 7
+    "example_id": Column("", _whole, as_stored),  # no type: SQLite would turn "7" into 7
     "task": _LABEL,
     "agent": _LABEL,
     "parent_rollout": _TEXT,

@@ -30,6 +30,7 @@ from rolltree.store.rows import (
     Event,
     StepRow,
     StoredRollout,
+    as_stored,
     from_sql,
     to_sql,
     verify,
@@ -304,11 +305,16 @@ class Run:
         for name in names:
             if name not in LIGHT:
                 raise ConfigError(f"there is no light column {name!r}.{did_you_mean(name, LIGHT)}")
-        wanted = [(SUMMED.index(name), COLUMNS[name].decode) for name in names]
+        places = [SUMMED.index(name) for name in names]
+        decoders = [(at, COLUMNS[name].decode) for at, name in enumerate(names)]
+        decoders = [(at, decode) for at, decode in decoders if decode is not as_stored]
 
         def pick(row: Sequence[Any]) -> tuple[Any, ...]:
             verify(row)
-            return tuple([decode(row[at]) for at, decode in wanted])
+            found = [row[at] for at in places]
+            for at, decode in decoders:
+                found[at] = decode(found[at])
+            return tuple(found)
 
         yield from self._rows(SUMMED, where, None, pick)
 
