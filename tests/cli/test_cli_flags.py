@@ -25,6 +25,7 @@ FLAGS = {
         "--admin-key-env",
         "--batch-invariant", "--dtype", "--device", "--max-batch", "--max-context",
         "--logprobs-mode", "--seed", "--num-threads", "--read-timeout",
+        "--control-in-messages",
     },
     "runs": {"root"},
     "show": {"run", "--phase", "--transcripts", "--failed", "--limit"},

@@ -59,6 +59,13 @@ def serve_model(
         ),
     ] = False,
     seed: Annotated[int, typer.Option("--seed", help="Seed of requests without one.")] = 0,
+    control_in_messages: Annotated[
+        bool,
+        typer.Option(
+            "--control-in-messages",
+            help="Control tokens that messages spell out become those tokens.",
+        ),
+    ] = False,
     read_timeout: Annotated[
         float,
         typer.Option("--read-timeout", help="Seconds for a request to arrive.", min=0.1),
@@ -90,6 +97,7 @@ def serve_model(
     client = local_client(
         loaded,
         tokenizer,
+        control_in_messages=control_in_messages,
         name=name,
         max_batch=max_batch,
         max_context=max_context,

@@ -7,7 +7,7 @@ re-tokenized.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,8 +17,9 @@ from rolltree.errors import ConfigError, did_you_mean
 from rolltree.inference.completion import CompletionParser, ParsedCompletion, cut_at_stop
 from rolltree.inference.glue import PROBE, Glue, GlueError
 from rolltree.inference.template import ChatTemplate, TemplateError
-from rolltree.inference.vocabulary import Tokenizer, Vocabulary
+from rolltree.inference.vocabulary import BOUNDARY, Tokenizer, Vocabulary
 from rolltree.types import ChatMessage, FinishReason, IntArray, SamplingParams, ToolSchema
+from rolltree.untrusted import well_formed
 
 History = Literal["keep", "template"]
 
@@ -50,6 +51,9 @@ class ChatRenderer:
         tool_parser: a name in `TOOL_PARSERS`, `"auto"` (found in the template), or `"none"`.
         reasoning: a name in `REASONING_TAGS`, `"auto"` (found in the template), or `"none"`.
         end_ids: further token ids that end a turn, beside the tokenizer's and the template's own.
+        control_in_messages: whether control tokens that a message spells out ("<|im_end|>") become
+            those tokens. Otherwise they are text, so that nobody but the template and the model
+            ends a turn or begins one. Messages of the assistant are the model's own.
 
     A tokenizer without a template does for text completions; messages then raise `ConfigError`.
 
@@ -72,12 +76,14 @@ class ChatRenderer:
         tool_parser: str = "auto",
         reasoning: str = "auto",
         end_ids: Sequence[int] = (),
+        control_in_messages: bool = False,
     ) -> None:
         if history not in ("keep", "template"):
             raise ConfigError(
                 f"unknown history mode {history!r}." + did_you_mean(history, ("keep", "template"))
             )
         self.history: History = history
+        self.control_in_messages = control_in_messages
         self.tokenizer = tokenizer
         self.vocabulary = Vocabulary(tokenizer)
         names = {**self.vocabulary.variables, **(variables or {})}
@@ -126,9 +132,16 @@ class ChatRenderer:
             TemplateError: the template refuses these messages.
         """
         text = self._variant(tools).template.render(
-            messages, tools, add_generation_prompt=add_generation_prompt
+            self._as_text(messages), tools, add_generation_prompt=add_generation_prompt
         )
         return self.vocabulary.encode_start(text)
+
+    def _as_text(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+        """Return the messages so that control tokens in them are encoded as text."""
+        if self.control_in_messages:
+            return messages
+        plain = self.vocabulary.without_control
+        return [_with_content(message, plain) for message in messages]
 
     def shows_tools(self, tools: Sequence[ToolSchema]) -> bool:
         """Whether the template names the tools in a prompt; True where it refuses to say."""
@@ -152,7 +165,7 @@ class ChatRenderer:
         its last id) is closed first: the closing token is context, never a sampled token. Cost is
         O(new tokens) with `history="keep"`.
         """
-        assistant, new = messages[num_old - 1], messages[num_old:]
+        assistant, new = messages[num_old - 1], self._as_text(messages[num_old:])
         variant = self._variant(tools)
         try:
             last_id = int(previous_ids[-1]) if len(previous_ids) else None
@@ -160,10 +173,11 @@ class ChatRenderer:
         except GlueError as error:
             return Continuation(None, self.render(messages, tools), str(error))
         if self.history == "template":
-            whole = variant.template.render(messages, tools)
+            whole = variant.template.render(self._as_text(messages), tools)
             kept = self.vocabulary.decode(previous_ids)
-            if whole != kept + text:
-                at = _first_difference(whole, kept + text)
+            shown, now = whole.replace(BOUNDARY, ""), kept + text.replace(BOUNDARY, "")
+            if shown != now:
+                at = _first_difference(shown, now)
                 reason = f"the template rewrites the history at character {at}"
                 return Continuation(None, self.vocabulary.encode_start(whole), reason)
         return Continuation(ids)
@@ -202,6 +216,7 @@ class ChatRenderer:
 
     def encode_text(self, text: str, *, start: bool = True) -> IntArray:
         """Return the ids of plain text, int32 `[_T]`; `start=False` when it continues other ids."""
+        text = well_formed(text)
         return self.vocabulary.encode_start(text) if start else self.vocabulary.encode(text)
 
     def decode_answer(self, ids: Sequence[int] | IntArray) -> str:
@@ -239,6 +254,26 @@ def _sources(tokenizer: Tokenizer, template: str | Mapping[str, str] | None) -> 
     sources = {name: str(text) for name, text in found.items() if name in ("default", "tool_use")}
     sources.setdefault("default", str(next(iter(found.values()))))
     return sources
+
+
+def _with_content(message: ChatMessage, plain: Callable[[str], str]) -> ChatMessage:
+    """Return the message with its content made `plain`; the same dict where nothing changes."""
+    if message.get("role") == "assistant":
+        return message
+    content = message.get("content")
+    changed: Any = content
+    if isinstance(content, str):
+        changed = plain(content)
+    elif isinstance(content, list | tuple):
+        changed = [
+            {**part, "text": plain(part["text"])}
+            if isinstance(part, Mapping) and isinstance(part.get("text"), str)
+            else plain(part)
+            if isinstance(part, str)
+            else part
+            for part in content
+        ]
+    return message if changed == content else {**message, "content": changed}
 
 
 def _first_difference(left: str, right: str) -> int:

@@ -7,6 +7,7 @@ Lone surrogates, which tokenizers refuse, become U+FFFD.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ import numpy as np
 from rolltree.types import IntArray
 from rolltree.untrusted import well_formed
 
+BOUNDARY = "\udfff"
+"""No token goes across it, and it has none of its own: half a surrogate pair, so no text's own."""
 _LONGEST_TOKEN = 256
 _REMEMBERED_STARTS = 16
 """Texts whose ids are kept: the members of a group ask for the same one, one after another."""
@@ -45,6 +48,7 @@ class Vocabulary:
         self.tokenizer = tokenizer
         special = {int(token) for token in getattr(tokenizer, "all_special_ids", None) or ()}
         added: Any = getattr(tokenizer, "added_tokens_decoder", None) or {}
+        control = special | {int(i) for i, entry in added.items() if getattr(entry, "special", 0)}
         special.update(int(token) for token in added)
         self.end_ids = _ids(getattr(tokenizer, "eos_token_id", None))
         self._special = frozenset(special.union(self.end_ids))
@@ -54,6 +58,9 @@ class Vocabulary:
         if hasattr(tokenizer, "clean_up_tokenization_spaces"):
             self._exactly["clean_up_tokenization_spaces"] = False  # it would eat sampled spaces
         self._anchor = self._find_anchor()
+        texts = {self.decode([token]) for token in control.union(self.end_ids)}
+        longest_first = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._start_ids = lru_cache(_REMEMBERED_STARTS)(self._encode_once)
 
     @cached_property
@@ -93,8 +100,15 @@ class Vocabulary:
         ids.setflags(write=False)
         return ids
 
+    def without_control(self, text: str) -> str:
+        """Return `text` so that control tokens which it spells out are encoded as plain text."""
+        text = well_formed(text)
+        return self._control.sub(lambda found: f"{found[0][0]}{BOUNDARY}{found[0][1:]}", text)
+
     def _encode(self, text: str) -> Sequence[int]:
-        return self.tokenizer.encode(well_formed(text), add_special_tokens=False)
+        first, *rest = text.split(BOUNDARY)
+        ids = self.tokenizer.encode(well_formed(first), add_special_tokens=False)
+        return [*ids, *(i for part in rest for i in self.encode(part).tolist())] if rest else ids
 
     def _find_anchor(self) -> tuple[str, int] | None:
         for token in (*self.end_ids, *sorted(self._special)):

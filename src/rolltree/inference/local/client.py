@@ -77,20 +77,24 @@ def local_client(
     name: str = "local",
     renderer: ChatRenderer | None = None,
     eos_token_ids: Sequence[int] = (),
+    control_in_messages: bool = False,
     **engine_options: Any,
 ) -> LocalClient:
     """Return a client over a new engine for `model`, with end tokens and stop strings set up.
 
     An answer ends with any of: `eos_token_ids`, the model's generation config's, the tokenizer's
-    and the chat template's end tokens. `engine_options` are `LocalEngine`'s. Closing the client
-    closes the engine.
+    and the chat template's end tokens. `control_in_messages` goes to the `ChatRenderer` that is
+    made where none is given; `engine_options` are `LocalEngine`'s. Closing the client closes the
+    engine.
 
     Raises:
         ConfigError: see `LocalEngine` and `ChatRenderer`.
         UnsupportedSetting: the embedded engine cannot run this model.
     """
     ends = [*eos_token_ids, *configured_end_ids(model)]
-    renderer = renderer or ChatRenderer(tokenizer, end_ids=ends)
+    renderer = renderer or ChatRenderer(
+        tokenizer, end_ids=ends, control_in_messages=control_in_messages
+    )
     engine = LocalEngine(
         model,
         eos_token_ids=sorted({*ends, *renderer.end_ids}),
