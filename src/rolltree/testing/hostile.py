@@ -43,12 +43,38 @@ def _without(*names: str) -> HttpFault:
     return _spoil(drop)
 
 
-def _sampled(change: Callable[[list[int]], list[Any]]) -> HttpFault:
-    """Return a fault that changes the sampled ids."""
+def _broken_off(reason: object) -> HttpFault:
+    """Return a fault that cuts the answer after half of its tokens, with a `finish_reason`."""
 
     def spoil(answer: Answer) -> None:
         choice = answer["choices"][0]
-        choice["token_ids"] = change(choice.get("token_ids") or [])
+        half = len(choice.get("token_ids") or []) // 2
+        choice["finish_reason"] = reason
+        for holder, name in ((choice, "text"), (choice.get("message"), "content")):
+            if holder and name in holder:
+                holder[name] = holder[name][:half]
+        _keep(choice, choice.get("token_ids", [])[:half])
+        answer["usage"] = {}
+
+    return _spoil(spoil)
+
+
+def _keep(choice: dict[str, Any], ids: list[int]) -> None:
+    """Set the sampled ids, and a logprob for each, where the choice has them."""
+    if "token_ids" in choice:
+        choice["token_ids"] = ids
+    found = choice.get("logprobs") or {}
+    for name in found:
+        entry = {"token_logprobs": -1.0, "tokens": "x"}.get(name, {"token": "x", "logprob": -1.0})
+        found[name] = [entry] * len(ids)
+
+
+def _sampled(change: Callable[[list[int]], list[Any]]) -> HttpFault:
+    """Return a fault that changes the sampled ids, with as many logprobs."""
+
+    def spoil(answer: Answer) -> None:
+        choice = answer["choices"][0]
+        _keep(choice, change(choice.get("token_ids") or []))
 
     return _spoil(spoil)
 
@@ -145,9 +171,9 @@ HOSTILE: Mapping[str, HttpFault] = {
     "no choices": _spoil(lambda answer: {**answer, "choices": []}),
     "no message": _without("message", "text", "token_ids", "logprobs"),
     "an error with status 200": _spoil(lambda _: {"error": {"message": "out of memory"}}),
-    "finish_reason null": _choice(finish_reason=None),
-    "finish_reason abort": _choice(finish_reason="abort"),
-    "finish_reason unknown": _choice(finish_reason="insufficient_system_resource"),
+    "finish_reason null": _broken_off(None),
+    "finish_reason abort": _broken_off("abort"),
+    "finish_reason unknown": _broken_off("insufficient_system_resource"),
     "counts that no model has": _spoil(_count),
     # Tokens that contradict themselves
     "id of no vocabulary": _sampled(lambda ids: [*ids[:-1], 2**31 - 1]),
@@ -156,7 +182,11 @@ HOSTILE: Mapping[str, HttpFault] = {
     "negative id": _sampled(lambda ids: [*ids[:-1], -1]),
     "no sampled ids": _sampled(lambda _: []),
     "5,000 sampled ids": _sampled(lambda _: [7] * 5000),
-    "one id too few": _sampled(lambda ids: ids[:-1]),
+    "one id too few": _spoil(
+        lambda answer: answer["choices"][0].update(
+            token_ids=answer["choices"][0].get("token_ids", [0])[:-1]
+        )
+    ),
     "no prompt ids": _prompt(lambda _: []),
     "prompt id of 2^63": _prompt(lambda ids: [*ids[:-1], 2**63]),
     "another prompt": _prompt(lambda ids: [1, *ids]),
