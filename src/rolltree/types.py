@@ -92,7 +92,7 @@ class RolloutInput(BaseRolloutInput):
 
 
 class RolloutTiming(TypedDict):
-    """Wall-clock milliseconds of one rollout; `start_time` is seconds since the epoch."""
+    """What one rollout took, in milliseconds; `start_time` is seconds since the epoch."""
 
     start_time: float
     generation_ms: float
@@ -380,6 +380,8 @@ class State(dict[str, Any]):
     """
 
     INPUT_FIELDS = list(INPUT_FIELDS)
+    began_s: float | None = None
+    """`time.monotonic()` when the rollout began, for its durations; it is not stored."""
 
     def _forwards(self, key: object) -> bool:
         return key in _FORWARDED and dict.__contains__(self, "input")

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import json
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -113,6 +114,21 @@ async def test_a_single_turn():
     assert step["tokens"]["completion_ids"] == list(b"one")
     assert step["tokens"]["completion_logprobs"] == [-0.5] * 3
     assert state["timing"]["generation_ms"] > 0
+
+
+@pytest.mark.parametrize("jump_s", [-86_400.0, 86_400.0])
+async def test_a_clock_that_jumps_changes_no_duration(monkeypatch, jump_s):
+    now = time.time
+
+    class Jumping(SingleTurnEnv):
+        async def setup_state(self, state):
+            monkeypatch.setattr(time, "time", lambda: now() + jump_s)
+            return await super().setup_state(state)
+
+    env = Jumping(dataset=ROWS, rubric=Rubric([]))
+    timing = (await play(env, ScriptedModel("one")))["timing"]
+    for name in ("generation_ms", "scoring_ms", "total_ms"):
+        assert 0 <= timing[name] < 60_000, name
 
 
 async def test_several_turns_until_the_game_is_won():

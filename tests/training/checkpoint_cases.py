@@ -128,7 +128,6 @@ def counted(function, budget):
 def mine_every_call(budget):
     """Let the process die at the call to the file system for which the budget does not reach."""
     import transformers.modeling_utils as transformers_room
-    from torch.distributed.checkpoint import filesystem
 
     for name in ("mkdir", "rename", "replace", "write_text", "unlink"):
         setattr(pathlib.Path, name, counted(getattr(pathlib.Path, name), budget))
@@ -136,7 +135,6 @@ def mine_every_call(budget):
         (checkpoint_room, "save_file"),
         (formats_room, "save_file"),
         (transformers_room, "safe_save_file"),
-        (filesystem, "_write_files_from_queue"),
         (os, "fsync"),
         (shutil, "rmtree"),
     ):

@@ -203,6 +203,7 @@ class Environment(BatchRunner):
         row.setdefault("task", self.env_id)
         row.setdefault("example_id", 0)
         state = State(input=row)
+        state.began_s = time.monotonic()
         state.update(
             client=openai_view(client),
             model=model or getattr(client, "model", ""),
@@ -348,7 +349,10 @@ class Environment(BatchRunner):
 
     async def _render_timing(self, state: State) -> None:
         timing: RolloutTiming = state["timing"]
-        timing["generation_ms"] = (time.time() - timing["start_time"]) * 1000.0
+        if state.began_s is None:  # an environment made this state, or copied it
+            timing["generation_ms"] = max(0.0, time.time() - timing["start_time"]) * 1000.0
+        else:
+            timing["generation_ms"] = (time.monotonic() - state.began_s) * 1000.0
         timing["total_ms"] = timing["generation_ms"] + timing["scoring_ms"]
 
     async def _render_completion(self, state: State) -> None:

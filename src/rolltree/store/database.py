@@ -348,6 +348,12 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
 
 
 def _unreadable(path: Path, error: Exception) -> StoreError:
+    if _has_wal(path) and not os.access(path.parent, os.W_OK):
+        return StoreError(
+            f"{path} cannot be read ({error}): its disk is read-only, and the last batches are "
+            f"still in {path.name}-wal, which SQLite cannot use there. To read them, copy the "
+            "directory to a disk that can be written and open the copy."
+        )
     return StoreError(
         f"{path} cannot be read as a run database ({error}). It may be another program's file, "
         "closed, or damaged; choose another run directory, or restore it from a copy."

@@ -101,7 +101,8 @@ class Run:
             return cls(directory, Database(directory / "run.db", "r"), None)
         if not (directory / "run.db").is_file():
             Database(directory / "run.db", "w")  # raises with the explanation
-        lock = WriterLock(directory / "run.lock")
+        with _writing(directory):
+            lock = WriterLock(directory / "run.lock")
         try:
             return cls(directory, Database(directory / "run.db", "w"), lock)
         except BaseException:
@@ -163,14 +164,16 @@ class Run:
 
     @classmethod
     def _make(cls, path: Path, config: Any, kind: str, secrets: Sequence[str]) -> Run:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = WriterLock(path / "run.lock")
+        with _writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+            lock = WriterLock(path / "run.lock")
         meta = {"kind": kind, "config": config, "created_at": time.time()}
         try:
             first_meta = {key: dumps(value) for key, value in meta.items()}
             run = cls(path, Database(path / "run.db", "create", first_meta), lock)
             run.protect(*secrets)
-            write_config(path / "config.json", run.config)
+            with _writing(path):
+                write_config(path / "config.json", run.config)
         except BaseException:
             lock.release()
             raise
@@ -517,6 +520,17 @@ class Run:
     ) -> None:
         text = dumps(redact(dict(data), self._secrets))
         change.put("events", change.next_id(), time.time(), kind, step, text)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"{path} cannot be written ({error.strerror}), and a run writes its rollouts there. "
+            "Make room or check the disk, or choose another run directory."
+        ) from error
 
 
 def _config_data(config: Mapping[str, Any], secrets: Sequence[str]) -> Any:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,19 @@ from torch import Tensor
 
 from rolltree.errors import ConfigError, TrainingError
 from rolltree.models.layouts import open_file
-from rolltree.training.checkpoint_formats import FORMATS, put_in_place, remove, sync, sync_files
+from rolltree.training.checkpoint_formats import (
+    FORMATS,
+    changed_files,
+    put_in_place,
+    remove,
+    sync,
+    sync_files,
+    written,
+)
 from rolltree.training.optim import Optimizer
 from rolltree.training.ranks import Ranks
 
-FORMAT = 2
+FORMAT = 3
 _RNG, _STATE, _LATEST = "rng.safetensors", "state.json", "latest"
 
 
@@ -69,19 +78,41 @@ class Checkpoints:
     ) -> None:
         self.root, self.keep, self.content = Path(root), keep, content
         self.max_shard_size, self.ranks = max_shard_size, ranks
+        self._verified: Path | None = None  # by `latest`, so that `load` need not do it again
 
-    def latest(self) -> Path | None:
-        """Return the newest complete checkpoint, or None when there is none.
+    def latest(self, notify: Callable[[str], None] = lambda message: None) -> Path | None:
+        """Return the newest whole checkpoint, or None when none was ever saved.
+
+        Every file is compared with its checksum. Where the newest checkpoint is damaged, the one
+        before it is returned, and `notify` is told so in one sentence.
 
         Raises:
-            TrainingError: the pointer names a directory that is torn or gone.
+            TrainingError: no checkpoint is whole.
         """
         pointer = self.root / _LATEST
         if not pointer.is_file():
             return None
-        path = self.root / pointer.read_text(encoding="utf-8").strip()
-        check_complete(path)
-        return path
+        newest = self.root / pointer.read_text(encoding="utf-8", errors="replace").strip()
+        is_there = newest.name.startswith("step-") and newest.is_dir()
+        older = [p for p in self.root.glob("step-*") if p.name < newest.name or not is_there]
+        refused: TrainingError | None = None
+        for path in (newest, *sorted(older, reverse=True)):
+            try:
+                check_complete(path)
+                check_content(path)
+            except TrainingError as error:
+                refused = refused or error
+                continue
+            self._verified = path
+            if refused is not None:
+                found = str(refused).partition(". ")[0]
+                notify(
+                    f"{found}. Training continues from {path.name}, the one before it; later steps "
+                    "are trained again from their stored rollouts."
+                )
+            return path
+        assert refused is not None
+        raise refused
 
     def save(self, model: torch.nn.Module, optimizer: Optimizer, state: TrainState) -> Path:
         """Write a checkpoint, point `latest` at it, and remove those beyond `keep`.
@@ -90,26 +121,27 @@ class Checkpoints:
         """
         final = self.root / f"step-{state.step:06d}"
         working = self.root / f".{final.name}.tmp"
-        if self._leads:
-            self.root.mkdir(parents=True, exist_ok=True)
-            remove(working)
-            working.mkdir()
-        self._meet()
-        write = FORMATS[self.content].write
-        write(working, model, optimizer, self.ranks, self.max_shard_size)
-        self._meet()
-        if self._leads:
-            save_file(rng_tensors(), working / _RNG)
-            sizes = sync_files(working)
-            data = {"format": FORMAT, "content": self.content, "files": sizes}
-            data["state"] = asdict(state)
-            text = json.dumps(data, indent=2) + "\n"
-            (working / _STATE).write_text(text, encoding="utf-8")
-            sync(working / _STATE)
-            sync(working)
-            put_in_place(working, final)  # one of that name was left by a kill before the pointer
-            self._point_to(final)
-            self._retain(final)
+        with written(working, f"the checkpoint of step {state.step}"):
+            if self._leads:
+                self.root.mkdir(parents=True, exist_ok=True)
+                remove(working)
+                working.mkdir()
+            self._meet()
+            write = FORMATS[self.content].write
+            write(working, model, optimizer, self.ranks, self.max_shard_size)
+            self._meet()
+            if self._leads:
+                save_file(rng_tensors(), working / _RNG)
+                data = {"format": FORMAT, "content": self.content, "state": asdict(state)}
+                data["files"] = sync_files(working)
+                data["checksum"] = _own_checksum(data)
+                text = json.dumps(data, indent=2) + "\n"
+                (working / _STATE).write_text(text, encoding="utf-8")
+                sync(working / _STATE)
+                sync(working)
+                put_in_place(working, final)  # a kill before the pointer may have left that name
+                self._point_to(final)
+                self._retain(final)
         self._meet()
         return final
 
@@ -117,9 +149,11 @@ class Checkpoints:
         """Copy a checkpoint into the module's own tensors, the optimizer and the generators.
 
         Raises:
-            TrainingError: the directory is torn, or it belongs to another model.
+            TrainingError: the directory is torn or damaged, or it belongs to another model.
         """
         data = check_complete(path)
+        if self._leads and path != self._verified:
+            check_content(path)
         try:
             FORMATS[data["content"]].read(path, model, optimizer, self.ranks)
             drawn = open_file(path / _RNG)
@@ -164,16 +198,18 @@ def check_complete(path: Path) -> dict[str, Any]:
     """
     try:
         data = json.loads((path / _STATE).read_text(encoding="utf-8"))
-        sizes: Mapping[str, int] = data["files"]
         found = data["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        files = {str(name): (int(size), int(own)) for name, (size, own) in data["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _torn(path, f"{_STATE} cannot be read ({type(error).__name__})") from error
     if found != FORMAT:
         raise TrainingError(
             f"the checkpoint {path} has format {found}; this rolltree reads format {FORMAT}. "
             "Continue the run with the version that wrote it."
         )
-    for name, size in sizes.items():
+    if data.get("checksum") != _own_checksum(data):
+        raise _torn(path, f"{_STATE} differs from its checksum")
+    for name, (size, _) in files.items():
         file = path / name
         actual = file.stat().st_size if file.is_file() else None
         if actual != size:
@@ -182,12 +218,30 @@ def check_complete(path: Path) -> dict[str, Any]:
     return dict(data)
 
 
+def check_content(path: Path) -> None:
+    """Compare every file of a complete checkpoint with its checksum.
+
+    Raises:
+        TrainingError: one has changed since it was written; it is named.
+    """
+    files = json.loads((path / _STATE).read_text(encoding="utf-8"))["files"]
+    changed = changed_files(path, {name: own for name, (_, own) in files.items()})
+    if changed:
+        more = f", and {len(changed) - 1} more" if len(changed) > 1 else ""
+        raise _torn(path, f"{changed[0]} differs from its checksum{more}")
+
+
+def _own_checksum(data: Mapping[str, Any]) -> int:
+    """Return the CRC-32 of what `state.json` says, apart from this number."""
+    rest = {key: value for key, value in data.items() if key != "checksum"}
+    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
+
+
 def _torn(path: Path, what: str) -> TrainingError:
     return TrainingError(
-        f"the checkpoint {path} is torn: {what}. Training would continue from weights "
-        f"that never existed. Remove the directory and write the name of an older one into "
-        f"{path.parent / _LATEST}, or remove that file to start from the beginning (stored "
-        "rollouts are used again)."
+        f"the checkpoint {path} is torn or damaged: {what}. Training would continue from "
+        f"weights that never existed. Restore it from a copy, or remove {path.parent / _LATEST} to "
+        "start from the beginning (stored rollouts are used again)."
     )
 
 

@@ -200,7 +200,7 @@ class _Loop:
 
     def _restore(self) -> TrainState:
         """Load the last checkpoint, and forget the metrics of the steps that are taken again."""
-        path = self.checkpoints.latest()
+        path = self.checkpoints.latest(self._notify)
         state = TrainState(0, 0)
         if path is not None:
             state = self.checkpoints.load(path, self.parts.model, self.trainer.optimizer)
@@ -341,7 +341,7 @@ class _Loop:
         state = TrainState(step, step, self.averages)
         path = self.checkpoints.save(self.parts.model, self.trainer.optimizer, state)
         spent = time.perf_counter() - start
-        data = {"name": path.name, "time_s": spent, "checksum": self.publisher.checksum()}
+        data = {"name": path.name, "time_s": spent}
         self.run.add_event("checkpoint", data, step=step)
         self.saved = step
 

@@ -9,35 +9,20 @@ optimizer writes. Servers are `servers.py`'s.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import inspect
 import time
-import zlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rolltree.errors import ModelError, TrainingError
 from rolltree.types import GenerateRequest, IntArray, ModelResponse, SamplingParams
 
 _PROBE_TOKENS = 16
 _SAMPLED_TOKENS = 2
-
-
-def weights_checksum(tensors: Iterable[Tensor]) -> str:
-    """Return 16 hex digits of the tensors' shapes and bits, in order.
-
-    CRC-32 per tensor: 540 MB take 0.4 s on two busy cores, so it is not computed for every version.
-    """
-    total = hashlib.blake2b(digest_size=8)
-    for tensor in tensors:
-        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        total.update(repr((tuple(tensor.shape), zlib.crc32(data.data))).encode())
-    return total.hexdigest()
 
 
 class WeightTarget(Protocol):
@@ -128,10 +113,6 @@ class Publisher:
         addresses = {(tensor.data_ptr(), tensor.numel()) for tensor in served()}
         own = [p for p in self._model.parameters() if p.requires_grad]
         return all((p.data_ptr(), p.numel()) in addresses for p in own)
-
-    def checksum(self) -> str:
-        """Return the checksum of the trainer's weights."""
-        return weights_checksum(self._model.parameters())
 
     async def _probe(self, client: Any, version: int) -> float:
         sampling = SamplingParams(temperature=1.0, max_tokens=_SAMPLED_TOKENS, seed=version)
