@@ -177,9 +177,11 @@ class TestShortCollections:
         assert gc.get_freeze_count() == 0
 
     def test_few_rollouts_change_nothing_nor_does_a_program_that_freezes_itself(self):
-        with ShortCollections(999):
+        usual = gc.get_threshold()
+        with ShortCollections(31):
             gc.collect()
             assert gc.get_freeze_count() == 0
+            assert gc.get_threshold() == usual
         gc.freeze()
         try:
             frozen = gc.get_freeze_count()

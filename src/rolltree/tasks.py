@@ -21,6 +21,8 @@ from weakref import WeakKeyDictionary
 T = TypeVar("T")
 ROUND_S = 0.010
 """How long a round of turns may hold an event loop; what waits for the loop waits about as long."""
+_YOUNG_BEFORE = (700, 2000)
+"""Python's own thresholds of young objects: up to 3.12, and since."""
 LONG_COLLECTION_S = 0.020
 """A full garbage collection that takes longer has looked at too much that lives on."""
 
@@ -152,38 +154,47 @@ class ShortCollections:
     A full collection looks at every object, again and again while they become more, and holds the
     loop for a second at some millions. Here what has survived a long one is set aside
     (`gc.freeze`), and later ones look at what is newer. What was set aside and became garbage in
-    cycles is found after ten times `num` rollouts have ended (`ended` counts them), and at the end.
+    cycles is found after ten times `num` rollouts (at least 10,000) have ended, which `ended`
+    counts, and at the end.
 
-    Nothing happens for fewer than `FEW` rollouts, where the program has frozen objects itself, and
-    in a second one at the same time.
+    Collections of the young are ten times rarer meanwhile: a rollout leaves some hundred objects
+    that live on, and nothing in cycles. Nothing happens for fewer than `FEW` rollouts at a time,
+    where the program has frozen objects or set thresholds itself, and in a second one at the same
+    time.
     """
 
-    FEW: ClassVar[int] = 1000
+    FEW: ClassVar[int] = 32
+    YOUNG: ClassVar[int] = 7000
     _is_used: ClassVar[bool] = False
 
     def __init__(self, num: int) -> None:
         self._num = num
+        self._pause = 10 * max(num, 1000)
         self._num_ended = 0
         self._began = 0.0
         self._is_active = False
 
     def __enter__(self) -> ShortCollections:
-        is_free = not ShortCollections._is_used and not gc.get_freeze_count()
+        self._thresholds = gc.get_threshold()
+        is_usual = self._thresholds[0] in _YOUNG_BEFORE and not gc.get_freeze_count()
+        is_free = not ShortCollections._is_used and is_usual
         if self._num >= self.FEW and is_free:
             self._is_active = ShortCollections._is_used = True
+            gc.set_threshold(self.YOUNG, *self._thresholds[1:])
             gc.callbacks.append(self._watch)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._is_active:
             gc.callbacks.remove(self._watch)
+            gc.set_threshold(*self._thresholds)
             gc.unfreeze()
             self._is_active = ShortCollections._is_used = False
 
     def ended(self, num: int) -> None:
         """Count rollouts that have ended."""
         self._num_ended += num
-        if self._is_active and self._num_ended >= 10 * self._num:
+        if self._is_active and self._num_ended >= self._pause:
             gc.unfreeze()
             self._num_ended = 0
 
