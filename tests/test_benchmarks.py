@@ -1,11 +1,12 @@
 """Every benchmark ends in one way, and each of its bars can fail. Nothing is measured here."""
 
 import json
+import subprocess
 import sys
 
 import pytest
 
-from bench_kit import NAMES, load
+from bench_kit import FOLDER, NAMES, load
 
 
 @pytest.fixture
@@ -180,6 +181,37 @@ def test_the_bars_of_the_sandbox_can_fail():
     bad = [row(), row("ESCAPED", "PASSED: held 9 files", 119)]
     assert met("sandbox", bad) == [False] * 4
     assert [bar.value for bar in load("sandbox").bars(bad)] == [119, 39, 119, 39]
+
+
+def test_the_bars_of_http_can_fail():
+    def results(cpu_ms, lag_ms, theirs):
+        row = {"cpu_ms": cpu_ms, "lag_p99_ms": lag_ms, "turns_per_cpu_s": 1000 / cpu_ms}
+        peer = {"turns_per_cpu_s": theirs}
+        return {
+            "rolltree": {"64": row, "1000": row, "4000": {**row, "cpu_ms": 1.5 * cpu_ms}},
+            "burst": {"1000": row},
+            "verifiers": {"64": peer, "1000": peer},
+        }
+
+    assert met("http", results(0.7, 20.0, 60.0)) == [True] * 9
+    assert met("http", results(0.9, 60.0, 160.0)) == [False] * 9
+    assert met("http", results(0.7, 20.0, 100.0))[-2:] == [True, False]
+
+
+def test_the_lag_of_a_held_loop_counts_with_the_waits_it_stands_for():
+    load("http")
+    from probe import percentile
+
+    assert percentile([0.0] * 99 + [1000.0], 99) == 1000.0
+    assert percentile([0.0] * 10_000 + [1000.0], 99) == 0.0
+    assert percentile([], 99) == 0.0
+
+
+def test_a_script_beside_http_py_gets_the_standard_librarys_http():
+    script = "import sys; sys.path.insert(0, sys.argv[1]); import http.client; print(http.__file__)"
+    command = [sys.executable, "-c", script, str(FOLDER)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("__init__.py")
 
 
 def test_the_bars_of_the_engine_can_fail():

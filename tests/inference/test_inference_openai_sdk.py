@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock
@@ -10,7 +11,14 @@ import numpy as np
 import pytest
 from inference_templates import TOOLS, user
 
-from rolltree.errors import BadResponse, ConfigError, ConnectionFailed, PromptTooLong, ServerError
+from rolltree.errors import (
+    BadResponse,
+    CallTimeout,
+    ConfigError,
+    ConnectionFailed,
+    PromptTooLong,
+    ServerError,
+)
 from rolltree.inference import OpenAISDKClient, as_client
 from rolltree.testing import HttpFault, ScriptedServer
 from rolltree.types import FinishReason, GenerateRequest, SamplingParams
@@ -166,6 +174,16 @@ async def test_tool_calls_through_the_official_client() -> None:
     # The server re-rendered the call with other spaces: an honest "no" instead of a wrong claim.
     same = second.extends == first.call_id
     assert same or "rerendered" in second.info
+
+
+async def test_the_official_clients_calls_end_at_their_deadline() -> None:
+    with ScriptedServer(["12"], faults=lambda _: HttpFault(delay_s=60.0)) as server:
+        client = OpenAISDKClient(official(server, max_retries=9), "scripted", deadline_s=0.3)
+        with pytest.raises(CallTimeout, match=r"deadline_s = 0\.3 s"):
+            await asyncio.wait_for(client.chat([user("a")]), 30)
+        assert as_client(official(server)).deadline_s == 1200
+        assert as_client(official(server, timeout=5)).deadline_s == 10
+        await client.aclose()
 
 
 async def test_the_official_clients_retries_are_counted() -> None:

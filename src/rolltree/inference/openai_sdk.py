@@ -47,8 +47,10 @@ class OpenAISDKClient(MessageClient[MessageSession]):
     """An AsyncOpenAI-like object as a `ModelClient`.
 
     The openai client's own retries are switched off and made here instead, as many, so that they
-    are counted. `token_ids`, `logprobs_mode` and `vocab_size` are those of `OpenAIClient`; with
-    `"auto"`, OpenAI's own servers are not asked for ids, which they do not have.
+    are counted. A call with all its attempts takes at most `deadline_s`: unless given, twice the
+    openai client's time limit. `token_ids`, `logprobs_mode` and `vocab_size` are those of
+    `OpenAIClient`; with `"auto"`, OpenAI's own servers are not asked for ids, which they do not
+    have. The openai client is used as it is, on its own transport.
 
     Raises:
         ConfigError: the object is a blocking client.
@@ -64,6 +66,7 @@ class OpenAISDKClient(MessageClient[MessageSession]):
         token_ids: TokenIds = "auto",
         logprobs_mode: LogprobsMode = "raw",
         vocab_size: int | None = None,
+        deadline_s: float | None = None,
     ) -> None:
         where = str(getattr(client, "base_url", type(client).__name__))
         self._retry = RetryPolicy(max_retries=0)
@@ -75,11 +78,15 @@ class OpenAISDKClient(MessageClient[MessageSession]):
                     "would run one after the other. Pass openai.AsyncOpenAI(...)."
                 )
             self._retry = RetryPolicy(max_retries=client.max_retries)
+            limit_s = getattr(client.timeout, "read", client.timeout)
+            if deadline_s is None and isinstance(limit_s, int | float):
+                deadline_s = 2.0 * limit_s
             self._ids = RequestIds()
             client = client.with_options(max_retries=0)
             if token_ids == "auto" and "api.openai.com" in where:
                 token_ids = "off"
         self._client = client
+        self.deadline_s = deadline_s
         self._model = model
         self.tokens = TokenFields(token_ids, logprobs_mode, where, vocab_size)
         self.version = 0
@@ -165,7 +172,9 @@ class OpenAISDKClient(MessageClient[MessageSession]):
                 except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
                     raise Retry(self._unreadable(error)) from error
 
-            return await with_retries(self._retry, attempt)
+            return await with_retries(
+                self._retry, attempt, deadline_s=self.deadline_s, where=repr(self)
+            )
 
         return await ask_for_tokens(self.tokens, send)
 
