@@ -3,6 +3,7 @@
 import os
 import sys
 
+from mcp import MCPError
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
@@ -21,6 +22,12 @@ def add_note(text: str, times: int = 1) -> str:
 def fail(reason: str) -> str:
     """Fail on purpose."""
     raise ToolError(reason)
+
+
+@server.tool()
+def stumble(text: str) -> str:
+    """Fail in the protocol, as servers do whose tool raises."""
+    raise MCPError(-32603, f"internal error at {text}")
 
 
 @server.tool()

@@ -62,7 +62,7 @@ async def test_stdio_schemas_calls_and_errors(monkeypatch):
     monkeypatch.setenv("SECRET_API_KEY", "sk-never")
     async with MCPEnv([STDIO], dataset=ROWS) as env:
         schemas = {tool["function"]["name"]: tool["function"] for tool in env.oai_tools}
-        assert set(schemas) == {"add_note", "fail", "die", "variables"}
+        assert set(schemas) == {"add_note", "fail", "stumble", "die", "variables"}
         assert schemas["add_note"]["description"] == "Write a note down."
         assert schemas["add_note"]["parameters"]["required"] == ["text"]
         assert schemas["add_note"]["parameters"]["properties"]["times"]["type"] == "integer"
@@ -80,6 +80,20 @@ async def test_stdio_schemas_calls_and_errors(monkeypatch):
         assert "SECRET_API_KEY" not in said[3]
         assert [error["tool"] for error in state["tool_errors"]] == ["fail", "add_note"]
         assert state["stop_condition"] == "no_tools_called"
+
+
+async def test_no_arguments_of_a_model_fail_a_rollout():
+    """Half a character could not be sent, and an internal error counted as a dead server."""
+    async with MCPEnv([STDIO], dataset=ROWS) as env:
+        model = ScriptedModel(
+            calling(("add_note", {"text": "\ud800"}), ("stumble", {"text": "x"})),
+            calling(("add_note", {"text": "\x00\x1b[2J", "times": -1})),
+            "done",
+        )
+        state = await env.rollout(env.example("train", 0), model)
+    assert state["error"] is None
+    assert "1 notes" in answers(state)
+    assert "internal error at x" in answers(state)[1]
 
 
 async def test_a_dead_server_fails_the_rollout_and_is_no_answer_to_the_model():
@@ -193,6 +207,6 @@ def test_a_program_that_forgets_to_close_ends_and_takes_its_server_with_it():
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
     )
-    assert (done.returncode, done.stdout.strip()) == (0, "4")
+    assert (done.returncode, done.stdout.strip()) == (0, "5")
     assert "Traceback" not in done.stderr
     assert not [words for words in running() if words[-2:] == [SCRIPT, "stdio"]]

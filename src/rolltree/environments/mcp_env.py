@@ -182,7 +182,7 @@ class MCPConnection:
         try:
             result = await self._guarded(client.call_tool(name, arguments), f"calling {name!r}")
         except MCPError as error:
-            if error.code in _PROTOCOL_ERRORS:  # the server lives and refuses the arguments
+            if error.code in _PROTOCOL_ERRORS:  # the server lives and refuses the call
                 return str(error), True
             raise ToolUnavailable(
                 f"the MCP server {self.server.name!r} failed at {name!r}: {error}"
@@ -208,7 +208,8 @@ class MCPConnection:
             ) from error
 
 
-_PROTOCOL_ERRORS = (-32600, -32601, -32602)  # JSON-RPC: invalid request, method, parameters
+_PROTOCOL_ERRORS = (-32600, -32601, -32602, -32603)
+"""JSON-RPC: invalid request, method, parameters, and an internal error of a server that lives."""
 
 
 async def _enter(stack: AsyncExitStack, server: MCPServer) -> Any:
