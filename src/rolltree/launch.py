@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from rolltree.environments import Environment, load_environment
+from rolltree.environments import Environment, changed_code, load_environment
 from rolltree.environments.check import shared_questions
 from rolltree.errors import ConfigError, Stopped
 from rolltree.evaluation import EvalProgress, evaluate
@@ -140,6 +140,10 @@ async def train_async(
                         parts = build_parts(checked, ranks, model=model, tokenizer=tokenizer)
                         stack.push_async_callback(parts.aclose)
                     _hint_at_shared_questions(source, stored, shown)
+                    changed = changed_code(source, stored)
+                    if changed is not None:
+                        stored.add_event("notice", {"message": changed})
+                        shown.on_notice(changed)
                     await run_training(
                         checked,
                         parts,

@@ -107,6 +107,26 @@ def test_train_report_and_going_on(config, tmp_path):
     assert "optim.lr was 0.0001 and is now 0.0002" in other.stderr
 
 
+def test_edited_environment_code_is_said(config, tmp_path):
+    few = ["train.num_steps=1", "eval.after=false", "eval.before=false", "--transcripts", 0]
+    code = tmp_path / "short" / "short.py"
+    said = "the environment's code has changed since the last start (short/short.py)"
+    assert said not in invoke("train", config, *few).stderr
+    assert said not in invoke("train", config, *few).stderr
+    code.write_text(code.read_text() + "# edited\n")
+    (tmp_path / "short" / "notes.log").write_text("no code")
+    edited = invoke("train", config, *few)
+    assert edited.exit_code == 0, edited.output
+    assert said in " ".join(edited.stderr.split())
+    assert said not in invoke("train", config, *few).stderr
+
+    measure = ["eval", tmp_path / "short", "-m", "tiny", "-n", 1, "-r", 1, "-t", 2, "--run"]
+    assert invoke(*measure, tmp_path / "eval").exit_code == 0
+    (tmp_path / "short" / "rows.json").write_text("[]")
+    again = invoke(*measure, tmp_path / "eval")
+    assert "(short/rows.json)" in " ".join(again.stderr.split())
+
+
 def test_fork_trains_another_run_from_a_checkpoint(config, tmp_path):
     few = ["train.num_steps=1", "eval.after=false", "eval.before=false"]
     assert invoke("train", config, *few).exit_code == 0

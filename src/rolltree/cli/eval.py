@@ -107,7 +107,7 @@ def evaluate_environment(
     import json
     from itertools import islice
 
-    from rolltree.environments import load_environment
+    from rolltree.environments import changed_code, load_environment
     from rolltree.evaluation import EvalReport, Settings, evaluate, write_results
     from rolltree.redact import redact, remember, secrets_in
     from rolltree.reports import (
@@ -136,6 +136,10 @@ def evaluate_environment(
 
     async def measure(stored: Run) -> EvalReport:
         say(errors, f"run {folder}")
+        changed = changed_code(environment, stored)
+        if changed is not None:
+            stored.add_event("notice", {"message": changed})
+            say(errors, changed)
         async with (
             environment,
             open_client(

@@ -1,6 +1,7 @@
 """Environments: data, worlds and rewards behind one interface (spec 1)."""
 
 from rolltree.environments.batch_runner import GenerateMetadata, GenerateResults
+from rolltree.environments.code import changed_code
 from rolltree.environments.dataset import Rows
 from rolltree.environments.env_group import EnvGroup
 from rolltree.environments.environment import Environment
@@ -40,6 +41,7 @@ __all__ = [
     "ToolEnv",
     "ToolUnavailable",
     "WorldEnv",
+    "changed_code",
     "cleanup",
     "convert_func_to_oai_tool",
     "find_environment",

@@ -78,6 +78,8 @@ class Environment(BatchRunner):
         ConfigError: there is no data, or settings contradict each other.
     """
 
+    loaded_by: object = None  # the `load_environment` that made it
+
     def __init__(
         self,
         dataset: Data | None = None,

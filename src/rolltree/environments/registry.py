@@ -47,6 +47,7 @@ def load_environment(env_id: str | os.PathLike[str], **args: Any) -> Environment
             "rolltree.Environment. Return an instance of one of its subclasses."
         )
     environment.name_as(Path(name).stem if _is_path(name) else name, args)
+    environment.loaded_by = factory
     return environment
 
 
