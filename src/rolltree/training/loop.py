@@ -200,7 +200,7 @@ class _Loop:
 
     def _restore(self) -> TrainState:
         """Load the last checkpoint, and forget the metrics of the steps that are taken again."""
-        path = self.checkpoints.latest(self._notify)
+        path = self.checkpoints.latest(self.notify)
         state = TrainState(0, 0)
         if path is not None:
             state = self.checkpoints.load(path, self.parts.model, self.trainer.optimizer)
