@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import rolltree
 from rolltree.store import Run
 
 META = "environment_code"
 _DATA = (".json", ".jsonl", ".toml", ".yaml", ".txt", ".csv", ".jinja")
 _MOST_BYTES = 1 << 20
-_LIBRARY = Path(rolltree.__file__).parent
+_LIBRARY = Path(__file__).resolve().parents[1]
 
 
 def code_hashes(source: object) -> dict[str, str]:
