@@ -126,7 +126,14 @@ def test_settings_exist():
         for section in msgspec.structs.fields(training.TrainConfig)
         if section.name != "env"  # on most pages `env` is an environment
     }
-    no_settings = {"engine.is_alive", "model.forward", "model.safetensors", "run.db", "run.lock"}
+    no_settings = {
+        "engine.is_alive",
+        "model.forward",
+        "model.safetensors",
+        "run.db",
+        "run.lock",
+        "run.commits",
+    }
     keys = set(each(rf"`((?:{'|'.join(sections)})\.\w+)(?: =[^`]*)?`"))
     assert len(keys) > 30
     for page, key in sorted(keys):
