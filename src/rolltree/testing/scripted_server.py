@@ -27,7 +27,10 @@ from rolltree.testing.script import Script, ScriptedTokens, ScriptSource, tokens
 from rolltree.testing.tokenizer import ByteTokenizer
 from rolltree.types import IntArray, MessageType
 
-_SERVER_ONLY = ("model", "messages", "prompt", "tools", "tool_choice")
+_SERVER_ONLY = (
+    *("model", "messages", "prompt", "tools", "tool_choice"),
+    *("return_token_ids", "return_tokens_as_token_ids"),
+)
 _PATHS: dict[str, MessageType] = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completion",
