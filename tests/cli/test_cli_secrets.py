@@ -58,6 +58,7 @@ CONFIG = textwrap.dedent(
     groups_per_step = 2
     [train]
     num_steps = 1
+    max_failed_share = 1.0
     num_threads = 1
     [engine]
     max_batch = 8
