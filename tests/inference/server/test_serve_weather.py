@@ -155,6 +155,21 @@ MESSAGES = VALUES | st.lists(
 )
 
 
+def test_an_answer_names_its_request(served: Served) -> None:
+    """A client can tell that an answer is its own: see `rolltree.inference.request_ids`."""
+    for path, body in (
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
+        ("/inference/v1/generate", {"token_ids": [97], "sampling_params": {"max_tokens": 1}}),
+    ):
+        connection = http.client.HTTPConnection(*address(served), timeout=60)
+        headers = {"Authorization": f"Bearer {served.token}", "X-Request-Id": "mine-7"}
+        connection.request("POST", path, json.dumps(body).encode(), headers)
+        answer = json.loads(connection.getresponse().read())
+        connection.close()
+        assert str(answer.get("id", answer.get("request_id"))).endswith("mine-7"), path
+
+
 class TestShape:
     @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(MESSAGES, VALUES)

@@ -79,7 +79,7 @@ class Handlers:
         """`POST /v1/chat/completions`."""
         body = await json_body(request)
         given = check_fields(body, CHAT_FIELDS, self._served.name)
-        parsed = parse_request(given, chat=True, body=body)
+        parsed = parse_request(given, chat=True, body=body, request_id=_named(request))
         messages = messages_of(given.get("messages"))
         prompt = await self._served.run(lambda: self._served.chat_prompt(messages, parsed.tools))
         return await self._complete(request, parsed, [prompt])
@@ -88,7 +88,7 @@ class Handlers:
         """`POST /v1/completions`: one string or list of ids, or several of either."""
         body = await json_body(request)
         given = check_fields(body, TEXT_FIELDS, self._served.name)
-        parsed = parse_request(given, chat=False, body=body)
+        parsed = parse_request(given, chat=False, body=body, request_id=_named(request))
         given_prompts = _prompts(given.get("prompt"), parsed.n)
         prompts = await self._served.run(
             lambda: [self._served.text_prompt(prompt) for prompt in given_prompts]
@@ -132,7 +132,7 @@ class Handlers:
             served,
             prompt,
             outputs,
-            request_id=str(given.get("request_id", secrets.token_hex(12))),
+            request_id=str(given.get("request_id") or _named(request) or secrets.token_hex(12)),
             logprobs="logprobs" in params,
             prompt_ids=bool(given.get("return_token_ids")),
         )
@@ -227,6 +227,11 @@ def create_app(
     )
     app.state.read_timeout_s = read_timeout_s
     return app
+
+
+def _named(request: Request) -> str:
+    """Return the request's name, so that a client can tell whose answer it gets."""
+    return request.headers.get("x-request-id", "")[:128]
 
 
 async def _unknown_path(request: Request, error: Exception) -> Response:

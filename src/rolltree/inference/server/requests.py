@@ -6,6 +6,7 @@ the server's only behaviour. Anything else is an error that names the field.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -123,6 +124,7 @@ class ParsedRequest:
     logprobs: bool = False
     token_ids: bool = False
     tokens_as_ids: bool = False
+    request_id: str = ""
 
 
 def check_fields(body: Mapping[str, Any], known: frozenset[str], model: str) -> dict[str, Any]:
@@ -155,12 +157,12 @@ def check_fields(body: Mapping[str, Any], known: frozenset[str], model: str) -> 
 
 
 def parse_request(
-    given: Mapping[str, Any], *, chat: bool, body: Mapping[str, Any]
+    given: Mapping[str, Any], *, chat: bool, body: Mapping[str, Any], request_id: str = ""
 ) -> ParsedRequest:
     """Return what the checked fields of a chat or text completion ask for.
 
     `body` is the request as it came: `max_tokens: null` means no limit, leaving it out of a text
-    completion means 16.
+    completion means 16. `request_id` is what the client calls it (`X-Request-Id`).
 
     Raises:
         RequestError: a value cannot be used.
@@ -192,6 +194,7 @@ def parse_request(
         logprobs=bool(logprobs) if chat else "logprobs" in given and logprobs is not False,
         token_ids=_flag(given, "return_token_ids"),
         tokens_as_ids=_flag(given, "return_tokens_as_token_ids"),
+        request_id=request_id or secrets.token_hex(12),
     )
 
 

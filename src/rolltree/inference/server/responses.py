@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import re
-import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
@@ -52,7 +51,7 @@ class Responses:
         self.served, self.request = served, request
         kind = "chat.completion" if request.chat else "text_completion"
         self.head = {
-            "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{request.request_id}",
             "object": f"{kind}.chunk" if request.chat and request.stream else kind,
             "created": int(time.time()),
             "model": served.name,
