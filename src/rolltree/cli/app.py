@@ -25,9 +25,11 @@ from rolltree.redact import shown
 
 STOPPED_STATUS = 75
 _EXTRAS = {
-    **dict.fromkeys(("torch", "transformers", "safetensors", "matplotlib", "peft"), "train"),
-    **dict.fromkeys(("starlette", "uvicorn"), "torch,serve"),
-    **dict.fromkeys(("datasets", "gymnasium"), "envs"),
+    **dict.fromkeys(
+        ("torch", "transformers", "safetensors", "matplotlib", "peft"), "rolltree[train]"
+    ),
+    **dict.fromkeys(("starlette", "uvicorn"), "rolltree[torch,serve]"),
+    **dict.fromkeys(("datasets", "gymnasium"), "rolltree[envs]"),
 }
 """The extra that brings a package, for commands that import it."""
 
@@ -71,7 +73,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
                 raise
             message = (
                 f"the package {error.name} is missing, which this command needs. Install rolltree "
-                f"with its extra: pip install 'rolltree[{extra}]'."
+                f"with its extra: pip install '{extra}'."
             )
             tell(f"error: {message}", error=True)
             raise typer.Exit(2) from None
