@@ -92,7 +92,8 @@ def test_show_a_training_run(path):
 def test_show_a_phase(path):
     out = invoke("show", path, "--phase", "train", "--transcripts", 2)
     assert "0.750" in out
-    assert "1 (33%, not in the means): ServerError 1" in out
+    assert "1 (33%, not in the means)" in out
+    assert "1 x ServerError" in out
     assert "1 + 5 =" in out
     assert "seven" not in out
 

@@ -99,7 +99,8 @@ class TestEvaluation:
         ]
         out = shown(evaluation_facts(build_report(rows, num_resumed=2, run_path="runs/x")))
         assert "4 over 4 examples, 2 of them from an earlier start" in out
-        assert "1 (25%, not in the means): ServerError 1" in out
+        assert "1 (25%, not in the means)" in out
+        assert "1 x ServerError" in out
         assert "1: max_steps 1" in out
         assert "unscored   1 (not in the means)" in out
         assert "1,200 prompt, 30 sampled (7.5 a rollout, 0.5 calls)" in out
