@@ -13,10 +13,10 @@ import pytest
 
 import rolltree as vf
 from rolltree.environments import dataset
-from rolltree.environments.dataset import GeneratedRowsWarning
 
 ROOT = Path(__file__).parents[2]
 SHORT = {"max_tokens": 4}
+MADE = {"train": "generated", "test": "generated"}  # the tests have no network
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +51,8 @@ def run(client, work):
     return asyncio.run(and_close())
 
 
-@pytest.mark.filterwarnings(f"ignore::{GeneratedRowsWarning.__module__}.GeneratedRowsWarning")
 def test_example_1_single_turn_evaluation(client, capsys):
-    env = vf.load_environment("gsm8k")
+    env = vf.load_environment("gsm8k", **MADE)
     results = run(client, env.evaluate(client, "smollm2-135m", SHORT, num_examples=2))
 
     print(f"Average reward: {results.metadata.avg_reward}")
@@ -104,9 +103,8 @@ def test_example_2_multi_turn_with_trajectories(client, capsys):
         assert after["tokens"]["prompt_ids"][: len(whole)] == whole
 
 
-@pytest.mark.filterwarnings(f"ignore::{GeneratedRowsWarning.__module__}.GeneratedRowsWarning")
 def test_example_3_training_with_trajectories(client):
-    env = vf.load_environment("math")
+    env = vf.load_environment("math", **MADE)
     dataset = env.dataset[:3]
     results = run(
         client,

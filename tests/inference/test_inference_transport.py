@@ -257,7 +257,7 @@ async def test_packed_answers_up_to_the_limit_are_unpacked(packing: str, size: i
 @pytest.mark.parametrize(
     ("body", "packing"),
     [
-        (gzip.compress(GOOD)[:-9], "gzip"),
+        (gzip.compress(GOOD, mtime=0)[:-9], "gzip"),
         (GOOD, "gzip"),
         (b"", "gzip"),
         (b"", "deflate"),
