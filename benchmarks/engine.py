@@ -38,6 +38,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +78,7 @@ class LatentModel(RootClient[Memory]):
         self.random = random.Random(0)
         self.num_answers = 0
         self.first_asked_s: float | None = None
-        self.cpu_at: list[float] = []
+        self.cpu_at = array("d")
         rng = np.random.default_rng(0)
         self.told = rng.integers(300, 150_000, told).astype(np.int32)
         self.sampled = rng.integers(300, 150_000, sampled).astype(np.int32)
@@ -155,8 +157,8 @@ class Probe:
     """What a sleep of 10 ms oversleeps: by the clock, and as far as this process's CPU explains."""
 
     def __init__(self) -> None:
-        self.late_ms: list[float] = []
-        self.own_ms: list[float] = []
+        self.late_ms = array("d")
+        self.own_ms = array("d")
 
     async def run(self) -> None:
         while True:
@@ -174,9 +176,9 @@ class Probe:
         return {**found, "clock_lag_p99_ms": percentile(self.late_ms, 99)}
 
 
-def percentile(late_ms: list[float], percent: float) -> float:
+def percentile(late_ms: Sequence[float], percent: float) -> float:
     """Return a percentile of lags, each weighed with the waits of 10 ms that it stands for."""
-    late = np.sort(np.array(late_ms or [0.0]))
+    late = np.sort(np.array(late_ms if late_ms else [0.0]))
     weight = np.cumsum(1 + late / (1000 * PROBE_S))
     return float(late[np.searchsorted(weight, weight[-1] * percent / 100)])
 

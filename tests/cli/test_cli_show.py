@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 from rolltree.cli import app
 from rolltree.errors import ServerError, record_error
+from rolltree.evaluation.report import keep_report, stored_report
 from rolltree.rollouts.record import encode_result
-from rolltree.store import Run
+from rolltree.store import Run, StoredRollout
 from rolltree.tokens import Trajectory
 from rolltree.types import FinishReason, ModelResponse, RolloutRequest, RolloutResult, State
 
@@ -145,3 +146,24 @@ def test_reading_needs_no_torch_and_works_while_the_run_is_written(path):
         )
     assert done.stdout.splitlines()[-1] == "False"
     assert "mean reward, add" in done.stdout
+
+
+@pytest.mark.parametrize("record", [b"not JSON", b"[]", b"{}", b'{"version": 1, "table": 3}'])
+def test_a_record_that_rolltree_did_not_write_is_one_sentence(tmp_path, record):
+    with Run.create(tmp_path) as run:
+        run.add_rollouts([StoredRollout(request_id="by hand", record=record)])
+    result = CliRunner().invoke(app, ["show", str(tmp_path)])
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: rollout 'by hand' has a record that rolltree did not write")
+    assert "mean reward" in result.stdout
+
+
+def test_an_evaluation_is_shown_from_its_report(tmp_path, monkeypatch):
+    with Run.create(tmp_path) as run:
+        run.add_rollouts([row for i in range(3) for row in rollout("eval", i, reward=i / 2)])
+        keep_report(run, stored_report(run))
+    shown = invoke("show", tmp_path, "--phase", "eval", "--transcripts", "0")
+    assert "3 over 3 examples" in shown
+    monkeypatch.setattr("rolltree.evaluation.report._kept", lambda *_: None)
+    assert invoke("show", tmp_path, "--phase", "eval", "--transcripts", "0") == shown

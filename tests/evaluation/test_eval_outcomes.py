@@ -9,9 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from test_eval_reducers import row_lists
 
 from rolltree import Rubric, SingleTurnEnv
+from rolltree.errors import ConfigError
 from rolltree.evaluation import EpisodeOutcome, evaluate, outcomes
 from rolltree.evaluation.reducers import Outcomes
-from rolltree.rollouts.requests import plan_requests
+from rolltree.rollouts import RolloutEngine
+from rolltree.rollouts.requests import DistinctRequests, plan_requests
 from rolltree.store import Run, StoredRollout
 from rolltree.testing import ScriptedClient
 
@@ -128,3 +130,15 @@ def test_a_plan_is_the_list_of_its_requests():
     assert [len(group) for group in plan.groups()] == [2, 2, 2]
     left = list(plan.without(lambda request_id: request_id.endswith("/0")))
     assert left == listed[1::2]
+
+
+async def test_the_ids_of_a_plan_are_not_remembered_and_others_are():
+    env, client = environment(3, []), ScriptedClient(lambda m: "x")
+    plan = plan_requests(env, "eval", group_size=2)
+    todo = plan.without(lambda request_id: False)
+    assert isinstance(todo, DistinctRequests)
+    assert len(await RolloutEngine(env, client).run_all(todo)) == 6
+    twice = plan_requests(env, "eval", indices=[0, 1, 0])
+    with pytest.raises(ConfigError, match="have the id"):
+        async for _ in RolloutEngine(env, client).run(twice.without(lambda request_id: False)):
+            pass

@@ -134,3 +134,17 @@ def test_to_plain_says_null_where_json_has_no_word():
     value = {1: (math.nan, np.float32(0.5)), "a": np.arange(2), "o": Opaque("x.Y"), "s": {3}}
     assert to_plain(value) == {"1": [None, 0.5], "a": [0, 1], "o": "<x.Y>", "s": [3]}
     assert to_plain(object).startswith("<class")
+
+
+@pytest.mark.parametrize(
+    "text", [" 1 ", "[1] ", '{"a": [1, NaN]}', b'"\xc3\xa9"', '"\\ud800"', "1" * 400, "[]"]
+)
+def test_it_reads_all_that_json_reads(text):
+    expected = json.loads(text)
+    assert loads(text) == expected or expected["a"][1] != expected["a"][1]
+
+
+@pytest.mark.parametrize("text", ["", "[1", "1 2", "no", b"\xff"])
+def test_what_is_no_json_is_refused(text):
+    with pytest.raises(ValueError):
+        loads(text)

@@ -67,7 +67,7 @@ def show_run(
         if curve is not None:
             console.print(Text(terminal_curve(curve), no_wrap=True))
         if phase:
-            report = stored_report(stored, phase)
+            report = stored_report(stored, phase, outcomes=False)
             console.print(evaluation_table(report), "", evaluation_facts(report))
         for result in islice(decode_results(stored.rollouts(**where)), transcripts):
             console.print(transcript(result, limit=limit))

@@ -210,6 +210,12 @@ class Outcomes(Sequence[EpisodeOutcome]):
         column = map(self._numbers[name].__getitem__, places)
         return list(map(int, column)) if name in _WHOLE else list(column)
 
+    def metric_columns(self) -> Iterator[tuple[str, Iterable[float | None]]]:
+        """Yield each metric with its value for every outcome; None for those that lack it."""
+        for name, column in self._metrics.items():
+            found = map(column.__getitem__, self._places())
+            yield name, (None if value != value else value for value in found)
+
     def _metrics_at(self, place: int) -> dict[str, float]:
         found = {name: column[place] for name, column in self._metrics.items()}
         return {name: value for name, value in found.items() if value == value}
@@ -258,6 +264,17 @@ def values(outcomes: Sequence[EpisodeOutcome], name: str) -> list[Any]:
     if isinstance(outcomes, Outcomes):
         return outcomes.values(name)
     return [getattr(outcome, name) for outcome in outcomes]
+
+
+def _metric_columns(
+    outcomes: Sequence[EpisodeOutcome],
+) -> Iterator[tuple[str, Iterable[float | None]]]:
+    """Yield each metric with its value for every outcome; None for those that lack it."""
+    if isinstance(outcomes, Outcomes):
+        yield from outcomes.metric_columns()
+        return
+    for name in dict.fromkeys(name for outcome in outcomes for name in outcome.metrics):
+        yield name, [outcome.metrics.get(name) for outcome in outcomes]
 
 
 def _merged(rows: Sequence[StoredRollout | OutcomeRow]) -> OutcomeRow:
@@ -369,14 +386,17 @@ def tasks(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str, E
 
 def metrics(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str, Estimate]:
     """Mean of every numeric metric, over the episodes that have it."""
-    clusters: dict[str, dict[Hashable, list[float]]] = {}
-    fields = (values(outcomes, name) for name in ("example", "error_type", "metrics"))
-    for example, error_type, found in zip(*fields, strict=True):
-        if error_type is None:
-            for name, value in found.items():
-                clusters.setdefault(name, {}).setdefault(example, []).append(value)
-    estimates = {name: estimate(c, confidence=settings.confidence) for name, c in clusters.items()}
-    return {name: result for name, result in estimates.items() if result is not None}
+    found: dict[str, Estimate] = {}
+    examples, errors = values(outcomes, "example"), values(outcomes, "error_type")
+    for name, column in _metric_columns(outcomes):
+        clusters: dict[Hashable, list[float]] = {}
+        for example, error_type, value in zip(examples, errors, column, strict=True):
+            if error_type is None and value is not None:
+                clusters.setdefault(example, []).append(value)
+        result = estimate(clusters, confidence=settings.confidence)
+        if result is not None:
+            found[name] = result
+    return found
 
 
 def _counts(outcomes: Sequence[EpisodeOutcome], name: str) -> dict[str, int]:
@@ -412,11 +432,15 @@ def stops(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str, i
 
 def usage(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str, float]:
     """Totals and means per episode of calls, tokens and milliseconds."""
-    fields = ("num_calls", "num_prompt_tokens", "num_completion_tokens")
-    times = ("generation_ms", "scoring_ms", "total_ms")
-    columns = {name: values(outcomes, name) for name in (*fields, *times)}
-    found: dict[str, float] = {name: sum(columns[name]) for name in fields}
-    found |= {f"mean_{name}": mean(column or [0.0]) for name, column in columns.items()}
+    totals = ("num_calls", "num_prompt_tokens", "num_completion_tokens")
+    found: dict[str, float] = {}
+    means: dict[str, float] = {}
+    for name in (*totals, "generation_ms", "scoring_ms", "total_ms"):  # one column in memory
+        column = values(outcomes, name)
+        if name in totals:
+            found[name] = sum(column)
+        means[f"mean_{name}"] = mean(column or [0.0])
+    found |= means
     found["num_retried"] = sum(num > 1 for num in values(outcomes, "num_attempts"))
     return found
 

@@ -6,15 +6,16 @@ writes, for tools that read those files. A failed rollout has `reward: null` and
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, astuple, dataclass, field, is_dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rolltree.errors import ConfigError
+from rolltree.errors import ConfigError, StoreError
 from rolltree.evaluation.estimate import Estimate, estimate
 from rolltree.evaluation.reducers import (
     REDUCERS,
@@ -23,7 +24,6 @@ from rolltree.evaluation.reducers import (
     Reducer,
     Settings,
     rewards_by_example,
-    values,
 )
 from rolltree.redact import redact
 from rolltree.store import Run, StoredRollout, to_plain
@@ -35,45 +35,26 @@ class EvalReport:
     """One evaluation.
 
     `num_rollouts` counts episodes, `num_failed` those that ended with an error, `num_unscored`
-    those that finished without a reward. `num_resumed` were stored by an earlier start of the
-    same run. `results` holds what each reducer returned; the properties name the usual ones.
+    those that finished without a reward, `num_truncated` those that were cut before their true
+    end, `num_examples` the different examples they played. `num_resumed` were stored by an earlier
+    start of the same run. `outcomes` is empty where only aggregates were read. `results` holds
+    what each reducer returned; the properties name the usual ones.
     """
 
     env_id: str
     model: str
     phase: str
+    num_rollouts: int
+    num_examples: int
+    num_failed: int
+    num_unscored: int
+    num_truncated: int
     outcomes: Sequence[EpisodeOutcome]
     results: Mapping[str, Any]
     settings: Settings = field(default_factory=Settings)
     num_resumed: int = 0
     elapsed_s: float = 0.0
     run_path: str | None = None
-
-    @property
-    def num_rollouts(self) -> int:
-        """How many episodes were run."""
-        return len(self.outcomes)
-
-    @property
-    def num_examples(self) -> int:
-        """How many different examples they played."""
-        return len(set(values(self.outcomes, "example")))
-
-    @property
-    def num_failed(self) -> int:
-        """How many ended with an error."""
-        return sum(kind is not None for kind in values(self.outcomes, "error_type"))
-
-    @property
-    def num_unscored(self) -> int:
-        """How many finished, but have no reward."""
-        errors, rewards = (values(self.outcomes, name) for name in ("error_type", "reward"))
-        return sum(e is None and r is None for e, r in zip(errors, rewards, strict=True))
-
-    @property
-    def num_truncated(self) -> int:
-        """How many were cut before their true end."""
-        return sum(why is not None for why in values(self.outcomes, "truncation_reason"))
 
     @property
     def reward(self) -> Estimate | None:
@@ -138,6 +119,7 @@ def build_report(
         env_id=env_id or (found[0].example[0] if found else ""),
         model=model,
         phase=phase,
+        **_counts(found),
         outcomes=found,
         results={name: reduce(found, settings) for name, reduce in reducers.items()},
         settings=settings,
@@ -147,14 +129,93 @@ def build_report(
     )
 
 
-def stored_report(run: Run, phase: str = "eval", **options: Any) -> EvalReport:
-    """Build the report of one phase of a stored run; options as in `build_report`."""
-    return build_report(
-        Outcomes.stored(run, phase),
-        phase=phase,
-        run_path=str(run.path),
-        **{"model": str(run.config.get("model", "")), **options},
+def _counts(found: Outcomes) -> dict[str, int]:
+    errors = found.values("error_type")
+    unscored = (
+        e is None and r is None for e, r in zip(errors, found.values("reward"), strict=True)
     )
+    return {
+        "num_rollouts": len(found),
+        "num_examples": len(set(found.values("example"))),
+        "num_failed": sum(kind is not None for kind in errors),
+        "num_unscored": sum(unscored),
+        "num_truncated": sum(why is not None for why in found.values("truncation_reason")),
+    }
+
+
+def stored_report(
+    run: Run, phase: str = "eval", *, outcomes: bool = True, **options: Any
+) -> EvalReport:
+    """Build the report of one phase of a stored run; options as in `build_report`.
+
+    Without `outcomes` the report has aggregates only. Then the rollouts are not read if the
+    evaluation ended with the same settings and nothing of its phase has changed since.
+    """
+    options = {"model": str(run.config.get("model", "")), "run_path": str(run.path), **options}
+    if not outcomes:
+        kept = _kept(run, phase, options)
+        return kept or replace(stored_report(run, phase, **options), outcomes=())
+    return build_report(Outcomes.stored(run, phase), phase=phase, **options)
+
+
+_KEPT_VERSION = 1
+"""Of what a reducer returns and how it is stored; a kept report of another one is not read."""
+_KEPT_COUNTS = ("num_rollouts", "num_examples", "num_failed", "num_unscored", "num_truncated")
+
+
+def keep_report(run: Run, report: EvalReport) -> None:
+    """Store the aggregates of a whole phase with it, for `stored_report`; by the usual reducers.
+
+    A full disk does not matter here: the rollouts are stored.
+    """
+    data = {
+        "version": _KEPT_VERSION,
+        "settings": asdict(report.settings),
+        "env_id": report.env_id,
+        **{name: getattr(report, name) for name in _KEPT_COUNTS},
+        "results": {name: _plain(value) for name, value in report.results.items()},
+    }
+    with contextlib.suppress(StoreError):
+        run.keep_report(report.phase, data, num_requests=report.num_rollouts)
+
+
+def _kept(run: Run, phase: str, options: Mapping[str, Any]) -> EvalReport | None:
+    """Return the report that was kept, None if there is none or its settings differ."""
+    more = dict(options)
+    settings = more.pop("settings", None) or Settings()
+    is_usual = more.pop("reducers", REDUCERS) == REDUCERS
+    data = run.kept_report(phase)
+    if not (is_usual and data and data["version"] == _KEPT_VERSION):
+        return None
+    if data["settings"] != asdict(settings):
+        return None
+    results = {name: _from_plain(name, value) for name, value in data["results"].items()}
+    return EvalReport(
+        env_id=more.pop("env_id", "") or data["env_id"],
+        phase=phase,
+        **{name: data[name] for name in _KEPT_COUNTS},
+        outcomes=(),
+        results=results,
+        settings=settings,
+        **more,
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Return a result as it is kept: mappings as pairs, whose keys redaction takes for no field."""
+    if isinstance(value, Estimate):
+        return list(astuple(value))
+    if isinstance(value, Mapping):
+        return [[key, _plain(item)] for key, item in value.items()]
+    return value
+
+
+def _from_plain(name: str, value: Any) -> Any:
+    """Return what the reducer of this name returned."""
+    if name == "reward":
+        return None if value is None else Estimate(*value)
+    are_estimates = name in ("pass_at", "tasks", "metrics")
+    return {key: Estimate(*item) if are_estimates else item for key, item in value}
 
 
 def _data(value: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 from rolltree.errors import ConfigError
 from rolltree.evaluation.reducers import REDUCERS, Outcomes, Reducer, Settings
-from rolltree.evaluation.report import EvalReport, build_report
+from rolltree.evaluation.report import EvalReport, build_report, keep_report
 from rolltree.inference.client import as_client
 from rolltree.redact import redact
 from rolltree.rollouts import GroupScorer, RolloutEngine, RolloutSource, Split
@@ -120,7 +120,8 @@ async def evaluate(
                 if on_result is not None:
                     on_result(result)
     return await asyncio.to_thread(
-        build_report,
+        _reported,
+        run,
         found,
         env_id=source.env_id,
         model=model.model,
@@ -131,6 +132,16 @@ async def evaluate(
         elapsed_s=time.monotonic() - start,
         run_path=None if run is None else str(run.path),
     )
+
+
+def _reported(
+    run: Run | None, found: Outcomes, *, reducers: Mapping[str, Reducer], **options: Any
+) -> EvalReport:
+    """Build the report; its aggregates stay in the run, unless they are the caller's own."""
+    report = build_report(found, reducers=reducers, **options)
+    if run is not None and reducers == REDUCERS:
+        keep_report(run, report)
+    return report
 
 
 def _compares_groups(source: RolloutSource) -> bool:

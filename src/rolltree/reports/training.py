@@ -56,7 +56,9 @@ def reward_curve(run: Run) -> Curve | None:
     ]
     if not points:
         return None
-    held_out = [(step, stored_report(run, phase).reward) for step, phase in evaluations(run)]
+    held_out = [
+        (step, stored_report(run, phase, outcomes=False).reward) for step, phase in evaluations(run)
+    ]
     return Curve(
         title=f"mean reward, {', '.join(_env_ids(run))}",
         steps=[step for step, _ in points],

@@ -21,6 +21,7 @@ from rolltree.errors import ConfigError, RolloutTimeout, record_error
 from rolltree.inference.client import as_client, check_tools
 from rolltree.rollouts.requests import (
     Clock,
+    DistinctRequests,
     Episode,
     GroupScorer,
     RolloutSource,
@@ -247,11 +248,12 @@ class RolloutEngine:
         """
         groups = _Groups(self.source, self.deadline_s)
         total: int | None = None
+        is_distinct = isinstance(requests, DistinctRequests)
         if isinstance(requests, list | tuple) or groups.active:
             requests = list(requests)
             total = len(requests)
             groups.expect(requests)
-        feed = iter(_unique(requests))
+        feed = iter(requests if is_distinct else _unique(requests))
         done = _Done()
         num_workers = self.max_concurrent if total is None else min(self.max_concurrent, total)
         workers: list[asyncio.Task[None]] = []

@@ -96,13 +96,24 @@ def decode_rollout(row: StoredRollout) -> RolloutResult:
     """Rebuild the result that one row holds: its request, its one state, its error.
 
     Raises:
-        StoreError: the row was read without its blobs, or by a newer record version wrote it.
+        StoreError: the row was read without its blobs, or its record is not one of this version.
     """
     if not row.record:
         raise StoreError(
             f"rollout {row.request_id!r} was read without its record, so it has no messages. Read "
             "it with run.rollouts(blobs=True)."
         )
+    try:
+        return _decode(row)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise StoreError(
+            f"rollout {row.request_id!r} has a record that rolltree did not write "
+            f"({type(error).__name__}: {error}), so its messages and tokens cannot be read. "
+            "`rolltree export RUN FILE --light` writes its columns."
+        ) from error
+
+
+def _decode(row: StoredRollout) -> RolloutResult:
     record = loads(row.record)
     if record["version"] != VERSION:
         raise StoreError(

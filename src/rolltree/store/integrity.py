@@ -125,6 +125,11 @@ def read_totals(connection: sqlite3.Connection, counts: Counts) -> list[Totals]:
     return found
 
 
+def report_key(phase: str) -> str:
+    """Return where `meta` has the report of a phase, which goes when the phase changes."""
+    return f"report.{phase}"
+
+
 TABLES = {
     "meta": "key, value",
     "steps": "step, created_at, metrics",
@@ -140,6 +145,8 @@ class Change:
     connection: sqlite3.Connection
     counts: Counts
     totals: dict[tuple[str, str], Totals] = field(default_factory=dict)
+    phases: set[str] = field(default_factory=set)
+    """The phases whose rollouts have changed: a report of them no longer holds."""
 
     def put(self, table: str, *values: Any) -> None:
         """Insert or replace the row of `meta`, `steps` or `events` with this key."""
@@ -165,6 +172,7 @@ class Change:
         """
         same = "SELECT count(*) FROM rollouts WHERE request_id = ? AND +phase = ?"  # by its id
         others = self.connection.execute(same, (row["request_id"], row["phase"])).fetchone()[0]
+        self.phases.add(row["phase"])
         found = self._totals_of(row)
         found.num_requests += times * (others == (times > 0))
         found.num_rollouts += times
@@ -179,6 +187,7 @@ class Change:
 
     def sum_again(self, phase: str) -> None:
         """Sum a phase from its rows, after many of them, or some with a reward, were deleted."""
+        self.phases.add(phase)
         self._write_totals()
         gone = self.connection.execute("DELETE FROM totals WHERE phase = ?", (phase,)).rowcount
         self.counts.totals -= gone
@@ -188,8 +197,11 @@ class Change:
             self.counts.totals += 1
 
     def finish(self) -> None:
-        """Write sums and counts: the last statements of the transaction."""
+        """Write sums and counts, drop old reports: the last statements of the transaction."""
         self._write_totals()
+        for phase in self.phases:
+            drop = "DELETE FROM meta WHERE key = ?"
+            self.counts.meta -= self.connection.execute(drop, (report_key(phase),)).rowcount
         self.counts.commits += 1
         self.counts.write(self.connection)
 

@@ -20,7 +20,14 @@ from rolltree.errors import ConfigError, RolltreeError, StoreError, did_you_mean
 from rolltree.redact import known_secrets, redact, remember, secrets_in
 from rolltree.store.codec import dumps, loads, to_plain
 from rolltree.store.database import LIGHT_PAGE_ROWS, PAGE_ROWS, Database, WriterLock
-from rolltree.store.integrity import MAX_TOLD, Change, Totals, damaged
+from rolltree.store.integrity import (
+    MAX_TOLD,
+    Change,
+    Totals,
+    damaged,
+    read_totals,
+    report_key,
+)
 from rolltree.store.rows import (
     BLOBS,
     COLUMNS,
@@ -222,6 +229,25 @@ class Run:
         text = dumps(redact(value, self._secrets))
         with self._database.transaction() as change:
             change.put("meta", key, text)
+
+    def keep_report(self, phase: str, report: Any, *, num_requests: int) -> bool:
+        """Store what was computed from all rollouts of a phase; say whether it was.
+
+        It is not when the phase has another number of requests than it was computed from. It
+        stays until the phase changes.
+        """
+        self._must_write()
+        text = dumps(redact(report, self._secrets))
+        with self._database.transaction() as change:
+            totals = read_totals(change.connection, change.counts)
+            is_whole = num_requests == sum(t.num_requests for t in totals if t.phase == phase)
+            if is_whole:
+                change.put("meta", report_key(phase), text)
+        return is_whole
+
+    def kept_report(self, phase: str) -> Any:
+        """Return the report that was stored last, None when the phase has changed since."""
+        return self.meta.get(report_key(phase))
 
     def protect(self, *secrets: str) -> None:
         """Name secrets of this process; they are cut out of everything written from now on.
