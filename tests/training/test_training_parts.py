@@ -53,5 +53,6 @@ def test_the_same_directory_continues_and_another_config_is_refused(model, tmp_p
     longer = make_config(model, tmp_path / "run", train={"num_steps": 99}, engine={"max_batch": 4})
     with open_run(longer) as run:
         assert len(run.events("mark")) == 1
+        run.add_step(1, {})  # settings bind with the first rollout or step
     with pytest.raises(ConfigError, match=r"algorithm.name was 'grpo' and is now 'dapo'"):
         open_run(make_config(model, tmp_path / "run", algorithm={"name": "dapo"}))

@@ -69,8 +69,8 @@ class Game(rt.MultiTurnEnv):
         return state
 
     async def env_response(self, messages: rt.Messages, state: rt.State) -> rt.Messages:
-        guess = self.parser.parse_answer(messages)
-        if guess is None or not guess.strip().isdigit():
+        guess = (self.parser.parse_answer(messages) or "").strip()
+        if not (guess.isascii() and guess.isdigit() and len(guess) < 10):  # a model writes anything
             hint = "Say one number."
         else:
             hint = "higher" if int(guess) < int(state["answer"]) else "lower"
