@@ -194,21 +194,25 @@ class Outcomes(Sequence[EpisodeOutcome]):
             return range(self._num)
         return [place for place, labels in enumerate(self._labels) if labels is not None]
 
-    def values(self, name: str) -> list[Any]:
-        """Return one field of all outcomes."""
+    def each(self, name: str) -> Iterator[Any]:
+        """Yield one field of all outcomes."""
         places = self._places()
         if name == "request_id":
-            return [self._ids[place] for place in places]
+            return map(self._ids.__getitem__, places)
         if name in _LABELS:
             at, labels = _LABELS.index(name), self._labels
-            return [labels[place][at] for place in places]  # type: ignore[index]
+            return (labels[place][at] for place in places)  # type: ignore[index]
         if name == "metrics":
-            return [self._metrics_at(place) for place in places]
+            return map(self._metrics_at, places)
         if name == "reward":
             rewards = map(self._rewards.__getitem__, places)
-            return [None if reward != reward else reward for reward in rewards]
+            return (None if reward != reward else reward for reward in rewards)
         column = map(self._numbers[name].__getitem__, places)
-        return list(map(int, column)) if name in _WHOLE else list(column)
+        return map(int, column) if name in _WHOLE else column
+
+    def values(self, name: str) -> list[Any]:
+        """Return one field of all outcomes."""
+        return list(self.each(name))
 
     def metric_columns(self) -> Iterator[tuple[str, Iterable[float | None]]]:
         """Yield each metric with its value for every outcome; None for those that lack it."""
@@ -259,11 +263,11 @@ def outcomes(rows: Iterable[StoredRollout]) -> Outcomes:
     return Outcomes.of(rows)
 
 
-def values(outcomes: Sequence[EpisodeOutcome], name: str) -> list[Any]:
-    """Return one field of all outcomes."""
+def values(outcomes: Sequence[EpisodeOutcome], name: str) -> Iterator[Any]:
+    """Yield one field of all outcomes."""
     if isinstance(outcomes, Outcomes):
-        return outcomes.values(name)
-    return [getattr(outcome, name) for outcome in outcomes]
+        return outcomes.each(name)
+    return (getattr(outcome, name) for outcome in outcomes)
 
 
 def _metric_columns(
@@ -335,13 +339,21 @@ class Settings:
 Reducer: TypeAlias = Callable[[Sequence[EpisodeOutcome], Settings], Any]
 
 
-def rewards_by_example(outcomes: Sequence[EpisodeOutcome]) -> dict[Hashable, list[float]]:
+def rewards_by_example(outcomes: Sequence[EpisodeOutcome]) -> dict[Hashable, array[float]]:
     """Return the rewards of the scored episodes, clustered by example."""
-    clusters: dict[Hashable, list[float]] = {}
-    examples, rewards = values(outcomes, "example"), values(outcomes, "reward")
-    for example, reward in zip(examples, rewards, strict=True):
-        if reward is not None:
-            clusters.setdefault(example, []).append(reward)
+    return _by_example(outcomes, values(outcomes, "reward"))
+
+
+def _by_example(
+    outcomes: Sequence[EpisodeOutcome], column: Iterable[float | None]
+) -> dict[Hashable, array[float]]:
+    """Return the values of a column that are there, clustered by example."""
+    clusters: dict[Hashable, array[float]] = {}
+    for example, value in zip(values(outcomes, "example"), column, strict=True):
+        if value is not None:
+            if example not in clusters:
+                clusters[example] = array("d")
+            clusters[example].append(value)
     return clusters
 
 
@@ -377,7 +389,7 @@ def passes(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[int, 
 
 def tasks(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str, Estimate]:
     """Mean reward of each task that has a scored episode."""
-    by_task: dict[str, dict[Hashable, list[float]]] = {}
+    by_task: dict[str, dict[Hashable, array[float]]] = {}
     for example, rewards in rewards_by_example(outcomes).items():
         by_task.setdefault(example[1], {})[example] = rewards  # type: ignore[index]
     found = {name: estimate(by_task[name], confidence=settings.confidence) for name in by_task}
@@ -387,13 +399,10 @@ def tasks(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str, E
 def metrics(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str, Estimate]:
     """Mean of every numeric metric, over the episodes that have it."""
     found: dict[str, Estimate] = {}
-    examples, errors = values(outcomes, "example"), values(outcomes, "error_type")
     for name, column in _metric_columns(outcomes):
-        clusters: dict[Hashable, list[float]] = {}
-        for example, error_type, value in zip(examples, errors, column, strict=True):
-            if error_type is None and value is not None:
-                clusters.setdefault(example, []).append(value)
-        result = estimate(clusters, confidence=settings.confidence)
+        pairs = zip(values(outcomes, "error_type"), column, strict=True)
+        worked = (value if error_type is None else None for error_type, value in pairs)
+        result = estimate(_by_example(outcomes, worked), confidence=settings.confidence)
         if result is not None:
             found[name] = result
     return found
@@ -435,11 +444,11 @@ def usage(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str, f
     totals = ("num_calls", "num_prompt_tokens", "num_completion_tokens")
     found: dict[str, float] = {}
     means: dict[str, float] = {}
-    for name in (*totals, "generation_ms", "scoring_ms", "total_ms"):  # one column in memory
-        column = values(outcomes, name)
-        if name in totals:
-            found[name] = sum(column)
-        means[f"mean_{name}"] = mean(column or [0.0])
+    for name in totals:
+        found[name] = sum(values(outcomes, name))
+    for name in (*totals, "generation_ms", "scoring_ms", "total_ms"):
+        sum_of = math.fsum(values(outcomes, name))
+        means[f"mean_{name}"] = sum_of / len(outcomes) if outcomes else 0.0
     found |= means
     found["num_retried"] = sum(num > 1 for num in values(outcomes, "num_attempts"))
     return found

@@ -130,16 +130,13 @@ def build_report(
 
 
 def _counts(found: Outcomes) -> dict[str, int]:
-    errors = found.values("error_type")
-    unscored = (
-        e is None and r is None for e, r in zip(errors, found.values("reward"), strict=True)
-    )
+    ends = zip(found.each("error_type"), found.each("reward"), strict=True)
     return {
         "num_rollouts": len(found),
-        "num_examples": len(set(found.values("example"))),
-        "num_failed": sum(kind is not None for kind in errors),
-        "num_unscored": sum(unscored),
-        "num_truncated": sum(why is not None for why in found.values("truncation_reason")),
+        "num_examples": len(set(found.each("example"))),
+        "num_failed": sum(kind is not None for kind in found.each("error_type")),
+        "num_unscored": sum(error is None and reward is None for error, reward in ends),
+        "num_truncated": sum(why is not None for why in found.each("truncation_reason")),
     }
 
 

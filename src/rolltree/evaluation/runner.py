@@ -205,10 +205,10 @@ class _Tally:
         self._num_total = num_total
         self._on_progress = on_progress
         self._done = self._num_resumed = len(found)
-        self._failed = sum(kind is not None for kind in found.values("error_type"))
-        self._truncated = sum(why is not None for why in found.values("truncation_reason"))
-        self._tokens: int = sum(found.values("num_completion_tokens"))
-        rewards = [reward for reward in found.values("reward") if reward is not None]
+        self._failed = sum(kind is not None for kind in found.each("error_type"))
+        self._truncated = sum(why is not None for why in found.each("truncation_reason"))
+        self._tokens: int = sum(found.each("num_completion_tokens"))
+        rewards = [reward for reward in found.each("reward") if reward is not None]
         self._scored, self._reward_sum = len(rewards), sum(rewards)
 
     def add(self, rows: Sequence[StoredRollout]) -> None:

@@ -197,6 +197,11 @@ class Database:
             ).fetchall()
             return list(checked(name, rows, expected))
 
+    @property
+    def is_checked(self) -> bool:
+        """Whether this object has compared the whole file with its checksums."""
+        return self._is_checked
+
     def check(self) -> None:
         """Read the whole file once and compare everything with its checksums and counts.
 
