@@ -158,6 +158,13 @@ def every_collection_is_long(monkeypatch):
 
 @pytest.mark.usefixtures("every_collection_is_long")
 class TestShortCollections:
+    @pytest.mark.parametrize(("generation", "is_set_aside"), [(0, False), (1, True), (2, True)])
+    def test_what_survives_a_long_collection_is_set_aside(self, generation, is_set_aside):
+        with ShortCollections(1000):
+            gc.collect(generation)
+            assert bool(gc.get_freeze_count()) is is_set_aside
+        assert not gc.get_freeze_count()
+
     def test_what_survived_a_long_collection_is_set_aside_until_the_end(self):
         ring = Ring()
         found = weakref.ref(ring)

@@ -23,8 +23,8 @@ ROUND_S = 0.010
 """How long a round of turns may hold an event loop; what waits for the loop waits about as long."""
 _YOUNG_BEFORE = (700, 2000)
 """Python's own thresholds of young objects: up to 3.12, and since."""
-LONG_COLLECTION_S = 0.020
-"""A full garbage collection that takes longer has looked at too much that lives on."""
+LONG_COLLECTION_S = 0.010
+"""A garbage collection that takes longer, not of the youngest, has met too much that lives on."""
 
 
 def being_cancelled() -> bool:
@@ -152,10 +152,10 @@ class ShortCollections:
     """`with ShortCollections(num):` full garbage collections do not grow with `num` live rollouts.
 
     A full collection looks at every object, again and again while they become more, and holds the
-    loop for a second at some millions. Here what has survived a long one is set aside
-    (`gc.freeze`), and later ones look at what is newer. What was set aside and became garbage in
-    cycles is found after ten times `num` rollouts (at least 10,000) have ended, which `ended`
-    counts, and at the end.
+    loop for a second at some millions. Here what has survived a long one, full or of the middle
+    generation, is set aside (`gc.freeze`), and later ones look at what is newer. What was set aside
+    and became garbage in cycles is found after ten times `num` rollouts (at least 10,000) have
+    ended, which `ended` counts, and at the end.
 
     Collections of the young are ten times rarer meanwhile: a rollout leaves some hundred objects
     that live on, and nothing in cycles. Nothing happens for fewer than `FEW` rollouts at a time,
@@ -199,7 +199,7 @@ class ShortCollections:
             self._num_ended = 0
 
     def _watch(self, phase: Literal["start", "stop"], info: dict[str, int]) -> None:
-        if info["generation"] != 2:
+        if not info["generation"]:
             return
         if phase == "start":
             self._began = time.thread_time()

@@ -215,7 +215,7 @@ COLUMNS: dict[str, Column] = {
     "created_at": _REAL,
     "metrics": Column("TEXT", _json, loads),
     "input": Column("TEXT", _json, loads),
-    "errors": Column("TEXT", _errors, lambda text: tuple(loads(text))),
+    "errors": Column("TEXT", _errors, lambda text: () if text == "[]" else tuple(loads(text))),
     "record": Column("BLOB", _record, _decompress),
     "tokens": Column("BLOB", _compress, _decompress),
 }

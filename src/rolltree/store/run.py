@@ -338,14 +338,16 @@ class Run:
                 raise ConfigError(f"there is no light column {name!r}.{did_you_mean(name, LIGHT)}")
         is_checked = self._database.is_checked  # then rows need no second check
         columns = ("id", *names) if is_checked else SUMMED
-        places = [columns.index(name) for name in names]
+        places = [SUMMED.index(name) for name in names]
         decoders = [(at, COLUMNS[name].decode) for at, name in enumerate(names)]
         decoders = [(at, decode) for at, decode in decoders if decode is not as_stored]
 
         def pick(row: Sequence[Any]) -> tuple[Any, ...]:
-            if not is_checked:
+            if is_checked:
+                found = list(row[1:])
+            else:
                 verify(row)
-            found = [row[at] for at in places]
+                found = [row[at] for at in places]
             for at, decode in decoders:
                 found[at] = decode(found[at])
             return tuple(found)
