@@ -16,7 +16,8 @@ own whose CPU time, all threads together, is divided by the turns.
 - `verifiers`: the same environment of verifiers on the `AsyncOpenAI` that verifiers itself makes.
 - `aiohttp`: no library, only the same requests; the answers are read and not looked at.
 - `burst`: `rolltree` again, where the server holds answers back until all connections wait for one,
-  and then sends them at once.
+  and then sends them at once. It has no bar: asyncio reads all that has come in one round of the
+  loop, before anything else has a turn.
 
 As many rollouts are in flight as there are connections. Lag is what a task that sleeps for 10 ms
 oversleeps, as far as the process used the CPU meanwhile.
@@ -362,8 +363,6 @@ def bars(figures: dict[str, Any]) -> list[Bar]:
         bound = 0.8 if int(number) <= 1000 else 1.2
         found.append(Bar.at_most(f"ms of CPU a turn at {number}", row["cpu_ms"], bound))
         found.append(Bar.below(f"ms lag p99 at {number}", row["lag_p99_ms"], 50))
-    for number, row in figures.get("burst", {}).items():
-        found.append(Bar.below(f"ms lag p99 in bursts at {number}", row["lag_p99_ms"], 50))
     for number, bound in (("64", 10), ("1000", 20)):
         ours, theirs = (figures.get(name, {}).get(number) for name in ("rolltree", "verifiers"))
         if ours and theirs:

@@ -23,8 +23,8 @@ ROUND_S = 0.010
 """How long a round of turns may hold an event loop; what waits for the loop waits about as long."""
 _YOUNG_BEFORE = (700, 2000)
 """Python's own thresholds of young objects: up to 3.12, and since."""
-LONG_COLLECTION_S = 0.010
-"""A garbage collection that takes longer, not of the youngest, has met too much that lives on."""
+LONG_COLLECTION_S = 0.001
+"""A garbage collection that takes longer has looked at too much that lives on."""
 
 
 def being_cancelled() -> bool:
@@ -152,19 +152,19 @@ class ShortCollections:
     """`with ShortCollections(num):` full garbage collections do not grow with `num` live rollouts.
 
     A full collection looks at every object, again and again while they become more, and holds the
-    loop for a second at some millions. Here what has survived a long one, full or of the middle
-    generation, is set aside (`gc.freeze`), and later ones look at what is newer. What was set aside
-    and became garbage in cycles is found after ten times `num` rollouts (at least 10,000) have
-    ended, which `ended` counts, and at the end.
+    loop for a second at some millions. Here what there is at the start, and what has survived a
+    long collection of any but the youngest, is set aside (`gc.freeze`), and later ones look at what
+    is newer. What was set aside and became garbage in cycles is found after ten times `num`
+    rollouts (at least 10,000) have ended, which `ended` counts, and at the end.
 
-    Collections of the young are ten times rarer meanwhile: a rollout leaves some hundred objects
-    that live on, and nothing in cycles. Nothing happens for fewer than `FEW` rollouts at a time,
-    where the program has frozen objects or set thresholds itself, and in a second one at the same
-    time.
+    Collections of the young are rarer meanwhile, and the next older generation is looked at more
+    often: a rollout leaves some hundred objects that live on, and nothing in cycles. Nothing
+    happens for fewer than `FEW` rollouts at a time, where the program has frozen objects or set
+    thresholds itself, and in a second one at the same time.
     """
 
     FEW: ClassVar[int] = 32
-    YOUNG: ClassVar[int] = 7000
+    THRESHOLDS: ClassVar[tuple[int, int]] = (3000, 1)
     _is_used: ClassVar[bool] = False
 
     def __init__(self, num: int) -> None:
@@ -180,7 +180,9 @@ class ShortCollections:
         is_free = not ShortCollections._is_used and is_usual
         if self._num >= self.FEW and is_free:
             self._is_active = ShortCollections._is_used = True
-            gc.set_threshold(self.YOUNG, *self._thresholds[1:])
+            gc.set_threshold(*self.THRESHOLDS, self._thresholds[2])
+            gc.freeze()  # else the first long collection looks at all that was imported
+            gc.collect()  # Python counts what is old from the last full one
             gc.callbacks.append(self._watch)
         return self
 
@@ -199,7 +201,7 @@ class ShortCollections:
             self._num_ended = 0
 
     def _watch(self, phase: Literal["start", "stop"], info: dict[str, int]) -> None:
-        if not info["generation"]:
+        if info["generation"] == 0:
             return
         if phase == "start":
             self._began = time.thread_time()

@@ -6,12 +6,14 @@ Confidence intervals and pass@k are in `rolltree.evaluation`.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from rolltree.environments.dataset import Data, RowFormat, Rows
@@ -32,7 +34,7 @@ from rolltree.rollouts import (
 )
 from rolltree.rollouts.requests import Episode, playing
 from rolltree.rubrics import Rubric, write_advantages
-from rolltree.tasks import run_sync
+from rolltree.tasks import my_turn, run_sync
 from rolltree.tokens import Trajectory
 from rolltree.types import (
     INPUT_FIELDS,
@@ -43,6 +45,9 @@ from rolltree.types import (
     State,
     as_input,
 )
+
+_MANY = 200
+"""Requests that are made in a thread, since making them would hold the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +340,10 @@ class BatchRunner(ABC):
         asked = as_client(client, model)
         name = model or asked.model
         args = merge_args(self.sampling_args, sampling_args)
-        requests = self._requests(self.rows(inputs), args, seed, rollouts_per_example)
+        rows = self.rows(inputs)
+        make = partial(self._requests, rows, args, seed, rollouts_per_example)
+        is_long = len(rows) * rollouts_per_example > _MANY
+        requests = await asyncio.to_thread(make) if is_long else make()
         if max_concurrent == -1:
             max_concurrent = max(1, len(requests))
         engine = RolloutEngine(
@@ -350,7 +358,7 @@ class BatchRunner(ABC):
         results = await engine.run_all(requests)
         states = [state for result in results for state in _states_of(result)]
         if score_rollouts:
-            _fill_advantages(results)
+            await _fill_advantages(results)
         metadata = summarize(
             states,
             env_id=self.env_id,
@@ -470,11 +478,12 @@ def _empty_state(request: RolloutRequest) -> State:
     )
 
 
-def _fill_advantages(results: Sequence[RolloutResult]) -> None:
+async def _fill_advantages(results: Sequence[RolloutResult]) -> None:
     groups: defaultdict[tuple[str, str], list[State]] = defaultdict(list)
     for result in results:
         for state in result.states:
             if state.get("parent_rollout") is None:
                 groups[result.request.group_id, str(state.get("agent") or "")].append(state)
     for states in groups.values():
+        await my_turn()
         write_advantages(states)
