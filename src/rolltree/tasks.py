@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 T = TypeVar("T")
-ROUND_S = 0.010
+ROUND_S = 0.006
 """How long a round of turns may hold an event loop; what waits for the loop waits about as long."""
 _YOUNG_BEFORE = (700, 2000)
 """Python's own thresholds of young objects: up to 3.12, and since."""
