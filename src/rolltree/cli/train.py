@@ -11,6 +11,11 @@ import typer
 if TYPE_CHECKING:
     from rolltree.training import TrainConfig
 
+TranscriptsOption = Annotated[
+    int,
+    typer.Option("--transcripts", help="Held-out examples to show from before and after.", min=0),
+]
+
 
 def train_model(
     config: Annotated[Path, typer.Argument(help="TOML file with the settings of the run.")],
@@ -18,12 +23,7 @@ def train_model(
         list[str] | None,
         typer.Argument(help="Settings that replace the file's: optim.lr=1e-5 run.seed=1 ..."),
     ] = None,
-    transcripts: Annotated[
-        int,
-        typer.Option(
-            "--transcripts", help="Held-out examples to show from before and after.", min=0
-        ),
-    ] = 2,
+    transcripts: TranscriptsOption = 2,
 ) -> None:
     """Train a model by reinforcement learning; the same command again continues the run."""
     from rolltree.redact import remember, secrets_in_words
@@ -46,12 +46,7 @@ def fork_run(
     target: Annotated[
         Path | None, typer.Option("--run", help="Directory of the new run (default: RUN-fork).")
     ] = None,
-    transcripts: Annotated[
-        int,
-        typer.Option(
-            "--transcripts", help="Held-out examples to show from before and after.", min=0
-        ),
-    ] = 2,
+    transcripts: TranscriptsOption = 2,
 ) -> None:
     """Start a new run from a checkpoint of another, with other settings."""
     from rolltree.redact import remember, secrets_in_words
