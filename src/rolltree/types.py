@@ -7,7 +7,6 @@ Dimensions, in every docstring of the project: `_B` batch, `_T` tokens, `_V` voc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from itertools import count
@@ -17,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolltree.openai_shape import ResponseChoice, ResponsePart, dump_response, same_value
+from rolltree.state import INPUT_FIELDS as INPUT_FIELDS
+from rolltree.state import State as State
 
 IntArray: TypeAlias = NDArray[np.int32]
 FloatArray: TypeAlias = NDArray[np.float32]
@@ -357,120 +358,6 @@ class TrainingExample:
     mask: list[int]
     reward: float | None
     advantage: float | None = None
-
-
-INPUT_FIELDS: tuple[str, ...] = ("prompt", "answer", "task", "info", "example_id")
-
-
-_FORWARDED = frozenset(INPUT_FIELDS)
-
-
-class State(dict[str, Any]):
-    """The dict that one rollout fills. It forwards the input's fields (spec 1).
-
-    `state["prompt"]` reads `state["input"]["prompt"]` when there is an input. Forwarding is the
-    same for reading, writing, `in`, `get`, `pop`, `setdefault` and `del`; iteration, `len`, `keys`
-    and `==` see the dict's own keys only. A copy, and `state | other`, forwards to an input of its
-    own. A deep copy shares `state["client"]`; a pickled state has None there.
-
-    Keys after a rollout: `input`, `is_completed`, `stop_condition`, `oai_tools`, `trajectory`,
-    `completion`, `reward`, `advantage`, `metrics`, `timing`, `error`, `terminated`, `truncated`,
-    `truncation_reason`, and whatever an environment adds. `advantage` is the reward minus the
-    group's mean (spec 1) until training assigns credit, which `credit` then names.
-    """
-
-    INPUT_FIELDS = list(INPUT_FIELDS)
-    began_s: float | None = None
-    """`time.monotonic()` when the rollout began, for its durations; it is not stored."""
-
-    def _forwards(self, key: object) -> bool:
-        return key in _FORWARDED and dict.__contains__(self, "input")
-
-    def __getitem__(self, key: str) -> Any:
-        if key in _FORWARDED and dict.__contains__(self, "input"):
-            source = dict.__getitem__(self, "input")
-            if key in source:
-                return source[key]
-        return dict.__getitem__(self, key)
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if self._forwards(key) and key in dict.__getitem__(self, "input"):
-            dict.__getitem__(self, "input")[key] = value
-        else:
-            dict.__setitem__(self, key, value)
-
-    def __delitem__(self, key: str) -> None:
-        if self._forwards(key) and key in dict.__getitem__(self, "input"):
-            del dict.__getitem__(self, "input")[key]
-        else:
-            dict.__delitem__(self, key)
-
-    def __contains__(self, key: object) -> bool:
-        if self._forwards(key) and key in dict.__getitem__(self, "input"):
-            return True
-        return dict.__contains__(self, key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return `state[key]`, forwarded, or `default`."""
-        try:
-            return self[key]
-        except KeyError:
-            return default
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        """Return `state[key]`, forwarded, after setting it to `default` when it is missing."""
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    def pop(self, key: str, *default: Any) -> Any:
-        """Remove `key`, forwarded, and return its value (or `default` when given)."""
-        if key in self:
-            value = self[key]
-            del self[key]
-            return value
-        if default:
-            return default[0]
-        raise KeyError(key)
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """Set several keys, forwarded."""
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
-
-    def __ior__(self, other: Any) -> State:  # type: ignore[override]
-        self.update(other)
-        return self
-
-    def __or__(self, other: Any) -> State:  # type: ignore[override]
-        twin = self.copy()
-        twin.update(other)
-        return twin
-
-    def copy(self) -> State:
-        """Return a shallow copy that is still a `State`.
-
-        Its input is a dict of its own, since the input's fields are keys of the state too.
-        """
-        twin = State(dict.items(self))
-        if "input" in twin:
-            dict.__setitem__(twin, "input", copy(twin["input"]))
-        return twin
-
-    __copy__ = copy
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> State:
-        twin = State()
-        memo[id(self)] = twin
-        for key, value in dict.items(self):
-            dict.__setitem__(twin, key, value if key == "client" else deepcopy(value, memo))
-        return twin
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        kept = dict(dict.items(self))
-        if "client" in kept:
-            kept["client"] = None
-        return State, (kept,)
 
 
 def as_input(row: Mapping[str, Any]) -> RolloutInput:

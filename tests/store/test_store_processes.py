@@ -13,7 +13,7 @@ import pytest
 from rolltree.errors import ConfigError, StoreError
 from rolltree.store import Run, StoredRollout
 from rolltree.store.database import Database, WriterLock
-from rolltree.store.run import config_differences, write_config
+from rolltree.store.settings import config_differences, write_config
 
 
 def python(program, *words):

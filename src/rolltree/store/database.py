@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rolltree.errors import StoreError
+from rolltree.store.change import Change
 from rolltree.store.integrity import (
     MAX_TOLD,
     TABLES,
-    Change,
     CommitNote,
     Counts,
     Totals,

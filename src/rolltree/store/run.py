@@ -8,28 +8,26 @@ rollout into rows.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-from rolltree.errors import ConfigError, RolltreeError, StoreError, did_you_mean
+from rolltree.errors import ConfigError, StoreError, did_you_mean
 from rolltree.redact import known_secrets, redact, remember, secrets_in
-from rolltree.store.codec import dumps, loads, to_plain
+from rolltree.store.change import Change
+from rolltree.store.codec import dumps, loads
 from rolltree.store.database import LIGHT_PAGE_ROWS, PAGE_ROWS, Database, WriterLock
+from rolltree.store.export import Render, export_rows, light_line
+from rolltree.store.filters import where_clause
 from rolltree.store.integrity import (
-    MAX_TOLD,
-    Change,
     Totals,
     damaged,
     read_totals,
     report_key,
 )
 from rolltree.store.rows import (
-    BLOBS,
     COLUMNS,
     LIGHT,
     STORED,
@@ -41,19 +39,11 @@ from rolltree.store.rows import (
     from_sql,
     to_sql,
     verify,
-    with_checksums,
 )
+from rolltree.store.settings import config_differences, stored_settings, write_config
 
-_INSERT = (
-    f"INSERT INTO rollouts ({', '.join(STORED)}) VALUES ({', '.join('?' for _ in STORED)}) "
-    "ON CONFLICT (request_id, trajectory_index) DO NOTHING"
-)
-_FILTERS = [name for name in COLUMNS if name not in (*BLOBS, "metrics", "input", "errors")]
 _REQUEST_ID = list(COLUMNS).index("request_id")
-_ROW_ERRORS = (RolltreeError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What reading a row, or rendering it, may raise when there is something wrong with the row."""
 T = TypeVar("T")
-_MISSING = object()
 
 
 class Run:
@@ -87,7 +77,7 @@ class Run:
             StoreError: there is already a run, or a file that rolltree did not make.
         """
         secrets = (*secrets, *secrets_in(config or {}))
-        run = cls._make(Path(path), _config_data(config or {}, secrets), kind, secrets)
+        run = cls._make(Path(path), stored_settings(config or {}, secrets), kind, secrets)
         if not run._database.is_new:
             run.close()
             raise StoreError(
@@ -137,7 +127,7 @@ class Run:
             ConfigError: the run was started with other settings.
         """
         secrets = (*secrets, *secrets_in(config))
-        data = _config_data(config, secrets)
+        data = stored_settings(config, secrets)
         run = cls._make(Path(path), data, kind, secrets)
         if run._database.is_new:
             return run
@@ -277,36 +267,11 @@ class Run:
         with self._database.transaction() as change:
             for request_id in dict.fromkeys(row[_REQUEST_ID] for row in values):
                 if replace_failed or request_id in replaced:
-                    self._drop(change, request_id, failed=request_id not in replaced)
-            return sum(self._add(change, row) for row in values)
-
-    def _add(self, change: Change, values: Sequence[Any]) -> int:
-        stored = with_checksums(change.next_id(), values)
-        added = change.connection.execute(_INSERT, stored).rowcount
-        if added:
-            change.count(dict(zip(STORED, stored, strict=True)), 1)
-        else:
-            change.counts.last_id -= 1
-        return added
-
-    def _drop(self, change: Change, request_id: str, *, failed: bool) -> None:
-        """Take the rows of a request away; with `failed` only if one of them failed."""
-        names = ("id", *LIGHT)
-        found = change.connection.execute(
-            f"SELECT {', '.join(names)} FROM rollouts WHERE request_id = ?", (request_id,)
-        ).fetchall()
-        rows = [dict(zip(names, row, strict=True)) for row in found]
-        wrong = [row for row in rows if row["status"] == "error"]
-        if wrong:
-            errors = [{"type": r["error_type"], "errors": loads(r["errors"])} for r in wrong]
-            data = {"request_id": request_id, "failed": errors}
-            self._insert_event(change, "retried", data, None)
-        if wrong or (rows and not failed):
-            change.connection.execute("DELETE FROM rollouts WHERE request_id = ?", (request_id,))
-            for row in rows:
-                change.count(row, -1)
-            for phase in {row["phase"] for row in rows if row["reward"] is not None}:
-                change.sum_again(phase)  # taking floats away does not leave the sum of the others
+                    gone = change.drop_request(request_id, if_failed=request_id not in replaced)
+                    if gone:
+                        data = {"request_id": request_id, "failed": gone}
+                        self._insert_event(change, "retried", data, None)
+            return sum(change.add_rollout(row) for row in values)
 
     def rollouts(
         self, *, blobs: bool = True, limit: int | None = None, **where: Any
@@ -361,7 +326,7 @@ class Run:
         limit: int | None,
         read: Callable[[Sequence[Any]], T],
     ) -> Iterator[T]:
-        clause, values = _where(where)
+        clause, values = where_clause(where)
         before, num_rows = self._expected(where), 0
         size = PAGE_ROWS if names is STORED else LIGHT_PAGE_ROWS
         for row in self._database.pages(names, clause, values, limit, size):
@@ -391,7 +356,7 @@ class Run:
 
     def num_rollouts(self, **where: Any) -> int:
         """Count stored rows, with the filters of `rollouts`."""
-        clause, values = _where(where)
+        clause, values = where_clause(where)
         expected = self._expected(where)
         if expected is not None:
             return expected[0]
@@ -406,7 +371,7 @@ class Run:
         """Return the ids of requests that are stored; without `failed`, only those that worked."""
         self._database.check()
         where: dict[str, Any] = {} if phase is None else {"phase": phase}
-        clause, values = _where(where if failed else {**where, "status": "ok"})
+        clause, values = where_clause(where if failed else {**where, "status": "ok"})
         rows = self._database.all(f"SELECT request_id FROM rollouts WHERE {clause}", values)
         return {row[0] for row in rows}
 
@@ -477,7 +442,7 @@ class Run:
         self,
         target: str | Path,
         *,
-        render: Callable[[StoredRollout], Mapping[str, Any]] | None = None,
+        render: Render | None = None,
         **where: Any,
     ) -> int:
         """Write one JSON line per stored row and return how many; filters as in `rollouts`.
@@ -488,58 +453,9 @@ class Run:
         Raises:
             StoreError: the file cannot be written, or rows are damaged; all others are in it then.
         """
-        blobs, path = render is not None, Path(target)
-        columns = _columns if render is None else render
-        try:
-            return _write_lines(path, map(columns, self.rollouts(blobs=blobs, **where)))
-        except OSError as error:
-            raise StoreError(
-                f"{path} cannot be written ({error.strerror}), so the export is not complete. "
-                "Check the folder and the free space, or choose another file."
-            ) from error
-        except ConfigError:
-            raise
-        except _ROW_ERRORS as error:
-            cause = error
-        lost: list[str] = []
-        number = _write_lines(path, self._whole_lines(columns, blobs, where, lost))
-        if not lost:
-            raise cause
-        more = f" and {len(lost) - MAX_TOLD} more" if len(lost) > MAX_TOLD else ""
-        raise StoreError(
-            f"{number} rollouts are in {path}, and these could not be read: "
-            f"{'; '.join(lost[:MAX_TOLD])}{more}. Something changed {self._database.path} after "
-            "rolltree wrote it; restore it from a copy to have them."
-        ) from cause
-
-    def _whole_lines(
-        self,
-        render: Callable[[StoredRollout], Mapping[str, Any]],
-        blobs: bool,
-        where: Mapping[str, Any],
-        lost: list[str],
-    ) -> Iterator[Mapping[str, Any]]:
-        """Yield the lines of all rows that are whole, and note what is not; no index is used."""
-        num_seen = 0
-        for found in self._database.readable(STORED if blobs else SUMMED):
-            num_seen += 1
-            if isinstance(found, int):
-                lost.append(f"row {found} (SQLite cannot read it)")
-                continue
-            try:
-                row = from_sql(found)
-                line = render(row) if _matches(row, where) else None
-            except StoreError as error:
-                lost.append(str(error).rstrip("."))
-            except _ROW_ERRORS as error:
-                lost.append(f"rollout {found[1]!r} (row {found[0]}): {type(error).__name__}")
-            else:
-                if line is not None:
-                    yield line
-        with contextlib.suppress(StoreError):
-            missing = self._database.counts().rollouts - num_seen
-            if missing > 0:
-                lost.append(f"{missing} rows that are no longer there")
+        names = SUMMED if render is None else STORED
+        rows = self.rollouts(blobs=render is not None, **where)
+        return export_rows(Path(target), rows, self._database, names, render or light_line, where)
 
     def _must_write(self) -> None:
         if self.read_only:
@@ -564,96 +480,3 @@ def _writing(path: Path) -> Iterator[None]:
             f"{path} cannot be written ({error.strerror}), and a run writes its rollouts there. "
             "Make room or check the disk, or choose another run directory."
         ) from error
-
-
-def _config_data(config: Mapping[str, Any], secrets: Sequence[str]) -> Any:
-    return to_plain(redact(dict(config), known_secrets(secrets)))
-
-
-def _columns(row: StoredRollout) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in COLUMNS if name not in BLOBS}
-
-
-def _write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> int:
-    number = 0
-    # Half a surrogate pair, which models do write, has no UTF-8: JSON's own escape says it.
-    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        for line in lines:
-            file.write(json.dumps(to_plain(line), ensure_ascii=False) + "\n")
-            number += 1
-    return number
-
-
-def _matches(row: StoredRollout, where: Mapping[str, Any]) -> bool:
-    for name, value in where.items():
-        found = getattr(row, name)
-        if isinstance(value, (list, tuple, set, frozenset)):
-            if found not in value:
-                return False
-        elif found != value:
-            return False
-    return True
-
-
-def _where(filters: Mapping[str, Any]) -> tuple[str, list[Any]]:
-    clauses: list[str] = ["1"]
-    values: list[Any] = []
-    for name, value in filters.items():
-        if name not in _FILTERS:
-            raise ConfigError(
-                f"rollouts cannot be filtered by {name!r}.{did_you_mean(name, _FILTERS)}"
-            )
-        if isinstance(value, (list, tuple, set, frozenset)):
-            named = [item for item in value if item is not None]
-            clause = f"{name} IN ({', '.join('?' for _ in named)})"
-            clauses.append(f"({clause} OR {name} IS NULL)" if None in value else clause)
-            values.extend(named)
-        else:
-            clauses.append(f"{name} IS ?")
-            values.append(value)
-    return " AND ".join(clauses), values
-
-
-def write_config(path: Path, config: Mapping[str, Any]) -> None:
-    """Write `config.json` through a temporary file and a rename, if its content would change."""
-    text = json.dumps(config, indent=2) + "\n"
-    if path.is_file() and path.read_text(encoding="utf-8") == text:
-        return
-    temporary = path.with_suffix(".json.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def config_differences(
-    old: Mapping[str, Any], new: Mapping[str, Any], may_change: Sequence[str] = ()
-) -> list[str]:
-    """Return one text per dotted key in which two configs differ, `may_change` left out.
-
-    >>> config_differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 4}, may_change=["c"])
-    ['a.b was 1 and is now 3']
-    """
-    before, after = _flatten(old), _flatten(new)
-    found = []
-    for key in sorted(before.keys() | after.keys()):
-        allowed = any(key == name or key.startswith(name + ".") for name in may_change)
-        was, now = before.get(key, _MISSING), after.get(key, _MISSING)
-        if not allowed and was != now:
-            found.append(f"{key} was {_show(was)} and is now {_show(now)}")
-    return found
-
-
-def _show(value: object) -> str:
-    return "not set" if value is _MISSING else repr(value)
-
-
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            flat.update(_flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

@@ -17,7 +17,7 @@ from typing import Any
 from rolltree.errors import ConfigError, StoreError, TrainingError
 from rolltree.redact import REDACTED
 from rolltree.store import Run, to_plain
-from rolltree.store.run import config_differences
+from rolltree.store.settings import config_differences
 from rolltree.training.checkpoint import Checkpoints, check_complete
 from rolltree.training.checkpoint_formats import put_in_place, remove, sync_files
 from rolltree.training.config import TrainConfig, load_train_config

@@ -1,0 +1,145 @@
+"""An open transaction: rows go in and out together with the sums and counts that vouch for them."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Any
+
+from rolltree.store.codec import loads
+from rolltree.store.integrity import TABLES, TOTAL_NAMES, Counts, Totals, checksum, report_key
+from rolltree.store.rows import LIGHT, STORED, with_checksums
+
+_INSERT = (
+    f"INSERT INTO rollouts ({', '.join(STORED)}) VALUES ({', '.join('?' for _ in STORED)}) "
+    "ON CONFLICT (request_id, trajectory_index) DO NOTHING"
+)
+_SUMS = """
+SELECT phase, coalesce(env_id, ''), min(id), count(DISTINCT request_id), count(*),
+       sum(status = 'error'), sum(truncated), count(reward), total(reward),
+       coalesce(sum(num_prompt_tokens), 0), coalesce(sum(num_completion_tokens), 0),
+       coalesce(max(created_at), 0.0)
+FROM rollouts WHERE phase = ? GROUP BY coalesce(env_id, '')
+"""
+
+
+@dataclass(slots=True)
+class Change:
+    """An open transaction: its connection, and the counts and sums that are stored at its end."""
+
+    connection: sqlite3.Connection
+    counts: Counts
+    totals: dict[tuple[str, str], Totals] = field(default_factory=dict)
+    phases: set[str] = field(default_factory=set)
+    """The phases whose rollouts have changed: a report of them no longer holds."""
+
+    def put(self, table: str, *values: Any) -> None:
+        """Insert or replace the row of `meta`, `steps` or `events` with this key."""
+        key = TABLES[table].partition(",")[0]
+        known = self.connection.execute(
+            f"SELECT count(*) FROM {table} WHERE {key} = ?", values[:1]
+        ).fetchone()[0]
+        marks = ", ".join("?" for _ in (*values, 0))
+        self.connection.execute(
+            f"INSERT OR REPLACE INTO {table} VALUES ({marks})", (*values, checksum(table, values))
+        )
+        setattr(self.counts, table, getattr(self.counts, table) + 1 - known)
+
+    def next_id(self) -> int:
+        """Return an id that no row has had."""
+        self.counts.last_id += 1
+        return self.counts.last_id
+
+    def count(self, row: Mapping[str, Any], times: int) -> None:
+        """Add a stored rollout, SQL values by name, to the sums; with -1 take it away.
+
+        The row is in its table when it is added, and no longer when it is taken away.
+        """
+        same = "SELECT count(*) FROM rollouts WHERE request_id = ? AND +phase = ?"  # by its id
+        others = self.connection.execute(same, (row["request_id"], row["phase"])).fetchone()[0]
+        self.phases.add(row["phase"])
+        found = self._totals_of(row)
+        found.num_requests += times * (others == (times > 0))
+        found.num_rollouts += times
+        found.num_errors += times * (row["status"] == "error")
+        found.num_truncated += times * bool(row["truncated"])
+        found.num_scored += times * (row["reward"] is not None)
+        found.sum_reward += times * (row["reward"] or 0.0)
+        found.num_prompt_tokens += times * (row["num_prompt_tokens"] or 0)
+        found.num_completion_tokens += times * (row["num_completion_tokens"] or 0)
+        found.last_created_at = max(found.last_created_at, row["created_at"] or 0.0)
+        self.counts.rollouts += times
+
+    def add_rollout(self, values: Sequence[Any]) -> int:
+        """Insert the SQL values of a row, unless one of its key is there, and return how many."""
+        stored = with_checksums(self.next_id(), values)
+        added = self.connection.execute(_INSERT, stored).rowcount
+        if added:
+            self.count(dict(zip(STORED, stored, strict=True)), 1)
+        else:
+            self.counts.last_id -= 1
+        return added
+
+    def drop_request(self, request_id: str, *, if_failed: bool) -> list[dict[str, Any]]:
+        """Take the rows of a request away, with `if_failed` only if one of them failed.
+
+        Returns the type and the errors of each that failed.
+        """
+        names = ("id", *LIGHT)
+        found = self.connection.execute(
+            f"SELECT {', '.join(names)} FROM rollouts WHERE request_id = ?", (request_id,)
+        ).fetchall()
+        rows = [dict(zip(names, row, strict=True)) for row in found]
+        failed = [row for row in rows if row["status"] == "error"]
+        if failed or (rows and not if_failed):
+            self.connection.execute("DELETE FROM rollouts WHERE request_id = ?", (request_id,))
+            for row in rows:
+                self.count(row, -1)
+            for phase in {row["phase"] for row in rows if row["reward"] is not None}:
+                self.sum_again(phase)  # taking floats away does not leave the sum of the others
+        return [{"type": row["error_type"], "errors": loads(row["errors"])} for row in failed]
+
+    def sum_again(self, phase: str) -> None:
+        """Sum a phase from its rows, after many of them, or some with a reward, were deleted."""
+        self.phases.add(phase)
+        self._write_totals()
+        gone = self.connection.execute("DELETE FROM totals WHERE phase = ?", (phase,)).rowcount
+        self.counts.totals -= gone
+        for row in self.connection.execute(_SUMS, (phase,)).fetchall():
+            found = Totals(*row)
+            self.totals[found.phase, found.env_id] = found
+            self.counts.totals += 1
+
+    def finish(self) -> None:
+        """Write sums and counts, drop old reports: the last statements of the transaction."""
+        self._write_totals()
+        for phase in self.phases:
+            drop = "DELETE FROM meta WHERE key = ?"
+            self.counts.meta -= self.connection.execute(drop, (report_key(phase),)).rowcount
+        self.counts.commits += 1
+        self.counts.write(self.connection)
+
+    def _totals_of(self, row: Mapping[str, Any]) -> Totals:
+        key = (row["phase"], row["env_id"] or "")
+        if key not in self.totals:
+            known = self.connection.execute(
+                f"SELECT {', '.join(TOTAL_NAMES)} FROM totals WHERE phase = ? AND env_id = ?", key
+            ).fetchone()
+            self.totals[key] = Totals(*known) if known else Totals(*key, first_id=row["id"])
+            self.counts.totals += known is None
+        return self.totals[key]
+
+    def _write_totals(self) -> None:
+        for key, totals in self.totals.items():
+            if totals.num_rollouts:
+                values = astuple(totals)
+                marks = ", ".join("?" for _ in (*values, 0))
+                self.connection.execute(
+                    f"INSERT OR REPLACE INTO totals VALUES ({marks})",
+                    (*values, checksum("totals", values)),
+                )
+            else:
+                self.connection.execute("DELETE FROM totals WHERE phase = ? AND env_id = ?", key)
+                self.counts.totals -= 1
+        self.totals.clear()

@@ -1,0 +1,105 @@
+"""Export: one JSON line per stored rollout, also of a damaged file the rows that are whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from rolltree.errors import ConfigError, RolltreeError, StoreError
+from rolltree.store.codec import to_plain
+from rolltree.store.database import Database
+from rolltree.store.filters import matches
+from rolltree.store.integrity import MAX_TOLD
+from rolltree.store.rows import BLOBS, COLUMNS, StoredRollout, from_sql
+
+Render: TypeAlias = Callable[[StoredRollout], Mapping[str, Any]]
+
+_ROW_ERRORS = (RolltreeError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What reading a row, or rendering it, may raise when there is something wrong with the row."""
+
+
+def light_line(row: StoredRollout) -> dict[str, Any]:
+    """Return every column of a row but the blobs."""
+    return {name: getattr(row, name) for name in COLUMNS if name not in BLOBS}
+
+
+def export_rows(
+    path: Path,
+    rows: Iterator[StoredRollout],
+    database: Database,
+    names: Sequence[str],
+    render: Render,
+    where: Mapping[str, Any],
+) -> int:
+    """Write one JSON line per row and return how many.
+
+    When a row of `rows` is damaged, the file is written again from what the columns `names` of
+    `database` still hold.
+
+    Raises:
+        StoreError: the file cannot be written, or rows are damaged; all others are in it then.
+    """
+    try:
+        return _write_lines(path, map(render, rows))
+    except OSError as error:
+        raise StoreError(
+            f"{path} cannot be written ({error.strerror}), so the export is not complete. "
+            "Check the folder and the free space, or choose another file."
+        ) from error
+    except ConfigError:
+        raise
+    except _ROW_ERRORS as error:
+        cause = error
+    lost: list[str] = []
+    number = _write_lines(path, _whole_lines(database, names, render, where, lost))
+    if not lost:
+        raise cause
+    more = f" and {len(lost) - MAX_TOLD} more" if len(lost) > MAX_TOLD else ""
+    raise StoreError(
+        f"{number} rollouts are in {path}, and these could not be read: "
+        f"{'; '.join(lost[:MAX_TOLD])}{more}. Something changed {database.path} after "
+        "rolltree wrote it; restore it from a copy to have them."
+    ) from cause
+
+
+def _whole_lines(
+    database: Database,
+    names: Sequence[str],
+    render: Render,
+    where: Mapping[str, Any],
+    lost: list[str],
+) -> Iterator[Mapping[str, Any]]:
+    """Yield the lines of all rows that are whole, and note what is not; no index is used."""
+    num_seen = 0
+    for found in database.readable(names):
+        num_seen += 1
+        if isinstance(found, int):
+            lost.append(f"row {found} (SQLite cannot read it)")
+            continue
+        try:
+            row = from_sql(found)
+            line = render(row) if matches(row, where) else None
+        except StoreError as error:
+            lost.append(str(error).rstrip("."))
+        except _ROW_ERRORS as error:
+            lost.append(f"rollout {found[1]!r} (row {found[0]}): {type(error).__name__}")
+        else:
+            if line is not None:
+                yield line
+    with contextlib.suppress(StoreError):
+        missing = database.counts().rollouts - num_seen
+        if missing > 0:
+            lost.append(f"{missing} rows that are no longer there")
+
+
+def _write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> int:
+    number = 0
+    # Half a surrogate pair, which models do write, has no UTF-8: JSON's own escape says it.
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        for line in lines:
+            file.write(json.dumps(to_plain(line), ensure_ascii=False) + "\n")
+            number += 1
+    return number

@@ -1,0 +1,64 @@
+"""A run's settings: redacted, kept in `config.json` for people, compared when a run continues."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rolltree.redact import known_secrets, redact
+from rolltree.store.codec import to_plain
+
+_MISSING = object()
+
+
+def stored_settings(config: Mapping[str, Any], secrets: Sequence[str]) -> Any:
+    """Return settings as a run stores them: plain data, without secrets."""
+    return to_plain(redact(dict(config), known_secrets(secrets)))
+
+
+def write_config(path: Path, config: Mapping[str, Any]) -> None:
+    """Write `config.json` through a temporary file and a rename, if its content would change."""
+    text = json.dumps(config, indent=2) + "\n"
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        return
+    temporary = path.with_suffix(".json.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def config_differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], may_change: Sequence[str] = ()
+) -> list[str]:
+    """Return one text per dotted key in which two configs differ, `may_change` left out.
+
+    >>> config_differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 4}, may_change=["c"])
+    ['a.b was 1 and is now 3']
+    """
+    before, after = _flatten(old), _flatten(new)
+    found = []
+    for key in sorted(before.keys() | after.keys()):
+        allowed = any(key == name or key.startswith(name + ".") for name in may_change)
+        was, now = before.get(key, _MISSING), after.get(key, _MISSING)
+        if not allowed and was != now:
+            found.append(f"{key} was {_show(was)} and is now {_show(now)}")
+    return found
+
+
+def _show(value: object) -> str:
+    return "not set" if value is _MISSING else repr(value)
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
