@@ -3,8 +3,7 @@
 import json
 
 import pytest
-import typer
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from rolltree.cli import app
 
@@ -29,7 +28,7 @@ def invoke(*words):
 
 
 def test_flags_are_frozen():
-    commands = typer.main.get_command(app).commands["env"].commands
+    commands = app.commands["env"].commands
     found = {
         name: {flag for parameter in command.params for flag in parameter.opts}
         for name, command in commands.items()

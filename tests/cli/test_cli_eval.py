@@ -12,7 +12,7 @@ import threading
 import time
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from rolltree.cli import app
 from rolltree.errors import StoreError

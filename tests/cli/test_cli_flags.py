@@ -4,8 +4,7 @@ import subprocess
 import sys
 
 import pytest
-import typer
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from rolltree import __version__
 from rolltree.cli import app
@@ -41,7 +40,7 @@ FLAGS = {
 
 def test_flags_are_frozen():
     """Removing or renaming one breaks somebody's script: change this test on purpose only."""
-    commands = dict(typer.main.get_command(app).commands)
+    commands = dict(app.commands)
     commands |= {f"env {name}": each for name, each in commands.pop("env").commands.items()}
     found = {
         name: {flag for parameter in command.params for flag in parameter.opts} - {"--help"}

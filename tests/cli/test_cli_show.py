@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from rolltree.cli import app
 from rolltree.errors import ServerError, record_error

@@ -7,7 +7,7 @@ import sys
 import textwrap
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from rolltree.cli import app
 from rolltree.errors import StoreError

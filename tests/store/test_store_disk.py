@@ -6,8 +6,8 @@ import shutil
 import sqlite3
 
 import pytest
+from click.testing import CliRunner
 from test_store_damage import make
-from typer.testing import CliRunner
 
 from disk_kit import read_only, resize, small_disk
 from rolltree.cli.app import app

@@ -7,15 +7,15 @@ was saved gives 75 (BSD's EX_TEMPFAIL, "try again later").
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import functools
 import logging
 import sys
 import traceback
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Iterator
+from typing import Any
 
-import typer
+import click
 
 from rolltree import __version__
 from rolltree.cli import env, eval, runs, serve, train
@@ -33,15 +33,6 @@ _EXTRAS = {
 }
 """The extra that brings a package, for commands that import it."""
 
-app = typer.Typer(
-    name="rolltree",
-    help="Reinforcement learning of LLM agents on the exact tokens the engine saw and sampled.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-
 
 def weather(error: OSError) -> str:
     """Return what an error of the operating system means for a command."""
@@ -54,78 +45,61 @@ def weather(error: OSError) -> str:
     return f"{what}. Check the path and the machine, and run the command again."
 
 
-def guarded(command: Callable[..., None]) -> Callable[..., None]:
+@contextlib.contextmanager
+def messages() -> Iterator[None]:
     """Turn the errors that rolltree raises on purpose into a message and an exit status."""
-
-    @functools.wraps(command)
-    def run(*args: Any, **options: Any) -> None:
-        try:
-            command(*args, **options)
-        except Stopped as stopped:
-            tell(stopped, error=True)
-            raise typer.Exit(STOPPED_STATUS) from None
-        except RolltreeError as error:
-            tell(f"error: {error}", error=True)
-            raise typer.Exit(2 if isinstance(error, ConfigError | UnknownName) else 1) from None
-        except ModuleNotFoundError as error:
-            extra = _EXTRAS.get((error.name or "").partition(".")[0])
-            if extra is None:
-                raise
-            message = (
-                f"the package {error.name} is missing, which this command needs. Install rolltree "
-                f"with its extra: pip install '{extra}'."
-            )
-            tell(f"error: {message}", error=True)
-            raise typer.Exit(2) from None
-        except OSError as error:
-            if error.errno is None:  # no weather: a library's own use of the class
-                raise
-            tell(f"error: {weather(error)}", error=True)
-            raise typer.Exit(1) from None
-        except KeyboardInterrupt:
-            raise typer.Exit(130) from None
-
-    return run
+    try:
+        yield
+    except Stopped as stopped:
+        tell(stopped, error=True)
+        raise click.exceptions.Exit(STOPPED_STATUS) from None
+    except RolltreeError as error:
+        tell(f"error: {error}", error=True)
+        status = 2 if isinstance(error, ConfigError | UnknownName) else 1
+        raise click.exceptions.Exit(status) from None
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        message = (
+            f"the package {error.name} is missing, which this command needs. Install rolltree "
+            f"with its extra: pip install '{extra}'."
+        )
+        tell(f"error: {message}", error=True)
+        raise click.exceptions.Exit(2) from None
+    except OSError as error:
+        if error.errno is None:  # no weather: a library's own use of the class
+            raise
+        tell(f"error: {weather(error)}", error=True)
+        raise click.exceptions.Exit(1) from None
+    except KeyboardInterrupt:
+        raise click.exceptions.Exit(130) from None
 
 
-_COMMANDS: dict[str, Callable[..., None]] = {
-    "eval": eval.evaluate_environment,
-    "train": train.train_model,
-    "fork": train.fork_run,
-    "serve": serve.serve_model,
-    "runs": runs.list_stored_runs,
-    "show": runs.show_run,
-    "export": runs.export_run,
-    "models": serve.list_models,
-    "init": env.new_environment,
-}
-for _name, _command in _COMMANDS.items():
-    app.command(_name)(guarded(_command))
+class Program(click.Group):
+    """Commands whose errors are messages, listed in the order in which they were added."""
 
-_ENV_COMMANDS: dict[str, Callable[..., None]] = {
-    "list": env.list_environments,
-    "check": env.check_contract,
-}
-env_app = typer.Typer(help="List environments, or check one for faults.")
-for _name, _command in _ENV_COMMANDS.items():
-    env_app.command(_name)(guarded(_command))
-app.add_typer(env_app, name="env", no_args_is_help=True)
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command that was asked for."""
+        with messages():
+            return super().invoke(ctx)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of the commands."""
+        return list(self.commands)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(__version__)
-        raise typer.Exit
-
-
-@app.callback()
-def options(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
-    ] = False,
-) -> None:
-    """Options of the program itself."""
+app = Program(
+    "rolltree",
+    commands=[
+        *(eval.evaluate_environment, train.train_model, train.fork_run, serve.serve_model),
+        *(runs.list_stored_runs, runs.show_run, runs.export_run, serve.list_models),
+        *(env.new_environment, env.environments),
+    ],
+    help="Reinforcement learning of LLM agents on the exact tokens the engine saw and sampled.",
+    context_settings={"show_default": True},
+)
+click.version_option(__version__, message="%(version)s", help="Show the version.")(app)
 
 
 class ShownFormatter(logging.Formatter):
@@ -143,7 +117,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.captureWarnings(True)
     try:
-        app()
+        app(prog_name="rolltree")
     except Exception:  # noqa: BLE001  a mistake, of rolltree or of an environment's code
         tell(traceback.format_exc().rstrip("\n"), error=True)
         sys.exit(1)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
 from rolltree.cli.arguments import json_object, tell
 
+environments = click.Group("env", help="List environments, or check one for faults.")
 
+
+@environments.command("list")
 def list_environments() -> None:
     """List the environments that can be loaded by name."""
     from rolltree.environments import known_environments
@@ -18,23 +20,31 @@ def list_environments() -> None:
         tell(name)
 
 
+@environments.command("check")
+@click.argument("env", help="Environment: a name or a path.")
+@click.option("--env-args", "-a", help="Arguments of the environment, a JSON object.")
+@click.option(
+    "--num-examples",
+    "-n",
+    type=click.IntRange(min=1),
+    default=16,
+    help="How many examples to play.",
+)
+@click.option(
+    "--reward-range",
+    type=(float, float),
+    default=(0.0, 1.0),
+    help="Lowest and highest intended reward.",
+)
+@click.option("--allow", multiple=True, help="Check to leave out; repeatable.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def check_contract(
-    env: Annotated[str, typer.Argument(help="Environment: a name or a path.")],
-    env_args: Annotated[
-        str | None,
-        typer.Option("--env-args", "-a", help="Arguments of the environment, a JSON object."),
-    ] = None,
-    num_examples: Annotated[
-        int, typer.Option("--num-examples", "-n", help="How many examples to play.", min=1)
-    ] = 16,
-    reward_range: Annotated[
-        tuple[float, float],
-        typer.Option("--reward-range", help="Lowest and highest intended reward."),
-    ] = (0.0, 1.0),
-    allow: Annotated[
-        list[str] | None, typer.Option("--allow", help="Check to leave out; repeatable.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    env: str,
+    env_args: str | None,
+    num_examples: int,
+    reward_range: tuple[float, float],
+    allow: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Play an environment with scripted answers; exit status 1 if a check fails."""
     import asyncio
@@ -50,7 +60,7 @@ def check_contract(
             lambda: load_environment(env, **args),
             num_examples=num_examples,
             reward_range=reward_range,
-            allow=allow or (),
+            allow=allow,
         )
     )
     if as_json:
@@ -63,16 +73,20 @@ def check_contract(
         said = f"{len(report.findings)} faults" if report.findings else "no faults"
         tell(f"{report.env_id}: {said} in {len(CHECKS)} checks on {report.num_examples} examples")
     if report.findings:
-        raise typer.Exit(1)
+        raise click.exceptions.Exit(1)
 
 
-def new_environment(
-    name: Annotated[str, typer.Argument(help="Name, such as word-count.")],
-    kind: Annotated[
-        str, typer.Option("--kind", help="Template: single, multi or tool.")
-    ] = "single",
-    folder: Annotated[Path, typer.Option("--path", help="Parent folder.")] = Path("environments"),
-) -> None:
+@click.command("init")
+@click.argument("name", help="Name, such as word-count.")
+@click.option("--kind", default="single", help="Template: single, multi or tool.")
+@click.option(
+    "--path",
+    "folder",
+    type=click.Path(path_type=Path),
+    default=Path("environments"),
+    help="Parent folder.",
+)
+def new_environment(name: str, kind: str, folder: Path) -> None:
     """Write the files of a new environment."""
     from rolltree.environments.scaffold import scaffold
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-import typer
+import click
 
 from rolltree.cli.arguments import default_run_dir, json_object, one_of, secret
 
@@ -24,83 +24,92 @@ MAY_CHANGE = ("num_examples", "rollouts_per_example", "max_concurrent", "base_ur
 SPLITS: tuple[Literal["train", "eval"], ...] = ("train", "eval")
 
 
+@click.command("eval")
+@click.argument("env", help="Environment: a name, or a path to its folder.")
+@click.option("-m", "--model", default="smollm2-135m", help="Model name; without -b a local one.")
+@click.option(
+    "-b",
+    "--base-url",
+    multiple=True,
+    help="OpenAI-compatible URL; repeat it for a pool. Without it: in this process.",
+)
+@click.option("-k", "--api-key-var", help="Environment variable that holds the API key.")
+@click.option("-n", "--num-examples", default=5, help="How many examples; -1 for all.")
+@click.option(
+    "-r",
+    "--rollouts-per-example",
+    type=click.IntRange(min=1),
+    default=3,
+    help="Rollouts per example.",
+)
+@click.option(
+    "-c",
+    "--max-concurrent",
+    type=click.IntRange(min=1),
+    default=32,
+    help="Maximum rollouts in flight.",
+)
+@click.option(
+    "-t", "--max-tokens", type=click.IntRange(min=1), help="Maximum tokens of one answer."
+)
+@click.option("-T", "--temperature", type=click.FloatRange(min=0.0), help="Sampling temperature.")
+@click.option("-S", "--sampling-args", help="More sampling arguments, a JSON object.")
+@click.option("-a", "--env-args", help="Arguments of the environment, a JSON object.")
+@click.option(
+    "-s", "--save-results", "save", is_flag=True, help="Also write results.jsonl and metadata.json."
+)
+@click.option("--seed", default=0, help="Seed of environments and sampling.")
+@click.option("--split", default="eval", help="eval or train.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option(
+    "--run", type=click.Path(path_type=Path), help="Run directory; an existing run is continued."
+)
+@click.option(
+    "--transcripts", type=click.IntRange(min=0), default=0, help="Number of rollouts to print."
+)
+@click.option(
+    "--retries",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Retries of an episode after a server error.",
+)
+@click.option("--retry-failed", is_flag=True, help="Retry the failed rollouts of --run.")
+@click.option(
+    "--time-limit",
+    type=float,
+    help="Maximum seconds of an episode, without waiting for the server.",
+)
+@click.option(
+    "--deadline",
+    type=float,
+    help="Maximum seconds of a rollout in all: waiting, retries and scoring included.",
+)
+@click.option(
+    "--pass-threshold", default=1.0, help="Lowest reward that counts as a pass in pass@k."
+)
 def evaluate_environment(
-    env: Annotated[str, typer.Argument(help="Environment: a name, or a path to its folder.")],
-    model: Annotated[
-        str, typer.Option("-m", "--model", help="Model name; without -b a local one.")
-    ] = "smollm2-135m",
-    base_url: Annotated[
-        list[str] | None,
-        typer.Option(
-            "-b",
-            "--base-url",
-            help="OpenAI-compatible URL; repeat it for a pool. Without it: in this process.",
-        ),
-    ] = None,
-    api_key_var: Annotated[
-        str | None,
-        typer.Option("-k", "--api-key-var", help="Environment variable that holds the API key."),
-    ] = None,
-    num_examples: Annotated[
-        int, typer.Option("-n", "--num-examples", help="How many examples; -1 for all.")
-    ] = 5,
-    rollouts_per_example: Annotated[
-        int, typer.Option("-r", "--rollouts-per-example", help="Rollouts per example.", min=1)
-    ] = 3,
-    max_concurrent: Annotated[
-        int, typer.Option("-c", "--max-concurrent", help="Maximum rollouts in flight.", min=1)
-    ] = 32,
-    max_tokens: Annotated[
-        int | None, typer.Option("-t", "--max-tokens", help="Maximum tokens of one answer.", min=1)
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option("-T", "--temperature", help="Sampling temperature.", min=0.0)
-    ] = None,
-    sampling_args: Annotated[
-        str | None,
-        typer.Option("-S", "--sampling-args", help="More sampling arguments, a JSON object."),
-    ] = None,
-    env_args: Annotated[
-        str | None,
-        typer.Option("-a", "--env-args", help="Arguments of the environment, a JSON object."),
-    ] = None,
-    save: Annotated[
-        bool,
-        typer.Option("-s", "--save-results", help="Also write results.jsonl and metadata.json."),
-    ] = False,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of environments and sampling.")] = 0,
-    split: Annotated[str, typer.Option("--split", help="eval or train.")] = "eval",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    run: Annotated[
-        Path | None,
-        typer.Option("--run", help="Run directory; an existing run is continued."),
-    ] = None,
-    transcripts: Annotated[
-        int, typer.Option("--transcripts", help="Number of rollouts to print.", min=0)
-    ] = 0,
-    retries: Annotated[
-        int, typer.Option("--retries", help="Retries of an episode after a server error.", min=0)
-    ] = 0,
-    retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Retry the failed rollouts of --run.")
-    ] = False,
-    time_limit: Annotated[
-        float | None,
-        typer.Option(
-            "--time-limit", help="Maximum seconds of an episode, without waiting for the server."
-        ),
-    ] = None,
-    deadline: Annotated[
-        float | None,
-        typer.Option(
-            "--deadline",
-            help="Maximum seconds of a rollout in all: waiting, retries and scoring included.",
-        ),
-    ] = None,
-    pass_threshold: Annotated[
-        float,
-        typer.Option("--pass-threshold", help="Lowest reward that counts as a pass in pass@k."),
-    ] = 1.0,
+    env: str,
+    model: str,
+    base_url: tuple[str, ...],
+    api_key_var: str | None,
+    num_examples: int,
+    rollouts_per_example: int,
+    max_concurrent: int,
+    max_tokens: int | None,
+    temperature: float | None,
+    sampling_args: str | None,
+    env_args: str | None,
+    save: bool,
+    seed: int,
+    split: str,
+    as_json: bool,
+    run: Path | None,
+    transcripts: int,
+    retries: int,
+    retry_failed: bool,
+    time_limit: float | None,
+    deadline: float | None,
+    pass_threshold: float,
 ) -> None:
     """Evaluate a model on an environment."""
     import asyncio
@@ -129,8 +138,7 @@ def evaluate_environment(
     remember(api_key or "", *secrets_in([env_arguments, sampling]))
     chosen_split = one_of(split, SPLITS, "--split")
     folder = run or default_run_dir("eval", env, model)
-    base_urls = base_url or []
-    where = ", ".join(base_urls) or None
+    where = ", ".join(base_url) or None
     errors = SafeConsole(stderr=True)
     environment = load_environment(env, **env_arguments)
 
@@ -144,7 +152,7 @@ def evaluate_environment(
             environment,
             open_client(
                 model,
-                base_urls=base_urls,
+                base_urls=base_url,
                 api_key=api_key,
                 max_concurrent=max_concurrent,
                 seed=seed,
@@ -215,7 +223,7 @@ def evaluate_environment(
         if as_json:
             print(json.dumps(redact(to_plain(report.as_dict())), indent=2))
     if report.num_failed == report.num_rollouts:
-        raise typer.Exit(1)
+        raise click.exceptions.Exit(1)
 
 
 @asynccontextmanager

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
 from rolltree.cli.arguments import tell
 
-PhaseOption = Annotated[str | None, typer.Option("--phase", help="Only this phase.")]
-RunArgument = Annotated[Path, typer.Argument(help="A run directory.")]
+run_argument = click.argument("run", type=click.Path(path_type=Path), help="A run directory.")
+phase_option = click.option("--phase", help="Only this phase.")
 
 
-def list_stored_runs(
-    root: Annotated[Path, typer.Argument(help="Directory to search.")] = Path("runs"),
-) -> None:
+@click.command("runs")
+@click.argument(
+    "root", type=click.Path(path_type=Path), default=Path("runs"), help="Directory to search."
+)
+def list_stored_runs(root: Path) -> None:
     """List the runs below a directory, newest first."""
     from rolltree.reports import SafeConsole, run_lines, say
     from rolltree.store import list_runs
@@ -28,17 +30,17 @@ def list_stored_runs(
         say(console, f"no runs below {root}")
 
 
-def show_run(
-    run: RunArgument,
-    phase: PhaseOption = None,
-    transcripts: Annotated[
-        int, typer.Option("--transcripts", help="Number of rollouts to print.", min=0)
-    ] = 1,
-    failed: Annotated[bool, typer.Option("--failed", help="Print failed rollouts only.")] = False,
-    limit: Annotated[
-        int, typer.Option("--limit", help="Maximum characters of one message.", min=1)
-    ] = 600,
-) -> None:
+@click.command("show")
+@run_argument
+@phase_option
+@click.option(
+    "--transcripts", type=click.IntRange(min=0), default=1, help="Number of rollouts to print."
+)
+@click.option("--failed", is_flag=True, help="Print failed rollouts only.")
+@click.option(
+    "--limit", type=click.IntRange(min=1), default=600, help="Maximum characters of one message."
+)
+def show_run(run: Path, phase: str | None, transcripts: int, failed: bool, limit: int) -> None:
     """Show a run: phases, rewards, curve, and some rollouts."""
     from itertools import islice
 
@@ -73,14 +75,12 @@ def show_run(
             console.print(transcript(result, limit=limit))
 
 
-def export_run(
-    run: RunArgument,
-    target: Annotated[Path, typer.Argument(help="The JSONL file to write.")],
-    phase: PhaseOption = None,
-    light: Annotated[
-        bool, typer.Option("--light", help="Columns and metrics only, no messages and tokens.")
-    ] = False,
-) -> None:
+@click.command("export")
+@run_argument
+@click.argument("target", type=click.Path(path_type=Path), help="The JSONL file to write.")
+@phase_option
+@click.option("--light", is_flag=True, help="Columns and metrics only, no messages and tokens.")
+def export_run(run: Path, target: Path, phase: str | None, light: bool) -> None:
     """Write the rollouts of a run as JSON lines."""
     from rolltree.rollouts.record import export_line
     from rolltree.store import Run

@@ -6,9 +6,9 @@ or generated and printed once. Torch and the web server are imported when the co
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from rolltree.cli.arguments import one_of, secret, tell
 
@@ -18,61 +18,65 @@ if TYPE_CHECKING:
 MODES: dict[str, ServedLogprobs] = {"processed_logprobs": "processed", "raw_logprobs": "raw"}
 
 
+@click.command("serve")
+@click.argument("model", help="Model: a name or a local folder.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option(
+    "--port", type=click.IntRange(min=0, max=65535), default=8000, help="Port; 0 takes a free one."
+)
+@click.option("--allow-remote", is_flag=True, help="Accept connections from other machines.")
+@click.option("--api-key-env", help="Environment variable that holds the token.")
+@click.option("--admin-key-env", help="Variable with the token that replaces weights.")
+@click.option("--served-model-name", help="Model name in requests.")
+@click.option("--dtype", default="float32", help="float32, bfloat16 or float16.")
+@click.option("--device", default="cpu", help="cpu or cuda.")
+@click.option(
+    "--max-batch", type=click.IntRange(min=1), default=64, help="Maximum requests decoded together."
+)
+@click.option(
+    "--max-context",
+    type=click.IntRange(min=2),
+    help="Maximum tokens of prompt and answer together.",
+)
+@click.option(
+    "--logprobs-mode", default="processed_logprobs", help="processed_logprobs or raw_logprobs."
+)
+@click.option(
+    "--batch-invariant",
+    is_flag=True,
+    help="Bitwise equal results in any batch; slower (docs/engine.md).",
+)
+@click.option("--seed", default=0, help="Seed of requests without one.")
+@click.option(
+    "--control-in-messages",
+    is_flag=True,
+    help="Control tokens that messages spell out become those tokens.",
+)
+@click.option(
+    "--read-timeout",
+    type=click.FloatRange(min=0.1),
+    default=30.0,
+    help="Seconds for a request to arrive.",
+)
+@click.option("--num-threads", type=click.IntRange(min=1), help="CPU threads of torch.")
 def serve_model(
-    model: Annotated[str, typer.Argument(help="Model: a name or a local folder.")],
-    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option("--port", help="Port; 0 takes a free one.", min=0, max=65535)
-    ] = 8000,
-    allow_remote: Annotated[
-        bool, typer.Option("--allow-remote", help="Accept connections from other machines.")
-    ] = False,
-    api_key_env: Annotated[
-        str | None,
-        typer.Option("--api-key-env", help="Environment variable that holds the token."),
-    ] = None,
-    admin_key_env: Annotated[
-        str | None,
-        typer.Option("--admin-key-env", help="Variable with the token that replaces weights."),
-    ] = None,
-    served_model_name: Annotated[
-        str | None, typer.Option("--served-model-name", help="Model name in requests.")
-    ] = None,
-    dtype: Annotated[
-        str, typer.Option("--dtype", help="float32, bfloat16 or float16.")
-    ] = "float32",
-    device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
-    max_batch: Annotated[
-        int, typer.Option("--max-batch", help="Maximum requests decoded together.", min=1)
-    ] = 64,
-    max_context: Annotated[
-        int | None,
-        typer.Option("--max-context", help="Maximum tokens of prompt and answer together.", min=2),
-    ] = None,
-    logprobs_mode: Annotated[
-        str, typer.Option("--logprobs-mode", help="processed_logprobs or raw_logprobs.")
-    ] = "processed_logprobs",
-    batch_invariant: Annotated[
-        bool,
-        typer.Option(
-            "--batch-invariant", help="Bitwise equal results in any batch; slower (docs/engine.md)."
-        ),
-    ] = False,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of requests without one.")] = 0,
-    control_in_messages: Annotated[
-        bool,
-        typer.Option(
-            "--control-in-messages",
-            help="Control tokens that messages spell out become those tokens.",
-        ),
-    ] = False,
-    read_timeout: Annotated[
-        float,
-        typer.Option("--read-timeout", help="Seconds for a request to arrive.", min=0.1),
-    ] = 30.0,
-    num_threads: Annotated[
-        int | None, typer.Option("--num-threads", help="CPU threads of torch.", min=1)
-    ] = None,
+    model: str,
+    host: str,
+    port: int,
+    allow_remote: bool,
+    api_key_env: str | None,
+    admin_key_env: str | None,
+    served_model_name: str | None,
+    dtype: str,
+    device: str,
+    max_batch: int,
+    max_context: int | None,
+    logprobs_mode: str,
+    batch_invariant: bool,
+    seed: int,
+    control_in_messages: bool,
+    read_timeout: float,
+    num_threads: int | None,
 ) -> None:
     """Serve a model by OpenAI's API, with vLLM's token ids, logprobs and weight updates."""
     import functools
@@ -125,11 +129,9 @@ def serve_model(
     serve(served, where, on_ready=announce)
 
 
-def list_models(
-    prepare: Annotated[
-        str | None, typer.Argument(help="Prepare this model and print its folder.")
-    ] = None,
-) -> None:
+@click.command("models")
+@click.argument("prepare", required=False, help="Prepare this model and print its folder.")
+def list_models(prepare: str | None) -> None:
     """List the built-in models, or prepare one."""
     from rolltree.models import resolve_model
     from rolltree.models.load import MADE_MODELS
