@@ -4,12 +4,13 @@
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+VF_VENV ?= .venv-verifiers
 WORKERS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm check bench format clean
+.PHONY: help demo test test-vllm test-compat check bench format clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -23,6 +24,9 @@ test: $(VENV)/.dev ## run every test (unit, property, crash, real model)
 test-vllm: $(VENV)/.train $(VLLM_VENV)/.vllm ## run the tests against real vLLM (its own environment, 2.5 GB)
 	ROLLTREE_TEST_MODEL=$$($(BIN)/python -c 'from rolltree.models import resolve_model as r; print(r("smollm2-135m"))') \
 	  $(VLLM_VENV)/bin/python -m pytest tests_vllm $(ARGS)
+
+test-compat: $(VENV)/.dev $(VF_VENV)/.verifiers ## play environments on the real verifiers 0.1.8 and on rolltree, and compare (its own environment, 1 GB)
+	ROLLTREE_VERIFIERS=$(abspath $(VF_VENV)) $(BIN)/python -m pytest tests_compat $(ARGS)
 
 check: $(VENV)/.dev ## lint, format, types, room contract
 	$(BIN)/ruff format --check .
@@ -38,7 +42,7 @@ format: $(VENV)/.dev ## rewrite files to the house format
 	$(BIN)/ruff format .
 
 clean: ## remove the virtual environment and the caches (runs/ stays)
-	rm -rf $(VENV) $(VLLM_VENV) .venv-trl .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(VLLM_VENV) $(VF_VENV) .venv-trl .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -75,4 +79,10 @@ $(VLLM_VENV)/.vllm: pyproject.toml
 	$(VLLM_PIP) $(VLLM)
 	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check uninstall --yes --quiet torchvision torchaudio torchcodec triton
 	$(VLLM_PIP) --editable . pytest pytest-asyncio pytest-timeout
+	@touch $@
+
+$(VF_VENV)/.verifiers: tests_compat/requirements.txt
+	@echo "Installing into $(VF_VENV): the real verifiers and what the published environments need (two minutes) ..."
+	@test -x $(VF_VENV)/bin/python || $(PYTHON) -m venv $(VF_VENV)
+	$(VF_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt -r tests_compat/requirements.txt
 	@touch $@

@@ -1,0 +1,101 @@
+"""Plays the asked cases once per session on the real verifiers and on rolltree, side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import PUBLISHED
+from server import Scripted
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+REAL = Path(os.environ.get("ROLLTREE_VERIFIERS", ROOT / ".venv-verifiers")) / "bin" / "python"
+TIME_LIMIT_S = 400
+
+
+@dataclass
+class Played:
+    """What each side wrote, by case, and the requests its server saw."""
+
+    real: dict[str, Any]
+    ours: dict[str, Any]
+    real_requests: dict[str, list[dict[str, Any]]]
+    our_requests: dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="session")
+def played(request: pytest.FixtureRequest) -> Iterator[Played]:
+    """Play the cases of the tests of this session."""
+    if not REAL.exists():
+        pytest.skip(f"the real verifiers is not installed at {REAL}: run `make test-compat`")
+    asked: list[str] = []
+    for item in request.session.items:
+        name = getattr(item, "callspec", None) and item.callspec.params.get("name")
+        if name and name not in asked:
+            asked.append(name)
+    out = ROOT / "runs" / "compat"
+    out.mkdir(parents=True, exist_ok=True)
+    with Scripted() as real_server, Scripted() as our_server:
+        real = start([str(REAL)], real_server.url, out / "real.json", asked)
+        ours = start(
+            [sys.executable, str(HERE / "as_verifiers.py")],
+            our_server.url,
+            out / "ours.json",
+            asked,
+        )
+        try:
+            real.wait(TIME_LIMIT_S)
+            ours.wait(TIME_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            print(f"gave up after {TIME_LIMIT_S} s; see {out}/*.log", file=sys.stderr)
+        finally:
+            for process in (real, ours):
+                process.kill()
+                process.wait()
+        yield Played(
+            read(out / "real.json", real_server.url),
+            read(out / "ours.json", our_server.url),
+            dict(real_server.requests),
+            dict(our_server.requests),
+        )
+
+
+def start(command: list[str], url: str, out: Path, names: list[str]) -> subprocess.Popen[bytes]:
+    """Start one side; what it prints goes to a file beside its results."""
+    out.unlink(missing_ok=True)
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("OPENAI")
+    }
+    with out.with_suffix(".log").open("wb") as log:
+        return subprocess.Popen(
+            [*command, str(HERE / "play.py"), *names, "--server", url, "--out", str(out)],
+            stdout=log,
+            stderr=log,
+            cwd=ROOT,
+            env={**environment, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},
+        )
+
+
+def read(path: Path, url: str) -> dict[str, Any]:
+    """Return the results of one side, none if it died before the first."""
+    if not path.exists():
+        return {}
+    text = path.read_text().replace(url, "http://server")
+    path.write_text(text)
+    return json.loads(text)
+
+
+@pytest.fixture(scope="session")
+def published() -> Path:
+    """The folder of the published environments."""
+    if not PUBLISHED.exists():
+        pytest.skip(f"the published environments are not at {PUBLISHED}")
+    return PUBLISHED
