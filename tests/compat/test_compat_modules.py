@@ -47,7 +47,8 @@ def test_every_name_can_be_fetched(name):
 def test_classes_are_rolltrees():
     from rolltree.compat.verifiers.envs.tool_env import ToolEnv
 
-    assert ToolEnv is rolltree.ToolEnv
+    assert issubclass(ToolEnv, rolltree.ToolEnv)
+    assert issubclass(ToolEnv, vf.MultiTurnEnv)
     assert vf.State is rolltree.State
     assert issubclass(vf.JudgeRubric, rolltree.JudgeRubric)
 
@@ -74,7 +75,7 @@ def test_install_and_uninstall():
         from verifiers.utils.data_utils import extract_boxed_answer
 
         assert verifiers is vf
-        assert MultiTurnEnv is rolltree.MultiTurnEnv
+        assert issubclass(MultiTurnEnv, rolltree.MultiTurnEnv)
         assert extract_boxed_answer("\\boxed{2}") == "2"
     finally:
         uninstall()

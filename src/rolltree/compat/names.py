@@ -8,9 +8,17 @@ from __future__ import annotations
 _SHIMS = "rolltree.compat"
 
 SOURCES: dict[str, str] = {
-    "rolltree.environments": "EnvGroup Environment MultiTurnEnv PythonEnv ReasoningGymEnv "
-    "SandboxEnv SingleTurnEnv StatefulToolEnv TextArenaEnv ToolEnv cleanup "
-    "convert_func_to_oai_tool load_environment stop teardown GenerateMetadata",
+    "rolltree.environments": "convert_func_to_oai_tool load_environment",
+    f"{_SHIMS}.decorators": "cleanup stop teardown",
+    f"{_SHIMS}.environments": "Environment MultiTurnEnv SingleTurnEnv",
+    f"{_SHIMS}.tool_environments": "StatefulToolEnv ToolEnv",
+    f"{_SHIMS}.env_group": "EnvGroup EnvGroupRubric",
+    f"{_SHIMS}.sandbox_environments": "PythonEnv PythonWorkerState SandboxEnv",
+    f"{_SHIMS}.game_environments": "ReasoningGymEnv TextArenaEnv",
+    f"{_SHIMS}.results": "GenerateMetadata GenerateOutputs get_hf_hub_dataset_name make_dataset "
+    "quiet_datasets sanitize_metadata save_rollout_results save_to_disk",
+    f"{_SHIMS}.paths": "get_eval_results_path get_results_path",
+    f"{_SHIMS}.rows": "format_dataset",
     "rolltree.rubrics": "MathRubric Rubric RubricGroup ToolRubric RewardFunc",
     "rolltree.parsers": "MaybeThinkParser Parser ThinkParser XMLParser extract_boxed_answer",
     "rolltree.types": "ChatMessage Info Messages MessageType ModelResponse RolloutInput "
@@ -21,7 +29,7 @@ SOURCES: dict[str, str] = {
     f"{_SHIMS}.helpers": "NullAsyncContext concat_messages maybe_await maybe_semaphore "
     "message_to_printable messages_to_printable parse_response_messages parse_response_tokens "
     "print_prompt_completions_sample sanitize_tool_calls setup_logging strip_nones_from_content",
-    f"{_SHIMS}.types": "ChatMessages ClientConfig Endpoint Endpoints GenerateOutputs "
+    f"{_SHIMS}.types": "ChatMessages ClientConfig Endpoint Endpoints "
     "GroupRewardFunc IndividualRewardFunc JsonPrimitive Message ProcessedOutputs RolloutScore "
     "RolloutScores",
     "openai": "AsyncOpenAI",
@@ -36,7 +44,7 @@ SOURCE_OF = {name: module for module, names in SOURCES.items() for name in names
 _TYPES = (
     SOURCES["rolltree.types"].split()
     + SOURCES[f"{_SHIMS}.types"].split()
-    + ["RewardFunc", "GenerateMetadata", "AsyncOpenAI", "ChatCompletion"]
+    + ["RewardFunc", "GenerateMetadata", "GenerateOutputs", "AsyncOpenAI", "ChatCompletion"]
     + ["ChatCompletionMessageToolCall", "ChatCompletionRole", "ChatCompletionToolParam"]
     + ["Completion", "FunctionDefinition", "FunctionParameters"]
 )
@@ -55,8 +63,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "envs.tool_env": ("ToolEnv",),
     "envs.stateful_tool_env": ("StatefulToolEnv",),
     "envs.sandbox_env": ("SandboxEnv",),
-    "envs.python_env": ("PythonEnv",),
-    "envs.env_group": ("EnvGroup",),
+    "envs.python_env": ("PythonEnv", "PythonWorkerState"),
+    "envs.env_group": ("EnvGroup", "EnvGroupRubric"),
     "envs.textarena_env": ("TextArenaEnv",),
     "envs.reasoninggym_env": ("ReasoningGymEnv",),
     "rubrics": (),
@@ -74,12 +82,17 @@ MODULES: dict[str, tuple[str, ...]] = {
     "utils.async_utils": ("maybe_await", "maybe_semaphore", "NullAsyncContext"),
     "utils.data_utils": (
         *("BOXED_SYSTEM_PROMPT", "THINK_BOXED_SYSTEM_PROMPT", "extract_boxed_answer"),
-        *("extract_hash_answer", "load_example_dataset", "strip_non_numeric"),
+        *("extract_hash_answer", "load_example_dataset", "strip_non_numeric", "format_dataset"),
     ),
     "utils.decorators": ("stop", "cleanup", "teardown"),
     "utils.env_utils": ("load_environment",),
+    "utils.eval_utils": (
+        *("get_hf_hub_dataset_name", "make_dataset", "quiet_datasets", "sanitize_metadata"),
+        *("save_rollout_results", "save_to_disk"),
+    ),
     "utils.logging_utils": ("print_prompt_completions_sample", "setup_logging"),
     "utils.message_utils": tuple(_MESSAGES.split()),
+    "utils.path_utils": ("get_eval_results_path", "get_results_path"),
     "utils.response_utils": ("parse_response_messages", "parse_response_tokens"),
     "utils.tool_utils": ("convert_func_to_oai_tool",),
 }

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypedDict
 
-from rolltree.environments import GenerateResults
 from rolltree.types import ChatMessage
 
 ChatMessages: TypeAlias = list[ChatMessage]
@@ -14,8 +13,6 @@ Message: TypeAlias = str | ChatMessage
 IndividualRewardFunc: TypeAlias = Callable[..., float | Awaitable[float]]
 GroupRewardFunc: TypeAlias = Callable[..., list[float] | Awaitable[list[float]]]
 JsonPrimitive: TypeAlias = Literal["string", "number", "integer", "boolean", "array", "object"]
-GenerateOutputs: TypeAlias = GenerateResults
-"""What `generate` returns; its columns are attributes and items."""
 
 
 class RolloutScore(TypedDict):

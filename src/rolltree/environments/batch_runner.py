@@ -10,7 +10,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -224,13 +224,21 @@ class BatchRunner(ABC):
             return self.get_dataset(n, seed)
         return self.eval_dataset.take(n, seed)
 
+    def own_rows(self, split: Split) -> Rows | None:
+        """Return the rows that a split has of its own."""
+        return self.dataset if split == "train" else self.eval_dataset
+
     def num_examples(self, split: Split) -> int:
         """Return how many rows the split has. Without evaluation rows it is the training rows."""
         return len(self._split(split))
 
     def example(self, split: Split, index: int) -> RolloutInput:
         """Return the input of row `index` of the split."""
-        return as_input(self._split(split)[index])
+        return self.input_of(self._split(split)[index])
+
+    def input_of(self, row: Mapping[str, Any]) -> RolloutInput:
+        """Return what a rollout gets of a row: the input's columns, in a fresh dict."""
+        return as_input(row)
 
     def _split(self, split: Split) -> Rows:
         return self.get_dataset() if split == "train" else self.get_eval_dataset()
@@ -356,7 +364,7 @@ class BatchRunner(ABC):
             on_progress=on_progress,
         )
         results = await engine.run_all(requests)
-        states = [state for result in results for state in _states_of(result)]
+        states = [state for result in results for state in states_of(result)]
         if score_rollouts:
             await _fill_advantages(results)
         metadata = summarize(
@@ -426,7 +434,7 @@ class BatchRunner(ABC):
             group = f"{row['task']}/{row['example_id']}"
             request = example_request(
                 self.env_id,
-                as_input(row),
+                self.input_of(row),
                 group_id=group,
                 seed=derive_seed(seed, self.env_id, group),
                 sampling=sampling,
@@ -448,7 +456,7 @@ class _Unscored:
         self.run_request = environment.play_request
 
 
-def _states_of(result: RolloutResult) -> tuple[State, ...]:
+def states_of(result: RolloutResult) -> tuple[State, ...]:
     """Return the states of the episode's own agents; delegated ones are in the result."""
     if result.states:
         return tuple(s for s in result.states if s.get("parent_rollout") is None)

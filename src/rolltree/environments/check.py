@@ -126,8 +126,8 @@ async def check_environment(
 def row_findings(first: Environment, second: Environment, num_examples: int) -> list[Finding]:
     """Return what the rows of two instances of one environment show."""
     findings = []
-    splits = [("training", first.dataset, second.dataset)]
-    splits.append(("evaluation", first.eval_dataset, second.eval_dataset))
+    splits = [("training", first.own_rows("train"), second.own_rows("train"))]
+    splits.append(("evaluation", first.own_rows("eval"), second.own_rows("eval")))
     for name, rows, again in splits:
         if rows is None or again is None:
             continue
@@ -171,10 +171,11 @@ def leak_rate(shown: Sequence[tuple[str, str]]) -> tuple[float, float]:
 
 def shared_questions(env: Environment) -> tuple[list[str], int]:
     """Return the evaluation questions that are training questions, and how many were looked at."""
-    if env.dataset is None or env.eval_dataset is None:
+    train_rows, eval_rows = env.own_rows("train"), env.own_rows("eval")
+    if train_rows is None or eval_rows is None:
         return [], 0
-    train = {_prompt(row) for row in env.dataset[:_MAX_ROWS]}
-    tested = [_prompt(row) for row in env.eval_dataset[:_MAX_ROWS]]
+    train = {_prompt(row) for row in train_rows[:_MAX_ROWS]}
+    tested = [_prompt(row) for row in eval_rows[:_MAX_ROWS]]
     if len(train) == 1 and set(tested) == train:
         return [], len(tested)  # worlds: the seed makes the difference, not the row
     return [prompt for prompt in tested if prompt in train], len(tested)

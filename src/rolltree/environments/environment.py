@@ -419,10 +419,10 @@ class Environment(BatchRunner):
         await self.aclose()
 
 
-def _tools(info: Any, own: Sequence[ToolSchema]) -> list[ToolSchema]:
+def _tools(info: Any, own: Sequence[ToolSchema] | None) -> list[ToolSchema]:
     if isinstance(info, Mapping) and info.get("oai_tools") is not None:
         return list(info["oai_tools"])
-    return list(own)
+    return list(own or ())
 
 
 async def settle(value: Any) -> Any:

@@ -84,14 +84,20 @@ def _mark(func: F | None, mark: Mark) -> F | Callable[[F], F]:
     return decorate if func is None else decorate(func)
 
 
+def mark_of(method: object) -> Mark | None:
+    """Return what a decorator wrote on a method, if one did."""
+    mark = getattr(method, _MARK, None)
+    return mark if isinstance(mark, Mark) else None
+
+
 @functools.cache
 def discover(cls: type) -> dict[Role, tuple[tuple[str, Mark], ...]]:
     """Return the marked methods of a class by role, as (name, mark), in the order to call them."""
     found: dict[str, Mark] = {}
     for base in reversed(cls.__mro__):
         for name, value in vars(base).items():
-            mark = getattr(value, _MARK, None)
-            if isinstance(mark, Mark):
+            mark = mark_of(value)
+            if mark is not None:
                 found[name] = mark
             elif value is None:
                 found.pop(name, None)

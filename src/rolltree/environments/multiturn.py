@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from abc import abstractmethod
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -43,6 +43,9 @@ class MultiTurnEnv(Environment):
             "max_steps". -1: no limit.
         settings: `Environment`'s.
     """
+
+    ends_in_env_response: ClassVar[bool] = True
+    """Whether stop conditions are asked after `env_response` too, before the next model call."""
 
     def __init__(self, max_turns: int = -1, **settings: Any) -> None:
         super().__init__(**settings)
@@ -113,9 +116,7 @@ class MultiTurnEnv(Environment):
         The call of turn i samples with the seed of `sampling_args` for i = 0, and with one derived
         from it for later turns. A failure is in `state["error"]`; cleanups have run.
         """
-        state = await self.init_state(
-            input, client=client, model=model, sampling_args=sampling_args
-        )
+        state = await self._begin(input, client, model, sampling_args)
         try:
             with in_phase("setup"):
                 session = self._session(client, model)
@@ -133,6 +134,12 @@ class MultiTurnEnv(Environment):
                 state["trajectory"].trim()
         return state
 
+    async def _begin(
+        self, input: RolloutInput, client: Any, model: str, sampling_args: SamplingArgs | None
+    ) -> State:
+        """Return the state that the rollout begins with."""
+        return await self.init_state(input, client=client, model=model, sampling_args=sampling_args)
+
     def _session(self, client: Any, model: str) -> Any:
         """Return the rollout's client, with OpenAI's methods for an override that wants them."""
         session = as_client(client, model or None).session()
@@ -144,9 +151,9 @@ class MultiTurnEnv(Environment):
         # Only an override can answer with something that does not know its request.
         is_own = not isinstance(session, OpenAIView)
         while not await self.is_completed(state):
-            before = None if self._asks_own_conditions else _Snapshot(self, state)
+            before = self._snapshot(state)
             prompt = await self.get_prompt_messages(state)
-            may_have_ended = before is None or before.has_changed()
+            may_have_ended = self.ends_in_env_response and (before is None or before.has_changed())
             if may_have_ended and await self.is_completed(state):
                 await self._keep_last_response(state, prompt)
                 break
@@ -167,6 +174,11 @@ class MultiTurnEnv(Environment):
         if not state["is_completed"]:  # an override of is_completed ended it
             state["is_completed"] = True
             self._settle_ending(state)
+
+    def _snapshot(self, state: State) -> _Snapshot | None:
+        if self._asks_own_conditions or not self.ends_in_env_response:
+            return None
+        return _Snapshot(self, state)
 
     async def _keep_last_response(self, state: State, prompt: Messages) -> None:
         """Make what `env_response` said last part of the completion."""

@@ -1,0 +1,279 @@
+"""`generate` and `evaluate` of verifiers 0.1.8 on rolltree's engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
+from contextvars import ContextVar
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from rolltree.compat.helpers import maybe_semaphore
+from rolltree.compat.results import GenerateOutputs, make_dataset, outputs_of, save_rollout_results
+from rolltree.compat.rows import repeated
+from rolltree.environments.batch_runner import BatchRunner, states_of
+from rolltree.environments.dataset import Data
+from rolltree.inference.client import as_client
+from rolltree.rollouts import RolloutEngine
+from rolltree.rollouts.requests import current_episode
+from rolltree.tasks import run_sync
+from rolltree.types import RolloutInput, RolloutResult, SamplingArgs, State
+
+
+@dataclass(slots=True)
+class Batch:
+    """What one `generate` call wants of each of its rollouts."""
+
+    sampling_args: SamplingArgs
+    scoring: AbstractAsyncContextManager[Any]
+    failures: list[Exception] = field(default_factory=list)  # the first one
+
+
+_BATCH: ContextVar[Batch | None] = ContextVar("rolltree_compat_batch", default=None)
+
+
+def current_batch() -> Batch | None:
+    """Return the `generate` call that the calling task belongs to."""
+    return _BATCH.get()
+
+
+def note_failure(error: Exception) -> None:
+    """Keep the first exception of the batch: it is raised when every rollout failed."""
+    batch = _BATCH.get()
+    if batch is not None and not batch.failures:
+        batch.failures.append(error)
+
+
+async def run_batch(
+    env: BatchRunner,
+    inputs: Any,
+    client: Any,
+    model: str,
+    args: SamplingArgs,
+    *,
+    max_concurrent: int | None,
+    max_scoring: int | None,
+    on_group: Callable[[list[State]], None],
+    show_progress: bool = False,
+    **engine_settings: Any,
+) -> list[State]:
+    """Play and score rows and return their states by `example_id`, in the rows' order.
+
+    Raises:
+        Exception: what the first rollout failed with, when all have failed.
+    """
+    batch = Batch(args, await maybe_semaphore(max_scoring))
+    rows = env.rows(inputs)
+    requests = env._requests(rows, args, 0, 1)
+    limit = max_concurrent if max_concurrent and max_concurrent > 0 else len(requests)
+    engine = RolloutEngine(
+        env, as_client(client, model), model=model, max_concurrent=max(limit, 1), **engine_settings
+    )
+    found: dict[str, RolloutResult] = {}
+    token = _BATCH.set(batch)
+    try:
+        groups = {request.group_id for request in requests}
+        with _progress(len(groups), len(requests), show_progress) as advance:
+            async for results in engine.run_ready(requests):
+                found.update({result.request.request_id: result for result in results})
+                for group in _by_group(results):
+                    on_group([state for result in group for state in states_of(result)])
+                    advance()
+    finally:
+        _BATCH.reset(token)
+    ordered = [found[request.request_id] for request in requests]
+    ordered.sort(key=lambda result: result.request.input["example_id"])
+    if batch.failures and all(result.error is not None for result in ordered):
+        raise batch.failures[0]
+    return [state for result in ordered for state in states_of(result)]
+
+
+def _by_group(results: Sequence[RolloutResult]) -> list[list[RolloutResult]]:
+    groups: dict[str, list[RolloutResult]] = {}
+    for result in results:
+        groups.setdefault(result.request.group_id, []).append(result)
+    return list(groups.values())
+
+
+@contextmanager
+def _progress(num_groups: int, num_rollouts: int, shown: bool) -> Iterator[Callable[[], object]]:
+    """Show a bar of `tqdm`, where it is installed; yield what advances it."""
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped]
+    except ImportError:
+        shown = False
+    if not shown:
+        yield lambda: None
+        return
+    what = f"Processing {num_groups} groups ({num_rollouts} total rollouts)"
+    with tqdm(total=num_groups, desc=what) as bar:
+        yield bar.update
+
+
+def args_of_rollout(env_args: SamplingArgs, given: SamplingArgs | None) -> SamplingArgs:
+    """Return the sampling arguments that a rollout of the engine gets.
+
+    In `generate` they are the batch's, as the caller wrote them and without a seed of rolltree's.
+    Elsewhere (evaluation, training) the request says how to sample.
+    """
+    batch = _BATCH.get()
+    if batch is not None and current_episode() is not None:
+        return deepcopy(batch.sampling_args)
+    return {**deepcopy(env_args), **(given or {})}
+
+
+class Batches(BatchRunner):
+    """The methods of an environment that run many rollouts."""
+
+    env_args: dict[str, Any]
+
+    async def generate(
+        self,
+        inputs: Data,
+        client: Any,
+        model: str,
+        sampling_args: SamplingArgs | None = None,
+        max_concurrent: int | None = -1,
+        max_concurrent_generation: int | None = None,
+        max_concurrent_scoring: int | None = None,
+        results_path: Path | None = None,
+        state_columns: list[str] | None = None,
+        save_results: bool = False,
+        save_every: int = -1,
+        use_tqdm: bool = True,
+        **engine_settings: Any,
+    ) -> GenerateOutputs:
+        """Play and score rows, and return the rollouts by `example_id`.
+
+        Rows with one `example_id` are one group. `engine_settings` are `RolloutEngine`'s
+        (`time_limit_s`, `deadline_s`, `retries`, ...).
+
+        Raises:
+            Exception: what the first rollout failed with, when all have failed.
+        """
+        started = time.perf_counter()
+        args = deepcopy(self.sampling_args)
+        args.update(sampling_args or {})
+        done: list[State] = []
+        num_groups = 0
+
+        def outputs(states: Sequence[State]) -> GenerateOutputs:
+            return outputs_of(
+                states,
+                env_id=self.env_id,
+                env_args=self.env_args,
+                model=model,
+                client=client,
+                sampling_args=args,
+                state_columns=state_columns,
+                results_path=results_path,
+                time_ms=(time.perf_counter() - started) * 1000.0,
+            )
+
+        def on_group(states: list[State]) -> None:
+            nonlocal num_groups
+            done.extend(states)
+            num_groups += 1
+            if save_results and save_every > 0 and num_groups % save_every == 0:
+                save_rollout_results(outputs(done))
+
+        scoring, playing = max_concurrent_scoring, max_concurrent_generation
+        states = await run_batch(
+            self,
+            inputs,
+            client,
+            model,
+            args,
+            max_concurrent=max_concurrent if playing is None else playing,
+            max_scoring=max_concurrent if scoring is None else scoring,
+            on_group=on_group,
+            show_progress=use_tqdm,
+            **engine_settings,
+        )
+        results = outputs(states)
+        if save_results:
+            save_rollout_results(results)
+        return results
+
+    def generate_sync(self, inputs: Data, client: Any, **kwargs: Any) -> GenerateOutputs:
+        """`generate` for callers without an event loop (or with a running one)."""
+        return run_sync(self.generate(inputs, client=client, **kwargs))
+
+    def get_eval_inputs(
+        self, num_examples: int = -1, rollouts_per_example: int = 1
+    ) -> list[RolloutInput]:
+        """Return the inputs of an evaluation: every row, `rollouts_per_example` times in turn."""
+        if self.eval_dataset is None:
+            rows = self.get_dataset(n=num_examples)
+        else:
+            rows = self.get_eval_dataset(n=num_examples)
+        return cast(list[RolloutInput], repeated(rows, rollouts_per_example))
+
+    async def evaluate(
+        self,
+        client: Any,
+        model: str,
+        sampling_args: SamplingArgs | None = None,
+        num_examples: int = -1,
+        rollouts_per_example: int = 1,
+        max_concurrent: int | None = -1,
+        max_concurrent_generation: int | None = None,
+        max_concurrent_scoring: int | None = None,
+        results_path: Path | None = None,
+        state_columns: list[str] | None = None,
+        save_results: bool = False,
+        save_every: int = -1,
+        **kwargs: Any,
+    ) -> GenerateOutputs:
+        """Play and score evaluation rows; `kwargs` are `generate`'s."""
+        return await self.generate(
+            self.get_eval_inputs(num_examples, rollouts_per_example),
+            client=client,
+            model=model,
+            sampling_args=sampling_args,
+            max_concurrent=max_concurrent,
+            max_concurrent_generation=max_concurrent_generation,
+            max_concurrent_scoring=max_concurrent_scoring,
+            results_path=results_path,
+            state_columns=state_columns,
+            save_results=save_results,
+            save_every=save_every,
+            **kwargs,
+        )
+
+    def evaluate_sync(
+        self,
+        client: Any,
+        model: str,
+        sampling_args: SamplingArgs | None = None,
+        num_examples: int = -1,
+        rollouts_per_example: int = 1,
+        max_concurrent: int | None = -1,
+        max_concurrent_generation: int | None = None,
+        max_concurrent_scoring: int | None = None,
+        results_path: Path | None = None,
+        state_columns: list[str] | None = None,
+        save_results: bool = False,
+        save_every: int = -1,
+        **kwargs: Any,
+    ) -> GenerateOutputs:
+        """`evaluate` for callers without an event loop (or with a running one)."""
+        return self.generate_sync(
+            self.get_eval_inputs(num_examples, rollouts_per_example),
+            client=client,
+            model=model,
+            sampling_args=sampling_args,
+            max_concurrent=max_concurrent,
+            max_concurrent_generation=max_concurrent_generation,
+            max_concurrent_scoring=max_concurrent_scoring,
+            results_path=results_path,
+            state_columns=state_columns,
+            save_results=save_results,
+            save_every=save_every,
+            **kwargs,
+        )
+
+    make_dataset = staticmethod(make_dataset)

@@ -1,0 +1,495 @@
+"""The environments of verifiers 0.1.8 on rolltree's engine: `Environment` and its simple children.
+
+They take what theirs took and call the same methods in the same order. `generate` records a failed
+rollout as data, and raises only when all have failed; `rollout` itself raises, as it did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import time
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, ClassVar, cast
+
+from rolltree import environments as rooms
+from rolltree.compat.batches import Batches, args_of_rollout, current_batch, note_failure
+from rolltree.compat.decorators import marked_methods
+from rolltree.compat.helpers import NullAsyncContext, concat_messages
+from rolltree.compat.rows import (
+    is_hub_dataset,
+    opened,
+    with_example_ids,
+    with_prompts,
+    with_task,
+)
+from rolltree.environments.dataset import Data, RowFormat, Rows
+from rolltree.environments.lifecycle import Mark, mark_of, register
+from rolltree.errors import ConfigError, PromptTooLong
+from rolltree.inference.client import as_client, sampling_from_args
+from rolltree.parsers import Parser
+from rolltree.rollouts import Split, current_episode
+from rolltree.rubrics import Rubric
+from rolltree.tokens import Trajectory
+from rolltree.types import (
+    OVERLONG_PROMPT,
+    ChatMessage,
+    FinishReason,
+    Messages,
+    MessageType,
+    ModelResponse,
+    RolloutInput,
+    RolloutTiming,
+    SamplingArgs,
+    State,
+    ToolSchema,
+)
+
+
+class Environment(Batches, rooms.Environment):
+    """`verifiers.Environment`; keywords that it does not know become attributes."""
+
+    logger: logging.Logger
+    logger = logging.getLogger("rolltree.environments")
+
+    def __init__(
+        self,
+        dataset: Data | None = None,
+        eval_dataset: Data | None = None,
+        system_prompt: str | None = None,
+        few_shot: list[ChatMessage] | None = None,
+        parser: Parser | None = None,
+        rubric: Rubric | None = None,
+        sampling_args: SamplingArgs | None = None,
+        message_type: MessageType = "chat",
+        oai_tools: list[ToolSchema] | None = None,
+        max_workers: int = 512,
+        env_id: str | None = None,
+        env_args: dict[str, Any] | None = None,
+        map_kwargs: dict[str, Any] = {},  # noqa: B006  (never changed)
+        max_seq_len: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.logger = logging.getLogger(f"rolltree.environments.{type(self).__name__}")
+        self.message_type = message_type
+        self.oai_tools: list[ToolSchema] | None = oai_tools  # type: ignore[assignment]
+        self.system_prompt = system_prompt
+        self.few_shot = few_shot  # type: ignore[assignment]
+        self.parser = parser or Parser()
+        self.rubric = rubric or Rubric()
+        if type(self.parser) is not type(self.rubric.parser):
+            self.logger.debug("the environment's parser and its rubric's are of different classes")
+        self.env_id = env_id or ""
+        self.env_args = env_args or {}
+        self.max_seq_len = max_seq_len
+        self.row_format = RowFormat(self.env_id, system_prompt, tuple(few_shot or ()), message_type)
+        if message_type == "completion" and (system_prompt or few_shot):
+            raise ConfigError(
+                "message_type is 'completion' but system_prompt or few_shot is set; a prompt that "
+                "is one string has no place for messages. Write them into the prompt."
+            )
+        self.dataset = self._formatted(dataset, map_kwargs)
+        self.eval_dataset = self._formatted(eval_dataset, map_kwargs)
+        self.sampling_args = {"n": 1, "extra_body": {}}
+        for name, value in (sampling_args or {}).items():
+            self.sampling_args[name] = dict(value) if name == "extra_body" else value
+        self.max_workers = max_workers
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+        if self.dataset is None and self.eval_dataset is None:
+            raise ConfigError(
+                f"{type(self).__name__} got neither dataset nor eval_dataset, so there is nothing "
+                "to run. Either dataset or eval_dataset must be provided."
+            )
+        self.rollouts_per_example = None
+        self._closed = False
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        """Find the methods marked `stop`, `cleanup` and `teardown`. An override must call this."""
+        self._stop_conditions = marked_methods(self, "stop")
+        self._cleanup_handlers = marked_methods(self, "cleanup")
+        self._teardown_handlers = marked_methods(self, "teardown")
+        self._stop_marks = {
+            condition.__name__: _inherited_mark(type(self), condition.__name__)
+            for condition in self._stop_conditions
+        }
+        self._asks_own_conditions = False
+        if self._teardown_handlers:
+            register(self)
+
+    def name_as(self, env_id: str, env_args: Mapping[str, Any]) -> None:
+        """Take the name and arguments it was loaded by, unless it has its own."""
+        self.env_id = self.env_id or env_id
+        self.env_args = self.env_args or dict(env_args)
+
+    # Data
+
+    def _formatted(self, dataset: Any, map_kwargs: dict[str, Any]) -> Any:
+        if dataset is None or self.message_type == "completion":
+            return dataset if dataset is None or is_hub_dataset(dataset) else self.rows(dataset)
+        return self.format_dataset(
+            dataset, self.system_prompt, self.few_shot, map_kwargs=map_kwargs
+        )
+
+    def format_dataset(
+        self,
+        dataset: Any,
+        system_prompt: str | None = None,
+        few_shot: list[ChatMessage] | None = None,
+        question_key: str = "question",
+        answer_key: str = "answer",
+        map_kwargs: dict[str, Any] = {},  # noqa: B006  (never changed)
+    ) -> Any:
+        """Return a data set with the columns `example_id`, `prompt` and `task`."""
+        if not is_hub_dataset(dataset):
+            few = tuple(few_shot or ())
+            form = RowFormat(self.env_id, system_prompt, few, "chat", question_key, answer_key)
+            return opened(dataset, form)
+        dataset = self._ensure_example_id(dataset)
+        dataset = self._ensure_prompt(
+            dataset, system_prompt, few_shot, question_key, answer_key, map_kwargs
+        )
+        return self._ensure_task(dataset, map_kwargs)
+
+    def _ensure_example_id(self, dataset: Any) -> Any:
+        return with_example_ids(dataset)
+
+    def _ensure_prompt(self, dataset: Any, *settings: Any, **named: Any) -> Any:
+        return with_prompts(dataset, *settings, **named)
+
+    def _ensure_task(self, dataset: Any, map_kwargs: dict[str, Any] = {}) -> Any:  # noqa: B006
+        return with_task(dataset, self.env_id or "default", map_kwargs)
+
+    def get_dataset(self, n: int = -1, seed: int | None = None) -> Any:
+        """Return `n` training rows (-1: all), shuffled by `seed` when there is one.
+
+        Raises:
+            ConfigError: the environment has evaluation data only.
+        """
+        if self.dataset is None:
+            raise ConfigError(
+                f"dataset is not set: environment {self.env_id!r} has evaluation data only, so it "
+                "cannot be trained on. Pass dataset=..."
+            )
+        return _taken(self.dataset, n, seed)
+
+    def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> Any:
+        """Return `n` evaluation rows (-1: all); training rows where there are no others."""
+        if self.eval_dataset is None:
+            return self.get_dataset(n, seed)
+        return _taken(self.eval_dataset, n, seed)
+
+    def rows(self, data: Data) -> Rows:
+        """Return `data` as rows; those that are complete stay as they are."""
+        return opened(data, self.row_format)
+
+    def _split(self, split: Split) -> Rows:
+        return self.rows(self.get_dataset() if split == "train" else self.get_eval_dataset())
+
+    def own_rows(self, split: Split) -> Rows | None:
+        """Return the rows that a split has of its own."""
+        data = self.dataset if split == "train" else self.eval_dataset
+        return None if data is None else self.rows(data)
+
+    def input_of(self, row: Mapping[str, Any]) -> RolloutInput:
+        """Return what a rollout gets of a row: all of it."""
+        return cast(RolloutInput, dict(row))
+
+    # One rollout
+
+    async def init_state(
+        self,
+        input: RolloutInput,
+        client: Any,
+        model: str,
+        sampling_args: SamplingArgs | None = None,
+    ) -> State:
+        """Return the state before the first turn."""
+        return await super().init_state(input, client, model, sampling_args)
+
+    async def get_model_response(
+        self,
+        client: Any,
+        model: str,
+        prompt: Messages,
+        oai_tools: Sequence[ToolSchema] | None = None,
+        sampling_args: SamplingArgs | None = None,
+        message_type: MessageType | None = None,
+    ) -> Any:
+        """Ask the model once, with the given `sampling_args` only.
+
+        A prompt that does not fit gives a response whose `id` is "overlong-prompt".
+
+        Raises:
+            Exception: what the client raised; a `ModelError` where it is rolltree's.
+        """
+        kind = message_type or self.message_type
+        if kind == "completion" and oai_tools:
+            raise ConfigError("oai_tools are not supported for completion tasks.")
+        messages, args = for_model(prompt, sampling_args)
+        try:
+            return await as_client(client, model).chat(
+                messages,
+                tools=oai_tools or None,
+                sampling=sampling_from_args(args),
+                model=model or None,
+                message_type=kind,
+            )
+        except PromptTooLong:
+            return _overlong()
+
+    async def add_model_response(
+        self, state: State, prompt_messages: Messages, response: Any
+    ) -> None:
+        """Append the step of one model call; tokens beyond `max_seq_len` are cut from it."""
+        if getattr(response, "id", None) == OVERLONG_PROMPT:
+            state["prompt_too_long"] = True
+            answer = response if isinstance(response, ModelResponse) else _overlong()
+            chat = self.message_type == "chat"
+            state["trajectory"].append_call(
+                prompt=prompt_messages,
+                completion=[answer.message] if chat else answer.text,
+                response=answer,
+                turn=len(state["trajectory"]),
+            )
+            return
+        await super().add_model_response(state, prompt_messages, response)
+        tokens = state["trajectory"][-1]["tokens"]
+        if tokens is not None:
+            cut_tokens(tokens, self.max_seq_len)
+
+    async def _render_completion(self, state: State) -> None:
+        steps, prompt = state["trajectory"], state["prompt"]
+        if steps:
+            said = concat_messages([steps[-1]["prompt"], steps[-1]["completion"]])
+            state["completion"] = said[len(prompt) :]
+        if not state.get("completion"):  # no step, or a history that was rewritten to less
+            await super()._render_completion(state)
+
+    async def is_completed(self, state: State, **kwargs: Any) -> bool:
+        """Ask the stop conditions in order; the first that is true ends the rollout."""
+        if not await super().is_completed(state, **kwargs):
+            return False
+        await self._cleanup(state)
+        return True
+
+    def record_failure(self, state: State, error: Exception) -> None:
+        """Write a failure into the state and raise it."""
+        super().record_failure(state, getattr(error, "rolltree_error", error))
+        raise error
+
+    async def rollouts(
+        self,
+        input: RolloutInput,
+        client: Any,
+        model: str,
+        sampling_args: SamplingArgs | None = None,
+    ) -> list[State]:
+        """Play one episode and return the state of its rollout."""
+        args = args_of_rollout(self.sampling_args, sampling_args)
+        try:
+            state = await self.run_rollout(NullAsyncContext(), input, client, model, args)
+        except Exception as error:
+            note_failure(error)
+            raise
+        return [adopted(state)]
+
+    async def run_rollout(
+        self,
+        sem: AbstractAsyncContextManager[Any],
+        input: RolloutInput,
+        client: Any,
+        model: str,
+        sampling_args: SamplingArgs | None = None,
+    ) -> State:
+        """Play one rollout when the semaphore lets it."""
+        async with sem:
+            return await self.rollout(input, client, model, sampling_args)
+
+    # Scoring
+
+    @property
+    def has_group_rewards(self) -> bool:
+        """Always: verifiers scores every group at once, by `rubric.score_group`."""
+        return True
+
+    async def run_request(self, request: Any, client: Any) -> Sequence[State]:
+        """Play one episode; its group is scored later."""
+        return await self.play_request(request, client)
+
+    async def score_group(self, states: Sequence[State]) -> None:
+        """Score the finished rollouts of one group, in place."""
+        batch = current_batch()
+        limit = NullAsyncContext() if batch is None else batch.scoring
+        await self.rubric.score_group(list(states), score_sem=limit)
+
+    async def run_group(
+        self,
+        group_inputs: list[RolloutInput],
+        client: Any,
+        model: str,
+        gen_sampling_args: SamplingArgs,
+        gen_sem: AbstractAsyncContextManager[Any],
+        score_sem: AbstractAsyncContextManager[Any],
+        **kwargs: Any,
+    ) -> list[State]:
+        """Play and score the given inputs as one group."""
+        playing = (
+            self.run_rollout(gen_sem, given, client, model, gen_sampling_args)
+            for given in group_inputs
+        )
+        states = [adopted(state) for state in await asyncio.gather(*playing)]
+        await self.rubric.score_group(states, score_sem=score_sem)
+        return states
+
+
+class MultiTurnEnv(Environment, rooms.MultiTurnEnv):
+    """A conversation: the model speaks, `env_response` answers, until a stop condition is true.
+
+    Stop conditions are asked before each model call only, after `env_response` has spoken.
+    """
+
+    ends_in_env_response: ClassVar[bool] = False
+    has_final_env_response = max_seq_len_reached = None  # type: ignore[assignment]
+
+    def __init__(self, max_turns: int = -1, **kwargs: Any) -> None:
+        Environment.__init__(self, **kwargs)
+        self.max_turns = max_turns
+
+    @abstractmethod
+    async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
+        """Return what the environment says after `messages`, the conversation so far."""
+
+    async def rollout(
+        self,
+        input: RolloutInput,
+        client: Any,
+        model: str,
+        sampling_args: SamplingArgs | None = None,
+    ) -> State:
+        """Play one rollout and return its state.
+
+        Raises:
+            Exception: what it failed with; the state has it too, and cleanups have run.
+        """
+        return await super().rollout(input, client, model, sampling_args)
+
+    async def _begin(
+        self, input: RolloutInput, client: Any, model: str, sampling_args: SamplingArgs | None
+    ) -> State:
+        settings = {"client": client, "model": model, "sampling_args": sampling_args}
+        signature = inspect.signature(self.init_state)
+        for args, named in (((), settings), (tuple(settings.values()), {}), ((), {})):
+            try:
+                signature.bind(input, *args, **named)
+            except TypeError:
+                continue
+            return adopted(await self.init_state(input, *args, **named))
+        return adopted(await self.init_state(input, **settings))
+
+
+class SingleTurnEnv(MultiTurnEnv, rooms.SingleTurnEnv):
+    """One question, one answer."""
+
+    answered = None  # type: ignore[assignment]
+
+    def __init__(self, **kwargs: Any) -> None:
+        MultiTurnEnv.__init__(self, max_turns=1, **kwargs)
+        self._stop_marks["max_turns_reached"] = Mark("stop")  # the answer is the end
+
+    async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
+        """Never asked."""
+        raise NotImplementedError("env_response is not implemented for SingleTurnEnv")
+
+
+def adopted(state: Any) -> State:
+    """Return a state, which an environment may have made by hand, as the engine needs it."""
+    if not isinstance(state, State):
+        state = State(state)
+    if not isinstance(state.get("trajectory"), Trajectory):
+        state["trajectory"] = Trajectory(state.get("trajectory") or ())
+    for key, value in _MISSING.items():
+        state.setdefault(key, value)
+    if state.get("timing") is None:
+        state["timing"] = RolloutTiming(
+            generation_ms=0.0, scoring_ms=0.0, total_ms=0.0, start_time=time.time()
+        )
+    episode = current_episode()
+    if episode is not None and not any(known is state for known in episode.states):
+        episode.states.append(state)
+    return cast(State, state)
+
+
+_MISSING: dict[str, Any] = {
+    **dict.fromkeys(("completion", "reward", "advantage", "metrics", "error")),
+    **dict.fromkeys(("stop_condition", "truncation_reason")),
+    **dict.fromkeys(("is_completed", "terminated", "truncated"), False),
+}
+
+
+def cut_tokens(tokens: Any, max_seq_len: int | None) -> None:
+    """Cut the tokens of a step to `max_seq_len`, prompt and completion, and note what was cut."""
+    num_prompt, num_sampled = len(tokens["prompt_ids"]), len(tokens["completion_ids"])
+    tokens["overlong_prompt"] = max_seq_len is not None and num_prompt > max_seq_len
+    tokens["is_truncated"] = max_seq_len is not None and num_prompt + num_sampled > max_seq_len
+    if max_seq_len is None or not tokens["is_truncated"]:
+        return
+    room = max(0, max_seq_len - num_prompt)
+    for key in ("prompt_ids", "prompt_mask"):
+        tokens[key] = tokens[key][:max_seq_len]
+    for key in ("completion_ids", "completion_mask", "completion_logprobs"):
+        tokens[key] = tokens[key][:room]
+
+
+def for_model(
+    prompt: Messages, sampling_args: SamplingArgs | None
+) -> tuple[Messages, SamplingArgs]:
+    """Return what is sent: messages without the Nones of data sets, and text only for audio."""
+    args = dict(sampling_args or {})
+    if isinstance(prompt, str):
+        return prompt, args
+    parts = [p for m in prompt if isinstance(m.get("content"), list) for p in m["content"]]
+    if args.get("modalities") is None and any(_is_audio(part) for part in parts):
+        args["modalities"] = ["text"]
+    return [_without_nones(message) for message in prompt], args
+
+
+def _is_audio(part: Any) -> bool:
+    return isinstance(part, Mapping) and str(part.get("type", "")).startswith("input_audio")
+
+
+def _without_nones(message: ChatMessage) -> ChatMessage:
+    content = message.get("content")
+    if isinstance(content, list):
+        content = [
+            {key: value for key, value in part.items() if value is not None}
+            if isinstance(part, dict)
+            else part
+            for part in content
+        ]
+    elif all(value is not None or key == "content" for key, value in message.items()):
+        return message
+    kept = {key: value for key, value in message.items() if value is not None}
+    return {**kept, "content": content}
+
+
+def _overlong() -> ModelResponse:
+    text = "Prompt too long."
+    message: ChatMessage = {"role": "assistant", "content": text}
+    return ModelResponse(message, text, FinishReason.LENGTH, id=OVERLONG_PROMPT)
+
+
+def _taken(data: Any, n: int, seed: int | None) -> Any:
+    if seed is not None:
+        data = data.shuffle(seed=seed)
+    return data.select(range(min(n, len(data)))) if n > 0 else data
+
+
+def _inherited_mark(cls: type, name: str) -> Mark:
+    """Return how a stop condition ends a rollout: as the method says that it overrides."""
+    marks = (mark_of(vars(base).get(name)) for base in cls.__mro__)
+    return next((mark for mark in marks if mark is not None and mark.truncates), Mark("stop"))

@@ -1,0 +1,261 @@
+"""What `generate` returns, and how vf-eval writes it: `results.jsonl` and `metadata.json`."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rolltree.compat.helpers import messages_to_printable, sanitize_tool_calls
+from rolltree.compat.paths import get_results_path
+from rolltree.environments.batch_runner import mean, metric_columns
+from rolltree.errors import ConfigError, did_you_mean
+from rolltree.types import SamplingArgs, State
+
+logger = logging.getLogger("rolltree.compat")
+
+
+class _Columns(dict[str, Any]):
+    """A dict whose keys are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(
+            f"{type(self).__name__} has no {name!r}.{did_you_mean(name, list(self))}"
+        )
+
+
+class GenerateMetadata(_Columns):
+    """What was run, and the means over it; failed rollouts do not count in the means."""
+
+    env_id: str
+    env_args: dict[str, Any]
+    model: str
+    base_url: str
+    num_examples: int
+    rollouts_per_example: int
+    sampling_args: SamplingArgs
+    date: str
+    time_ms: float
+    avg_reward: float
+    avg_metrics: dict[str, float]
+    state_columns: list[str]
+    path_to_save: Path
+
+
+class GenerateOutputs(_Columns):
+    """Finished rollouts by column: `results["reward"]` is `results.reward`.
+
+    The reward of a rollout that failed is None; `results.num_failed` counts those.
+    """
+
+    prompt: list[Any]
+    completion: list[Any]
+    answer: list[Any]
+    state: list[State]
+    task: list[str]
+    info: list[Any]
+    example_id: list[int]
+    reward: list[float]
+    metrics: dict[str, list[float]]
+    metadata: GenerateMetadata
+
+    @property
+    def num_failed(self) -> int:
+        """How many rollouts failed; `state["error"]` says how."""
+        return sum(state.get("error") is not None for state in self["state"])
+
+    @property
+    def stop_conditions(self) -> list[str | None]:
+        """What ended each rollout."""
+        return [state.get("stop_condition") for state in self["state"]]
+
+
+def outputs_of(
+    states: Sequence[State],
+    *,
+    env_id: str,
+    env_args: dict[str, Any],
+    model: str,
+    client: Any,
+    sampling_args: SamplingArgs,
+    state_columns: list[str] | None,
+    results_path: Path | None,
+    time_ms: float,
+) -> GenerateOutputs:
+    """Return finished states by column, with their metadata."""
+    states = list(states)
+    ids = [state.get("example_id", 0) for state in states]
+    num_examples = len(set(ids))
+    rewards = [state.get("reward", 0.0) for state in states]
+    metrics = metric_columns(states)
+    metadata = GenerateMetadata(
+        env_id=env_id,
+        env_args=env_args,
+        model=model,
+        base_url=str(getattr(client, "base_url", "")),
+        num_examples=num_examples,
+        rollouts_per_example=len(states) // num_examples if num_examples else 1,
+        sampling_args=sampling_args,
+        date=datetime.now().isoformat(),
+        time_ms=time_ms,
+        avg_reward=mean(rewards) or 0.0,
+        avg_metrics={name: mean(values) or 0.0 for name, values in metrics.items()},
+        state_columns=state_columns or [],
+        path_to_save=get_results_path(env_id, model) if results_path is None else results_path,
+    )
+    return GenerateOutputs(
+        prompt=[state["prompt"] for state in states],
+        completion=[state.get("completion") for state in states],
+        answer=[state.get("answer", "") for state in states],
+        state=states,
+        task=[state.get("task", "default") for state in states],
+        info=[state.get("info", {}) for state in states],
+        example_id=ids,
+        reward=rewards,
+        metrics=metrics,
+        metadata=metadata,
+    )
+
+
+def result_columns(results: Any) -> dict[str, list[Any]]:
+    """Return the columns of `results.jsonl`, in their order."""
+    states = results["state"]
+    columns: dict[str, list[Any]] = {
+        "example_id": results["example_id"],
+        "prompt": [sanitize_tool_calls(messages_to_printable(p)) for p in results["prompt"]],
+        "completion": [
+            sanitize_tool_calls(messages_to_printable(c)) for c in results["completion"]
+        ],
+        "task": results["task"],
+        "reward": results["reward"],
+    }
+    for name in ("generation_ms", "scoring_ms", "total_ms"):
+        columns[name] = [(state.get("timing") or {}).get(name) for state in states]
+    if any(info != {} for info in results["info"]):
+        columns["info"] = results["info"]
+    if any(answer != "" for answer in results["answer"]):
+        columns["answer"] = results["answer"]
+    columns.update(results["metrics"])
+    for name in results["metadata"]["state_columns"] or ():
+        columns[name] = [_plain(state.get(name)) for state in states]
+    return columns
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a state as JSON has it; what JSON cannot hold becomes its text."""
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _plain(value[key]) for key in value}
+    if isinstance(value, list | tuple | set):
+        return [_plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    dump = getattr(value, "model_dump", None) or getattr(value, "as_dict", None)
+    return _plain(dump()) if callable(dump) else str(value)
+
+
+def make_dataset(results: Any, **kwargs: Any) -> Any:
+    """Return finished rollouts as a Hugging Face `Dataset`, a row per rollout.
+
+    Raises:
+        ConfigError: the `datasets` package is missing, or a column holds values of several types.
+    """
+    try:
+        from datasets import Dataset
+    except ImportError as error:
+        raise ConfigError(
+            "make_dataset returns a Hugging Face Dataset, which needs the `datasets` package. "
+            "Install it with `pip install rolltree[envs]`; results.jsonl is written without it."
+        ) from error
+    try:
+        return Dataset.from_dict(result_columns(results))
+    except (TypeError, ValueError, OverflowError) as error:  # what pyarrow raises
+        raise ConfigError(
+            f"the results do not fit into a Dataset ({error}): each column of one must hold "
+            "values of one type. Leave that state column out, or read results.jsonl."
+        ) from error
+
+
+def sanitize_metadata(metadata: Any) -> dict[str, Any]:
+    """Return metadata without its path and date, as `metadata.json` has them."""
+    return {key: metadata[key] for key in metadata if key not in ("path_to_save", "date")}
+
+
+def get_hf_hub_dataset_name(results: Any) -> str:
+    """Return the name under which results are pushed to the Hugging Face hub."""
+    found = results["metadata"]
+    model = found["model"].replace("/", "_")
+    counts = f"n{found['num_examples']}_r{found['rollouts_per_example']}"
+    return f"{found['env_id']}_{model}_{counts}"
+
+
+@contextmanager
+def quiet_datasets() -> Iterator[None]:
+    """Keep `datasets` from writing progress bars and notes while the block lasts."""
+    from datasets import disable_progress_bar, enable_progress_bar
+    from datasets.utils import logging as verbosity
+
+    before = verbosity.get_verbosity()
+    verbosity.set_verbosity(verbosity.WARNING)
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        verbosity.set_verbosity(before)
+        enable_progress_bar()
+
+
+def save_to_disk(dataset: Any, metadata_dict: dict[str, Any], path_to_save: Path) -> None:
+    """Write a data set as `results.jsonl`, and `metadata.json` beside it."""
+    path = Path(path_to_save)
+    path.mkdir(parents=True, exist_ok=True)
+    with quiet_datasets():
+        dataset.to_json(path / "results.jsonl")
+    _write_metadata(metadata_dict, path)
+
+
+def _write_metadata(metadata: dict[str, Any], path: Path) -> None:
+    text = json.dumps(_plain(metadata))
+    (path / "metadata.json").write_text(text, encoding="utf-8")
+
+
+def save_rollout_results(
+    results: Any, push_to_hf_hub: bool = False, hf_hub_dataset_name: str | None = None
+) -> None:
+    """Write `results.jsonl` and `metadata.json` into `metadata["path_to_save"]`.
+
+    Results that do not fit into a `Dataset`, and all where `datasets` is missing, are written as
+    they are.
+
+    Raises:
+        ConfigError: they are to be pushed to the hub and do not fit.
+    """
+    path = Path(results["metadata"]["path_to_save"])
+    try:
+        dataset = make_dataset(results)
+    except ConfigError:
+        if push_to_hf_hub:
+            raise
+        dataset = None
+    metadata = sanitize_metadata(results["metadata"])
+    if dataset is not None:
+        save_to_disk(dataset, metadata, path)
+    else:
+        path.mkdir(parents=True, exist_ok=True)
+        columns = result_columns(results)
+        rows = zip(*columns.values(), strict=True)
+        lines = [json.dumps(dict(zip(columns, map(_plain, row), strict=True))) for row in rows]
+        (path / "results.jsonl").write_text("".join(f"{line}\n" for line in lines), "utf-8")
+        _write_metadata(metadata, path)
+    logger.info("results are in %s", path)
+    if push_to_hf_hub:
+        name = hf_hub_dataset_name or get_hf_hub_dataset_name(results)
+        dataset.push_to_hub(name)
+        logger.info("results were pushed to the Hugging Face hub as %s", name)

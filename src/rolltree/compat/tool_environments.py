@@ -1,0 +1,179 @@
+"""`ToolEnv` and `StatefulToolEnv` of verifiers 0.1.8.
+
+The calls of one message run one after the other, in the event loop, with whatever arguments the
+model wrote. What goes wrong in a tool is told to the model by `error_formatter`.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from rolltree import environments as rooms
+from rolltree.compat.decorators import stop
+from rolltree.compat.environments import MultiTurnEnv
+from rolltree.compat.helpers import maybe_await
+from rolltree.environments.environment import settle
+from rolltree.tools import ToolUnavailable, convert_func_to_oai_tool
+from rolltree.types import ChatMessage, Messages, State, ToolSchema
+
+Function = Callable[..., Any]
+
+
+class ToolEnv(MultiTurnEnv, rooms.ToolEnv):
+    """Let the model call Python functions until it answers without a call."""
+
+    tools: list[Function]
+    tools = []
+    tool_map: dict[str, Function]  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        tools: list[Function] | None = None,
+        max_turns: int = 10,
+        error_formatter: Callable[[Exception], str] = lambda e: f"{e!s}",
+        **kwargs: Any,
+    ) -> None:
+        self.tools = tools or []
+        self.error_formatter = error_formatter
+        self.tool_map = {_name_of(tool): tool for tool in self.tools}
+        schemas = [convert_func_to_oai_tool(tool) for tool in self.tools]
+        MultiTurnEnv.__init__(self, oai_tools=schemas, max_turns=max_turns, **kwargs)
+
+    def add_tool(self, tool: Function) -> None:
+        """Offer one more tool."""
+        self._offer(tool, convert_func_to_oai_tool(tool))
+
+    def _offer(self, tool: Function, schema: ToolSchema) -> None:
+        self.tools.append(tool)
+        if self.oai_tools is None:
+            self.oai_tools = []
+        self.oai_tools.append(schema)
+        self.tool_map[_name_of(tool)] = tool
+
+    def remove_tool(self, tool: Function) -> None:
+        """Offer a tool no longer.
+
+        Raises:
+            ValueError: there is no such tool.
+        """
+        self.tools.remove(tool)
+        name = _name_of(tool)
+        schemas = self.oai_tools or []
+        self.oai_tools = [schema for schema in schemas if schema["function"]["name"] != name]
+        self.tool_map.pop(name)
+
+    @stop
+    async def no_tools_called(self, state: State) -> bool:
+        """The model has answered without calling a tool."""
+        if not state["trajectory"]:
+            return False
+        last = state["trajectory"][-1]["completion"][-1]
+        return last["role"] == "assistant" and last.get("tool_calls") is None
+
+    async def call_tool(
+        self, tool_name: str, tool_args: dict[str, Any], tool_call_id: str, **kwargs: Any
+    ) -> ChatMessage:
+        """Call a tool and return its message; what it raises is the message's text.
+
+        Raises:
+            ToolUnavailable: the tool could not be asked at all.
+        """
+        try:
+            text = str(await maybe_await(self.tool_map[tool_name], **tool_args))
+        except ToolUnavailable:
+            raise
+        except Exception as error:  # told to the model
+            self.logger.debug("tool %s raised", tool_name, exc_info=error)
+            text = self.error_formatter(error)
+        return {"role": "tool", "content": text, "tool_call_id": tool_call_id}
+
+    async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
+        """Return one tool message per call of the last message, in the calls' order."""
+        answers: list[ChatMessage] = []
+        for name, arguments, call_id in _calls_of(messages):
+            try:
+                args = json.loads(arguments)
+            except (TypeError, ValueError) as error:
+                self.logger.error("Error parsing tool arguments: %s", error)
+                args = {}
+            answers.append(await self.call_tool(name, args, call_id))
+        return answers
+
+
+class StatefulToolEnv(ToolEnv, rooms.StatefulToolEnv):
+    """A `ToolEnv` whose `update_tool_args` completes the arguments of each call."""
+
+    def __init__(
+        self,
+        tools: list[Function] | None = None,
+        max_turns: int = 10,
+        error_formatter: Callable[[Exception], str] = lambda e: f"{e!s}",
+        **kwargs: Any,
+    ) -> None:
+        self.skipped_args: dict[str, list[str]] = {}
+        ToolEnv.__init__(self, tools, max_turns, error_formatter, **kwargs)
+
+    def add_tool(self, tool: Function, args_to_skip: Sequence[str] = []) -> None:
+        """Offer one more tool whose arguments `args_to_skip` the model does not see."""
+        schema = convert_func_to_oai_tool(tool)
+        parameters = schema["function"]["parameters"]
+        for name in args_to_skip:
+            parameters.get("properties", {}).pop(name, None)
+            if name in parameters.get("required", ()):
+                parameters["required"].remove(name)
+        self._offer(tool, schema)
+        self.skipped_args[_name_of(tool)] = list(args_to_skip)
+
+    def remove_tool(self, tool: Function) -> None:
+        """Offer a tool no longer.
+
+        Raises:
+            ValueError: there is no such tool.
+        """
+        super().remove_tool(tool)
+        self.skipped_args.pop(_name_of(tool), None)
+
+    @abstractmethod
+    def update_tool_args(
+        self,
+        tool_name: str,
+        tool_args: dict[str, Any],
+        messages: Messages,
+        state: State,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Return the arguments to call the tool with; `tool_args` are the model's, unchecked."""
+
+    async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
+        """Return one tool message per call of the last message, in the calls' order.
+
+        Arguments that are no JSON are told to the model.
+        """
+        answers: list[ChatMessage] = []
+        for name, arguments, call_id in _calls_of(messages):
+            try:
+                args = json.loads(arguments)
+            except (TypeError, ValueError) as error:
+                text = self.error_formatter(error)
+                answers.append({"role": "tool", "content": text, "tool_call_id": call_id})
+                continue
+            args = await settle(self.update_tool_args(name, args, messages, state, **kwargs))
+            answers.append(await self.call_tool(name, args, call_id))
+        return answers
+
+
+def _calls_of(messages: Messages) -> list[tuple[str, Any, str]]:
+    """Return name, arguments and id of the calls in the last message."""
+    last = cast("list[ChatMessage]", messages)[-1]
+    calls = []
+    for call in last.get("tool_calls") or ():
+        function = call.get("function", {})
+        calls.append((function.get("name", ""), function.get("arguments", ""), call.get("id", "")))
+    return calls
+
+
+def _name_of(tool: Function) -> str:
+    return str(getattr(tool, "__name__", type(tool).__name__))
