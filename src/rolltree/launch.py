@@ -142,8 +142,7 @@ async def train_async(
                     _hint_at_shared_questions(source, stored, shown)
                     changed = changed_code(source, stored)
                     if changed is not None:
-                        stored.add_event("notice", {"message": changed})
-                        shown.on_notice(changed)
+                        stored.announce(changed, shown.on_notice)
                     await run_training(
                         checked,
                         parts,
@@ -193,8 +192,7 @@ def _hint_at_shared_questions(source: RolloutSource, run: Run, reporter: Reporte
             f"{len(shared)} of {num_tested} evaluation questions are training questions, so the "
             f"held-out reward measures memory too; the first: {shared[0][-80:]!r}."
         )
-        run.add_event("notice", {"message": message})
-        reporter.on_notice(message)
+        run.announce(message, reporter.on_notice)
 
 
 def held_out(

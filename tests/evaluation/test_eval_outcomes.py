@@ -13,7 +13,7 @@ from rolltree.errors import ConfigError
 from rolltree.evaluation import EpisodeOutcome, evaluate, outcomes
 from rolltree.evaluation.reducers import Outcomes
 from rolltree.rollouts import RolloutEngine
-from rolltree.rollouts.requests import DistinctRequests, plan_requests
+from rolltree.rollouts.requests import DistinctRequests, build_requests
 from rolltree.store import Run, StoredRollout
 from rolltree.testing import ScriptedClient
 
@@ -120,7 +120,7 @@ async def test_a_resume_makes_only_the_requests_that_are_missing(tmp_path):
 
 def test_a_plan_is_the_list_of_its_requests():
     asked = []
-    plan = plan_requests(environment(3, asked), "eval", group_size=2, run_seed=5)
+    plan = build_requests(environment(3, asked), "eval", group_size=2, run_seed=5)
     assert not asked
     listed = list(plan)
     assert asked == [0, 1, 2]
@@ -134,11 +134,11 @@ def test_a_plan_is_the_list_of_its_requests():
 
 async def test_the_ids_of_a_plan_are_not_remembered_and_others_are():
     env, client = environment(3, []), ScriptedClient(lambda m: "x")
-    plan = plan_requests(env, "eval", group_size=2)
+    plan = build_requests(env, "eval", group_size=2)
     todo = plan.without(lambda request_id: False)
     assert isinstance(todo, DistinctRequests)
     assert len(await RolloutEngine(env, client).run_all(todo)) == 6
-    twice = plan_requests(env, "eval", indices=[0, 1, 0])
+    twice = build_requests(env, "eval", indices=[0, 1, 0])
     with pytest.raises(ConfigError, match="have the id"):
         async for _ in RolloutEngine(env, client).run(twice.without(lambda request_id: False)):
             pass

@@ -44,7 +44,7 @@ def json_object(text: str | None, flag: str) -> dict[str, Any]:
     return value
 
 
-def one_of(text: str, known: Iterable[Name], flag: str) -> Name:
+def known_name(text: str, known: Iterable[Name], flag: str) -> Name:
     """Return the known name that a flag was given.
 
     Raises:

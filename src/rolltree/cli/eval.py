@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from rolltree.cli.arguments import default_run_dir, json_object, one_of, secret
+from rolltree.cli.arguments import default_run_dir, json_object, known_name, secret
 
 if TYPE_CHECKING:
     from rolltree.inference import ModelClient
@@ -114,6 +114,7 @@ def evaluate_environment(
     """Evaluate a model on an environment."""
     import asyncio
     import json
+    from functools import partial
     from itertools import islice
 
     from rolltree.environments import changed_code, load_environment
@@ -136,7 +137,7 @@ def evaluate_environment(
     sampling.update({key: value for key, value in given.items() if value is not None})
     env_arguments = json_object(env_args, "-a")
     remember(api_key or "", *secrets_in([env_arguments, sampling]))
-    chosen_split = one_of(split, SPLITS, "--split")
+    chosen_split = known_name(split, SPLITS, "--split")
     folder = run or default_run_dir("eval", env, model)
     where = ", ".join(base_url) or None
     errors = SafeConsole(stderr=True)
@@ -146,8 +147,7 @@ def evaluate_environment(
         say(errors, f"run {folder}")
         changed = changed_code(environment, stored)
         if changed is not None:
-            stored.add_event("notice", {"message": changed})
-            say(errors, changed)
+            stored.announce(changed, partial(say, errors))
         async with (
             environment,
             open_client(

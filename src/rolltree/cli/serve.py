@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rolltree.cli.arguments import one_of, secret, tell
+from rolltree.cli.arguments import known_name, secret, tell
 
 if TYPE_CHECKING:
     from rolltree.inference.server.model_server import ServedLogprobs
@@ -81,7 +81,7 @@ def serve_model(
     """Serve a model by OpenAI's API, with vLLM's token ids, logprobs and weight updates."""
     import functools
 
-    mode = MODES[one_of(logprobs_mode, MODES, "--logprobs-mode")]
+    mode = MODES[known_name(logprobs_mode, MODES, "--logprobs-mode")]
     token = secret(api_key_env, "--api-key-env")
     admin_token = secret(admin_key_env, "--admin-key-env")
     from rolltree.inference.server import ServedModel, ServerOptions, serve

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import Counter
+from collections import Counter, namedtuple
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, NamedTuple, Self, TypeAlias, overload
+from typing import Any, Self, TypeAlias, overload
 
 from rolltree.evaluation.estimate import CONFIDENCE, Estimate, estimate, mean, pass_at_k
 from rolltree.store import Run, StoredRollout
@@ -56,31 +56,16 @@ class EpisodeOutcome:
         return self.error_type is not None
 
 
-class OutcomeRow(NamedTuple):
-    """What of a stored row goes into an outcome; a `StoredRollout` has the same names."""
-
-    request_id: str
-    env_id: str
-    task: str
-    example_id: int | str | None
-    depth: int
-    reward: float | None
-    status: str
-    error_type: str | None
-    truncated: bool
-    truncation_reason: str | None
-    stop_condition: str | None
-    num_attempts: int
-    num_calls: int
-    num_prompt_tokens: int
-    num_completion_tokens: int
-    generation_ms: float
-    scoring_ms: float
-    total_ms: float
-    metrics: Mapping[str, Any]
-    errors: Sequence[Mapping[str, Any]]
-
-
+_OWN = frozenset(("example", "error_message"))
+_make_class: Callable[..., Any] = namedtuple  # mypy wants its names written out
+_Row = _make_class(
+    "_Row",
+    [
+        *(field.name for field in fields(EpisodeOutcome) if field.name not in _OWN),
+        *("env_id", "example_id", "depth", "status", "truncated", "errors"),
+    ],
+)
+"""What of a `StoredRollout` goes into an outcome, under its names."""
 _UNKNOWN = float("nan")  # in a column; rewards and metrics are finite
 _NUMBERS = (
     *("num_prompt_tokens", "num_completion_tokens"),
@@ -129,21 +114,21 @@ class Outcomes(Sequence[EpisodeOutcome]):
     def stored(cls, run: Run, phase: str, ids: Iterable[str] | None = None, **where: Any) -> Self:
         """Return the outcomes of a phase of a run, or those of `ids`; `where` compares columns."""
         made = cls(() if ids is None else ids)
-        rows = map(OutcomeRow._make, run.columns(OutcomeRow._fields, phase=phase, **where))
+        rows = map(_Row._make, run.columns(_Row._fields, phase=phase, **where))
         for request_id, adjacent in groupby(rows, attrgetter("request_id")):
             if ids is None or request_id in made._place:
                 trajectories = list(adjacent)
                 if made.has(request_id):  # written apart from each other
-                    again = run.columns(OutcomeRow._fields, request_id=request_id, **where)
-                    trajectories = [OutcomeRow._make(row) for row in again]
+                    again = run.columns(_Row._fields, request_id=request_id, **where)
+                    trajectories = [_Row._make(row) for row in again]
                 made._add(trajectories)
         return made
 
-    def add(self, rows: Sequence[StoredRollout | OutcomeRow]) -> EpisodeOutcome:
+    def add(self, rows: Sequence[StoredRollout]) -> EpisodeOutcome:
         """Take the rows of one request, in place of earlier ones, and return its outcome."""
         return self._at(self._add(rows))
 
-    def _add(self, rows: Sequence[StoredRollout | OutcomeRow]) -> int:
+    def _add(self, rows: Sequence[StoredRollout]) -> int:
         row = rows[0] if len(rows) == 1 and not rows[0].depth else _merged(rows)
         place = self._place.get(row.request_id)
         if place is None:
@@ -281,7 +266,7 @@ def _metric_columns(
         yield name, [outcome.metrics.get(name) for outcome in outcomes]
 
 
-def _merged(rows: Sequence[StoredRollout | OutcomeRow]) -> OutcomeRow:
+def _merged(rows: Sequence[StoredRollout]) -> Any:
     """Return the row that says of one trajectory what these say of all of an episode."""
     first = rows[0]
     failed = next((row for row in rows if row.status == "error"), None)
@@ -293,7 +278,7 @@ def _merged(rows: Sequence[StoredRollout | OutcomeRow]) -> OutcomeRow:
             if _is_number(value):
                 metrics.setdefault(name, []).append(float(value))
     truncated = next((row for row in own if row.truncated), None)
-    return OutcomeRow(
+    return _Row(
         request_id=first.request_id,
         env_id=first.env_id,
         task=first.task,
@@ -317,7 +302,7 @@ def _merged(rows: Sequence[StoredRollout | OutcomeRow]) -> OutcomeRow:
     )
 
 
-def _first_message(row: StoredRollout | OutcomeRow) -> str | None:
+def _first_message(row: StoredRollout) -> str | None:
     return next((str(e["message"]) for e in row.errors if e.get("message")), None)
 
 

@@ -20,7 +20,7 @@ from rolltree.inference.client import as_client
 from rolltree.redact import redact
 from rolltree.rollouts import GroupScorer, RolloutEngine, RolloutSource, Split
 from rolltree.rollouts.record import run_stored
-from rolltree.rollouts.requests import RequestPlan, plan_requests
+from rolltree.rollouts.requests import RequestPlan, build_requests
 from rolltree.store import Run, StoredRollout, to_plain
 from rolltree.tasks import my_turn
 from rolltree.types import RolloutRequest, RolloutResult, SamplingArgs, SamplingParams
@@ -79,7 +79,7 @@ async def evaluate(
             f"rollouts_per_example is {rollouts_per_example}; nothing would be measured. Use 1 or "
             "more."
         )
-    plan = plan_requests(
+    plan = build_requests(
         source,
         split,
         num_examples=num_examples,

@@ -283,8 +283,10 @@ def build_requests(
     run_seed: int = 0,
     phase: str = "eval",
     train_step: int | None = None,
-) -> list[RolloutRequest]:
+) -> RequestPlan:
     """Return the requests for some examples of a split, `group_size` for each.
+
+    They are a sequence that makes each request when it is read; `list` makes all of them.
 
     `indices` names the examples; without it the first `num_examples` are taken (-1: all). The
     world's seed depends on the run seed, the example and, when training, the step: two evaluations
@@ -292,38 +294,6 @@ def build_requests(
 
     Raises:
         ConfigError: an index is outside the split, or there is nothing to run.
-    """
-    return list(
-        plan_requests(
-            source,
-            split,
-            indices=indices,
-            num_examples=num_examples,
-            group_size=group_size,
-            sampling=sampling,
-            run_seed=run_seed,
-            phase=phase,
-            train_step=train_step,
-        )
-    )
-
-
-def plan_requests(
-    source: RolloutSource,
-    split: Split,
-    *,
-    indices: Sequence[int] | None = None,
-    num_examples: int = -1,
-    group_size: int = 1,
-    sampling: SamplingArgs | SamplingParams | None = None,
-    run_seed: int = 0,
-    phase: str = "eval",
-    train_step: int | None = None,
-) -> RequestPlan:
-    """Return what `build_requests` returns as a sequence that makes each request when it is read.
-
-    Raises:
-        ConfigError: as `build_requests`.
     """
     available = source.num_examples(split)
     if indices is None:

@@ -419,6 +419,11 @@ class Run:
         with self._database.transaction() as change:
             self._insert_event(change, kind, data or {}, step)
 
+    def announce(self, message: str, show: Callable[[str], object]) -> None:
+        """Store a notice, something that a person should know, and show it."""
+        self.add_event("notice", {"message": message})
+        show(message)
+
     def events(self, kind: str | None = None) -> list[Event]:
         """Return what happened, oldest first."""
         return [

@@ -14,6 +14,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -94,11 +95,7 @@ async def run_training(
         retries=config.engine.retries,
     )
     shown = reporter or Silent()
-
-    def notify(message: str) -> None:
-        run.add_event("notice", {"message": message})
-        shown.on_notice(message)
-
+    notify = partial(run.announce, show=shown.on_notice)
     trackers = Trackers(config, notify)
     trainer = make_trainer(parts.model, config, ranks)
     loop = _Loop(

@@ -27,8 +27,8 @@ from rolltree.inference.server.http import (
     READ_TIMEOUT_S,
     Handler,
     Unauthorized,
+    answering_errors,
     failure,
-    guarded,
     impatient,
     json_body,
     json_response,
@@ -212,7 +212,8 @@ def create_app(
 
     app = Starlette(
         routes=[
-            Route(path, guarded(run), methods=[method]) for (method, path), run in paths.items()
+            Route(path, answering_errors(run), methods=[method])
+            for (method, path), run in paths.items()
         ],
         middleware=[
             Middleware(

@@ -76,7 +76,7 @@ class Unauthorized:
         )
 
 
-def guarded(handler: Handler) -> Handler:
+def answering_errors(handler: Handler) -> Handler:
     """Turn what a handler raises into an answer."""
 
     async def run(request: Request) -> Response:
