@@ -21,7 +21,8 @@ from rolltree.environments import ToolEnv, stop
 from rolltree.inference import ChatRenderer
 from rolltree.models.made import CHAT_TEMPLATE
 from rolltree.rollouts import RolloutEngine
-from rolltree.rollouts.record import decode_results, encode_result
+from rolltree.rollouts.decode import decode_results
+from rolltree.rollouts.record import encode_result
 from rolltree.rollouts.requests import build_requests
 from rolltree.rubrics import Rubric
 from rolltree.samples import build_samples

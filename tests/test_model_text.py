@@ -35,7 +35,8 @@ from rolltree.parsers import (
 )
 from rolltree.protocols import DelegatingProtocol, SingleAgentProtocol, SubAgent, delegate_tool
 from rolltree.rollouts import RolloutEngine, build_requests
-from rolltree.rollouts.record import decode_results, encode_result, export_line
+from rolltree.rollouts.decode import decode_results, export_line
+from rolltree.rollouts.record import encode_result
 from rolltree.rubrics import JudgeRubric, MathRubric, Rubric, RubricGroup, ToolRubric
 from rolltree.store import Run
 from rolltree.testing import ScriptedClient

@@ -24,7 +24,7 @@ from code_book import expert, load_environment
 import rolltree as rt
 from rolltree.inference import ChatRenderer
 from rolltree.rollouts import Split
-from rolltree.rollouts.record import decode_results
+from rolltree.rollouts.decode import decode_results
 from rolltree.training import build_parts, run_training
 
 NOISE = {"ask": 0.2, "book": 0.5, "tell": 0.2}

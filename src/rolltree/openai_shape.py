@@ -5,12 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-
 
 def same_value(left: Any, right: Any) -> bool:
     """Return whether two fields of a record are equal; arrays are compared by their values."""
-    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+    if hasattr(left, "dtype") or hasattr(right, "dtype"):
+        import numpy as np
+
         return left is not None and right is not None and np.array_equal(left, right)
     return bool(left == right)
 

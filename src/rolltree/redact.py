@@ -12,7 +12,6 @@ import contextlib
 import json
 import re
 import shlex
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -156,6 +155,8 @@ def _setting(word: str) -> tuple[str, Any] | None:
         return None
     if is_secret_key(key):
         return key, text
+    import tomllib
+
     with contextlib.suppress(ValueError, KeyError, RecursionError):
         return key, tomllib.loads(f"value = {text}")["value"]
     with contextlib.suppress(ValueError, RecursionError):

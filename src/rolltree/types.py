@@ -10,17 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from itertools import count
-from typing import Any, Literal, NotRequired, TypeAlias, TypedDict, cast
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypeAlias, TypedDict, cast
 
 from rolltree.openai_shape import ResponseChoice, ResponsePart, dump_response, same_value
 from rolltree.state import INPUT_FIELDS as INPUT_FIELDS
 from rolltree.state import State as State
 
-IntArray: TypeAlias = NDArray[np.int32]
-FloatArray: TypeAlias = NDArray[np.float32]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+IntArray: TypeAlias = "NDArray[np.int32]"
+FloatArray: TypeAlias = "NDArray[np.float32]"
 
 ChatMessage: TypeAlias = dict[str, Any]
 """One OpenAI chat message: `{"role": "user", "content": "7 + 5 ="}`."""

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from rolltree.cli import app
 from rolltree.errors import StoreError
-from rolltree.rollouts.record import decode_results
+from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
 from rolltree.testing import HttpFault, ScriptedServer
 from wait_kit import wait_until

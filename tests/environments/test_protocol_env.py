@@ -19,7 +19,8 @@ from rolltree.protocols import (
     delegate_tool,
 )
 from rolltree.rollouts import RolloutEngine, build_requests
-from rolltree.rollouts.record import decode_results, encode_result
+from rolltree.rollouts.decode import decode_results
+from rolltree.rollouts.record import encode_result
 from rolltree.rubrics import Rubric
 from rolltree.samples import build_samples
 from rolltree.steps import ParseResult, StepOutcome

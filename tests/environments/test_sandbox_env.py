@@ -238,7 +238,8 @@ async def test_tools_of_ones_own_run_outside(backend):
 
 
 async def test_the_level_is_in_the_store(backend, tmp_path):
-    from rolltree.rollouts.record import decode_results, encode_result
+    from rolltree.rollouts.decode import decode_results
+    from rolltree.rollouts.record import encode_result
 
     env = PythonEnv(sandbox=backend, dataset=ROWS)
     engine = RolloutEngine(env, ScriptedModel(call("python", code="1"), "42"))

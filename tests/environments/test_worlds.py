@@ -257,7 +257,8 @@ def test_unknown_games():
 
 
 async def test_a_played_world_can_be_stored_and_read_back(tmp_path):
-    from rolltree.rollouts.record import decode_results, encode_result
+    from rolltree.rollouts.decode import decode_results
+    from rolltree.rollouts.record import encode_result
     from rolltree.store import Run
 
     env = env_of()

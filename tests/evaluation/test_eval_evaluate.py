@@ -8,7 +8,7 @@ import pytest
 from rolltree.errors import ConfigError, record_error
 from rolltree.evaluation import compare, evaluate, write_results
 from rolltree.rollouts import RolloutSource
-from rolltree.rollouts.record import decode_results
+from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
 from rolltree.tokens import Trajectory
 from rolltree.types import FinishReason, ModelResponse, State

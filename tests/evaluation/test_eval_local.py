@@ -5,7 +5,7 @@ import pytest
 
 import rolltree as rt
 from rolltree.evaluation import compare, evaluate
-from rolltree.rollouts.record import decode_results
+from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
 
 MAX_TOKENS = 8

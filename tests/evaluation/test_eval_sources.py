@@ -9,7 +9,7 @@ import pytest
 from rolltree.errors import ConfigError, ServerError, StoreError
 from rolltree.evaluation import Settings, build_report, evaluate, runner, stored_report
 from rolltree.rollouts import current_episode
-from rolltree.rollouts.record import decode_results
+from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
 from rolltree.testing import ScriptedClient
 from rolltree.tokens import Trajectory

@@ -16,14 +16,9 @@ from scripted_source import Model, Source, a_request
 
 from rolltree.errors import StoreError, TokenError
 from rolltree.rollouts import RolloutEngine
+from rolltree.rollouts.decode import decode_results, decode_rollout, export_line
 from rolltree.rollouts.message_table import MessageTable
-from rolltree.rollouts.record import (
-    decode_results,
-    decode_rollout,
-    encode_result,
-    export_line,
-    run_stored,
-)
+from rolltree.rollouts.record import encode_result, run_stored
 from rolltree.store import Opaque, Run
 from rolltree.tokens import TokenStream, TokenTree, Trajectory
 from rolltree.types import (

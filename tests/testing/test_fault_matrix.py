@@ -23,8 +23,8 @@ from rolltree.evaluation import evaluate
 from rolltree.inference import EndpointPool, OpenAIClient, RetryPolicy
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.openai_sdk import OpenAISDKClient
+from rolltree.rollouts.decode import decode_results
 from rolltree.rollouts.engine import batch_of
-from rolltree.rollouts.record import decode_results
 from rolltree.rubrics import JudgeRubric, Rubric
 from rolltree.store import Run
 from rolltree.testing import (

@@ -134,7 +134,7 @@ def attempt(
 
 def held(folder: Path, *, trained_only: bool = False) -> dict[str, Any]:
     """Return what a run holds, by name; floats and bytes as they are, without times."""
-    from rolltree.rollouts.record import decode_results
+    from rolltree.rollouts.decode import decode_results
     from rolltree.store import Run
 
     found: dict[str, Any] = {}

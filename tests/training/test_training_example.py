@@ -10,7 +10,7 @@ from loop_kit import make_config, make_model, start
 from training_kit import FLOAT32, difference
 
 from rolltree.models import load_model
-from rolltree.rollouts.record import decode_results
+from rolltree.rollouts.decode import decode_results
 from rolltree.samples import build_samples
 from rolltree.store import Run
 from rolltree.training import LogprobModel, Trainer, assign_credit

@@ -288,7 +288,7 @@ class TestTelling:
             assert [row.metrics for row in run.steps()] == [step]
 
     def test_stored_rollouts_decode_to_what_was_trained(self, model, tmp_path):
-        from rolltree.rollouts.record import decode_results
+        from rolltree.rollouts.decode import decode_results
 
         start(make_config(model, tmp_path / "run", train={"num_steps": 1}))
         with Run.open(tmp_path / "run", "r") as run:

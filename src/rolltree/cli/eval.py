@@ -128,7 +128,7 @@ def evaluate_environment(
         say,
         transcript,
     )
-    from rolltree.rollouts.record import decode_results
+    from rolltree.rollouts.decode import decode_results
     from rolltree.store import Run, to_plain
 
     api_key = secret(api_key_var, "-k")

@@ -44,19 +44,8 @@ def show_run(run: Path, phase: str | None, transcripts: int, failed: bool, limit
     """Show a run: phases, rewards, curve, and some rollouts."""
     from itertools import islice
 
-    from rich.text import Text
-
-    from rolltree.evaluation import stored_report
-    from rolltree.reports import (
-        SafeConsole,
-        evaluation_facts,
-        evaluation_table,
-        phases_table,
-        reward_curve,
-        terminal_curve,
-        transcript,
-    )
-    from rolltree.rollouts.record import decode_results
+    from rolltree.reports import SafeConsole, phases_table, reward_curve, transcript
+    from rolltree.rollouts.decode import decode_results
     from rolltree.store import Run, summarize
 
     console = SafeConsole()
@@ -67,11 +56,18 @@ def show_run(run: Path, phase: str | None, transcripts: int, failed: bool, limit
         console.print(phases_table(summarize(stored)))
         curve = reward_curve(stored)
         if curve is not None:
+            from rich.text import Text
+
+            from rolltree.reports import terminal_curve
+
             console.print(Text(terminal_curve(curve), no_wrap=True))
         if phase:
+            from rolltree.evaluation import stored_report
+            from rolltree.reports import evaluation_facts, evaluation_table
+
             report = stored_report(stored, phase, outcomes=False)
             console.print(evaluation_table(report), "", evaluation_facts(report))
-        for result in islice(decode_results(stored.rollouts(**where)), transcripts):
+        for result in islice(decode_results(stored.rollouts(**where), tokens=False), transcripts):
             console.print(transcript(result, limit=limit))
 
 
@@ -82,7 +78,7 @@ def show_run(run: Path, phase: str | None, transcripts: int, failed: bool, limit
 @click.option("--light", is_flag=True, help="Columns and metrics only, no messages and tokens.")
 def export_run(run: Path, target: Path, phase: str | None, light: bool) -> None:
     """Write the rollouts of a run as JSON lines."""
-    from rolltree.rollouts.record import export_line
+    from rolltree.rollouts.decode import export_line
     from rolltree.store import Run
 
     where: dict[str, Any] = {"phase": phase} if phase else {}

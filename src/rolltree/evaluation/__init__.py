@@ -6,7 +6,7 @@ pairs two reports. Who only reads reports does not load what runs rollouts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rolltree.evaluation.estimate import Estimate, estimate, pass_at_k
 from rolltree.evaluation.reducers import REDUCERS, EpisodeOutcome, Reducer, Settings, outcomes
@@ -18,6 +18,7 @@ from rolltree.evaluation.report import (
     stored_report,
     write_results,
 )
+from rolltree.lazy import loader
 
 if TYPE_CHECKING:
     from rolltree.evaluation.runner import EvalProgress, evaluate
@@ -40,13 +41,4 @@ __all__ = [
     "stored_report",
     "write_results",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in ("EvalProgress", "evaluate"):
-        raise AttributeError(f"module 'rolltree.evaluation' has no attribute {name!r}")
-    from rolltree.evaluation import runner
-
-    value = getattr(runner, name)
-    globals()[name] = value
-    return value
+__getattr__ = loader(__name__, {"runner": "EvalProgress evaluate"})

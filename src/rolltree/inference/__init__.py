@@ -7,8 +7,9 @@ embedded torch engine is in `rolltree.inference.local`, vLLM in this process in
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rolltree.lazy import loader
 
 if TYPE_CHECKING:
     from rolltree.inference.chat import ChatRenderer as ChatRenderer
@@ -51,18 +52,8 @@ _MODULES: dict[str, str] = {
     "transfer.publisher": "WeightTransfer",
     "tool_calls": "TOOL_PARSERS ToolCall ToolCalls",
 }
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
-
-__all__ = sorted(_MODULE_OF)
-
-
-def __getattr__(name: str) -> Any:
-    module = _MODULE_OF.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    globals()[name] = value
-    return value
+__all__ = sorted(" ".join(_MODULES.values()).split())
+__getattr__ = loader(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:

@@ -45,7 +45,7 @@ _FINISH_REASONS = {reason.value: reason for reason in _COMPLETE} | {
 }
 
 
-TokenArrays: TypeAlias = tuple[IntArray, IntArray, FloatArray | None]
+TokenArrays: TypeAlias = "tuple[IntArray, IntArray, FloatArray | None]"
 """Prompt ids int32 `[_P]`, sampled ids int32 `[_C]` and logprobs float32 `[_C]`, if there are."""
 
 

@@ -1,41 +1,41 @@
 """Reports: evaluations, transcripts, curves and training progress for a terminal, and a PNG.
 
-The functions return rich renderables or text, which the command line prints.
+The functions return rich renderables or text, which the command line prints. Names are loaded on
+first use (PEP 562): `rolltree show` loads no live display.
 """
 
-from rolltree.reports.curves import Curve, save_curve, terminal_curve
-from rolltree.reports.evaluation import (
-    EvalView,
-    comparison_table,
-    evaluation_facts,
-    evaluation_table,
-)
-from rolltree.reports.formatting import SafeConsole, say
-from rolltree.reports.runs import phases_table, run_lines, transcript
-from rolltree.reports.training import (
-    TrainView,
-    next_commands,
-    reward_curve,
-    save_reward_curve,
-    training_report,
-)
+from __future__ import annotations
 
-__all__ = [
-    "Curve",
-    "EvalView",
-    "SafeConsole",
-    "TrainView",
-    "comparison_table",
-    "evaluation_facts",
-    "evaluation_table",
-    "next_commands",
-    "phases_table",
-    "reward_curve",
-    "run_lines",
-    "save_curve",
-    "save_reward_curve",
-    "say",
-    "terminal_curve",
-    "training_report",
-    "transcript",
-]
+from typing import TYPE_CHECKING
+
+from rolltree.lazy import loader
+
+if TYPE_CHECKING:
+    from rolltree.reports.curves import Curve as Curve
+    from rolltree.reports.curves import reward_curve as reward_curve
+    from rolltree.reports.curves import save_curve as save_curve
+    from rolltree.reports.curves import save_reward_curve as save_reward_curve
+    from rolltree.reports.curves import terminal_curve as terminal_curve
+    from rolltree.reports.evaluation import comparison_table as comparison_table
+    from rolltree.reports.evaluation import evaluation_facts as evaluation_facts
+    from rolltree.reports.evaluation import evaluation_table as evaluation_table
+    from rolltree.reports.formatting import SafeConsole as SafeConsole
+    from rolltree.reports.formatting import say as say
+    from rolltree.reports.live import EvalView as EvalView
+    from rolltree.reports.live import TrainView as TrainView
+    from rolltree.reports.runs import phases_table as phases_table
+    from rolltree.reports.runs import run_lines as run_lines
+    from rolltree.reports.runs import transcript as transcript
+    from rolltree.reports.training import next_commands as next_commands
+    from rolltree.reports.training import training_report as training_report
+
+_MODULES = {
+    "curves": "Curve reward_curve save_curve save_reward_curve terminal_curve",
+    "evaluation": "comparison_table evaluation_facts evaluation_table",
+    "formatting": "SafeConsole say",
+    "live": "EvalView TrainView",
+    "runs": "phases_table run_lines transcript",
+    "training": "next_commands training_report",
+}
+__all__ = sorted(" ".join(_MODULES.values()).split())
+__getattr__ = loader(__name__, _MODULES)

@@ -1,17 +1,24 @@
-"""A reward curve in the terminal and as a PNG.
+"""The reward curve of a run, in the terminal and as a PNG.
 
-Points in, text or file out. The PNG needs matplotlib (`pip install 'rolltree[train]'`).
+The PNG needs matplotlib (`pip install 'rolltree[train]'`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rolltree.errors import ConfigError
-from rolltree.evaluation import Estimate
 from rolltree.redact import shown
+from rolltree.store import Run
+
+if TYPE_CHECKING:
+    from rolltree.evaluation import Estimate
+
+CURVE_FILE = "reward_curve.png"
 
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """The bit of each dot of a Braille character, by row and column (Unicode block U+2800)."""
@@ -111,3 +118,45 @@ def save_curve(curve: Curve, path: str | Path) -> Path:
     target = Path(path)
     figure.savefig(target, metadata={"Software": None})
     return target
+
+
+def reward_curve(run: Run) -> Curve | None:
+    """Return the mean training reward of every step and the held-out means; None without steps."""
+    points = [
+        (row.step, float(row.metrics["reward/mean"]))
+        for row in run.steps()
+        if _is_finite(row.metrics.get("reward/mean"))
+    ]
+    if not points:
+        return None
+    from rolltree.evaluation import stored_report
+
+    held_out = [
+        (step, stored_report(run, phase, outcomes=False).reward) for step, phase in evaluations(run)
+    ]
+    return Curve(
+        title=f"mean reward, {', '.join(sorted({part.env_id for part in run.totals()}))}",
+        steps=[step for step, _ in points],
+        rewards=[reward for _, reward in points],
+        held_out=[(step, found) for step, found in held_out if found is not None],
+    )
+
+
+def evaluations(run: Run) -> list[tuple[int, str]]:
+    """Return the step and phase of every held-out evaluation of a training run, by step."""
+    found = {event.data["phase"]: event.step or 0 for event in run.events("evaluation")}
+    return sorted((step, phase) for phase, step in found.items())
+
+
+def save_reward_curve(run: Run) -> Path | None:
+    """Draw the reward curve into the run directory; None when there is nothing to draw.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    curve = reward_curve(run)
+    return None if curve is None else save_curve(curve, run.path / CURVE_FILE)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

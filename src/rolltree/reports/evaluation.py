@@ -1,20 +1,16 @@
-"""An evaluation in the terminal: live progress, result tables, and comparisons."""
+"""An evaluation in the terminal: result tables and comparisons."""
 
 from __future__ import annotations
 
-import time
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from rolltree.evaluation import Comparison, Estimate, EvalReport
-from rolltree.reports.formatting import counts, duration, interval, meter, safe_text, say
+from rolltree.reports.formatting import counts, duration, interval, meter, safe_text
 
 if TYPE_CHECKING:
-    from rolltree.evaluation import EvalProgress
+    pass
 
 
 def evaluation_table(report: EvalReport) -> Table:
@@ -108,66 +104,3 @@ def comparison_table(comparison: Comparison, names: tuple[str, str] = ("before",
         f"{said} ({gain.num_examples} pairs)",
     )
     return table
-
-
-class EvalView:
-    """Live progress of an evaluation, for `on_progress`; without a terminal, a line per tenth."""
-
-    def __init__(self, console: Console, label: str) -> None:
-        self._console = console
-        self._live = console.is_terminal
-        self._start = time.monotonic()
-        self._last_tenth = -1
-        self._last_tokens = 0
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-            TextColumn("{task.fields[said]}", markup=False),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not self._live,
-        )
-        self._task = self._progress.add_task(str(safe_text(label)), total=1, said="")
-        self.progress: EvalProgress | None = None
-
-    def update(self, progress: EvalProgress) -> None:
-        """Show where the evaluation stands."""
-        if self.progress is None:
-            self._last_tokens = progress.num_completion_tokens
-        self.progress = progress
-        said = self._said(progress)
-        self._progress.update(
-            self._task, completed=progress.num_done, total=progress.num_total, said=said
-        )
-        tenth = 10 * progress.num_done // max(1, progress.num_total)
-        if not self._live and tenth > self._last_tenth:
-            self._last_tenth = tenth
-            say(self._console, f"{progress.num_done}/{progress.num_total}  {said}".rstrip())
-
-    def _said(self, progress: EvalProgress) -> str:
-        parts = []
-        if progress.mean_reward is not None:
-            parts.append(f"reward {progress.mean_reward:.3f}")
-        if progress.num_failed:
-            parts.append(f"failed {progress.num_failed}")
-        if progress.num_truncated:
-            parts.append(f"truncated {progress.num_truncated}")
-        elapsed = time.monotonic() - self._start
-        new = progress.num_completion_tokens - self._last_tokens
-        if elapsed > 0.5 and new:
-            parts.append(f"{new / elapsed:.0f} tokens/s")
-        return "  ".join(parts)
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._progress.stop()

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from rolltree.evaluation import Estimate
 from rolltree.redact import shown
 from rolltree.untrusted import visible
+
+if TYPE_CHECKING:
+    from rolltree.evaluation import Estimate
 
 
 class SafeConsole(Console):

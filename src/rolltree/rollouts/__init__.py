@@ -1,13 +1,14 @@
 """Rollouts: requests, strategies, and the engine that runs them.
 
-Names are loaded on first use (PEP 562): who only reads stored rollouts (`rollouts.record`) loads
+Names are loaded on first use (PEP 562): who only reads stored rollouts (`rollouts.decode`) loads
 neither the engine nor the clients of models.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rolltree.lazy import loader
 
 if TYPE_CHECKING:
     from rolltree.rollouts.engine import (
@@ -35,13 +36,11 @@ if TYPE_CHECKING:
     from rolltree.seeds import derive_seed
 
 _MODULES = {
-    "rolltree.rollouts.engine": "DroppedGroup GeneratedBatch RolloutEngine RolloutProgress",
-    "rolltree.rollouts.requests": "Clock Episode GroupScorer GroupStrategy RequestStrategy "
-    "RolloutSource Split build_requests current_episode example_request group_member merge_args "
-    "repeat resolve_sampling",
-    "rolltree.seeds": "derive_seed",
+    "engine": "DroppedGroup GeneratedBatch RolloutEngine RolloutProgress",
+    "requests": "Clock Episode GroupScorer GroupStrategy RequestStrategy RolloutSource Split "
+    "build_requests current_episode derive_seed example_request group_member merge_args repeat "
+    "resolve_sampling",
 }
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [
     "Clock",
@@ -64,12 +63,4 @@ __all__ = [
     "repeat",
     "resolve_sampling",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    module = _MODULE_OF.get(name)
-    if module is None:
-        raise AttributeError(f"module 'rolltree.rollouts' has no attribute {name!r}")
-    value = getattr(importlib.import_module(module), name)
-    globals()[name] = value
-    return value
+__getattr__ = loader(__name__, _MODULES)

@@ -11,11 +11,10 @@ from __future__ import annotations
 import base64
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 TAG = "$t"
 MAX_DEPTH = 100
@@ -63,8 +62,6 @@ def to_plain(value: Any) -> Any:
 
     Tuples, sets and arrays become lists, non-finite floats None, other objects text.
     """
-    if isinstance(value, np.ndarray | np.generic):
-        return to_plain(value.tolist())
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -73,7 +70,15 @@ def to_plain(value: Any) -> Any:
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [to_plain(item) for item in value]
+    if _is_numpy(value):
+        return to_plain(value.tolist())
     return f"<{value.type}>" if isinstance(value, Opaque) else str(value)
+
+
+def _is_numpy(value: Any) -> bool:
+    """Say whether it is an array or a scalar of numpy, which is loaded if there is one."""
+    np = sys.modules.get("numpy")
+    return np is not None and isinstance(value, (np.ndarray, np.generic))
 
 
 def _pack(value: Any, depth: int) -> Any:
@@ -96,6 +101,8 @@ def _pack(value: Any, depth: int) -> Any:
     for kind, pack in _PACKERS.items():
         if isinstance(value, kind):
             return pack(value, depth)
+    if _is_numpy(value):
+        return _pack_numpy(value, depth)
     if hasattr(value, "model_dump"):
         return _pack(value.model_dump(), depth + 1)
     if isinstance(value, Opaque):
@@ -118,7 +125,11 @@ def _pack_items(tag: str) -> Callable[[Any, int], Any]:
     return lambda value, depth: {TAG: tag, "v": [_pack(item, depth + 1) for item in value]}
 
 
-def _pack_array(value: Any, depth: int) -> Any:
+def _pack_numpy(value: Any, depth: int) -> Any:
+    import numpy as np
+
+    if not isinstance(value, np.ndarray):
+        return _pack(value.item(), depth + 1)
     if value.dtype.kind not in "biufc":
         return _opaque(f"numpy.ndarray of {value.dtype}")
     raw = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
@@ -132,8 +143,6 @@ _PACKERS: dict[Any, Callable[[Any, int], Any]] = {
     frozenset: _pack_items("frozenset"),
     set: _pack_items("set"),
     bytes: lambda value, depth: {TAG: "bytes", "v": base64.b64encode(value).decode()},
-    np.ndarray: _pack_array,
-    np.generic: lambda value, depth: _pack(value.item(), depth + 1),
 }
 
 
@@ -148,6 +157,8 @@ def _unpack(value: Any) -> Any:
 
 
 def _unpack_array(value: dict[str, Any]) -> Any:
+    import numpy as np
+
     flat = np.frombuffer(base64.b64decode(value["v"]), dtype=np.dtype(value["dtype"]))
     return flat.reshape(value["shape"]).copy()
 

@@ -28,8 +28,9 @@ from rolltree.rollouts import (
     example_request,
     resolve_sampling,
 )
+from rolltree.rollouts.decode import decode_results
 from rolltree.rollouts.engine import RETRYABLE
-from rolltree.rollouts.record import decode_results, run_stored
+from rolltree.rollouts.record import run_stored
 from rolltree.store import Run
 from rolltree.training.config import TrainConfig
 from rolltree.types import RolloutRequest, RolloutResult, SamplingParams

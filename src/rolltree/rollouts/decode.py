@@ -1,0 +1,144 @@
+"""Stored rows back to rollout results: whole, or without tokens.
+
+Who wants no tokens does not load the token tree and numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from rolltree.errors import StoreError
+from rolltree.rollouts.message_table import MessageReader
+from rolltree.store import StoredRollout, loads
+from rolltree.types import ErrorRecord, RolloutRequest, RolloutResult, SamplingParams, State
+
+VERSION = 1
+"""Of the record that `rolltree.rollouts.record` writes."""
+
+
+def decode_rollout(row: StoredRollout, *, tokens: bool = True) -> RolloutResult:
+    """Rebuild the result that one row holds: its request, its one state, its error.
+
+    Without `tokens`, a step of the trajectory is a dict with its prompt and completion alone.
+
+    Raises:
+        StoreError: the row was read without its blobs, or its record is not one of this version.
+    """
+    if not row.record:
+        raise StoreError(
+            f"rollout {row.request_id!r} was read without its record, so it has no messages. Read "
+            "it with run.rollouts(blobs=True)."
+        )
+    try:
+        return _decode(row, tokens)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise StoreError(
+            f"rollout {row.request_id!r} has a record that rolltree did not write "
+            f"({type(error).__name__}: {error}), so its messages and tokens cannot be read. "
+            "`rolltree export RUN FILE --light` writes its columns."
+        ) from error
+
+
+def _decode(row: StoredRollout, tokens: bool) -> RolloutResult:
+    record = loads(row.record)
+    if record["version"] != VERSION:
+        raise StoreError(
+            f"rollout {row.request_id!r} has record version {record['version']}; this rolltree "
+            f"reads version {VERSION}. Upgrade rolltree to read it."
+        )
+    messages = MessageReader(record["table"])
+    request = _decode_request(record["request"], messages)
+    states: tuple[State, ...] = ()
+    if record["state"] is not None:
+        tree = row.tokens if tokens else None
+        states = (_decode_state(record["state"], request, tree, messages),)
+    return RolloutResult(request, states, _decode_error(record["error"]), row.num_attempts)
+
+
+def decode_results(
+    rows: Iterable[StoredRollout], *, tokens: bool = True
+) -> Iterator[RolloutResult]:
+    """Rebuild whole results: adjacent rows of one request become one result.
+
+    Rows come adjacent from `run.rollouts()`. `tokens` is that of `decode_rollout`.
+    """
+    pending: RolloutResult | None = None
+    for row in rows:
+        result = decode_rollout(row, tokens=tokens)
+        if pending is not None and pending.request.request_id == row.request_id:
+            pending = replace(pending, states=(*pending.states, *result.states))
+            continue
+        if pending is not None:
+            yield pending
+        pending = result
+    if pending is not None:
+        yield pending
+
+
+def export_line(row: StoredRollout) -> dict[str, Any]:
+    """Return a row as one JSON line in the shape of spec 1: for `run.export(render=...)`.
+
+    `trajectory` restates every step's prompt and token lists, so its size is O(T^2) in turns.
+    """
+    line = {name: getattr(row, name) for name in _EXPORTED}
+    result = decode_rollout(row)
+    line["prompt"] = result.request.input["prompt"]
+    for state in result.states:
+        line["prompt"] = state.get("prompt")
+        line["completion"] = state.get("completion")
+        line["trajectory"] = [
+            {**step, "tokens": dict(step["tokens"].items()) if step["tokens"] else None}
+            for step in state["trajectory"]
+        ]
+    return line
+
+
+_EXPORTED = [
+    name for name in StoredRollout.__dataclass_fields__ if name not in ("record", "tokens")
+]
+
+
+def _decode_request(data: dict[str, Any], messages: MessageReader) -> RolloutRequest:
+    sampling = SamplingParams(**data["sampling"])
+    return RolloutRequest(
+        **{**data, "sampling": sampling, "input": _decode_input(data["input"], messages)}
+    )
+
+
+def _decode_input(data: dict[str, Any], messages: MessageReader) -> Any:
+    prompt = {"prompt": messages.get(data["prompt"])} if data["has"] else {}
+    return {**prompt, **data["fields"]}
+
+
+def _decode_state(
+    data: dict[str, Any], request: RolloutRequest, tree: bytes | None, messages: MessageReader
+) -> State:
+    own: dict[str, Any] = dict(data["fields"])
+    trajectory: Any
+    if tree is None:
+        names = ("prompt", "completion")
+        trajectory = [{name: messages.get(step[name]) for name in names} for step in data["steps"]]
+    else:
+        from rolltree.rollouts.record_steps import decode_trajectory
+
+        trajectory = decode_trajectory(data["steps"], tree, messages)
+    apart = {
+        "trajectory": trajectory,
+        "completion": messages.get(data["completion"]),
+        "error": (
+            _decode_error(data["error"]["record"])
+            if "record" in data["error"]
+            else data["error"]["value"]
+        ),
+    }
+    if "input" in data["has"]:
+        source = data["input"]
+        apart["input"] = dict(request.input) if source is None else _decode_input(source, messages)
+    own.update({key: apart[key] for key in data["has"]})
+    return State(own)
+
+
+def _decode_error(data: dict[str, Any] | None) -> ErrorRecord | None:
+    return None if data is None else ErrorRecord(**data)

@@ -1,0 +1,144 @@
+"""The steps of a trajectory to record data and back, with the token tree that they lie in.
+
+Left out is the raw response of a client that wraps another one, of which only identity and usage
+are kept: its text is in the completion, its ids and logprobs in the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from rolltree.rollouts.message_table import MessageReader, MessageTable, Reference
+from rolltree.tokens import RecordedStep, StepTokens, TokenTree, Trajectory, peek
+from rolltree.types import FinishReason, ModelResponse, TrajectoryStep
+
+_RESPONSE_FIELDS = ("id", "model", "object", "created", "system_fingerprint", "usage")
+_IN_EXTRAS = (
+    *("finish_reason", "temperature", "call_id"),
+    *("num_prompt_tokens", "num_completion_tokens"),
+)
+_STEP_FIELDS = ("prompt", "completion", "response", "tokens", "reward", "advantage", "extras")
+
+
+def trajectory_data(trajectory: Trajectory, table: MessageTable) -> list[dict[str, Any]]:
+    """Return the record data of each step; the messages go to `table`."""
+    prompts: dict[int, Reference] = {}  # by the identity of the step
+    return [_step_data(trajectory, index, table, prompts) for index in range(len(trajectory))]
+
+
+def decode_trajectory(
+    data: Sequence[Mapping[str, Any]], tokens: bytes, messages: MessageReader
+) -> Trajectory:
+    """Return the trajectory of what `trajectory_data` returned and of its tree's bytes."""
+    tree = TokenTree.from_bytes(tokens)
+    trajectory = Trajectory([_decode_step(step, tree, messages) for step in data], tree=tree)
+    for step, stored in zip(trajectory, data, strict=True):
+        if "loose_tokens" in stored:
+            step["tokens"] = stored["loose_tokens"]
+    return trajectory
+
+
+def _prompt_reference(step: Any, table: MessageTable, prompts: Mapping[int, Reference]) -> Any:
+    """Return a prompt's reference: O(new messages) where it continues a step seen before."""
+    head = step.head if isinstance(step, RecordedStep) else None
+    before = prompts.get(id(head))
+    if head is not None and isinstance(before, int):
+        added = step.words_after(head)
+        if isinstance(added, list):
+            return table.add(added, table.add(peek(head, "completion"), before))
+    return table.add(peek(step, "prompt"))
+
+
+def _step_data(
+    trajectory: Trajectory, index: int, table: MessageTable, prompts: dict[int, Reference]
+) -> dict[str, Any]:
+    step: Mapping[str, Any] = trajectory[index]
+    completion, extras = peek(step, "completion"), peek(step, "extras")
+    data: dict[str, Any] = {
+        "prompt": _prompt_reference(step, table, prompts),
+        "completion": table.add(completion),
+        "call": trajectory.call_of(index),
+        "reward": step.get("reward"),
+        "advantage": step.get("advantage"),
+        "extras": extras,
+    }
+    prompts[id(step)] = data["prompt"]
+    if isinstance(completion, str) and isinstance(data["prompt"], dict):
+        table.add(peek(step, "prompt") + completion)  # the next prompt most likely begins so
+    response = step.response_record if isinstance(step, RecordedStep) else step.get("response")
+    if isinstance(response, ModelResponse):
+        data["answer"] = _answer_data(response, completion, extras or {})
+    elif response is not None:
+        data["response"] = _response_data(response)
+    tokens = peek(step, "tokens")
+    if isinstance(tokens, StepTokens):
+        data["assigned"] = {key: tokens[key] for key in tokens.assigned}
+    elif tokens is not None:
+        data["loose_tokens"] = tokens
+    more = {key: step[key] for key in step if key not in _STEP_FIELDS}
+    if more:
+        data["more"] = more
+    return data
+
+
+def _decode_step(
+    data: Mapping[str, Any], tree: TokenTree, messages: MessageReader
+) -> TrajectoryStep:
+    prompt, completion = messages.get(data["prompt"]), messages.get(data["completion"])
+    response: Any = data.get("response")
+    if "answer" in data:
+        response = _decode_answer(data["answer"], completion, data["extras"] or {})
+    step: dict[str, Any]
+    if data["call"] is not None and "answer" in data and _alike(prompt, completion):
+        step = RecordedStep(tree, data["call"], response, None, prompt, completion)
+    else:
+        step = {"prompt": prompt, "completion": completion, "response": response, "tokens": None}
+        if data["call"] is not None:
+            step["tokens"] = StepTokens(tree, data["call"])
+    for key, value in (data.get("assigned") or {}).items():
+        step["tokens"][key] = value
+    step |= {key: data[key] for key in ("reward", "advantage", "extras")}
+    step |= data.get("more", {})
+    return cast(TrajectoryStep, step)
+
+
+def _alike(prompt: Any, completion: Any) -> bool:
+    return type(prompt) is type(completion) and isinstance(prompt, str | list)
+
+
+def _said(completion: Any) -> tuple[Any, Any]:
+    """Return the message and the text that a completion says, where it is one answer."""
+    if isinstance(completion, str):
+        return {"role": "assistant", "content": completion}, completion
+    message = completion[0] if isinstance(completion, list) and len(completion) == 1 else None
+    return message, message.get("content") if isinstance(message, Mapping) else None
+
+
+def _answer_data(
+    response: ModelResponse, completion: Any, extras: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what of a response neither the completion, the extras nor the token tree say."""
+    message, text = _said(completion)
+    told = {"message": message, "text": text, **{name: extras.get(name) for name in _IN_EXTRAS}}
+    values = {name: getattr(response, name) for name in told}
+    values["finish_reason"] = response.finish_reason.value
+    data = {name: value for name, value in values.items() if value != told[name]}
+    rest = {name: getattr(response, name) for name in ("id", "model", "wait_s", "info")}
+    return data | {name: value for name, value in rest.items() if value}
+
+
+def _decode_answer(
+    data: Mapping[str, Any], completion: Any, extras: Mapping[str, Any]
+) -> ModelResponse:
+    message, text = _said(completion)
+    told = {"message": message, "text": text, **{name: extras.get(name) for name in _IN_EXTRAS}}
+    values = {**told, **data}
+    return ModelResponse(**{**values, "finish_reason": FinishReason(values["finish_reason"])})
+
+
+def _response_data(response: Any) -> dict[str, Any]:
+    if isinstance(response, Mapping):
+        return {name: response[name] for name in _RESPONSE_FIELDS if name in response}
+    found = {name: getattr(response, name, None) for name in _RESPONSE_FIELDS}
+    return {name: value for name, value in found.items() if value is not None}
