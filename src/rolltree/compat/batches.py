@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from rolltree.compat.helpers import maybe_semaphore
+from rolltree.compat.model_calls import is_direct
 from rolltree.compat.results import GenerateOutputs, make_dataset, outputs_of, save_rollout_results
 from rolltree.compat.rows import repeated
 from rolltree.environments.batch_runner import BatchRunner, states_of
@@ -29,6 +30,7 @@ class Batch:
 
     sampling_args: SamplingArgs
     scoring: AbstractAsyncContextManager[Any]
+    client: Any  # what is asked by its own methods; None for rolltree's clients
     failures: list[Exception] = field(default_factory=list)  # the first one
 
 
@@ -65,7 +67,7 @@ async def run_batch(
     Raises:
         Exception: what the first rollout failed with, when all have failed.
     """
-    batch = Batch(args, await maybe_semaphore(max_scoring))
+    batch = Batch(args, await maybe_semaphore(max_scoring), client if is_direct(client) else None)
     rows = env.rows(inputs)
     requests = env._requests(rows, args, 0, 1)
     limit = max_concurrent if max_concurrent and max_concurrent > 0 else len(requests)

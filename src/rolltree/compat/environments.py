@@ -13,12 +13,14 @@ import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 from rolltree import environments as rooms
 from rolltree.compat.batches import Batches, args_of_rollout, current_batch, note_failure
 from rolltree.compat.decorators import marked_methods
 from rolltree.compat.helpers import NullAsyncContext, concat_messages
+from rolltree.compat.model_calls import ask, is_direct
 from rolltree.compat.rows import (
     is_hub_dataset,
     opened,
@@ -28,8 +30,7 @@ from rolltree.compat.rows import (
 )
 from rolltree.environments.dataset import Data, RowFormat, Rows
 from rolltree.environments.lifecycle import Mark, mark_of, register
-from rolltree.errors import ConfigError, PromptTooLong
-from rolltree.inference.client import as_client, sampling_from_args
+from rolltree.errors import ConfigError
 from rolltree.parsers import Parser
 from rolltree.rollouts import Split, current_episode
 from rolltree.rubrics import Rubric
@@ -37,7 +38,6 @@ from rolltree.tokens import Trajectory
 from rolltree.types import (
     OVERLONG_PROMPT,
     ChatMessage,
-    FinishReason,
     Messages,
     MessageType,
     ModelResponse,
@@ -228,19 +228,7 @@ class Environment(Batches, rooms.Environment):
             Exception: what the client raised; a `ModelError` where it is rolltree's.
         """
         kind = message_type or self.message_type
-        if kind == "completion" and oai_tools:
-            raise ConfigError("oai_tools are not supported for completion tasks.")
-        messages, args = for_model(prompt, sampling_args)
-        try:
-            return await as_client(client, model).chat(
-                messages,
-                tools=oai_tools or None,
-                sampling=sampling_from_args(args),
-                model=model or None,
-                message_type=kind,
-            )
-        except PromptTooLong:
-            return _overlong()
+        return await ask(client, model, prompt, oai_tools, sampling_args, kind)
 
     async def add_model_response(
         self, state: State, prompt_messages: Messages, response: Any
@@ -248,19 +236,27 @@ class Environment(Batches, rooms.Environment):
         """Append the step of one model call; tokens beyond `max_seq_len` are cut from it."""
         if getattr(response, "id", None) == OVERLONG_PROMPT:
             state["prompt_too_long"] = True
-            answer = response if isinstance(response, ModelResponse) else _overlong()
-            chat = self.message_type == "chat"
-            state["trajectory"].append_call(
-                prompt=prompt_messages,
-                completion=[answer.message] if chat else answer.text,
-                response=answer,
-                turn=len(state["trajectory"]),
-            )
-            return
-        await super().add_model_response(state, prompt_messages, response)
-        tokens = state["trajectory"][-1]["tokens"]
-        if tokens is not None:
-            cut_tokens(tokens, self.max_seq_len)
+        answer = self._recorded(state, response)
+        chat = self.message_type == "chat"
+        step = state["trajectory"].append_call(
+            prompt=prompt_messages,
+            completion=[answer.message] if chat else answer.text,
+            response=answer,
+            turn=len(state["trajectory"]),
+        )
+        if step["tokens"] is not None:
+            cut_tokens(step["tokens"], self.max_seq_len)
+
+    def _recorded(self, state: State, response: Any) -> ModelResponse:
+        """Return the record of a response; a message of the openai package is as theirs was."""
+        if isinstance(response, ModelResponse):
+            return response
+        made = self.response_record(state, response)
+        if made.logprobs is None and made.completion_ids is not None:
+            made = replace(made, prompt_ids=None, completion_ids=None, versions=None)
+        message = {**made.message}
+        message.pop("reasoning_content", None)
+        return replace(made, message=message)
 
     async def _render_completion(self, state: State) -> None:
         steps, prompt = state["trajectory"], state["prompt"]
@@ -291,6 +287,8 @@ class Environment(Batches, rooms.Environment):
     ) -> list[State]:
         """Play one episode and return the state of its rollout."""
         args = args_of_rollout(self.sampling_args, sampling_args)
+        batch = current_batch()
+        client = client if batch is None or batch.client is None else batch.client
         try:
             state = await self.run_rollout(NullAsyncContext(), input, client, model, args)
         except Exception as error:
@@ -378,6 +376,9 @@ class MultiTurnEnv(Environment, rooms.MultiTurnEnv):
         """
         return await super().rollout(input, client, model, sampling_args)
 
+    def _session(self, client: Any, model: str) -> Any:
+        return client if is_direct(client) else super()._session(client, model)
+
     async def _begin(
         self, input: RolloutInput, client: Any, model: str, sampling_args: SamplingArgs | None
     ) -> State:
@@ -443,44 +444,6 @@ def cut_tokens(tokens: Any, max_seq_len: int | None) -> None:
         tokens[key] = tokens[key][:max_seq_len]
     for key in ("completion_ids", "completion_mask", "completion_logprobs"):
         tokens[key] = tokens[key][:room]
-
-
-def for_model(
-    prompt: Messages, sampling_args: SamplingArgs | None
-) -> tuple[Messages, SamplingArgs]:
-    """Return what is sent: messages without the Nones of data sets, and text only for audio."""
-    args = dict(sampling_args or {})
-    if isinstance(prompt, str):
-        return prompt, args
-    parts = [p for m in prompt if isinstance(m.get("content"), list) for p in m["content"]]
-    if args.get("modalities") is None and any(_is_audio(part) for part in parts):
-        args["modalities"] = ["text"]
-    return [_without_nones(message) for message in prompt], args
-
-
-def _is_audio(part: Any) -> bool:
-    return isinstance(part, Mapping) and str(part.get("type", "")).startswith("input_audio")
-
-
-def _without_nones(message: ChatMessage) -> ChatMessage:
-    content = message.get("content")
-    if isinstance(content, list):
-        content = [
-            {key: value for key, value in part.items() if value is not None}
-            if isinstance(part, dict)
-            else part
-            for part in content
-        ]
-    elif all(value is not None or key == "content" for key, value in message.items()):
-        return message
-    kept = {key: value for key, value in message.items() if value is not None}
-    return {**kept, "content": content}
-
-
-def _overlong() -> ModelResponse:
-    text = "Prompt too long."
-    message: ChatMessage = {"role": "assistant", "content": text}
-    return ModelResponse(message, text, FinishReason.LENGTH, id=OVERLONG_PROMPT)
 
 
 def _taken(data: Any, n: int, seed: int | None) -> Any:

@@ -307,16 +307,7 @@ class Environment(BatchRunner):
         if (given if isinstance(given, str) else getattr(given, "id", None)) == OVERLONG_PROMPT:
             state["prompt_too_long"] = True
             return
-        answer = response
-        if not isinstance(response, ModelResponse):  # an override asked the model itself
-            request = _REQUEST.get()
-            if request is None:
-                args = merge_args(self.sampling_args, state.get("sampling_args"))
-                request = args, policy_version(state.get("client"))
-            temperature = sampling_from_args(request[0]).temperature
-            answer = parse_response(
-                response, self.message_type, temperature=temperature, version=request[1]
-            )
+        answer = self.response_record(state, response)
         chat = self.message_type == "chat"
         trajectory = state["trajectory"]
         trajectory.append_call(
@@ -324,6 +315,19 @@ class Environment(BatchRunner):
             completion=[answer.message] if chat else answer.text,
             response=answer,
             turn=len(trajectory),
+        )
+
+    def response_record(self, state: State, response: Any) -> ModelResponse:
+        """Return the record of a response, whatever an override answered with."""
+        if isinstance(response, ModelResponse):
+            return response
+        request = _REQUEST.get()
+        if request is None:
+            args = merge_args(self.sampling_args, state.get("sampling_args"))
+            request = args, policy_version(state.get("client"))
+        temperature = sampling_from_args(request[0]).temperature
+        return parse_response(
+            response, self.message_type, temperature=temperature, version=request[1]
         )
 
     # What is written when a rollout ends

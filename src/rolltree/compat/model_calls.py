@@ -1,0 +1,140 @@
+"""A model call as verifiers 0.1.8 makes it.
+
+On a client of the openai package, or what looks like one, it is that client's own method with the
+caller's own arguments, and the answer is the client's. rolltree's clients are asked as everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from rolltree.environments.openai_view import OpenAIView
+from rolltree.errors import ConfigError, PromptTooLong
+from rolltree.inference.client import as_client, sampling_from_args
+from rolltree.rollouts import current_episode
+from rolltree.types import (
+    OVERLONG_PROMPT,
+    ChatMessage,
+    FinishReason,
+    Messages,
+    MessageType,
+    ModelResponse,
+    SamplingArgs,
+    ToolSchema,
+)
+
+
+def is_direct(client: Any) -> bool:
+    """Whether `client` is asked by its own methods."""
+    return not isinstance(client, OpenAIView) and hasattr(
+        getattr(client, "chat", None), "completions"
+    )
+
+
+async def ask(
+    client: Any,
+    model: str,
+    prompt: Messages,
+    tools: Sequence[ToolSchema] | None,
+    sampling_args: SamplingArgs | None,
+    message_type: MessageType,
+) -> Any:
+    """Return the answer to one call; to a prompt that does not fit, one whose `id` says so.
+
+    Raises:
+        ConfigError: tools are offered to a text completion.
+        Exception: what the client raised.
+    """
+    if message_type == "completion" and tools:
+        raise ConfigError("oai_tools are not supported for completion tasks.")
+    messages, args = for_model(prompt, sampling_args)
+    if is_direct(client):
+        return await _ask_directly(client, model, messages, tools, args, message_type)
+    try:
+        return await as_client(client, model).chat(
+            messages,
+            tools=tools or None,
+            sampling=sampling_from_args(args),
+            model=model or None,
+            message_type=message_type,
+        )
+    except PromptTooLong:
+        return overlong_response()
+
+
+async def _ask_directly(
+    client: Any,
+    model: str,
+    messages: Messages,
+    tools: Sequence[ToolSchema] | None,
+    args: SamplingArgs,
+    message_type: MessageType,
+) -> Any:
+    args = {key: value for key, value in args.items() if value is not None}
+    if message_type == "chat":
+        if "max_tokens" in args:
+            args["max_completion_tokens"] = args.pop("max_tokens")
+        if tools:
+            args["tools"] = tools
+        call = client.chat.completions.create(model=model, messages=messages, **args)
+    else:
+        call = client.completions.create(model=model, prompt=messages, **args)
+    episode = current_episode()
+    try:
+        with nullcontext() if episode is None else episode.clock.excluded():
+            return await call
+    except Exception as error:
+        if _is_overlong(error):
+            return overlong_response()
+        raise
+
+
+def _is_overlong(error: Exception) -> bool:
+    status = getattr(error, "status_code", None)
+    if status != 400:
+        return False
+    from rolltree.inference.http import status_error
+
+    text = str(getattr(getattr(error, "response", None), "text", error))
+    return isinstance(status_error(400, text, "the server"), PromptTooLong)
+
+
+def overlong_response() -> ModelResponse:
+    """Return the answer to a prompt that does not fit the model."""
+    text = "Prompt too long."
+    message: ChatMessage = {"role": "assistant", "content": text}
+    return ModelResponse(message, text, FinishReason.LENGTH, id=OVERLONG_PROMPT)
+
+
+def for_model(
+    prompt: Messages, sampling_args: SamplingArgs | None
+) -> tuple[Messages, SamplingArgs]:
+    """Return what is sent: messages without the Nones of data sets, and text only for audio."""
+    args = dict(sampling_args or {})
+    if isinstance(prompt, str):
+        return prompt, args
+    parts = [p for m in prompt if isinstance(m.get("content"), list) for p in m["content"]]
+    if args.get("modalities") is None and any(_is_audio(part) for part in parts):
+        args["modalities"] = ["text"]
+    return [_without_nones(message) for message in prompt], args
+
+
+def _is_audio(part: Any) -> bool:
+    return isinstance(part, Mapping) and str(part.get("type", "")).startswith("input_audio")
+
+
+def _without_nones(message: ChatMessage) -> ChatMessage:
+    content = message.get("content")
+    if isinstance(content, list):
+        content = [
+            {key: value for key, value in part.items() if value is not None}
+            if isinstance(part, dict)
+            else part
+            for part in content
+        ]
+    elif all(value is not None or key == "content" for key, value in message.items()):
+        return message
+    kept = {key: value for key, value in message.items() if value is not None}
+    return {**kept, "content": content}
