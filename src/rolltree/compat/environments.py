@@ -208,8 +208,11 @@ class Environment(Batches, rooms.Environment):
         model: str,
         sampling_args: SamplingArgs | None = None,
     ) -> State:
-        """Return the state before the first turn."""
-        return await super().init_state(input, client, model, sampling_args)
+        """Return the state before the first turn; a row's tools win over the environment's."""
+        state = await super().init_state(input, client, model, sampling_args)
+        if not state["oai_tools"]:
+            state["oai_tools"] = self.oai_tools
+        return state
 
     async def get_model_response(
         self,

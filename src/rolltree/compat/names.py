@@ -8,13 +8,15 @@ from __future__ import annotations
 _SHIMS = "rolltree.compat"
 
 SOURCES: dict[str, str] = {
-    "rolltree.environments": "convert_func_to_oai_tool load_environment",
+    "rolltree.environments": "convert_func_to_oai_tool",
+    f"{_SHIMS}.loading": "load_environment",
     f"{_SHIMS}.decorators": "cleanup stop teardown",
     f"{_SHIMS}.environments": "Environment MultiTurnEnv SingleTurnEnv",
     f"{_SHIMS}.tool_environments": "StatefulToolEnv ToolEnv",
     f"{_SHIMS}.env_group": "EnvGroup EnvGroupRubric",
     f"{_SHIMS}.sandbox_environments": "PythonEnv PythonWorkerState SandboxEnv",
-    f"{_SHIMS}.game_environments": "ReasoningGymEnv TextArenaEnv",
+    f"{_SHIMS}.reasoning_gym_environment": "DEFAULT_SYSTEM_PROMPT ReasoningGymEnv",
+    f"{_SHIMS}.textarena_environment": "TextArenaEnv",
     f"{_SHIMS}.results": "GenerateMetadata GenerateOutputs get_hf_hub_dataset_name make_dataset "
     "quiet_datasets sanitize_metadata save_rollout_results save_to_disk",
     f"{_SHIMS}.paths": "get_eval_results_path get_results_path",
@@ -25,7 +27,7 @@ SOURCES: dict[str, str] = {
     "BaseRolloutInput RolloutTiming SamplingArgs State TrajectoryStep TrajectoryStepTokens",
     f"{_SHIMS}.judge": "JudgeRubric",
     f"{_SHIMS}.datasets": "BOXED_SYSTEM_PROMPT THINK_BOXED_SYSTEM_PROMPT extract_hash_answer "
-    "load_example_dataset strip_non_numeric",
+    "get_preprocess_fn load_example_dataset strip_non_numeric",
     f"{_SHIMS}.helpers": "NullAsyncContext concat_messages maybe_await maybe_semaphore "
     "message_to_printable messages_to_printable parse_response_messages parse_response_tokens "
     "print_prompt_completions_sample sanitize_tool_calls setup_logging strip_nones_from_content",
@@ -66,7 +68,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "envs.python_env": ("PythonEnv", "PythonWorkerState"),
     "envs.env_group": ("EnvGroup", "EnvGroupRubric"),
     "envs.textarena_env": ("TextArenaEnv",),
-    "envs.reasoninggym_env": ("ReasoningGymEnv",),
+    "envs.reasoninggym_env": ("DEFAULT_SYSTEM_PROMPT", "ReasoningGymEnv"),
     "rubrics": (),
     "rubrics.rubric": ("Rubric",),
     "rubrics.rubric_group": ("RubricGroup",),
@@ -83,6 +85,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "utils.data_utils": (
         *("BOXED_SYSTEM_PROMPT", "THINK_BOXED_SYSTEM_PROMPT", "extract_boxed_answer"),
         *("extract_hash_answer", "load_example_dataset", "strip_non_numeric", "format_dataset"),
+        "get_preprocess_fn",
     ),
     "utils.decorators": ("stop", "cleanup", "teardown"),
     "utils.env_utils": ("load_environment",),
