@@ -27,7 +27,7 @@ from rolltree.compat.helpers import (
     strip_nones_from_content,
 )
 from rolltree.compat.names import MODULES, REMOVED, SOURCE_OF
-from rolltree.errors import ConfigError, UnknownName
+from rolltree.errors import ConfigError
 
 
 @pytest.mark.parametrize("path", MODULES)
@@ -103,7 +103,7 @@ def test_hash_answers():
 
 
 def test_an_unknown_example_dataset_names_the_nearest():
-    with pytest.raises(UnknownName, match="gsm8k"):
+    with pytest.raises(ConfigError, match="gsm8k"):
         load_example_dataset("gsm8")
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rolltree.environments.dataset import Row, Rows, hub_rows
-from rolltree.errors import ConfigError, UnknownName, did_you_mean
+from rolltree.errors import ConfigError, did_you_mean
 from rolltree.parsers import extract_boxed_answer
 
 # What verifiers 0.1.8 sends; the first is the prompt of Hugging Face's lighteval for math.
@@ -135,14 +135,14 @@ def get_preprocess_fn(name: str) -> Convert:
     """Return the function from a row of an example data set to its `question` and `answer`.
 
     Raises:
-        UnknownName: there is no example data set of that name.
+        ConfigError: there is no example data set of that name.
     """
     return _example(name).convert
 
 
 def _example(name: str) -> _Example:
     if name not in _EXAMPLES:
-        raise UnknownName(
+        raise ConfigError(
             f"there is no example data set {name!r}.{did_you_mean(name, _EXAMPLES)} Load it with "
             "the datasets package and pass it as dataset=..."
         )
@@ -157,7 +157,7 @@ def load_example_dataset(
     With `n`, that many rows of the data set shuffled by `seed`.
 
     Raises:
-        UnknownName: there is no example data set of that name.
+        ConfigError: there is no example data set of that name.
         ConfigError: it cannot be loaded, or the `datasets` package is missing; the message names
             the file to put where.
     """
