@@ -129,6 +129,18 @@ class Stopped(RolltreeError):
     """The program was asked to end (SIGTERM) and has saved what it did."""
 
 
+INFRASTRUCTURE = frozenset(
+    (
+        *("ConnectionFailed", "CallTimeout", "ServerError", "BadResponse"),
+        *("APIConnectionError", "APITimeoutError", "InternalServerError"),  # the openai package's
+        "SandboxError",
+    )
+)
+"""The types of `ErrorRecord`s that say nothing about the episode: the model's server, a judge's or
+a sandbox did not work. Such a rollout is lost, and run again with its seeds, not counted. A machine
+that cannot isolate code (`SandboxUnavailable`) is none of them: it would fail again."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `" Did you mean 'x'?"`, or the list of known names when none is near.
 

@@ -16,6 +16,9 @@ import traceback
 import warnings
 from pathlib import Path
 
+LIMIT_S = 840
+"""All worlds of a module: 40 to 60 s alone on two cores, and some 15 processes may share these."""
+
 
 def run_worlds(cases: str, folder: Path) -> dict:
     """Run all worlds of a module of cases in a process of its own and return their results."""
@@ -24,7 +27,7 @@ def run_worlds(cases: str, folder: Path) -> dict:
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=240,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((folder / "results.json").read_text())

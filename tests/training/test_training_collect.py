@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from training_kit import LetterSource
 
-from rolltree.errors import TrainingError
+from rolltree.errors import INFRASTRUCTURE, TrainingError
 from rolltree.inference.retry import RetryPolicy
 from rolltree.rollouts import RolloutEngine
 from rolltree.store import Run
@@ -158,9 +158,10 @@ async def test_a_step_of_failures_stops_and_is_run_again_with_a_trace(run):
     assert len(run.events("retried")) == 6
 
 
-async def test_failed_model_calls_are_made_again_in_the_same_start(run):
+@pytest.mark.parametrize("kind", sorted(INFRASTRUCTURE))
+async def test_what_servers_and_sandboxes_failed_is_run_again_in_the_same_start(run, kind):
     names = [r.request_id for r in requests()]
-    source = Dying({names[1]: 1, names[3]: 2, names[4]: 3})
+    source = Dying({names[1]: 1, names[3]: 2, names[4]: 3}, kind)
     collected = await collect(requests(), engine(source), run)
     assert [r.error for r in collected.results] == [None] * 6
     assert [r.request for r in collected.results] == requests()  # with the same seeds
@@ -195,7 +196,7 @@ async def test_a_step_waits_while_too_many_model_calls_fail(run):
     collected = await collect(requests(), engine(source), run)
     assert [r.error for r in collected.results] == [None] * 6
     (notice,) = NOTICES
-    assert "step 1 waits: the model calls of 2 of its 6 rollouts failed" in notice
+    assert "step 1 waits: servers or sandboxes failed 2 of its 6 rollouts" in notice
 
 
 async def test_a_step_that_waits_too_long_ends_the_run(run, monkeypatch):

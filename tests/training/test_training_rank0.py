@@ -10,7 +10,7 @@ import pytest
 import torch
 from loop_cases import CASES
 from loop_kit import curve, make_config, make_model, start
-from ranks_kit import run_worlds
+from ranks_kit import LIMIT_S, run_worlds
 from training_kit import FLOAT32, LetterSource, group, tiny_model, tree
 
 from rolltree.errors import ConfigError, Stopped
@@ -22,6 +22,8 @@ from rolltree.training.checkpoint_formats import trained_tensors
 from rolltree.training.lora import adapters_off, add_adapter, copy_weights, peft_name, plain_tensors
 from rolltree.training.optim import Optimizer
 from rolltree.training.rank0 import COMMANDS
+
+pytestmark = pytest.mark.timeout(LIMIT_S + 60)  # the first test waits for all worlds
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,15 @@
 import numpy as np
 import pytest
 from gradient_cases import AT_THREE, CASES
-from ranks_kit import run_worlds
+from ranks_kit import LIMIT_S, run_worlds
 from training_kit import FLOAT32, Call, flat, group, tree
 
 from rolltree.errors import ConfigError
 from rolltree.samples import SampleStream
 from rolltree.training.ranks import decode, encode, samples_from_data, samples_to_data, start_ranks
 from rolltree.types import Records
+
+pytestmark = pytest.mark.timeout(LIMIT_S + 60)  # the first test waits for all worlds
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,15 @@
 import pytest
 import torch
 from checkpoint_cases import CONTENTS, KINDS, data, made
-from ranks_kit import run_worlds
+from ranks_kit import LIMIT_S, run_worlds
 from safetensors.torch import load_file
 from training_kit import FLOAT32, tiny_model
 
 from rolltree.errors import TrainingError
 from rolltree.training import Checkpoints, Trainer, TrainState
 from rolltree.training.layout import collate
+
+pytestmark = pytest.mark.timeout(LIMIT_S + 60)  # the first test waits for all worlds
 
 
 @pytest.fixture(scope="module")

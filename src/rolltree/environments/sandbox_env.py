@@ -17,7 +17,7 @@ from rolltree.sandbox import Limits, PythonSession, RunResult, Sandbox, SandboxB
 from rolltree.steps import ToolRequest
 from rolltree.types import ChatMessage, Messages, State
 
-_INFRASTRUCTURE = (SandboxError.__name__, SandboxUnavailable.__name__)
+_FAILURES = {kind.__name__: kind for kind in (SandboxError, SandboxUnavailable)}
 
 
 class SandboxEnv(StatefulToolEnv):
@@ -117,8 +117,8 @@ class SandboxEnv(StatefulToolEnv):
         known = len(state.get("tool_errors") or ())
         answer = await super().answer_call(request, state)
         for error in (state.get("tool_errors") or ())[known:]:
-            if error["type"] in _INFRASTRUCTURE:
-                raise SandboxError(error["message"])
+            if error["type"] in _FAILURES:
+                raise _FAILURES[error["type"]](error["message"])
         return answer
 
     @cleanup(priority=-100)

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rolltree.errors import ConfigError
+from rolltree.errors import INFRASTRUCTURE, ConfigError
 from rolltree.evaluation.reducers import REDUCERS, Outcomes, Reducer, Settings
 from rolltree.evaluation.report import EvalReport, build_report, keep_report
 from rolltree.inference.client import as_client
@@ -65,9 +65,10 @@ async def evaluate(
 
     Every result is stored in `run` under `phase` before it counts. Failed rollouts have no
     reward: they are left out of means and counted in `EvalReport.num_failed`. A failed rollout
-    that is stored is finished, unless `retry_failed` asks to run it again (an event records
-    that). `sampling` overrides fields of the source's `sampling_args`; all seeds are derived from
-    `seed`. `on_result` is called for new results, `on_progress` also once at the start.
+    that is stored is finished, unless a server or a sandbox failed it (`errors.INFRASTRUCTURE`) or
+    `retry_failed` asks to run it again; an event records that. `sampling` overrides fields of the
+    source's `sampling_args`; all seeds are derived from `seed`. `on_result` is called for new
+    results, `on_progress` also once at the start.
 
     Raises:
         ConfigError: nothing to run, or `run` holds this phase with other settings.
@@ -99,7 +100,7 @@ async def evaluate(
             group_size=rollouts_per_example if _compares_groups(source) else None,
         )
     # In a thread: a hundred thousand stored rollouts take seconds to read, and to reduce below.
-    found = await asyncio.to_thread(_finished, run, phase, plan, retry_failed, source)
+    found, again = await asyncio.to_thread(_finished, run, phase, plan, retry_failed, source)
     tally = await asyncio.to_thread(_Tally, len(plan), found, on_progress)
     tally.tell()
     num_resumed = len(found)
@@ -112,7 +113,7 @@ async def evaluate(
         retries=retries,
     )
     todo = plan.without(found.has)
-    async with aclosing(run_stored(engine, todo, run, replace_failed=retry_failed)) as batches:
+    async with aclosing(run_stored(engine, todo, run, replaced=again)) as batches:
         async for batch in batches:
             for result, rows in batch:
                 await my_turn()
@@ -150,22 +151,28 @@ def _compares_groups(source: RolloutSource) -> bool:
 
 def _finished(
     run: Run | None, phase: str, plan: RequestPlan, retry_failed: bool, source: RolloutSource
-) -> Outcomes:
-    """Return the stored outcomes of the requests that need not be run again.
+) -> tuple[Outcomes, set[str]]:
+    """Return the stored outcomes of the requests that need not be run again, and the others' ids.
 
     When the source compares the members of a group, a group is finished whole or not at all.
     """
     if run is None:
-        return Outcomes(plan.request_ids)
-    where = {"status": "ok"} if retry_failed else {}
-    found = Outcomes.stored(run, phase, plan.request_ids, **where)
+        return Outcomes(plan.request_ids), set()
+    found = Outcomes.stored(run, phase, plan.request_ids)
+    kinds = zip(found.values("request_id"), found.values("error_type"), strict=True)
+    again = {
+        request_id
+        for request_id, kind in kinds
+        if kind in INFRASTRUCTURE or (retry_failed and kind is not None)
+    }
     if _compares_groups(source):
         for group in plan.groups():
-            members = [request_id for request_id in group if found.has(request_id)]
-            if len(members) < len(group):
-                for request_id in members:
-                    found.remove(request_id)
-    return found
+            members = {request_id for request_id in group if found.has(request_id)}
+            if len(members - again) < len(group):
+                again |= members
+    for request_id in again:
+        found.remove(request_id)
+    return found, again
 
 
 def _check_same_evaluation(run: Run, phase: str, request: RolloutRequest, **settings: Any) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from rolltree.errors import ConfigError, RolloutTimeout, record_error
+from rolltree.errors import INFRASTRUCTURE, ConfigError, RolloutTimeout, record_error
 from rolltree.inference.client import as_client, check_tools
 from rolltree.rollouts.requests import (
     Clock,
@@ -110,10 +110,6 @@ def batch_of(
     return GeneratedBatch(tuple(results), batch, meta, tuple(dropped))
 
 
-RETRYABLE = frozenset({"ConnectionFailed", "CallTimeout", "ServerError", "BadResponse"})
-"""Error types that `retries` runs again: the model call failed, not the episode."""
-
-
 @dataclass(frozen=True, slots=True)
 class RolloutProgress:
     """Counts after one more result. `num_total` is None when requests come from an iterator."""
@@ -135,8 +131,9 @@ class RolloutEngine:
         grace_s: seconds between that limit and the cancellation of an episode that has not ended.
         deadline_s: seconds a rollout may take in all: its attempts, their waits for the server and
             their scoring. A comparison of a group gets as many. None: no deadline.
-        retries: how often an episode that failed with an error of `RETRYABLE` is run again, from
-            its start and with the same seeds. `RolloutResult.num_attempts` says how many it took.
+        retries: how often an episode that a server or a sandbox failed (`errors.INFRASTRUCTURE`)
+            is run again, from its start and with the same seeds. `RolloutResult.num_attempts` says
+            how many it took.
         on_progress: called after every result, in the event loop.
 
     Raises:
@@ -306,7 +303,7 @@ class RolloutEngine:
             clock = Clock(self.time_limit_s, self.grace_s, left_s)
             result = await self._attempt(request, attempt, clock)
             error = result.error
-            if error is None or attempt > self.retries or error.type not in RETRYABLE:
+            if error is None or attempt > self.retries or error.type not in INFRASTRUCTURE:
                 return result
             if self.deadline_s is not None:
                 left_s = began + self.deadline_s - monotonic()

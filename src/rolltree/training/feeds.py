@@ -91,7 +91,7 @@ class SyncFeed:
         run: where they are stored.
         warning: counts groups with and without reward variance.
         notify: gets a notice when the limit of replacements is reached, or the step waits because
-            model calls fail.
+            servers or sandboxes fail.
         on_progress: told how many of the step's rollouts are done.
     """
 
@@ -215,7 +215,7 @@ class StreamFeed:
         rollouts: runs the rollouts.
         run: where rollouts and the ledger are stored.
         warning: counts groups with and without reward variance.
-        notify: gets a notice when the step waits because model calls fail.
+        notify: gets a notice when the step waits because servers or sandboxes fail.
         on_progress: told how many rollouts of the next step are done.
     """
 

@@ -17,7 +17,7 @@ from time import monotonic
 
 import numpy as np
 
-from rolltree.errors import ConfigError, TrainingError
+from rolltree.errors import INFRASTRUCTURE, ConfigError, TrainingError
 from rolltree.inference.retry import RetryPolicy
 from rolltree.rollouts import (
     GroupScorer,
@@ -29,7 +29,6 @@ from rolltree.rollouts import (
     resolve_sampling,
 )
 from rolltree.rollouts.decode import decode_results
-from rolltree.rollouts.engine import RETRYABLE
 from rolltree.rollouts.record import run_stored
 from rolltree.store import Run
 from rolltree.training.config import TrainConfig
@@ -171,9 +170,9 @@ async def gather(
 ) -> Collected:
     """Return the results of `requests`, whole groups of one step, running those not stored.
 
-    A rollout whose model call failed is run again, at most `_NUM_REPEATS` times in one start, also
-    when an earlier start stored it: long rollouts meet a dying server more often, so the others are
-    the easy ones. Its seeds stay, so it becomes what it would have been.
+    A rollout that a server or a sandbox failed is run again, at most `_NUM_REPEATS` times in one
+    start, also when an earlier start stored it: long rollouts meet a dying server more often, so
+    the others are the easy ones. Its seeds stay, so it becomes what it would have been.
 
     Args:
         requests: what to run.
@@ -184,7 +183,7 @@ async def gather(
             again, whatever they failed with: the cause may be gone.
     """
     found = stored_results(requests, run)
-    again = lost_calls(found.values(), engine.source)
+    again = lost_rollouts(found.values(), engine.source)
     if max_failed_share is not None and len(found) == len(requests):
         failed = {name for name, result in found.items() if result.error is not None}
         if too_many(len(failed), len(requests), max_failed_share):
@@ -202,20 +201,20 @@ async def gather(
             async for batch in batches:
                 found |= {result.request.request_id: result for result, _ in batch}
                 on_progress(len(found))
-        again = lost_calls(found.values(), engine.source)
+        again = lost_rollouts(found.values(), engine.source)
         if not again or number == _NUM_REPEATS:
             break
         await asyncio.sleep(_WAITS.wait_s(number, None))
     return Collected(tuple(found[request.request_id] for request in requests), num_reused)
 
 
-def lost_calls(results: Iterable[RolloutResult], source: RolloutSource) -> set[str]:
-    """Return the requests to run again because a model call failed.
+def lost_rollouts(results: Iterable[RolloutResult], source: RolloutSource) -> set[str]:
+    """Return the requests to run again because a server or a sandbox failed them.
 
     Where the members of a group are compared, those are whole groups.
     """
     results = list(results)
-    lost = {r.request.request_id for r in results if r.error and r.error.type in RETRYABLE}
+    lost = {r.request.request_id for r in results if r.error and r.error.type in INFRASTRUCTURE}
     return _whole_groups(lost, results, source)
 
 
@@ -251,8 +250,8 @@ async def until_enough(
 ) -> tuple[RolloutResult, ...]:
     """Return results of a step of which at most `train.max_failed_share` failed.
 
-    While failed model calls are too many, it waits, longer and longer, and calls `again`, which
-    runs those rollouts again and returns the results of the step.
+    While those that a server or a sandbox failed are too many, it waits, longer and longer, and
+    calls `again`, which runs them again and returns the results of the step.
 
     Raises:
         TrainingError: other failures are too many, or `engine.away_limit_s` passed.
@@ -262,7 +261,7 @@ async def until_enough(
         problem = _why_not(results, config.train.max_failed_share)
         if problem is None:
             return results
-        num_lost = sum(r.error is not None and r.error.type in RETRYABLE for r in results)
+        num_lost = sum(r.error is not None and r.error.type in INFRASTRUCTURE for r in results)
         num_failed = sum(result.error is not None for result in results)
         hopeless = too_many(num_failed - num_lost, len(results), config.train.max_failed_share)
         limit_s = config.engine.away_limit_s
@@ -270,9 +269,9 @@ async def until_enough(
             raise TrainingError(problem)
         if not number:
             notify(
-                f"step {results[0].request.train_step} waits: the model calls of {num_lost} of its "
-                f"{len(results)} rollouts failed. They are run again until they work, for at most "
-                f"{limit_s:g} s (engine.away_limit_s)."
+                f"step {results[0].request.train_step} waits: servers or sandboxes failed "
+                f"{num_lost} of its {len(results)} rollouts. They are run again until they work, "
+                f"for at most {limit_s:g} s (engine.away_limit_s)."
             )
         await asyncio.sleep(_WAITS.wait_s(number + _NUM_REPEATS, None))
         results = await again()

@@ -101,8 +101,8 @@ class EngineSection(Section, frozen=True):
     - `batch_invariant`: the embedded engine gives a request the same bits in any batch, so a run
       that was killed and continued equals one that was not, bit for bit.
     - `max_concurrent`: rollouts in flight. `time_limit_s`: time limit of a rollout, without waiting
-      for the server; `deadline_s`: in all. `retries`: how often a rollout is repeated whose model
-      call failed.
+      for the server; `deadline_s`: in all. `retries`: how often a rollout is repeated that a
+      server or a sandbox failed.
     """
 
     kind: Literal["local", "vllm", "servers"] = "local"

@@ -1,0 +1,93 @@
+"""What a server, a judge's server or a sandbox failed is run again when the evaluation goes on."""
+
+import pytest
+
+import rolltree as rt
+from rolltree.errors import SandboxError
+from rolltree.evaluation import evaluate
+from rolltree.inference import OpenAIClient, RetryPolicy
+from rolltree.sandbox import SandboxLevel
+from rolltree.store import Run
+from rolltree.testing import HttpFault, ScriptedClient, ScriptedServer
+
+ROWS = [{"question": f"say {number}", "answer": ""} for number in range(4)]
+
+
+def client_of(url):
+    return OpenAIClient(url, "scripted", retry=RetryPolicy(max_retries=0))
+
+
+class Backend:
+    """Makes `num_good` sandboxes and fails from then on, as a daemon that died."""
+
+    def __init__(self, num_good):
+        self.num_good = num_good
+        self.id, self.level = "only", SandboxLevel("none")
+
+    async def create(self, *, limits=None):
+        self.num_good -= 1
+        if self.num_good < 0:
+            raise SandboxError("the daemon is gone")
+        return self
+
+    async def close(self):
+        pass
+
+
+def with_server(server, dies):
+    rubric = rt.Rubric([lambda completion: 1.0])
+    return rt.SingleTurnEnv(dataset=ROWS, rubric=rubric, env_id="e"), client_of(server.base_url)
+
+
+def with_judge(server, dies):
+    async def correct(judge, prompt, completion, answer, state):
+        return float(await judge(prompt, completion, answer, state) == "ok")
+
+    rubric = rt.JudgeRubric([correct], judge_client=client_of(server.base_url))
+    env = rt.SingleTurnEnv(dataset=ROWS, rubric=rubric, env_id="e")
+    return env, ScriptedClient(lambda messages: messages[-1]["content"])
+
+
+def with_sandbox(server, dies):
+    backend = Backend(2 if dies else 9)
+    rubric = rt.Rubric([lambda completion: 1.0])
+    env = rt.SandboxEnv(sandbox=backend, shell=False, dataset=ROWS, rubric=rubric, env_id="e")
+    return env, ScriptedClient(lambda messages: "ok")
+
+
+@pytest.mark.parametrize("make", [with_server, with_judge, with_sandbox])
+async def test_a_resumed_evaluation_runs_again_what_it_lost(make, tmp_path):
+    with Run.create(tmp_path / "run") as run:
+        with ScriptedServer(
+            lambda messages: "ok", faults=lambda call: HttpFault(status=503) if call > 1 else None
+        ) as server:
+            env, client = make(server, dies=True)
+            first = await evaluate(env, client, run=run, max_concurrent=1)
+        assert (first.num_rollouts, first.num_failed) == (4, 2)
+        with ScriptedServer(lambda messages: "ok") as server:
+            env, client = make(server, dies=False)
+            again = await evaluate(env, client, run=run, max_concurrent=1)
+        assert (again.num_rollouts, again.num_resumed, again.num_failed) == (4, 2, 0)
+        assert again.reward.mean == 1.0
+        assert len(run.events("retried")) == 2
+        assert run.num_rollouts(status="ok") == run.num_rollouts() == 4
+
+
+async def test_a_compared_group_with_a_lost_member_is_run_again_and_stored_whole(tmp_path):
+    async def share(completions, states) -> list[float]:
+        return [float(len(completions))] * len(completions)
+
+    rubric = rt.Rubric([share])
+    env = rt.SingleTurnEnv(dataset=ROWS[:2], rubric=rubric, env_id="e")
+    options = {"rollouts_per_example": 2, "max_concurrent": 1}
+    with Run.create(tmp_path / "run") as run:
+        with ScriptedServer(
+            lambda messages: "ok", faults=lambda call: HttpFault(status=503) if call == 3 else None
+        ) as server:
+            await evaluate(env, client_of(server.base_url), run=run, **options)
+        assert sorted(row.reward or 0.0 for row in run.rollouts()) == [0.0, 1.0, 2.0, 2.0]
+        with ScriptedServer(lambda messages: "ok") as server:
+            again = await evaluate(env, client_of(server.base_url), run=run, **options)
+        assert (again.num_resumed, again.num_failed) == (2, 0)
+        assert [row.reward for row in run.rollouts()] == [2.0] * 4
+        assert again.outcomes.values("reward") == [2.0] * 4
