@@ -13,8 +13,19 @@ from rolltree.testing import HttpFault, ScriptedClient, ScriptedServer
 ROWS = [{"question": f"say {number}", "answer": ""} for number in range(4)]
 
 
+OPEN = []
+
+
+@pytest.fixture(autouse=True)
+async def clients():
+    yield
+    while OPEN:
+        await OPEN.pop().aclose()
+
+
 def client_of(url):
-    return OpenAIClient(url, "scripted", retry=RetryPolicy(max_retries=0))
+    OPEN.append(OpenAIClient(url, "scripted", retry=RetryPolicy(max_retries=0)))
+    return OPEN[-1]
 
 
 class Backend:
