@@ -307,7 +307,7 @@ def _first_message(row: StoredRollout) -> str | None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 @dataclass(frozen=True, slots=True)

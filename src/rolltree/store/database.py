@@ -44,6 +44,8 @@ PAGE_ROWS = 64
 LIGHT_PAGE_ROWS = 1024  # without their blobs
 _SQL_ERRORS = (sqlite3.Error, UnicodeDecodeError, OverflowError, MemoryError)
 """What SQLite's module raises; the last three when a damaged file has impossible texts or sizes."""
+ROW_ERRORS = (StoreError, TypeError)
+"""What a row raises that is not as it was written."""
 
 
 class Database:
@@ -235,7 +237,7 @@ class Database:
         """Turn what is wrong with a row into the error that names the file."""
         try:
             yield
-        except (StoreError, TypeError) as error:
+        except ROW_ERRORS as error:
             raise damaged(self.path, str(error)) from error
 
     def all(self, sql: str, values: Iterable[Any] = ()) -> list[tuple[Any, ...]]:
