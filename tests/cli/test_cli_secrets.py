@@ -99,7 +99,7 @@ def leaks(folder, out=""):
 
 def test_training_with_every_tracker(folder):
     """Config, store, checkpoints, tracker files, logs and the commands that are suggested."""
-    wanted = ["tensorboard", "wandb", "mlflow"]
+    wanted = ["tensorboard", "wandb", "mlflow", "trackio"]
     trackers = [name for name in wanted if importlib.util.find_spec(name)]
     code, out = run(
         folder,

@@ -123,7 +123,9 @@ IGNORES_TOOLS = (
 
 
 async def test_tools_that_the_template_ignores_are_an_error_at_the_start():
+    from rolltree.inference import EndpointPool
     from rolltree.inference.chat import ChatRenderer
+    from rolltree.testing import FaultyClient
     from rolltree.testing.tokenizer import ByteTokenizer
 
     def look_up(word: str) -> str:
@@ -133,8 +135,15 @@ async def test_tools_that_the_template_ignores_are_an_error_at_the_start():
     env = rt.ToolEnv(tools=[look_up], dataset=[{"question": "?"}], rubric=rt.Rubric(funcs=[]))
     client = ScriptedClient(["a"])
     client.renderer = ChatRenderer(ByteTokenizer(), IGNORES_TOOLS)
-    with pytest.raises(ConfigError, match=r"ignores tools.*'look_up'.*ReActAgent"):
-        await evaluate(env, client, num_examples=1, rollouts_per_example=1)
+    (schema,) = env.oai_tools
+    rows = [{"question": "?", "info": {"oai_tools": [schema]}}]
+    per_row = rt.SingleTurnEnv(dataset=[{"question": "?"}, *rows], rubric=rt.Rubric(funcs=[]))
+    plain = rt.SingleTurnEnv(dataset=[{"question": "?"}], rubric=rt.Rubric(funcs=[]))
+    for source in (env, per_row, rt.EnvGroup([plain, env]), rt.EnvGroup([plain, per_row])):
+        for behind in (client, EndpointPool([client]), FaultyClient(client, ())):
+            with pytest.raises(ConfigError, match=r"ignores tools.*'look_up'.*ReActAgent"):
+                await evaluate(source, behind)
+    await evaluate(plain, EndpointPool([client]))
 
 
 def test_unknown_sampling_arguments_are_said_once(caplog):

@@ -16,7 +16,7 @@ from rolltree.errors import ConfigError, UnknownName, did_you_mean
 from rolltree.rollouts.requests import current_episode
 from rolltree.rubrics import Rubric, Scores
 from rolltree.rubrics.groups import CompositeRubric
-from rolltree.types import RolloutInput, SamplingArgs, State
+from rolltree.types import RolloutInput, SamplingArgs, State, ToolSchema
 
 
 class EnvGroup(Environment):
@@ -117,6 +117,11 @@ class EnvGroup(Environment):
         """Return the task as the row's environment knows it."""
         name = self._name_of(task)
         return self.env_map[name].env_id if task == name else task.removeprefix(f"{name}/")
+
+    def tools_for(self, row: Mapping[str, object]) -> list[ToolSchema]:
+        """Return the tools that the row's environment has for it."""
+        task = str(row["task"])
+        return self.get_env_for_task(task).tools_for({**row, "task": self.own_task(task)})
 
     @contextmanager
     def as_own(self, state: State) -> Iterator[Environment]:

@@ -212,7 +212,7 @@ class Environment(BatchRunner):
             sampling_args=sampling_args,
             is_completed=False,
             stop_condition=None,
-            oai_tools=_tools(row.get("info"), self.oai_tools),
+            oai_tools=self.tools_for(row),
             trajectory=Trajectory(),
             completion=None,
             reward=None,
@@ -233,6 +233,12 @@ class Environment(BatchRunner):
         else:
             state["seed"] = derive_seed(0, self.env_id, str(row["example_id"]))
         return state
+
+    def tools_for(self, row: Mapping[str, object]) -> list[ToolSchema]:
+        """Return the tools of a row's rollout: the row's own, or the environment's."""
+        info = row.get("info")
+        own = info.get("oai_tools") if isinstance(info, Mapping) else None
+        return list((self.oai_tools if own is None else own) or ())
 
     async def setup_state(self, state: State) -> State:
         """Prepare the world for this rollout. Called once, before the first model call."""
@@ -421,12 +427,6 @@ class Environment(BatchRunner):
 
     async def __aexit__(self, *exc: object) -> None:
         await self.aclose()
-
-
-def _tools(info: Any, own: Sequence[ToolSchema] | None) -> list[ToolSchema]:
-    if isinstance(info, Mapping) and info.get("oai_tools") is not None:
-        return list(info["oai_tools"])
-    return list(own or ())
 
 
 async def settle(value: Any) -> Any:

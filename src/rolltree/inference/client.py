@@ -89,9 +89,13 @@ def as_client(client: object, model: str | None = None) -> ModelClient:
 def check_tools(client: object, tools: Sequence[ToolSchema] | None) -> None:
     """Check that prompts which are rendered here tell the model of its tools.
 
+    The clients behind a pool, or behind a client that passes calls on, are checked too.
+
     Raises:
-        ConfigError: the chat template leaves them out.
+        ConfigError: a chat template leaves them out.
     """
+    for part in getattr(client, "clients", ()):
+        check_tools(part, tools)
     renderer = getattr(client, "renderer", None)
     if tools and renderer is not None and not renderer.shows_tools(tools):
         name = tools[0]["function"]["name"]

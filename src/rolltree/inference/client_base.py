@@ -111,6 +111,11 @@ class DelegatingClient(ClientBase):
         self._inner = inner
 
     @property
+    def clients(self) -> list[Any]:
+        """The inner client, which calls are passed on to."""
+        return [self._inner]
+
+    @property
     def model(self) -> str:
         """The inner client's model."""
         return self._inner.model

@@ -138,7 +138,8 @@ class RolloutEngine:
 
     Raises:
         ConfigError: a limit makes no sense, or the source has tools and the client's chat template
-            leaves tools out of the prompt.
+            leaves tools out of the prompt. Where rows have tools of their own, `run` raises it at
+            the first such row.
     """
 
     def __init__(
@@ -250,7 +251,7 @@ class RolloutEngine:
             requests = list(requests)
             total = len(requests)
             groups.expect(requests)
-        feed = iter(requests if is_distinct else _unique(requests))
+        feed = self._with_tools(requests if is_distinct else _unique(requests))
         done = _Done()
         num_workers = self.max_concurrent if total is None else min(self.max_concurrent, total)
         workers: list[asyncio.Task[None]] = []
@@ -283,6 +284,18 @@ class RolloutEngine:
             for worker in workers:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
+
+    def _with_tools(self, requests: Iterable[RolloutRequest]) -> Iterator[RolloutRequest]:
+        """Yield the requests; raise where the client's chat template leaves out a row's tools."""
+        tools_for = getattr(self.source, "tools_for", None)
+        known: set[tuple[str, ...]] = set()
+        for request in requests:
+            tools = tools_for(request.input) if tools_for is not None else ()
+            names = tuple(tool["function"]["name"] for tool in tools)
+            if names not in known:
+                check_tools(self.client, tools)
+                known.add(names)
+            yield request
 
     async def _work(self, feed: Iterator[RolloutRequest], groups: _Groups, done: _Done) -> None:
         try:
