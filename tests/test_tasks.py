@@ -151,62 +151,64 @@ class Ring:
         self.me = self
 
 
-@pytest.fixture
-def every_collection_is_long(monkeypatch):
-    monkeypatch.setattr("rolltree.tasks.LONG_COLLECTION_S", -1.0)
-
-
-@pytest.mark.usefixtures("every_collection_is_long")
 class TestShortCollections:
-    @pytest.mark.parametrize(("generation", "is_set_aside"), [(0, False), (1, True), (2, True)])
-    def test_what_survives_a_long_collection_is_set_aside(self, generation, is_set_aside):
-        with ShortCollections(1000):
-            gc.disable()  # none but this one
-            before = gc.get_freeze_count()
-            assert before > 1000  # what there was at the start
-            kept = [[] for _ in range(100)]
-            gc.collect(generation)
-            assert (gc.get_freeze_count() >= before + len(kept)) is is_set_aside
-            gc.enable()
-        assert not gc.get_freeze_count()
-
-    def test_what_survived_a_long_collection_is_set_aside_until_the_end(self):
-        ring = Ring()
-        found = weakref.ref(ring)
-        with ShortCollections(1000) as collections:
-            gc.collect()
-            assert gc.get_freeze_count() > 1000
-            del ring
-            gc.collect()
-            assert found() is not None
-            collections.ended(9_999)
-            assert gc.get_freeze_count()
-            collections.ended(1)
-            gc.collect()
-            assert found() is None
-        assert gc.get_freeze_count() == 0
+    async def test_the_young_do_not_pile_up_while_as_many_objects_go_as_come(self):
+        old = [[] for _ in range(30_000)]
         gc.collect()
+        with ShortCollections(1000) as collections:
+            await asyncio.sleep(0)
+            for at in range(len(old)):
+                old[at] = []  # one comes and one goes: Python counts none
+            await asyncio.sleep(2 * collections.YOUNG_S)
+            assert len(gc.get_objects(generation=0)) < 3000
+            await asyncio.sleep(2 * collections.YOUNG_S)
+            assert len(gc.get_objects(generation=1)) < 3000
+
+    async def test_what_there_was_at_the_start_is_set_aside_until_the_end(self):
+        with ShortCollections(1000):
+            assert gc.get_freeze_count() > 1000
         assert gc.get_freeze_count() == 0
 
-    def test_few_rollouts_change_nothing_nor_does_a_program_that_freezes_itself(self):
+    async def test_old_garbage_is_found_after_ten_thousand_rollouts(self):
+        with ShortCollections(1000) as collections:
+            ring = Ring()
+            found = weakref.ref(ring)
+            gc.collect(1)  # now it is old
+            del ring
+            collections.ended(9_999)
+            gc.collect(1)
+            assert found() is not None
+            collections.ended(1)
+            assert found() is None
+
+    async def test_the_end_is_not_followed_by_a_full_collection(self):
+        with ShortCollections(1000):
+            for _ in range(20):
+                gc.collect(1)  # a full one is due after ten
+        before = gc.get_stats()[2]["collections"]
+        kept = [[] for _ in range(20 * gc.get_threshold()[0])]
+        assert gc.get_stats()[2]["collections"] == before
+        assert kept
+
+    async def test_few_rollouts_change_nothing_nor_does_a_program_that_freezes_itself(self):
         usual = gc.get_threshold()
         with ShortCollections(31):
-            gc.collect()
             assert gc.get_freeze_count() == 0
             assert gc.get_threshold() == usual
         gc.freeze()
         try:
             frozen = gc.get_freeze_count()
             with ShortCollections(1000):
-                gc.collect()
+                assert gc.get_threshold() == usual
             assert gc.get_freeze_count() >= frozen
         finally:
             gc.unfreeze()
 
-    def test_two_at_once_end_in_any_order(self):
+    async def test_two_at_once_end_in_any_order(self):
+        usual = gc.get_threshold()
         with ShortCollections(1000):
-            second = ShortCollections(1000)
-            with second:
-                gc.collect()
+            with ShortCollections(1000):
+                pass
             assert gc.get_freeze_count()
         assert gc.get_freeze_count() == 0
+        assert gc.get_threshold() == usual

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
 from collections import deque
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
 T = TypeVar("T")
@@ -23,8 +22,6 @@ ROUND_S = 0.006
 """How long a round of turns may hold an event loop; what waits for the loop waits about as long."""
 _YOUNG_BEFORE = (700, 2000)
 """Python's own thresholds of young objects: up to 3.12, and since."""
-LONG_COLLECTION_S = 0.001
-"""A garbage collection that takes longer has looked at too much that lives on."""
 
 
 def being_cancelled() -> bool:
@@ -149,29 +146,32 @@ _ROUNDS: WeakKeyDictionary[asyncio.AbstractEventLoop, _Rounds] = WeakKeyDictiona
 
 
 class ShortCollections:
-    """`with ShortCollections(num):` full garbage collections do not grow with `num` live rollouts.
+    """`with ShortCollections(num):` no garbage collection holds the event loop for long meanwhile.
 
-    A full collection looks at every object, again and again while they become more, and holds the
-    loop for a second at some millions. Here what there is at the start, and what has survived a
-    long collection of any but the youngest, is set aside (`gc.freeze`), and later ones look at what
-    is newer. What was set aside and became garbage in cycles is found after ten times `num`
-    rollouts (at least 10,000) have ended, which `ended` counts, and at the end.
+    Python collects the young after so many objects more than have gone. A turn frees about as many
+    as it leaves, so with thousands of rollouts in flight tens of thousands of young objects pile
+    up and hold the loop for 100 ms when they are looked at. Here the young are collected every
+    `YOUNG_S`, and those that survived one collection every other time.
 
-    Collections of the young are rarer meanwhile, and the next older generation is looked at more
-    often: a rollout leaves some hundred objects that live on, and nothing in cycles. Nothing
-    happens for fewer than `FEW` rollouts at a time, where the program has frozen objects or set
-    thresholds itself, and in a second one at the same time.
+    A full collection looks at every object, again and again while they become more. Here there is
+    none before ten times `num` rollouts (at least 10,000) have ended, which `ended` counts; it
+    finds the garbage in cycles that lived longer than a moment. What there is at the start is set
+    aside until the end (`gc.freeze`).
+
+    Nothing happens for fewer than `FEW` rollouts at a time, where the program has frozen objects or
+    set thresholds itself, and in a second one at the same time. It needs a running loop.
     """
 
     FEW: ClassVar[int] = 32
-    THRESHOLDS: ClassVar[tuple[int, int]] = (3000, 1)
+    YOUNG_S: ClassVar[float] = 0.010
+    THRESHOLDS: ClassVar[tuple[int, int, int]] = (3000, 1, 1_000_000)
     _is_used: ClassVar[bool] = False
 
     def __init__(self, num: int) -> None:
         self._num = num
         self._pause = 10 * max(num, 1000)
         self._num_ended = 0
-        self._began = 0.0
+        self._generation = 0
         self._is_active = False
 
     def __enter__(self) -> ShortCollections:
@@ -180,15 +180,15 @@ class ShortCollections:
         is_free = not ShortCollections._is_used and is_usual
         if self._num >= self.FEW and is_free:
             self._is_active = ShortCollections._is_used = True
-            gc.set_threshold(*self.THRESHOLDS, self._thresholds[2])
-            gc.freeze()  # else the first long collection looks at all that was imported
-            gc.collect()  # Python counts what is old from the last full one
-            gc.callbacks.append(self._watch)
+            gc.set_threshold(*self.THRESHOLDS)
+            gc.freeze()
+            self._collect(asyncio.get_running_loop())
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._is_active:
-            gc.callbacks.remove(self._watch)
+            self._timer.cancel()
+            gc.freeze()  # sets Python's counts to zero: else a full collection comes at once
             gc.set_threshold(*self._thresholds)
             gc.unfreeze()
             self._is_active = ShortCollections._is_used = False
@@ -197,13 +197,10 @@ class ShortCollections:
         """Count rollouts that have ended."""
         self._num_ended += num
         if self._is_active and self._num_ended >= self._pause:
-            gc.unfreeze()
+            gc.collect()
             self._num_ended = 0
 
-    def _watch(self, phase: Literal["start", "stop"], info: dict[str, int]) -> None:
-        if info["generation"] == 0:
-            return
-        if phase == "start":
-            self._began = time.thread_time()
-        elif time.thread_time() - self._began > LONG_COLLECTION_S:
-            gc.freeze()
+    def _collect(self, loop: asyncio.AbstractEventLoop) -> None:
+        gc.collect(self._generation)
+        self._generation = 1 - self._generation
+        self._timer = loop.call_later(self.YOUNG_S, self._collect, loop)

@@ -80,7 +80,10 @@ async def evaluate(
             f"rollouts_per_example is {rollouts_per_example}; nothing would be measured. Use 1 or "
             "more."
         )
-    plan = build_requests(
+    # In threads: ten thousand requests take a while to plan, and a hundred thousand stored rollouts
+    # seconds to read, and to reduce below.
+    plan = await asyncio.to_thread(
+        build_requests,
         source,
         split,
         num_examples=num_examples,
@@ -99,7 +102,6 @@ async def evaluate(
             seed=seed,
             group_size=rollouts_per_example if _compares_groups(source) else None,
         )
-    # In a thread: a hundred thousand stored rollouts take seconds to read, and to reduce below.
     found, again = await asyncio.to_thread(_finished, run, phase, plan, retry_failed, source)
     tally = await asyncio.to_thread(_Tally, len(plan), found, on_progress)
     tally.tell()

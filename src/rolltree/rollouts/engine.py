@@ -277,13 +277,18 @@ class RolloutEngine:
                     collections.ended(len(results))
                     if results:
                         yield results
-            await asyncio.gather(*workers)  # raises what a worker raised: a bad request iterator
+            for worker in workers:  # all have ended; ten thousand in a `gather` hold the loop
+                worker.result()  # raises what it raised: a bad request iterator
         finally:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
-            for worker in workers:
+            unfinished = [worker for worker in workers if not worker.done()]
+            for worker in unfinished:
                 worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+            await asyncio.gather(*unfinished, return_exceptions=True)
+            for worker in workers:  # the first failure is raised; asyncio would log the others
+                if not worker.cancelled():
+                    worker.exception()
 
     def _with_tools(self, requests: Iterable[RolloutRequest]) -> Iterator[RolloutRequest]:
         """Yield the requests; raise where the client's chat template leaves out a row's tools."""
