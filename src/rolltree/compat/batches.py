@@ -104,7 +104,7 @@ def _by_group(results: Sequence[RolloutResult]) -> list[list[RolloutResult]]:
 def _progress(num_groups: int, num_rollouts: int, shown: bool) -> Iterator[Callable[[], object]]:
     """Show a bar of `tqdm`, where it is installed; yield what advances it."""
     try:
-        from tqdm import tqdm  # type: ignore[import-untyped]
+        from tqdm import tqdm
     except ImportError:
         shown = False
     if not shown:

@@ -19,6 +19,7 @@ SOURCES: dict[str, str] = {
     f"{_SHIMS}.textarena_environment": "TextArenaEnv",
     f"{_SHIMS}.results": "GenerateMetadata GenerateOutputs get_hf_hub_dataset_name make_dataset "
     "quiet_datasets sanitize_metadata save_rollout_results save_to_disk",
+    f"{_SHIMS}.evaluation": "load_endpoints print_results run_evaluation setup_client",
     f"{_SHIMS}.paths": "get_eval_results_path get_results_path",
     f"{_SHIMS}.rows": "format_dataset",
     "rolltree.rubrics": "MathRubric Rubric RubricGroup ToolRubric RewardFunc",
@@ -82,6 +83,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "parsers.xml_parser": ("XMLParser",),
     "utils": (),
     "utils.async_utils": ("maybe_await", "maybe_semaphore", "NullAsyncContext"),
+    "utils.client_utils": ("setup_client",),
     "utils.data_utils": (
         *("BOXED_SYSTEM_PROMPT", "THINK_BOXED_SYSTEM_PROMPT", "extract_boxed_answer"),
         *("extract_hash_answer", "load_example_dataset", "strip_non_numeric", "format_dataset"),
@@ -91,7 +93,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "utils.env_utils": ("load_environment",),
     "utils.eval_utils": (
         *("get_hf_hub_dataset_name", "make_dataset", "quiet_datasets", "sanitize_metadata"),
-        *("save_rollout_results", "save_to_disk"),
+        *("save_rollout_results", "save_to_disk", "load_endpoints", "print_results"),
+        "run_evaluation",
     ),
     "utils.logging_utils": ("print_prompt_completions_sample", "setup_logging"),
     "utils.message_utils": tuple(_MESSAGES.split()),

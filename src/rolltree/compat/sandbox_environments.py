@@ -1,17 +1,291 @@
-"""`SandboxEnv` and `PythonEnv` of verifiers 0.1.8."""
+"""`SandboxEnv` and `PythonEnv` of verifiers 0.1.8.
+
+Where the client of their hosted sandboxes (`prime-sandboxes`) is installed they use it, as they
+did; elsewhere sandboxes are on this machine. `ROLLTREE_SANDBOX` (hosted, docker, local) decides.
+"""
 
 from __future__ import annotations
 
-from typing import TypedDict
+import asyncio
+import base64
+import json
+import os
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any, TypedDict
 
-from rolltree import environments as rooms
+from rolltree.compat import python_worker
+from rolltree.compat.decorators import cleanup, teardown
+from rolltree.compat.sandbox_client import (
+    CHOICE,
+    DEFAULT_IMAGE,
+    DEFAULT_START,
+    CommandTimeout,
+    SandboxClient,
+    SandboxRequest,
+    hosted_is_wanted,
+)
+from rolltree.compat.tool_environments import StatefulToolEnv
+from rolltree.errors import ConfigError
+from rolltree.types import Messages, State
 
-SandboxEnv = rooms.SandboxEnv
-PythonEnv = rooms.PythonEnv
+
+class SandboxEnv(StatefulToolEnv):
+    """A `StatefulToolEnv` whose rollouts each have a sandbox with a shell.
+
+    `state["sandbox_id"]` names it. Override `post_rollout` to look at it before it is deleted.
+
+    Args:
+        sandbox_client: what makes the sandboxes, with the methods of `SandboxClient`.
+
+    Raises:
+        ConfigError: a sandbox with these settings cannot be made here; the message says what to
+            use.
+    """
+
+    def __init__(
+        self,
+        sandbox_name: str = "sandbox-env",
+        docker_image: str = DEFAULT_IMAGE,
+        start_command: str = DEFAULT_START,
+        cpu_cores: int = 1,
+        memory_gb: int = 2,
+        disk_size_gb: int = 5,
+        gpu_count: int = 0,
+        timeout_minutes: int = 60,
+        timeout_per_command_seconds: int = 30,
+        environment_vars: dict[str, str] | None = None,
+        team_id: str | None = None,
+        advanced_configs: Any = None,
+        max_retries: int = 5,
+        base_delay: float = 0.5,
+        backoff_factor: float = 2.0,
+        max_backoff_seconds: float = 30.0,
+        jitter: float = 1e-3,
+        sandbox_client: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        StatefulToolEnv.__init__(self, **kwargs)
+        self.timeout_per_command_seconds = timeout_per_command_seconds
+        fields = {
+            "name": sandbox_name,
+            "docker_image": docker_image,
+            "start_command": start_command,
+            "cpu_cores": cpu_cores,
+            "memory_gb": memory_gb,
+            "disk_size_gb": disk_size_gb,
+            "gpu_count": gpu_count,
+            "timeout_minutes": timeout_minutes,
+            "environment_vars": environment_vars,
+            "team_id": team_id,
+            "advanced_configs": advanced_configs,
+        }
+        self.sandbox_request: Any
+        self.sandbox_client: Any
+        self._is_hosted = sandbox_client is None and hosted_is_wanted()
+        if self._is_hosted:
+            self.sandbox_client, self.sandbox_request = _hosted(fields)
+        else:
+            self.sandbox_request = self._local_request(SandboxRequest(**fields))
+            self.sandbox_client = sandbox_client or SandboxClient(
+                os.environ.get(CHOICE) or "auto", timeout_per_command_seconds
+            )
+            if isinstance(self.sandbox_client, SandboxClient):
+                self.sandbox_client.check(self.sandbox_request)
+        self.active_sandboxes: set[str] = set()
+        waits = [
+            min(base_delay * backoff_factor**attempt, max_backoff_seconds)
+            for attempt in range(max(max_retries - 1, 0))
+        ]
+
+        def with_retry(call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+            async def again(*args: Any, **settings: Any) -> Any:
+                for wait_s in waits:
+                    try:
+                        return await call(*args, **settings)
+                    except ConfigError:
+                        raise
+                    except Exception as error:  # noqa: BLE001  tried again
+                        self.logger.error("a sandbox call failed, trying again: %s", error)
+                        await asyncio.sleep(wait_s + random.uniform(0, jitter))
+                return await call(*args, **settings)
+
+            return again
+
+        self.with_retry = with_retry
+        self.add_tool(self.bash, args_to_skip=["sandbox_id"])
+
+    def _local_request(self, request: SandboxRequest) -> SandboxRequest:
+        """Return the request for a sandbox on this machine."""
+        return request
+
+    async def bash(self, command: str, sandbox_id: str) -> str:
+        """Execute `command` inside persistent sandbox container."""
+        await self.sandbox_client.wait_for_creation(sandbox_id)
+        try:
+            result = await asyncio.wait_for(
+                self.sandbox_client.execute_command(sandbox_id, command),
+                timeout=None if not self._is_hosted else self.timeout_per_command_seconds,
+            )
+        except (TimeoutError, CommandTimeout):
+            self.logger.warning("a command timed out in sandbox %s", sandbox_id)
+            return f"Error: Command timed out after {self.timeout_per_command_seconds}s"
+        said = result.stdout.strip()
+        errors = (result.stderr or "").strip()
+        if errors:
+            said = f"{said}\nstderr:\n{errors}" if said else f"stderr:\n{errors}"
+        return said or "(no output)"
+
+    async def post_rollout(self, state: State) -> None:
+        """Look at the sandbox of a rollout that is over, and put what counts into the state."""
+
+    @cleanup
+    async def destroy_sandbox(self, state: State) -> None:
+        """Call `post_rollout`, then delete the rollout's sandbox."""
+        try:
+            await self.post_rollout(state)
+        finally:
+            await self._delete(state.get("sandbox_id"))
+
+    async def _delete(self, sandbox_id: str | None) -> None:
+        if sandbox_id is None:
+            return
+        try:
+            await self.with_retry(self.sandbox_client.delete)(sandbox_id)
+            self.active_sandboxes.discard(sandbox_id)
+        except Exception as error:  # noqa: BLE001  the rollout counts without it
+            self.logger.warning("Failed to delete sandbox %s: %s", sandbox_id, error)
+
+    async def setup_state(self, state: State, **kwargs: Any) -> State:
+        """Make the rollout's sandbox."""
+        made = await self.with_retry(self.sandbox_client.create)(self.sandbox_request)
+        self.active_sandboxes.add(made.id)
+        state["sandbox_id"] = made.id
+        return await super().setup_state(state, **kwargs)
+
+    def update_tool_args(
+        self,
+        tool_name: str,
+        tool_args: dict[str, Any],
+        messages: Messages,
+        state: State,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Fill in the sandbox of `bash`."""
+        if tool_name == "bash":
+            return {**tool_args, "sandbox_id": state["sandbox_id"]}
+        return tool_args
+
+    async def bulk_delete_sandboxes(self, global_ids: list[str]) -> None:
+        """Delete several sandboxes."""
+        try:
+            await self.with_retry(self.sandbox_client.bulk_delete)(global_ids)
+            self.active_sandboxes.difference_update(global_ids)
+        except Exception as error:  # noqa: BLE001  told; nothing depends on it
+            self.logger.error("Failed to bulk delete sandboxes %s: %s", global_ids, error)
+
+    @teardown
+    async def teardown_sandboxes(self) -> None:
+        """Delete the sandboxes of rollouts that never reached their cleanup."""
+        left = list(self.active_sandboxes)
+        self.active_sandboxes.clear()
+        if not left:
+            return
+        if not self._is_hosted:
+            await self.sandbox_client.bulk_delete(left)
+            return
+        from prime_sandboxes import SandboxClient as Client
+        from prime_sandboxes.core import APIClient
+
+        client = Client(APIClient())  # the asynchronous one belongs to a loop that may be gone
+        for start in range(0, len(left), 100):
+            client.bulk_delete(sandbox_ids=left[start : start + 100])
 
 
-class PythonWorkerState(TypedDict):
-    """What `state["python_env"]` says of a rollout's interpreter."""
+def _hosted(fields: dict[str, Any]) -> tuple[Any, Any]:
+    try:
+        from prime_sandboxes import AsyncSandboxClient, CreateSandboxRequest
+    except ImportError as error:
+        raise ConfigError(
+            f"{CHOICE} is 'hosted', which needs the `prime-sandboxes` package. Install it, or set "
+            f"{CHOICE} to docker or local."
+        ) from error
+    return AsyncSandboxClient(), CreateSandboxRequest(**fields)
 
+
+class PythonWorkerState(TypedDict):  # a docstring would be told to the model
     ready: bool
     execution_count: int
+
+
+class PythonEnv(SandboxEnv):
+    """A `SandboxEnv` whose tool `python` keeps its variables."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        settings = {"sandbox_name": "python-env", "docker_image": DEFAULT_IMAGE, **kwargs}
+        settings.setdefault("start_command", python_worker.start_command())
+        self._sessions: dict[str, Any] = {}
+        SandboxEnv.__init__(self, **settings)
+        self.add_tool(self.python, args_to_skip=["sandbox_id", "python_state"])
+        self.remove_tool(self.bash)
+
+    def _local_request(self, request: SandboxRequest) -> SandboxRequest:
+        return request.model_copy(update={"start_command": DEFAULT_START})
+
+    async def setup_state(self, state: State, **kwargs: Any) -> State:
+        """Make the rollout's sandbox; its interpreter starts with the first code."""
+        state = await super().setup_state(state, **kwargs)
+        state["python_env"] = {"ready": False, "execution_count": 0}
+        return state
+
+    def update_tool_args(
+        self,
+        tool_name: str,
+        tool_args: dict[str, Any],
+        messages: Messages,
+        state: State,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Fill in the sandbox and the interpreter of `python`."""
+        if tool_name != "python":
+            return dict(tool_args)
+        return {
+            **tool_args,
+            "python_state": state["python_env"],
+            "sandbox_id": state["sandbox_id"],
+        }
+
+    async def python(self, code: str, sandbox_id: str, python_state: PythonWorkerState) -> str:
+        """Execute `code` inside persistent Python REPL."""
+        if not isinstance(self.sandbox_client, SandboxClient):
+            if not python_state["ready"]:
+                await self.bash(python_worker.wait_command(), sandbox_id=sandbox_id)
+            said = await self.bash(python_worker.request_command(code), sandbox_id=sandbox_id)
+        else:
+            said = await self._in_session(code, sandbox_id)
+        python_state["ready"] = True
+        answer = json.loads(said)
+        python_state["execution_count"] = answer["execution_count"]
+        return python_worker.told(answer)
+
+    async def _in_session(self, code: str, sandbox_id: str) -> str:
+        """Run code in the sandbox's own interpreter and return the worker's answer."""
+        session = self._sessions.get(sandbox_id)
+        if session is None:
+            session = self._sessions[sandbox_id] = self.sandbox_client.sandbox(
+                sandbox_id
+            ).python_session()
+            await session.run(python_worker.SOURCE)
+        encoded = base64.b64encode(code.encode()).decode()
+        result = await session.run(f"print(_answer({encoded!r}))")
+        if result.ended == "exit" and result.exit_code in (0, None):
+            return str(result.stdout)
+        del self._sessions[sandbox_id]  # the next code starts a new one
+        await session.close()
+        raise RuntimeError(f"{result.text()}\n[Python was restarted: variables are gone]".strip())
+
+    @cleanup
+    async def cleanup_python_env(self, state: State) -> None:
+        """Forget the rollout's interpreter; it ends with the sandbox."""
+        state.pop("python_env", None)
+        self._sessions.pop(state.get("sandbox_id") or "", None)
