@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import os
@@ -27,20 +28,20 @@ def setup_client(config: Any) -> Any:
         ConfigError: the `openai` package is missing.
     """
     try:
-        import httpx
-        from openai import AsyncOpenAI
+        from openai import AsyncOpenAI, Timeout
     except ImportError as error:
         raise ConfigError(
             "setup_client returns an AsyncOpenAI, which needs the `openai` package. Install it "
             "with `pip install rolltree[openai]`."
         ) from error
+    httpx: Any = importlib.import_module(Timeout.__module__.partition(".")[0])  # openai's own
     limits = httpx.Limits(
         max_connections=config.max_connections,
         max_keepalive_connections=config.max_keepalive_connections,
     )
     http_client = httpx.AsyncClient(
         limits=limits,
-        timeout=httpx.Timeout(config.timeout, connect=5.0),
+        timeout=Timeout(config.timeout, connect=5.0),
         headers=config.extra_headers,
     )
     return AsyncOpenAI(

@@ -213,7 +213,7 @@ def _hosted(fields: dict[str, Any]) -> tuple[Any, Any]:
     return AsyncSandboxClient(), CreateSandboxRequest(**fields)
 
 
-class PythonWorkerState(TypedDict):  # a docstring would be told to the model
+class PythonWorkerState(TypedDict):  # noqa: D101  (the model would be told a docstring)
     ready: bool
     execution_count: int
 
