@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ class Case:
         settings: `evaluate`'s, over 5 examples with 2 rollouts each.
         script: which script answers.
         inputs: play these rows with `generate`, numbered, instead of `evaluate`.
-        probe: a function from the base URL to a result, in the place of an environment.
+        probe: "module:function", from the base URL to a result, in the place of an environment.
     """
 
     name: str
@@ -36,7 +35,8 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     script: str = "solver"
     inputs: tuple[int, ...] = ()
-    probe: Callable[[str], Any] | None = None
+    probe: str = ""
+    is_published: bool = False
 
 
 CASES: dict[str, Case] = {}
@@ -45,7 +45,7 @@ CASES: dict[str, Case] = {}
 def published(environment: str, name: str = "", **fields: Any) -> None:
     """Add a published environment."""
     name = name or environment
-    CASES[name] = Case(name, environment, str(PUBLISHED / environment), **fields)
+    CASES[name] = Case(name, environment, str(PUBLISHED / environment), is_published=True, **fields)
 
 
 _JUDGED = {"judge_base_url": "SERVER"}
@@ -115,3 +115,87 @@ published(
     settings={"num_examples": 4},
     script="wordle",
 )
+
+
+def own(environment: str, kind: str, name: str = "", arguments: Any = None, **fields: Any) -> None:
+    """Add one of our environments, by its file and the function that makes it."""
+    name = "_".join(part for part in (environment, kind, name) if part)
+    made = {"kind": kind, **(arguments or {})}
+    CASES[name] = Case(name, environment, str(HERE / "environments"), made, **fields)
+
+
+_FEW = {"num_examples": 3}
+_WITH_TOKENS = {"num_examples": 3, "sampling_args": {"max_tokens": 40, **TOKENS}}
+
+own("turns", "hooked", settings={"state_columns": ["notes"]})
+own("turns", "hooked", "no_limit", {"max_turns": -1, "hints": 3})
+own("turns", "hooked", "tokens", settings=_WITH_TOKENS)
+own("turns", "hooked", "max_seq_len", {"max_seq_len": 130}, settings=_WITH_TOKENS)
+own("turns", "hooked", "short_seq_len", {"max_seq_len": 30}, settings=_WITH_TOKENS)
+own("turns", "hooked", "overlong", script="overlong", settings=_FEW)
+own("turns", "hooked", "broken", script="broken", settings=_FEW)
+own("turns", "hooked", "one_at_a_time", settings={"max_concurrent": 1, "num_examples": 3})
+own("turns", "own_rollout")
+own("turns", "own_completed")
+own("turns", "own_completed", "without_limit", {"max_turns": -1}, settings=_FEW)
+own("turns", "own_steps")
+own("turns", "own_steps", "tokens", settings=_WITH_TOKENS)
+own("turns", "spec_text")
+own("turns", "spec_text", "overlong", script="overlong", settings=_FEW)
+own("turns", "game")
+own("turns", "stopped", settings=_FEW)
+own("turns", "empty")
+own("turns", "second_model", settings=_FEW)
+own("turns", "raises", settings=_FEW)
+own("turns", "reads_state", settings=_WITH_TOKENS)
+own("turns", "reads_state", "info", {"info": True}, settings={**_FEW, "rollouts_per_example": 1})
+own("turns", "completes", script="writer", inputs=(0, 1, 2, 3))
+own("turns", "completes", "evaluated", script="writer")
+own("turns", "completes", "tokens", script="writer", settings=_WITH_TOKENS)
+
+for _kind in ("typed", "dicts", "typed_dict", "formatted", "logged", "wallet", "no_tools", "plain_tools", "settable"):
+    own("calls", _kind, settings={"num_examples": -1})
+own("calls", "typed", "tokens", settings=_WITH_TOKENS)
+own("calls", "tools_in_info")
+own("calls", "completion_tools", script="writer")
+own("calls", "shell")
+
+for _kind in (
+    *("kinds", "partial", "nameless", "appended", "same_names", "in_order", "groups", "bonus"),
+    *("rubric_group", "no_funcs", "default_rubric", "math", "replaced", "judged_by_default"),
+    *("judge_replaced", "judge_own", "judge_bad_prompt", "judge_objects", "judge_fails"),
+):
+    own("scored", _kind)
+own("scored", "judged")
+own("scored", "judged", "sync", {"client": "sync"})
+own("scored", "judged", "own_prompt", {"prompt": "Only {response}: yes or no?"})
+own("scored", "judged", "sampling", {"sampling": {"max_tokens": 5, "top_p": None, "n": 1}})
+own("scored", "judged", "no_limit", {"sampling": {"max_tokens": None}})
+own("scored", "judged", "parser", {"parser": True})
+for _kind in ("xml", "think", "maybe", "plain"):
+    own("scored", "parsers", _kind, {"kind_of": _kind}, settings={"num_examples": -1})
+
+for _kind in (
+    *("prompts", "prompts_with_system", "few_shot", "text_ids", "no_answer", "infos", "json_infos"),
+    *("eval_only", "nothing", "numbers", "pictures", "audio", "completion_with_system"),
+    *("wrong_rubric", "mapped", "no_question", "own_format"),
+):
+    own("data_shapes", _kind)
+own("data_shapes", "completion", script="writer")
+
+for _kind in ("pair", "named", "nested", "wrong_names", "none", "only_eval", "routed"):
+    own("mixed", _kind, settings={"num_examples": -1})
+
+
+def probe(function: str, script: str = "solver") -> None:
+    """Add a probe of `probes.py`."""
+    CASES[function] = Case(function, "", str(HERE), script=script, probe=f"probes:{function}")
+
+
+for _name in (
+    *("surface", "xml_parser", "other_parsers", "text_helpers", "example_data", "tool_schemas"),
+    *("decorators", "states_by_hand", "generate_forms", "saved_results", "results_by_hand"),
+    *("synchronous", "by_hand", "datasets_of", "logged", "configs", "endpoints", "command_line"),
+    *("errors_of_load", "attributes_of_response", "failing"),
+):
+    probe(_name)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import faulthandler
+import importlib
 import json
 import os
 import random
@@ -58,7 +59,10 @@ def play(case: Case, server: str) -> Any:
     os.environ["OPENAI_BASE_URL"] = url
     sys.path.insert(0, case.folder)
     try:
-        return case.probe(url) if case.probe else play_environment(case, url)
+        if not case.probe:
+            return play_environment(case, url)
+        module, _, function = case.probe.partition(":")
+        return canonical(getattr(importlib.import_module(module), function)(url))
     except BaseException as error:
         return {**failure(error), "trace": traceback.format_exc()}
     finally:
