@@ -153,7 +153,17 @@ own("turns", "completes", script="writer", inputs=(0, 1, 2, 3))
 own("turns", "completes", "evaluated", script="writer")
 own("turns", "completes", "tokens", script="writer", settings=_WITH_TOKENS)
 
-for _kind in ("typed", "dicts", "typed_dict", "formatted", "logged", "wallet", "no_tools", "plain_tools", "settable"):
+for _kind in (
+    "typed",
+    "dicts",
+    "typed_dict",
+    "formatted",
+    "logged",
+    "wallet",
+    "no_tools",
+    "plain_tools",
+    "settable",
+):
     own("calls", _kind, settings={"num_examples": -1})
 own("calls", "typed", "tokens", settings=_WITH_TOKENS)
 own("calls", "tools_in_info")

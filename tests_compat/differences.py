@@ -35,4 +35,72 @@ class Difference:
         )
 
 
-DIFFERENCES: tuple[Difference, ...] = ()
+def _added(real: Any, ours: Any) -> bool:
+    return real == "<missing>"
+
+
+def _more(real: Any, ours: Any) -> bool:
+    return isinstance(real, list) and isinstance(ours, list) and set(real) <= set(ours)
+
+
+_STATE = r"(.*\.)?(state|before|played|again|group\[\d+\])"
+_STEP = rf"{_STATE}\.trajectory\[\d+\]"
+
+DIFFERENCES: tuple[Difference, ...] = (
+    Difference(
+        "token ids and logprobs come back only if `sampling_args` ask for them",
+        "they are always asked for, so `tokens` is there whenever the server can give them",
+        r"requests\[\d+\]\.(return_token_ids|logprobs)",
+        _added,
+    ),
+    Difference(
+        "token ids and logprobs come back only if `sampling_args` ask for them",
+        "they are always asked for, so `tokens` is there whenever the server can give them",
+        rf"{_STEP}\.tokens",
+        lambda real, ours: real is None,
+    ),
+    Difference(
+        "token ids and logprobs come back only if `sampling_args` ask for them",
+        "they are always asked for, so `tokens` is there whenever the server can give them",
+        rf"{_STEP}\.response\.logprobs",
+        lambda real, ours: real is None,
+    ),
+    Difference(
+        "token ids and logprobs come back only if `sampling_args` ask for them",
+        "they are always asked for, so `tokens` is there whenever the server can give them",
+        rf"{_STEP}\.response\.model_dump",
+        _more,
+    ),
+    Difference(
+        "each request carries `n: 1`",
+        "it does not: one answer is what servers give",
+        r"requests\[\d+\]\.n",
+        lambda real, ours: real == 1,
+    ),
+    Difference(
+        "a state has the keys that 0.1.8 writes",
+        "it also has `error`, `seed`, `terminated`, `truncated`, `truncation_reason` and "
+        "`has_step_rewards`",
+        rf"{_STATE}\.(error|seed|terminated|truncated|truncation_reason|has_step_rewards)",
+        _added,
+    ),
+    Difference(
+        "a state has the keys that 0.1.8 writes",
+        "it also has `error`, `seed`, `terminated`, `truncated`, `truncation_reason` and "
+        "`has_step_rewards`",
+        rf"{_STATE}\.keys",
+        _more,
+    ),
+    Difference(
+        "a step's `extras` are empty",
+        "they hold what the engine knows of the call: its id, turn, policy versions, token counts",
+        rf"{_STEP}\.extras\.\w+",
+        _added,
+    ),
+    Difference(
+        '`state["client"]` is the client that was passed',
+        "it is a view of it with `chat.completions.create` and `completions.create`",
+        rf"{_STATE}\.client",
+        lambda real, ours: "OpenAI" in real and "OpenAI" in ours,
+    ),
+)

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from canonical import canonical, failure
-
 from play import attempt, outputs, rows, rubric, state_of
 
 TEXTS = (
@@ -70,7 +69,18 @@ TEXTS = (
     "<think>t</think><code>x = 1</code>",
     "<think>t</think>\n<code>x = 1</code>\n<answer>5</answer>",
 )
-_PIECES = ("<think>", "</think>", "<answer>", "</answer>", "<final>", "</final>", " ", "\n", "a", "5")
+_PIECES = (
+    "<think>",
+    "</think>",
+    "<answer>",
+    "</answer>",
+    "<final>",
+    "</final>",
+    " ",
+    "\n",
+    "a",
+    "5",
+)
 
 
 def texts() -> list[str]:
@@ -267,7 +277,9 @@ def example_data(url: str) -> Any:
     found["no split"] = attempt(lambda: rows(vf.load_example_dataset("gsm8k", split="dev")))
     found["no name"] = attempt(lambda: rows(vf.load_example_dataset()))
     plain = vf.load_example_dataset("math500", n=3)
-    found["formatted"] = rows(format_dataset(plain, "Be brief.", [{"role": "user", "content": "x"}]))
+    found["formatted"] = rows(
+        format_dataset(plain, "Be brief.", [{"role": "user", "content": "x"}])
+    )
     renamed = plain.rename_columns({"question": "q", "answer": "a"})
     found["other keys"] = rows(
         format_dataset(renamed, question_key="q", answer_key="a", map_kwargs={})
@@ -314,7 +326,7 @@ def tool_schemas(url: str) -> Any:
         """
         return a
 
-    def sphinx(a: str, b: "int") -> str:
+    def sphinx(a: str, b: int) -> str:
         """Sphinx.
 
         :param a: The text.
@@ -549,9 +561,7 @@ def generate_forms(url: str) -> Any:
             )
         )
     given = {"max_tokens": 9, "temperature": 0.5}
-    attempt(
-        lambda: run(url, lambda env, client: env.generate(items, client, "model", given))
-    )
+    attempt(lambda: run(url, lambda env, client: env.generate(items, client, "model", given)))
     found["caller's sampling"] = given
     return found
 
@@ -586,7 +596,10 @@ def saved_results(url: str) -> Any:
                     url,
                     lambda env, client: told(
                         env.evaluate(
-                            client=client, model="org/model", num_examples=2, **given  # noqa: B023
+                            client=client,
+                            model="org/model",
+                            num_examples=2,
+                            **given,  # noqa: B023
                         )
                     ),
                 )["metadata"]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 from cases import CASES
 from compare import check
+
 from conftest import Played
+
+pytestmark = pytest.mark.timeout(900)  # the first test waits for both sides
 
 NAMES = [name for name, case in CASES.items() if not case.is_published]
 

@@ -10,6 +10,8 @@ from compare import check
 
 from conftest import Played
 
+pytestmark = pytest.mark.timeout(900)  # the first test waits for both sides
+
 NAMES = [name for name, case in CASES.items() if case.is_published]
 
 

@@ -34,7 +34,7 @@ async def find(
     text: str,
     mode: Literal["fast", "slow"] = "fast",
     limit: Optional[int] = None,  # noqa: UP045 (as people wrote it)
-    tags: list[str] = [],
+    tags: list[str] = [],  # noqa: B006
 ) -> list[dict]:
     """
     Find things.
@@ -218,9 +218,7 @@ def plain_tools():
             return replies or [{"role": "user", "content": "Call one."}]
 
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-    return ByHand(
-        dataset=rows(), rubric=vf.Rubric(funcs=[used]), oai_tools=[tool], max_turns=4
-    )
+    return ByHand(dataset=rows(), rubric=vf.Rubric(funcs=[used]), oai_tools=[tool], max_turns=4)
 
 
 def settable():

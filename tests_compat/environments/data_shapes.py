@@ -140,7 +140,9 @@ def wrong_rubric():
 
 
 def mapped():
-    return make([{"question": f"q{n}", "answer": "a"} for n in range(3)], map_kwargs={"num_proc": 1})
+    return make(
+        [{"question": f"q{n}", "answer": "a"} for n in range(3)], map_kwargs={"num_proc": 1}
+    )
 
 
 def no_question():

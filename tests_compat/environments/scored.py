@@ -147,7 +147,7 @@ def same_names():
 
     first = score
 
-    def score(completion):  # noqa: F811 (two functions of one name)
+    def score(completion):
         return 2.0
 
     return single(vf.Rubric(funcs=[first, score], weights=[1.0, 10.0]))
@@ -249,8 +249,10 @@ def replaced():
 
 def client_of(kind):
     url, key = os.environ["OPENAI_BASE_URL"], "EMPTY"
-    return OpenAI(base_url=url, api_key=key) if kind == "sync" else AsyncOpenAI(
-        base_url=url, api_key=key
+    return (
+        OpenAI(base_url=url, api_key=key)
+        if kind == "sync"
+        else AsyncOpenAI(base_url=url, api_key=key)
     )
 
 
