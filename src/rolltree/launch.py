@@ -173,13 +173,18 @@ async def _environment(
                 "there is no environment to train on: the config has no env.id. Set it, or pass "
                 "environment= (an object, a name or a path)."
             )
-        source = load_environment(env_id, **config.env.args)
+        source = load_environment(env_id, compat=config.env.compat, **config.env.args)
         await stack.enter_async_context(source)
         return load_train_config(config, env={"id": env_id}), source
     if config.env.args:
         raise ConfigError(
             f"env.args is {config.env.args!r}, but the environment was given as an object, so they "
             "would do nothing. Leave env.args out, or pass the environment's name."
+        )
+    if config.env.compat:
+        raise ConfigError(
+            "env.compat is true, but the environment was given as an object, so it would do "
+            "nothing. Leave it out, or pass the environment's name."
         )
     return load_train_config(config, env={"id": given.env_id}), given
 

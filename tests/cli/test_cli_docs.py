@@ -7,6 +7,7 @@ import docs_kit
 import rolltree
 from docs_kit import text_of
 from rolltree.cli import app
+from rolltree.cli import eval as eval_command
 from rolltree.evaluation import REDUCERS
 from rolltree.rollouts.record import encode_result
 from rolltree.store.rows import COLUMNS
@@ -28,8 +29,14 @@ def test_documented_defaults_are_the_defaults():
     section = text_of("cli.md").partition("## eval")[2]
     table = dict(re.findall(r"^\| `-(\w)`, `[^|]*\|[^|]*\| `?([^|`]*?)`? \|$", section, re.M))
     real = {p.opts[0].lstrip("-"): p.default for p in commands()["eval"].params}
-    for flag in "mnrc":
+    for flag in "mc":
         assert table[flag] == str(real[flag])
+    for flag, default in (
+        ("n", eval_command.NUM_EXAMPLES),
+        ("r", eval_command.ROLLOUTS_PER_EXAMPLE),
+    ):
+        assert not isinstance(real[flag], int)
+        assert table[flag] == f"the environment's own, or {default}"
 
 
 def test_every_command_is_documented():

@@ -27,27 +27,6 @@ def invoke(*words):
     return CliRunner().invoke(app, list(words))
 
 
-def test_flags_are_frozen():
-    commands = app.commands["env"].commands
-    found = {
-        name: {flag for parameter in command.params for flag in parameter.opts}
-        for name, command in commands.items()
-    }
-    assert found == {
-        "list": set(),
-        "check": {
-            "env",
-            "--env-args",
-            "-a",
-            "--num-examples",
-            "-n",
-            "--reward-range",
-            "--allow",
-            "--json",
-        },
-    }
-
-
 def test_from_nothing_to_a_sound_environment():
     made = invoke("init", "word-count")
     assert made.exit_code == 0

@@ -15,7 +15,7 @@ FLAGS = {
         "--rollouts-per-example", "-c", "--max-concurrent", "-t", "--max-tokens", "-T",
         "--temperature", "-S", "--sampling-args", "-a", "--env-args", "-s", "--save-results",
         "--seed", "--split", "--json", "--run", "--transcripts", "--retries", "--retry-failed",
-        "--time-limit", "--deadline", "--pass-threshold", "env",
+        "--time-limit", "--deadline", "--pass-threshold", "--compat", "env",
     },
     "train": {"config", "overrides", "--transcripts"},
     "fork": {"run", "--set", "--step", "--run", "--transcripts"},
@@ -33,7 +33,8 @@ FLAGS = {
     "init": {"name", "--kind", "--path"},
     "env list": set(),
     "env check": {
-        "env", "-a", "--env-args", "-n", "--num-examples", "--reward-range", "--allow", "--json",
+        "env", "-a", "--env-args", "-n", "--num-examples", "--reward-range", "--allow", "--compat",
+        "--json",
     },
 }  # fmt: skip
 

@@ -11,9 +11,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import click
+
 from rolltree.errors import ConfigError, UnknownName, did_you_mean
 from rolltree.redact import shown
 
+compat_option = click.option(
+    "--compat",
+    is_flag=True,
+    help="Give an environment that imports verifiers rolltree's, even if the package is installed.",
+)
 Name = TypeVar("Name", bound=str)
 
 

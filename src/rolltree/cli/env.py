@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from rolltree.cli.arguments import json_object, tell
+from rolltree.cli.arguments import compat_option, json_object, tell
 
 environments = click.Group("env", help="List environments, or check one for faults.")
 
@@ -37,6 +37,7 @@ def list_environments() -> None:
     help="Lowest and highest intended reward.",
 )
 @click.option("--allow", multiple=True, help="Check to leave out; repeatable.")
+@compat_option
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def check_contract(
     env: str,
@@ -44,6 +45,7 @@ def check_contract(
     num_examples: int,
     reward_range: tuple[float, float],
     allow: tuple[str, ...],
+    compat: bool,
     as_json: bool,
 ) -> None:
     """Play an environment with scripted answers; exit status 1 if a check fails."""
@@ -57,7 +59,7 @@ def check_contract(
     args = json_object(env_args, "-a")
     report = asyncio.run(
         check_environment(
-            lambda: load_environment(env, **args),
+            lambda: load_environment(env, compat=compat, **args),
             num_examples=num_examples,
             reward_range=reward_range,
             allow=allow,

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from rolltree.cli.arguments import default_run_dir, json_object, known_name, secret
+from rolltree.cli.arguments import (
+    compat_option,
+    default_run_dir,
+    json_object,
+    known_name,
+    secret,
+)
 
 if TYPE_CHECKING:
     from rolltree.inference import ModelClient
@@ -21,6 +27,7 @@ if TYPE_CHECKING:
 PHASE = "eval"
 MAY_CHANGE = ("num_examples", "rollouts_per_example", "max_concurrent", "base_url")
 """Settings in which a continued evaluation may differ from its first start."""
+NUM_EXAMPLES, ROLLOUTS_PER_EXAMPLE = 5, 3
 SPLITS: tuple[Literal["train", "eval"], ...] = ("train", "eval")
 
 
@@ -34,13 +41,17 @@ SPLITS: tuple[Literal["train", "eval"], ...] = ("train", "eval")
     help="OpenAI-compatible URL; repeat it for a pool. Without it: in this process.",
 )
 @click.option("-k", "--api-key-var", help="Environment variable that holds the API key.")
-@click.option("-n", "--num-examples", default=5, help="How many examples; -1 for all.")
+@click.option(
+    "-n",
+    "--num-examples",
+    type=int,
+    help=f"How many examples; -1 for all. Default: the environment's, or {NUM_EXAMPLES}.",
+)
 @click.option(
     "-r",
     "--rollouts-per-example",
     type=click.IntRange(min=1),
-    default=3,
-    help="Rollouts per example.",
+    help=f"Rollouts per example. Default: the environment's, or {ROLLOUTS_PER_EXAMPLE}.",
 )
 @click.option(
     "-c",
@@ -58,6 +69,7 @@ SPLITS: tuple[Literal["train", "eval"], ...] = ("train", "eval")
 @click.option(
     "-s", "--save-results", "save", is_flag=True, help="Also write results.jsonl and metadata.json."
 )
+@compat_option
 @click.option("--seed", default=0, help="Seed of environments and sampling.")
 @click.option("--split", default="eval", help="eval or train.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
@@ -92,14 +104,15 @@ def evaluate_environment(
     model: str,
     base_url: tuple[str, ...],
     api_key_var: str | None,
-    num_examples: int,
-    rollouts_per_example: int,
+    num_examples: int | None,
+    rollouts_per_example: int | None,
     max_concurrent: int,
     max_tokens: int | None,
     temperature: float | None,
     sampling_args: str | None,
     env_args: str | None,
     save: bool,
+    compat: bool,
     seed: int,
     split: str,
     as_json: bool,
@@ -117,7 +130,7 @@ def evaluate_environment(
     from functools import partial
     from itertools import islice
 
-    from rolltree.environments import changed_code, load_environment
+    from rolltree.environments import changed_code, eval_defaults, load_environment
     from rolltree.evaluation import EvalReport, Settings, evaluate, write_results
     from rolltree.redact import redact, remember, secrets_in
     from rolltree.reports import (
@@ -141,10 +154,18 @@ def evaluate_environment(
     folder = run or default_run_dir("eval", env, model)
     where = ", ".join(base_url) or None
     errors = SafeConsole(stderr=True)
-    environment = load_environment(env, **env_arguments)
+    environment = load_environment(env, compat=compat, **env_arguments)
+    own = {} if None not in (num_examples, rollouts_per_example) else eval_defaults(env)
+    if num_examples is None:
+        num_examples = own.get("num_examples", NUM_EXAMPLES)
+    if rollouts_per_example is None:
+        rollouts_per_example = own.get("rollouts_per_example", ROLLOUTS_PER_EXAMPLE)
+    size = f"{num_examples} examples, {rollouts_per_example} rollouts each"
 
     async def measure(stored: Run) -> EvalReport:
         say(errors, f"run {folder}")
+        if own:
+            say(errors, f"{size}, by the pyproject.toml of {env}")
         changed = changed_code(environment, stored)
         if changed is not None:
             stored.announce(changed, partial(say, errors))

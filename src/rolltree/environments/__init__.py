@@ -8,6 +8,7 @@ from rolltree.environments.environment import Environment
 from rolltree.environments.lifecycle import cleanup, stop, teardown
 from rolltree.environments.mcp_env import MCPEnv, MCPServer
 from rolltree.environments.multiturn import MultiTurnEnv, SingleTurnEnv
+from rolltree.environments.project import eval_defaults
 from rolltree.environments.protocol_env import ProtocolEnvironment
 from rolltree.environments.reasoning_gym_env import ReasoningGymEnv
 from rolltree.environments.registry import (
@@ -44,6 +45,7 @@ __all__ = [
     "changed_code",
     "cleanup",
     "convert_func_to_oai_tool",
+    "eval_defaults",
     "find_environment",
     "known_environments",
     "load_environment",

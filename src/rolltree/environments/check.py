@@ -342,7 +342,12 @@ class _Check:
 
 async def play(env: Environment, rows: Any, index: int, probe: Probe) -> State:
     """Play one row as every run does, and return its state."""
-    results = await env.generate(rows.select([index]), probe, seed=1)
+    return await _generate(env, rows.select([index]), probe)
+
+
+async def _generate(env: Environment, row: Any, probe: Probe) -> State:
+    """Play one row with the engine's own `generate`: compat's raises where this one records."""
+    results = await Environment.generate(env, list(row), probe, seed=1)
     return results.state[0]
 
 
@@ -391,8 +396,7 @@ async def lifecycle_findings(env: Environment) -> list[Finding]:
     failure = ServerError("the model server is down (a probe)", status=500, retryable=False)
     for name, probe in {"a rollout": Probe("1"), "a failed rollout": Probe(error=failure)}.items():
         with counted(env) as counts:
-            results = await env.generate(rows, probe, seed=1)
-        state = results.state[0]
+            state = await _generate(env, rows, probe)
         findings += _count_findings(env, counts, name)
         for error in state.get("cleanup_errors") or ():
             findings.append(Finding("cleanup-raises", f"{error['type']}: {error['message']}"))

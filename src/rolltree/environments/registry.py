@@ -4,8 +4,9 @@ It runs the Python code that it finds: load only what you trust.
 
 A name is looked up in this order: the entry point group `rolltree.environments`; an installed
 module of that name (dashes become underscores) with a function `load_environment`; the folder
-`environments/<name>/` of the working directory with `<name>.py`. Anything with a separator or the
-ending `.py` is a path.
+`environments/<name>/` of the working directory with `<name>.py` or a package `<name>/`. Anything
+with a separator or the ending `.py` is a path; where there is none, `owner/name` is the installed
+environment `name`. Code that imports `verifiers` gets `rolltree.compat`'s.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rolltree.compat.install import imported_real_version, provide
 from rolltree.environments.environment import Environment
 from rolltree.errors import ConfigError, UnknownName, did_you_mean
 
@@ -28,25 +31,42 @@ GROUP = "rolltree.environments"
 FOLDER = "environments"
 Factory = Callable[..., Any]
 
+_beside: set[str] = set()  # folders of loaded files, on sys.path for what those files import
 
-def load_environment(env_id: str | os.PathLike[str], **args: Any) -> Environment:
+
+def load_environment(
+    env_id: str | os.PathLike[str], *, compat: bool = False, **args: Any
+) -> Environment:
     """Return the environment named `env_id`, made by its `load_environment(**args)`.
+
+    With `compat`, an environment that imports `verifiers` gets rolltree's, from now on and in this
+    whole process, even where the real package is installed; without, only where it is not.
 
     Raises:
         UnknownName: there is no such environment; the message names the nearest one.
         ConfigError: an argument is not one that the environment takes, or what it returned is no
-            environment.
+            environment, or was made with the real verifiers package.
     """
     name = os.fspath(env_id)
-    factory = find_environment(name)
-    _check_arguments(name, factory, args)
-    environment = factory(**args)
+    provide(force=compat)
+    try:
+        factory = find_environment(name)
+        _check_arguments(name, factory, args)
+        environment = factory(**args)
+    except (ImportError, AttributeError) as error:
+        version = imported_real_version()
+        if version is None or "verifiers" not in str(error):
+            raise
+        raise ConfigError(_of_the_real_package(name, version, f"failed: {error}")) from error
     if not isinstance(environment, Environment):
+        version = imported_real_version()
+        if version is not None and _is_from_verifiers(environment):
+            raise ConfigError(_of_the_real_package(name, version, "was made"))
         raise ConfigError(
             f"load_environment of {name!r} returned a {type(environment).__name__}, not a "
             "rolltree.Environment. Return an instance of one of its subclasses."
         )
-    environment.name_as(Path(name).stem if _is_path(name) else name, args)
+    environment.name_as(Path(name).resolve().stem if _is_path(name) and _at(name) else name, args)
     environment.loaded_by = factory
     return environment
 
@@ -57,17 +77,39 @@ def find_environment(name: str) -> Factory:
     Raises:
         UnknownName: there is none.
     """
-    if _is_path(name):
+    if _is_path(name) and _at(name):
         factory = _from_path(Path(name))
-    else:
-        factory = _from_entry_point(name) or _from_module(name) or _from_folder(name)
-    if factory is None:
+        if factory is not None:
+            return factory
+    elif not _is_path(name) or _is_owned(name):
+        short = name.rpartition("/")[2]
+        factory = _from_entry_point(short) or _from_module(short) or _from_folder(short)
+        if factory is not None:
+            return factory
         raise UnknownName(
             f"there is no environment {name!r}: no entry point in {GROUP!r}, no installed module "
-            f"with load_environment(), no {FOLDER}/{_module_name(name)}/ here."
-            f"{did_you_mean(name, known_environments())} Install its package, or pass a path."
+            f"{_module_name(short)} with load_environment(), no {FOLDER}/{_module_name(short)}/ "
+            f"here.{did_you_mean(short, known_environments())} Install its package (`rolltree env "
+            "install PATH`), or pass a path."
         )
-    return factory
+    raise UnknownName(
+        f"there is no environment at {name}: it needs load_environment() in a file of that name, "
+        "or in a folder with NAME.py or __init__.py. Check the path."
+    )
+
+
+def environment_file(name: str) -> Path | None:
+    """Return the file that `find_environment` would import, without importing it."""
+    if _is_path(name) and _at(name):
+        path = Path(name)
+        return path if path.is_file() else _file_in(path)
+    short = name.rpartition("/")[2]
+    modules = [p.module for p in entry_points(group=GROUP) if _same_name(p.name, short)]
+    for module in (*modules, _module_name(short)):
+        spec = _installed(module.partition(".")[0])
+        if spec is not None and spec.has_location and spec.origin is not None:
+            return Path(spec.origin)
+    return _file_in(Path(FOLDER) / _module_name(short))
 
 
 def known_environments() -> list[str]:
@@ -102,17 +144,47 @@ def _check_arguments(name: str, factory: Factory, args: dict[str, Any]) -> None:
         )
 
 
+def _of_the_real_package(name: str, version: str, what: str) -> str:
+    return (
+        f"environment {name!r} imports verifiers, and {what} with the installed package "
+        f"(verifiers {version}), whose environments rolltree does not run. Ask for rolltree's own "
+        "in a new process: --compat, env.compat=true in a training config, or "
+        "load_environment(..., compat=True)."
+    )
+
+
+def _is_from_verifiers(value: object) -> bool:
+    return any(kind.__module__.partition(".")[0] == "verifiers" for kind in type(value).__mro__)
+
+
 def _is_path(name: str) -> bool:
-    return name.endswith(".py") or os.sep in name or "/" in name
+    return name.endswith(".py") or os.sep in name or "/" in name or name in (".", "..")
+
+
+def _at(name: str) -> bool:
+    """Whether a path is there; `owner/name` is one only if it is an environment's folder."""
+    return _file_in(Path(name)) is not None if _is_owned(name) else Path(name).exists()
+
+
+def _is_owned(name: str) -> bool:
+    """Whether a name has the form `owner/name`."""
+    if name.endswith(".py"):
+        return False
+    owner, _, short = name.partition("/")
+    return bool(owner and short) and "/" not in short and not name.startswith((".", "~"))
 
 
 def _module_name(name: str) -> str:
     return name.replace("-", "_")
 
 
+def _same_name(one: str, other: str) -> bool:
+    return _module_name(one) == _module_name(other)
+
+
 def _from_entry_point(name: str) -> Factory | None:
     for point in entry_points(group=GROUP):
-        if _module_name(point.name) == _module_name(name):
+        if _same_name(point.name, name):
             found = point.load()
             return _factory_of(found) if isinstance(found, ModuleType) else found
     return None
@@ -120,9 +192,19 @@ def _from_entry_point(name: str) -> Factory | None:
 
 def _from_module(name: str) -> Factory | None:
     module_name = _module_name(name)
-    if not module_name.isidentifier() or importlib.util.find_spec(module_name) is None:
+    if _installed(module_name) is None:
         return None
     return _factory_of(importlib.import_module(module_name))
+
+
+def _installed(module_name: str) -> ModuleSpec | None:
+    """Return where a module is, if it can be imported and does not only lie beside a loaded one."""
+    spec = importlib.util.find_spec(module_name) if module_name.isidentifier() else None
+    if spec is None or spec.origin is None:
+        return None
+    file = Path(spec.origin)
+    folder = file.parent.parent if file.name == "__init__.py" else file.parent
+    return None if str(folder) in _beside else spec
 
 
 def _from_folder(name: str) -> Factory | None:
@@ -143,16 +225,25 @@ def _from_path(path: Path) -> Factory | None:
 
 
 def _file_in(folder: Path) -> Path | None:
-    for candidate in (folder / f"{_module_name(folder.name)}.py", folder / "__init__.py"):
-        if candidate.is_file():
-            return candidate
+    name = _module_name(folder.resolve().name)
+    for file in (f"{name}.py", "__init__.py", f"{name}/__init__.py", f"src/{name}/__init__.py"):
+        if (folder / file).is_file():
+            return folder / file
     return None
 
 
 def _load_file(file: Path) -> ModuleType:
-    """Run a file as a package of its folder, so that it may import its neighbours relatively."""
+    """Run a file as a package of its folder, so that it may import its neighbours relatively.
+
+    What lies beside it can be imported by name, too, after everything that is installed.
+    """
     file = file.resolve()
-    stem = file.parent.name if file.name == "__init__.py" else file.stem
+    is_package = file.name == "__init__.py"
+    stem = file.parent.name if is_package else file.stem
+    beside = str(file.parent.parent if is_package else file.parent)
+    if beside not in sys.path:
+        sys.path.append(beside)
+        _beside.add(beside)
     name = f"rolltree_environment_{_module_name(stem)}"
     spec = importlib.util.spec_from_file_location(
         name, file, submodule_search_locations=[str(file.parent)]

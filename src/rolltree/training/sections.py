@@ -155,13 +155,14 @@ class EngineSection(Section, frozen=True):
 
 
 class EnvSection(Section, frozen=True):
-    """The environment: `id` and `args` are what `load_environment` takes.
+    """The environment: `id`, `args` and `compat` are what `load_environment` takes.
 
-    `train(config, environment=...)` needs neither.
+    `train(config, environment=...)` needs none of them.
     """
 
     id: str = ""
     args: dict[str, Any] = {}
+    compat: bool = False
 
 
 class SamplingSection(Section, frozen=True):

@@ -1,0 +1,69 @@
+"""What an environment's pyproject.toml says about evaluating it: `[tool.verifiers.eval]`."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from rolltree.environments.registry import environment_file
+from rolltree.errors import ConfigError
+
+_KEYS = ("num_examples", "rollouts_per_example")
+_TABLES = ("rolltree", "verifiers")
+"""`[tool.rolltree.eval]` wins over `[tool.verifiers.eval]`."""
+
+
+def eval_defaults(name: str) -> dict[str, int]:
+    """Return the `num_examples` and `rollouts_per_example` of an environment's own pyproject.toml.
+
+    The file lies in the environment's folder or package, or beside its module if the project's
+    name is the environment's. What it does not say is left out.
+
+    Raises:
+        ConfigError: a value is not a whole number.
+    """
+    file = environment_file(name)
+    project = _project_of(file) if file is not None else None
+    found: dict[str, int] = {}
+    for table in _TABLES:
+        section = (project or {}).get("tool", {}).get(table, {}).get("eval", {})
+        for key in _KEYS:
+            if key in section and key not in found:
+                found[key] = _whole(section[key], f"[tool.{table}.eval] {key}", name)
+    return found
+
+
+def _project_of(file: Path) -> dict[str, Any] | None:
+    folder, stem = file.parent, file.stem
+    if file.name == "__init__.py":
+        stem = folder.name
+        if (folder / "pyproject.toml").is_file():
+            return _read(folder / "pyproject.toml")
+        folder = folder.parent
+    for beside in (folder, *([folder.parent] if folder.name == "src" else [])):
+        project = _read(beside / "pyproject.toml")
+        declared = str(project.get("project", {}).get("name", ""))
+        if project and (_plain(declared) == _plain(stem) or _plain(beside.name) == _plain(stem)):
+            return project
+    return None
+
+
+def _plain(name: str) -> str:
+    return name.replace("-", "_").replace(".", "_").lower()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        return {}
+
+
+def _whole(value: Any, key: str, name: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(
+            f"{key} in the pyproject.toml of environment {name!r} is {value!r}, not a whole "
+            "number. Mend it there, or pass -n and -r."
+        )
+    return value
