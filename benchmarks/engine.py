@@ -39,11 +39,12 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from probe import PROBE_S, Probe
+from talk import words
 from verdict import Bar, conclude, make_parser
 
 import rolltree
@@ -54,7 +55,6 @@ from rolltree.tasks import my_turn
 from rolltree.types import FinishReason, ModelResponse
 
 CASES = ("fast", "slow", "stored", "show", "show_phase", "resume", "long")
-PROBE_S = 0.010
 GROUP_SIZE = 10  # rollouts of an example, in `stored`
 MIB = 1024**2
 
@@ -124,11 +124,6 @@ class LatentModel(RootClient[Memory]):
         return response
 
 
-def words(rng: random.Random, num: int) -> str:
-    """Return text of about `num` tokens."""
-    return " ".join("".join(rng.choices("abcdefghijklmnop", k=3)) for _ in range(num))
-
-
 class Talk(rolltree.MultiTurnEnv):
     """Says something new after every answer."""
 
@@ -151,36 +146,6 @@ def make_environment(num: int, turns: int, told: int) -> Talk:
     env = Talk(dataset=rows, rubric=rolltree.Rubric([length]), max_turns=turns, env_id="talk")
     env.said = asked
     return env
-
-
-class Probe:
-    """What a sleep of 10 ms oversleeps: by the clock, and as far as this process's CPU explains."""
-
-    def __init__(self) -> None:
-        self.late_ms = array("d")
-        self.own_ms = array("d")
-
-    async def run(self) -> None:
-        while True:
-            before, cpu = time.perf_counter(), time.process_time()
-            await asyncio.sleep(PROBE_S)
-            late = max(0.0, time.perf_counter() - before - PROBE_S)
-            own = max(0.0, time.process_time() - cpu - PROBE_S)
-            self.late_ms.append(1000 * late)
-            self.own_ms.append(1000 * min(late, own))
-
-    def figures(self) -> dict[str, float]:
-        """Return percentiles of the lag and the largest."""
-        found = {f"lag_p{at}_ms": percentile(self.own_ms, at) for at in (50, 99)}
-        found["lag_max_ms"] = max(self.own_ms, default=0.0)
-        return {**found, "clock_lag_p99_ms": percentile(self.late_ms, 99)}
-
-
-def percentile(late_ms: Sequence[float], percent: float) -> float:
-    """Return a percentile of lags, each weighed with the waits of 10 ms that it stands for."""
-    late = np.sort(np.array(late_ms if late_ms else [0.0]))
-    weight = np.cumsum(1 + late / (1000 * PROBE_S))
-    return float(late[np.searchsorted(weight, weight[-1] * percent / 100)])
 
 
 def memory_mib() -> float:

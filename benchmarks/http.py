@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import importlib
 import json
 import os
 import random
@@ -36,22 +35,26 @@ import resource
 import subprocess
 import sys
 import time
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from probe import Probe
+from talk import NUM_VARIANTS, make_answers, make_environment, make_rows, words
 from verdict import Bar, conclude, make_parser
 
-if __name__ == "http":  # a package imports the standard library's, and this folder comes first
-    _path, sys.path[:] = sys.path[:], [at for at in sys.path if Path(at) != Path(__file__).parent]
-    del sys.modules["http"]
-    importlib.import_module("http")
-    sys.path[:] = _path
+if __name__ == "http":  # a neighbour wants the standard library's, and this folder comes first
+    _here = Path(__file__).resolve().parent
+    _spec = PathFinder.find_spec("http", [at for at in sys.path if Path(at).resolve() != _here])
+    assert _spec is not None
+    assert _spec.loader is not None
+    sys.modules["http"] = module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules["http"])
 
 CONNECTIONS = (1, 64, 256, 1000, 4000)
 NUM_TURNS = 4
 FIRST_IDS, NEW_IDS, SAMPLED_IDS = 100, 20, 20
-NUM_VARIANTS = 8
 NUM_ROLLOUTS = {
     "rolltree": {1: 500, 64: 2000, 256: 2000, 1000: 4000, 4000: 8000},
     "burst": {64: 2000, 256: 2000, 1000: 4000},
@@ -65,47 +68,10 @@ verifiers at 4,000 connections takes most of an hour.
 """
 
 
-def words(rng: random.Random, num: int) -> str:
-    """Return text of about `num` tokens."""
-    return " ".join("".join(rng.choices("abcdefghijklmnop", k=3)) for _ in range(num))
-
-
-def make_answers(number: int) -> list[bytes]:
-    """Return one conversation's answers without their first field, which is the id."""
-    rng = random.Random(number)
-    prompt = [rng.randrange(300, 150_000) for _ in range(FIRST_IDS)]
-    answers = []
-    for _ in range(NUM_TURNS):
-        sampled = [rng.randrange(300, 150_000) for _ in range(SAMPLED_IDS)]
-        logprobs = [
-            {"token": f"token_id:{id}", "logprob": -rng.random(), "bytes": [32], "top_logprobs": []}
-            for id in sampled
-        ]
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": words(rng, SAMPLED_IDS)},
-            "logprobs": {"content": logprobs},
-            "finish_reason": "stop",
-            "token_ids": sampled,
-        }
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": SAMPLED_IDS}
-        answer = {
-            "object": "chat.completion",
-            "created": 1,
-            "model": "scripted",
-            "choices": [choice],
-            "prompt_token_ids": prompt,
-            "usage": {**usage, "total_tokens": sum(usage.values())},
-        }
-        answers.append(json.dumps(answer, separators=(",", ":")).encode()[1:])
-        prompt = prompt + sampled + [rng.randrange(300, 150_000) for _ in range(NEW_IDS)]
-    return answers
-
-
 class Serving(asyncio.Protocol):
     """One connection of the server."""
 
-    answers = [make_answers(number) for number in range(NUM_VARIANTS)]
+    answers: list[list[bytes]] = []
     num_answers = 0
     held: list[tuple[Serving, bytes]] = []
     releasing: asyncio.TimerHandle | None = None
@@ -152,6 +118,16 @@ class Serving(asyncio.Protocol):
 
 async def serve() -> None:
     """Serve until standard input ends; the port is the first line of the output."""
+    Serving.answers = [
+        make_answers(
+            *(number, NUM_TURNS),
+            first_ids=FIRST_IDS,
+            new_ids=NEW_IDS,
+            sampled_ids=SAMPLED_IDS,
+            token_bytes=lambda token: [32],
+        )
+        for number in range(NUM_VARIANTS)
+    ]
     loop = asyncio.get_running_loop()
     server = await loop.create_server(Serving, "127.0.0.1", 0, backlog=8192)
     print(server.sockets[0].getsockname()[1], flush=True)
@@ -162,39 +138,6 @@ Row: TypeAlias = dict[str, Any]
 SAID = words(random.Random(99), NEW_IDS)
 
 
-def make_environment(library: Any) -> Any:
-    """Return the environment, written once for both libraries."""
-
-    class Talk(library.MultiTurnEnv):  # type: ignore[misc, name-defined]
-        """The environment says the same after every answer."""
-
-        async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
-            return [{"role": "user", "content": SAID}]
-
-    async def length(completion: Any) -> float:
-        return float(len(completion))
-
-    rows: Any = [{"question": "task-0", "answer": ""}]
-    if library.__name__ == "verifiers":
-        from datasets import Dataset
-
-        rows = Dataset.from_list(rows)
-    return Talk(dataset=rows, rubric=library.Rubric(funcs=[length]), max_turns=NUM_TURNS)
-
-
-def make_rows(num: int) -> list[Row]:
-    asked = words(random.Random(7), FIRST_IDS)
-    return [
-        {
-            "prompt": [{"role": "user", "content": f"task-{i % NUM_VARIANTS} number {i} {asked}"}],
-            "answer": "",
-            "example_id": i,
-            "task": "talk",
-        }
-        for i in range(num)
-    ]
-
-
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "max_tokens": SAMPLED_IDS}
 
 
@@ -202,7 +145,7 @@ async def run_rolltree(url: str, rows: list[Row], connections: int) -> Any:
     import rolltree
 
     client = rolltree.OpenAIClient(url, "scripted", max_connections=connections)
-    env = make_environment(rolltree)
+    env = make_environment(rolltree, NUM_TURNS, SAID)
     found = await env.generate(rows, client, "scripted", SAMPLING, max_concurrent=connections)
     await client.aclose()
     return found["state"]
@@ -214,7 +157,7 @@ async def run_sdk(url: str, rows: list[Row], connections: int) -> Any:
     import rolltree
 
     client = AsyncOpenAI(base_url=url, api_key="none")
-    env = make_environment(rolltree)
+    env = make_environment(rolltree, NUM_TURNS, SAID)
     found = await env.generate(rows, client, "scripted", SAMPLING, max_concurrent=connections)
     await client.close()
     return found["state"]
@@ -226,7 +169,7 @@ async def run_verifiers(url: str, rows: list[Row], connections: int) -> Any:
     from verifiers.utils.client_utils import setup_client
 
     client = setup_client(ClientConfig(api_base_url=url))
-    env = make_environment(verifiers)
+    env = make_environment(verifiers, NUM_TURNS, SAID)
     sampling = {
         **SAMPLING,
         "logprobs": True,
@@ -292,10 +235,10 @@ RUN = {
 
 async def measure_side(name: str, url: str, num: int, connections: int) -> dict[str, float]:
     """Run one side in this process, after a small run that imports and fills caches."""
-    await RUN[name](url, make_rows(8), 4)
+    await RUN[name](url, make_rows(8, FIRST_IDS), 4)
     if name == "burst":
         url = url.replace("/v1", f"/burst-{connections}/v1")
-    rows, probe = make_rows(num), Probe()
+    rows, probe = make_rows(num, FIRST_IDS), Probe()
     gc.collect()
     watching = asyncio.create_task(probe.run())
     await asyncio.sleep(0.02)

@@ -33,18 +33,14 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+from talk import NUM_VARIANTS, make_answers, make_environment, make_rows, words
 from verdict import Bar, conclude, make_parser
 
 PEER = "verifiers==0.1.8.post2"
 SIDES = ("rolltree", "verifiers")
 FIRST_IDS, NEW_IDS, SAMPLED_IDS = 500, 400, 100
-NUM_VARIANTS = 8
 CONCURRENCY = 64
-
-
-def words(rng: random.Random, num: int) -> str:
-    """Return text of about `num` tokens."""
-    return " ".join("".join(rng.choices("abcdefghijklmnop", k=3)) for _ in range(num))
+SAID = words(random.Random(99), NEW_IDS)
 
 
 class ScriptedTransport:
@@ -57,7 +53,16 @@ class ScriptedTransport:
     def __init__(self, num_turns: int) -> None:
         self.busy_s = 0.0
         self.num_answers = 0
-        self.answers = [_answers(number, num_turns) for number in range(NUM_VARIANTS)]
+        self.answers = [
+            make_answers(
+                *(number, num_turns),
+                first_ids=FIRST_IDS,
+                new_ids=NEW_IDS,
+                sampled_ids=SAMPLED_IDS,
+                token_bytes=lambda token: list(token.encode()),
+            )
+            for number in range(NUM_VARIANTS)
+        ]
 
     def answer(self, sent: bytes) -> bytes:
         """Answer one request."""
@@ -80,86 +85,16 @@ class ScriptedTransport:
         """Return: nothing is open."""
 
 
-def _answers(number: int, num_turns: int) -> list[bytes]:
-    rng = random.Random(number)
-    prompt = [rng.randrange(300, 150_000) for _ in range(FIRST_IDS)]
-    answers = []
-    for _ in range(num_turns):
-        sampled = [rng.randrange(300, 150_000) for _ in range(SAMPLED_IDS)]
-        token = [f"token_id:{token}" for token in sampled]
-        logprobs = [
-            {"token": t, "logprob": -rng.random(), "bytes": list(t.encode()), "top_logprobs": []}
-            for t in token
-        ]
-        answer = {
-            "object": "chat.completion",
-            "created": 1,
-            "model": "scripted",
-            "choices": [
-                {
-                    "index": 0,
-                    "message": {"role": "assistant", "content": words(rng, SAMPLED_IDS)},
-                    "logprobs": {"content": logprobs},
-                    "finish_reason": "stop",
-                    "token_ids": sampled,
-                }
-            ],
-            "prompt_token_ids": prompt,
-            "usage": {
-                "prompt_tokens": len(prompt),
-                "completion_tokens": SAMPLED_IDS,
-                "total_tokens": len(prompt) + SAMPLED_IDS,
-            },
-        }
-        answers.append(json.dumps(answer, separators=(",", ":")).encode()[1:])
-        prompt = prompt + sampled + [rng.randrange(300, 150_000) for _ in range(NEW_IDS)]
-    return answers
-
-
-def make_environment(library: Any, num_turns: int, own_text: bool) -> Any:
-    """Return the environment, written once for both libraries."""
-    said = words(random.Random(99), NEW_IDS)
-
-    class Talk(library.MultiTurnEnv):  # type: ignore[misc, name-defined]
-        """The environment says 400 tokens after every answer."""
-
-        async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
-            return [{"role": "user", "content": f"{said} ." if own_text else said}]
-
-    async def length(completion: Any) -> float:
-        return float(len(completion))
-
-    rows: Any = [{"question": "task-0", "answer": ""}]
-    if library.__name__ == "verifiers":
-        from datasets import Dataset
-
-        rows = Dataset.from_list(rows)
-    return Talk(dataset=rows, rubric=library.Rubric(funcs=[length]), max_turns=num_turns)
-
-
-def make_inputs(num: int) -> list[dict[str, Any]]:
-    asked = words(random.Random(7), FIRST_IDS)
-    return [
-        {
-            "prompt": [{"role": "user", "content": f"task-{i % NUM_VARIANTS} number {i} {asked}"}],
-            "answer": "",
-            "example_id": i,
-            "task": "talk",
-        }
-        for i in range(num)
-    ]
-
-
 async def run_rolltree(
     num: int, turns: int, transport: ScriptedTransport, own_text: bool = False
 ) -> Any:
     import rolltree
 
-    env = make_environment(rolltree, turns, own_text)
+    env = make_environment(rolltree, turns, SAID, own_text)
     client = rolltree.OpenAIClient("http://scripted/v1", "scripted", transport=transport)
     sampling: dict[str, Any] = {"temperature": 1.0, "max_tokens": SAMPLED_IDS}
     return await env.generate(
-        make_inputs(num), client, "scripted", sampling, max_concurrent=CONCURRENCY
+        make_rows(num, FIRST_IDS), client, "scripted", sampling, max_concurrent=CONCURRENCY
     )
 
 
@@ -174,7 +109,7 @@ async def run_verifiers(
         body = transport.answer(request.content)
         return httpx.Response(200, headers={"content-type": "application/json"}, content=body)
 
-    env = make_environment(verifiers, turns, own_text)
+    env = make_environment(verifiers, turns, SAID, own_text)
     http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
     client = AsyncOpenAI(base_url="http://scripted/v1", api_key="none", http_client=http)
     sampling = {
@@ -184,7 +119,12 @@ async def run_verifiers(
         "extra_body": {"return_token_ids": True, "return_tokens_as_token_ids": True},
     }
     return await env.generate(
-        make_inputs(num), client, "scripted", sampling, max_concurrent=CONCURRENCY, use_tqdm=False
+        make_rows(num, FIRST_IDS),
+        client,
+        "scripted",
+        sampling,
+        max_concurrent=CONCURRENCY,
+        use_tqdm=False,
     )
 
 

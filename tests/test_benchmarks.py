@@ -203,15 +203,24 @@ def test_the_lag_of_a_held_loop_counts_with_the_waits_it_stands_for():
     from probe import percentile
 
     assert percentile([0.0] * 99 + [1000.0], 99) == 1000.0
+    assert percentile([0.0] * 98 + [1.0, 1000.0], 99) == 1000.0
+    assert percentile([0.0] * 98 + [1000.0], 45) == 0.0
     assert percentile([0.0] * 10_000 + [1000.0], 99) == 0.0
     assert percentile([], 99) == 0.0
 
 
-def test_a_script_beside_http_py_gets_the_standard_librarys_http():
-    script = "import sys; sys.path.insert(0, sys.argv[1]); import http.client; print(http.__file__)"
-    command = [sys.executable, "-c", script, str(FOLDER)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.strip().endswith("__init__.py")
+@pytest.mark.parametrize("place", [str(FOLDER), ""])
+def test_a_script_beside_http_py_gets_the_standard_librarys_http(place):
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1]); before = sys.path[:]; "
+        "import http.client; print(http.__file__, http.client.__file__, sys.path == before)"
+    )
+    command = [sys.executable, "-c", script, place]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=FOLDER)
+    package, module, unchanged = done.stdout.split()
+    assert package.endswith("__init__.py")
+    assert module.endswith("client.py")
+    assert unchanged == "True"
 
 
 def test_the_bars_of_the_engine_can_fail():
