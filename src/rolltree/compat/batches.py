@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from rolltree.compat.clients import async_client
 from rolltree.compat.helpers import maybe_semaphore
 from rolltree.compat.model_calls import is_direct
 from rolltree.compat.results import GenerateOutputs, make_dataset, outputs_of, save_rollout_results
@@ -67,6 +68,7 @@ async def run_batch(
     Raises:
         Exception: what the first rollout failed with, when all have failed.
     """
+    client = async_client(client)
     batch = Batch(args, await maybe_semaphore(max_scoring), client if is_direct(client) else None)
     rows = env.rows(inputs)
     requests = env._requests(rows, args, 0, 1)

@@ -21,6 +21,7 @@ from rolltree.compat.batches import Batches, args_of_rollout, current_batch, not
 from rolltree.compat.decorators import marked_methods
 from rolltree.compat.helpers import NullAsyncContext, concat_messages
 from rolltree.compat.model_calls import ask, is_direct
+from rolltree.compat.parsers import Parser
 from rolltree.compat.rows import (
     is_hub_dataset,
     opened,
@@ -28,12 +29,11 @@ from rolltree.compat.rows import (
     with_prompts,
     with_task,
 )
+from rolltree.compat.rubrics import Rubric
 from rolltree.environments.dataset import Data, RowFormat, Rows
 from rolltree.environments.lifecycle import Mark, mark_of, register
 from rolltree.errors import ConfigError
-from rolltree.parsers import Parser
 from rolltree.rollouts import Split, current_episode
-from rolltree.rubrics import Rubric
 from rolltree.tokens import Trajectory
 from rolltree.types import (
     OVERLONG_PROMPT,

@@ -6,17 +6,25 @@ import asyncio
 import inspect
 import json
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import Any
+from typing import Any, TextIO
 
 from rolltree.inference.parse import parse_response
 from rolltree.inference.parse import parse_response_messages as parse_response_messages
 from rolltree.parsers import text_of
-from rolltree.types import ChatMessage, Messages, MessageType
+from rolltree.types import (
+    OVERLONG_PROMPT,
+    ChatMessage,
+    FinishReason,
+    Messages,
+    MessageType,
+    ModelResponse,
+)
 
 NullAsyncContext = nullcontext
-_PLACEHOLDERS = {"image_url": "[image]", "input_audio": "[audio]"}
+_PLACEHOLDERS = {"image_url": "[image]"}
 
 
 async def maybe_await(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -57,22 +65,28 @@ def _without_none(part: Any) -> Any:
 
 
 def message_to_printable(message: ChatMessage) -> ChatMessage:
-    """Return the message with its content as one string; pictures and sound are named only."""
+    """Return the message with its content as one string; pictures and sound are named only.
+
+    A message without content gets an empty list.
+    """
     content = message.get("content")
-    parts = content if isinstance(content, list) else [content or ""]
-    shown: ChatMessage = {
-        "role": message["role"],
-        "content": "\n\n".join(_printable(part) for part in parts),
-    }
+    parts = [content] if isinstance(content, str) else content or []
+    shown: ChatMessage = {"role": message["role"], "content": []}
     if "tool_calls" in message:
         shown["tool_calls"] = message["tool_calls"]
+    if content is not None:
+        texts = [_printable(part) for part in parts]
+        shown["content"] = "\n\n".join(text for text in texts if text is not None)
     return shown
 
 
-def _printable(part: Any) -> str:
+def _printable(part: Any) -> str | None:
     if isinstance(part, str):
         return part
-    return _PLACEHOLDERS.get(str(part.get("type")), str(part.get("text") or ""))
+    kind = str(part["type"])
+    if kind == "text":
+        return str(part["text"])
+    return "[audio]" if kind.startswith("input_audio") else _PLACEHOLDERS.get(kind)
 
 
 def messages_to_printable(messages: Messages) -> Messages:
@@ -128,17 +142,56 @@ async def parse_response_tokens(
     }
 
 
+def get_overlong_prompt_dummy_response(message_type: MessageType) -> Any:
+    """Return the answer to a prompt that does not fit the model.
+
+    Raises:
+        ValueError: the message type is neither "chat" nor "completion".
+    """
+    if message_type not in ("chat", "completion"):
+        raise ValueError(f"Invalid message type: {message_type}")
+    chat = message_type == "chat"
+    text = "Prompt too long."
+    said = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+    fields = {
+        "id": OVERLONG_PROMPT,
+        "created": 0,
+        "model": "",
+        "object": "chat.completion" if chat else "text_completion",
+        "choices": [{"index": 0, "finish_reason": "length", **said}],
+    }
+    try:
+        from openai.types import Completion
+        from openai.types.chat import ChatCompletion
+    except ImportError:
+        message: ChatMessage = {"role": "assistant", "content": text}
+        return ModelResponse(message, text, FinishReason.LENGTH, id=OVERLONG_PROMPT)
+    return (ChatCompletion if chat else Completion).model_validate(fields)
+
+
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what is the standard error when it writes."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+
 def setup_logging(
     level: str = "INFO", log_format: str | None = None, date_format: str | None = None
 ) -> None:
-    """Let rolltree's loggers write to stderr, from `level` on."""
-    logger = logging.getLogger("rolltree")
-    handler = logging.StreamHandler()
-    form = log_format or "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    """Let the loggers of `verifiers` and of rolltree write to stderr, from `level` on."""
+    handler = _StderrHandler()
+    form = log_format or "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
     handler.setFormatter(logging.Formatter(form, date_format or "%Y-%m-%d %H:%M:%S"))
-    logger.handlers = [handler]
-    logger.setLevel(level.upper())
-    logger.propagate = False
+    for name in ("verifiers", "rolltree"):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.setLevel(level.upper())
+        logger.propagate = False
 
 
 def print_prompt_completions_sample(

@@ -8,7 +8,8 @@ from __future__ import annotations
 _SHIMS = "rolltree.compat"
 
 SOURCES: dict[str, str] = {
-    "rolltree.environments": "convert_func_to_oai_tool",
+    f"{_SHIMS}.tools": "convert_func_to_oai_tool",
+    f"{_SHIMS}.example_tools": "ask calculator python search search_ddg",
     f"{_SHIMS}.loading": "load_environment",
     f"{_SHIMS}.decorators": "cleanup stop teardown",
     f"{_SHIMS}.environments": "Environment MultiTurnEnv SingleTurnEnv",
@@ -22,17 +23,21 @@ SOURCES: dict[str, str] = {
     f"{_SHIMS}.evaluation": "load_endpoints print_results run_evaluation setup_client",
     f"{_SHIMS}.paths": "get_eval_results_path get_results_path",
     f"{_SHIMS}.rows": "format_dataset",
-    "rolltree.rubrics": "MathRubric Rubric RubricGroup ToolRubric RewardFunc",
-    "rolltree.parsers": "MaybeThinkParser Parser ThinkParser XMLParser extract_boxed_answer",
+    "rolltree.rubrics": "RewardFunc",
+    f"{_SHIMS}.rubrics": "MathRubric Rubric RubricGroup ToolRubric",
+    f"{_SHIMS}.parsers": "MaybeThinkParser Parser ThinkParser XMLParser",
+    "rolltree.parsers": "extract_boxed_answer",
     "rolltree.types": "ChatMessage Info Messages MessageType ModelResponse RolloutInput "
     "BaseRolloutInput RolloutTiming SamplingArgs State TrajectoryStep TrajectoryStepTokens",
-    f"{_SHIMS}.judge": "JudgeRubric",
+    f"{_SHIMS}.judge": "DEFAULT_JUDGE_PROMPT JudgeRubric",
+    f"{_SHIMS}.configs": "ClientConfig EvalConfig",
     f"{_SHIMS}.datasets": "BOXED_SYSTEM_PROMPT THINK_BOXED_SYSTEM_PROMPT extract_hash_answer "
     "get_preprocess_fn load_example_dataset strip_non_numeric",
     f"{_SHIMS}.helpers": "NullAsyncContext concat_messages maybe_await maybe_semaphore "
     "message_to_printable messages_to_printable parse_response_messages parse_response_tokens "
-    "print_prompt_completions_sample sanitize_tool_calls setup_logging strip_nones_from_content",
-    f"{_SHIMS}.types": "ChatMessages ClientConfig Endpoint Endpoints "
+    "get_overlong_prompt_dummy_response print_prompt_completions_sample sanitize_tool_calls "
+    "setup_logging strip_nones_from_content",
+    f"{_SHIMS}.types": "ChatMessages Endpoint Endpoints "
     "GroupRewardFunc IndividualRewardFunc JsonPrimitive Message ProcessedOutputs RolloutScore "
     "RolloutScores",
     "openai": "AsyncOpenAI",
@@ -47,13 +52,21 @@ SOURCE_OF = {name: module for module, names in SOURCES.items() for name in names
 _TYPES = (
     SOURCES["rolltree.types"].split()
     + SOURCES[f"{_SHIMS}.types"].split()
-    + ["RewardFunc", "GenerateMetadata", "GenerateOutputs", "AsyncOpenAI", "ChatCompletion"]
+    + [
+        "ClientConfig",
+        "EvalConfig",
+        "RewardFunc",
+        "GenerateMetadata",
+        "GenerateOutputs",
+        "AsyncOpenAI",
+        "ChatCompletion",
+    ]
     + ["ChatCompletionMessageToolCall", "ChatCompletionRole", "ChatCompletionToolParam"]
     + ["Completion", "FunctionDefinition", "FunctionParameters"]
 )
 _MESSAGES = (
     "strip_nones_from_content concat_messages message_to_printable messages_to_printable "
-    "sanitize_tool_calls"
+    "sanitize_tool_calls get_overlong_prompt_dummy_response"
 )
 
 MODULES: dict[str, tuple[str, ...]] = {
@@ -73,7 +86,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "rubrics": (),
     "rubrics.rubric": ("Rubric",),
     "rubrics.rubric_group": ("RubricGroup",),
-    "rubrics.judge_rubric": ("JudgeRubric",),
+    "rubrics.judge_rubric": ("DEFAULT_JUDGE_PROMPT", "JudgeRubric"),
     "rubrics.tool_rubric": ("ToolRubric",),
     "rubrics.math_rubric": ("MathRubric",),
     "parsers": (),
@@ -100,7 +113,9 @@ MODULES: dict[str, tuple[str, ...]] = {
     "utils.message_utils": tuple(_MESSAGES.split()),
     "utils.path_utils": ("get_eval_results_path", "get_results_path"),
     "utils.response_utils": ("parse_response_messages", "parse_response_tokens"),
+    "utils.client_utils": ("setup_client",),
     "utils.tool_utils": ("convert_func_to_oai_tool",),
+    "utils.tools": ("ask", "calculator", "python", "search", "search_ddg"),
 }
 
 REMOVED = frozenset(

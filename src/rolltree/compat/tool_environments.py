@@ -15,8 +15,9 @@ from rolltree import environments as rooms
 from rolltree.compat.decorators import stop
 from rolltree.compat.environments import MultiTurnEnv
 from rolltree.compat.helpers import maybe_await
+from rolltree.compat.tools import convert_func_to_oai_tool
 from rolltree.environments.environment import settle
-from rolltree.tools import ToolUnavailable, convert_func_to_oai_tool
+from rolltree.tools import ToolUnavailable
 from rolltree.types import ChatMessage, Messages, State, ToolSchema
 
 Function = Callable[..., Any]

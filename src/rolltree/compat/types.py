@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import Literal, TypeAlias, TypedDict
 
 from rolltree.types import ChatMessage
 
@@ -50,16 +49,3 @@ class Endpoint(TypedDict):
 
 
 Endpoints: TypeAlias = dict[str, Endpoint]
-
-
-@dataclass
-class ClientConfig:
-    """How to reach a server: `api_key_var` names the environment variable with the key."""
-
-    api_key_var: str = "OPENAI_API_KEY"
-    api_base_url: str = "https://api.openai.com/v1"
-    timeout: float = 3600.0
-    max_connections: int = 28000
-    max_keepalive_connections: int = 28000
-    max_retries: int = 10
-    extra_headers: dict[str, Any] | None = None

@@ -48,14 +48,19 @@ class MathRubric(Rubric):
         *,
         time_limit_s: float = 5.0,
     ) -> None:
+        self.require_package()
+        super().__init__(funcs, weights, parser or MaybeThinkParser(boxed_or_nothing))
+        self._pool = _pool(time_limit_s)
+        self.add_reward_func(self.correct_answer)
+
+    @staticmethod
+    def require_package() -> None:
+        """Raise ConfigError where the `math-verify` package is missing."""
         if find_spec("math_verify") is None:
             raise ConfigError(
                 "a MathRubric needs the `math-verify` package. Install it with "
                 "`pip install rolltree[math]`."
             )
-        super().__init__(funcs, weights, parser or MaybeThinkParser(boxed_or_nothing))
-        self._pool = _pool(time_limit_s)
-        self.add_reward_func(self.correct_answer)
 
     def correct_answer(
         self, parser: Parser, completion: Messages, answer: Any, state: State
@@ -86,11 +91,20 @@ def boxed_or_nothing(text: str) -> str:
     return extract_boxed_answer(text) if "\\boxed{" in text else ""
 
 
+def boxed_answers_are_equal(gold: str, said: str, *, time_limit_s: float = 15.0) -> bool:
+    r"""Return whether two answers mean the same, each put into a `\boxed{...}` as it is.
+
+    Raises:
+        WorkerDied, WorkerCallError: it took too long, or math-verify gave up.
+    """
+    return bool(_pool(time_limit_s, "boxed_answers_are_equal").call([gold, said]))
+
+
 @functools.cache
-def _pool(time_limit_s: float) -> WorkerPool:
+def _pool(time_limit_s: float, function: str = "answer") -> WorkerPool:
     num_workers = min(4, os.cpu_count() or 1)
     return WorkerPool(
-        "rolltree.rubrics.math_worker:answer",
+        f"rolltree.rubrics.math_worker:{function}",
         limit_s=time_limit_s,
         memory_bytes=MEMORY_BYTES,
         max_workers=num_workers,

@@ -36,6 +36,12 @@ def answer(question: list[str]) -> dict[str, object]:
         return {"unreadable": str(error)}
 
 
+def boxed_answers_are_equal(question: list[str]) -> bool:
+    """Compare `[gold, said]`, each put into a box as it is; what cannot be read equals nothing."""
+    gold, said = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in question)
+    return bool(verify(gold, said, timeout_seconds=None))
+
+
 def _in_math(text: str) -> str:
     r"""Return `text` as LaTeX in `\boxed`, unless it has mathematics delimiters of its own."""
     return text if "$" in text or "\\boxed" in text else f"\\boxed{{{text}}}"

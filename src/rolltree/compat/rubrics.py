@@ -1,0 +1,403 @@
+"""The rubrics of verifiers 0.1.8: a group's functions one after another, each over all rollouts.
+
+A function that raises scores 0.0, as it did; here `state["scoring_errors"]` says so. Synchronous
+functions run in the event loop: some use signals, or objects that belong to its thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeVar
+
+from rolltree import rubrics as rooms
+from rolltree.compat.helpers import maybe_await
+from rolltree.compat.parsers import MaybeThinkParser, Parser
+from rolltree.compat.tools import convert_func_to_oai_tool
+from rolltree.errors import ConfigError, record_error
+from rolltree.parsers import extract_boxed_answer
+from rolltree.rubrics.functions import RewardFunc, RewardFunction
+from rolltree.rubrics.math_rubric import boxed_answers_are_equal
+from rolltree.rubrics.rubric import Scores, write_advantages, write_scores
+from rolltree.threads import run_in_pool
+from rolltree.types import Messages, State
+
+Semaphore = AbstractAsyncContextManager[Any]
+F = TypeVar("F", bound=RewardFunc)
+_PLURALS = {"states", "prompts", "completions", "answers", "tasks", "infos"}
+
+
+def in_thread(func: F) -> F:
+    """Mark a function of ours that blocks and needs no particular thread."""
+    func.__rolltree_in_thread__ = True  # type: ignore[attr-defined]
+    return func
+
+
+class Rubric(rooms.Rubric):
+    """Weighted reward functions. `funcs` and `weights` are lists that may be changed at any time.
+
+    Raises:
+        ConfigError: the weights are not as many as the functions.
+    """
+
+    logger: logging.Logger
+    logger = logging.getLogger("verifiers.rubrics")
+    funcs: Any = ()
+    weights: Any = ()
+
+    def __init__(
+        self,
+        funcs: list[RewardFunc] | None = None,
+        weights: list[float] | None = None,
+        parser: Any = None,
+    ) -> None:
+        self.logger = logging.getLogger(f"verifiers.rubrics.{type(self).__name__}")
+        self.funcs = funcs or []
+        self.weights = weights or [1.0] * len(self.funcs)
+        if len(self.weights) != len(self.funcs):
+            raise ConfigError(
+                f"Number of weights ({len(self.weights)}) must match number of functions "
+                f"({len(self.funcs)})"
+            )
+        self.parser = parser or Parser()
+        self.class_objects: dict[str, Any] = {"parser": self.parser}
+
+    def adopt_parser(self, parser: Any) -> None:
+        """Keep its own parser: an environment does not hand on its one."""
+
+    def add_reward_func(self, func: RewardFunc, weight: float = 1.0) -> None:
+        """Add a function that scores a rollout or a group."""
+        self.funcs.append(func)
+        self.weights.append(weight)
+
+    def add_metric(self, func: RewardFunc, weight: float = 0.0, **_: Any) -> None:
+        """Add a function that is reported and, at weight 0, not rewarded."""
+        self.add_reward_func(func, weight)
+
+    def _add(self, function: RewardFunction) -> None:
+        raise ConfigError(
+            f"{function.name!r} scores steps, which verifiers' rubrics do not do. Use "
+            "rolltree.Rubric."
+        )
+
+    @property
+    def functions(self) -> tuple[RewardFunction, ...]:
+        """The functions, in the order in which they were added."""
+        return tuple(
+            RewardFunction.of(
+                func, weight, kind="group" if self._is_group_func(func) else "rollout"
+            )
+            for func, weight in zip(self._get_reward_funcs(), self._get_reward_weights())  # noqa: B905
+        )
+
+    @property
+    def has_group_rewards(self) -> bool:
+        """Always: verifiers scores every group at once."""
+        return True
+
+    def _get_reward_func_names(self) -> list[str]:
+        return [_name(func) for func in self.funcs]
+
+    def _get_reward_funcs(self) -> list[RewardFunc]:
+        return list(self.funcs)
+
+    def _get_reward_weights(self) -> list[float]:
+        return list(self.weights)
+
+    def get_reward_func_names(self) -> list[str]:
+        """Return the functions' names, which are the metrics' names."""
+        return self._get_reward_func_names()
+
+    def get_reward_funcs(self) -> list[RewardFunc]:
+        """Return the functions themselves."""
+        return self._get_reward_funcs()
+
+    def get_reward_weights(self) -> list[float]:
+        """Return the weights, in the functions' order."""
+        return self._get_reward_weights()
+
+    def _is_group_func(self, func: RewardFunc) -> bool:
+        signature = inspect.signature(func)
+        return not _PLURALS.isdisjoint(signature.parameters) or signature.return_annotation is list
+
+    async def _call_individual_reward_func(
+        self, func: RewardFunc, state: State, score_sem: Semaphore
+    ) -> float:
+        known = {
+            "prompt": state["prompt"],
+            "completion": state["completion"],
+            "answer": state.get("answer", ""),
+            "state": state,
+            "task": state["task"],
+            "info": state.get("info", {}),
+            **self.class_objects,
+        }
+        async with score_sem:
+            try:
+                return float(await _called(func, known))
+            except Exception as error:  # noqa: BLE001  as it was
+                self._note(func, error, [state])
+                return 0.0
+
+    async def _call_group_reward_func(
+        self, func: RewardFunc, states: list[State], score_sem: Semaphore
+    ) -> list[float]:
+        known = {
+            "prompts": [state["prompt"] for state in states],
+            "completions": [state["completion"] for state in states],
+            "answers": [state.get("answer", "") for state in states],
+            "states": states,
+            "tasks": [state["task"] for state in states],
+            "infos": [state.get("info", {}) for state in states],
+            **self.class_objects,
+        }
+        async with score_sem:
+            try:
+                scores: list[float] = await _called(func, known)
+            except Exception as error:  # noqa: BLE001  as it was
+                self._note(func, error, states)
+                return [0.0] * len(states)
+        return scores
+
+    def _note(self, func: RewardFunc, error: Exception, states: Sequence[State]) -> None:
+        name = _name(func)
+        self.logger.error("Error calling reward function %s: %s", name, error)
+        record = record_error(error, "scoring").as_dict()
+        for state in states:
+            state["scoring_errors"] = {**(state.get("scoring_errors") or {}), name: record}
+
+    async def score_rollout(self, state: State, score_sem: Semaphore) -> None:
+        """Score one rollout by the functions that score one.
+
+        Raises:
+            AssertionError: there is none, or one that scores groups.
+        """
+        is_group = [self._is_group_func(func) for func in self.funcs]
+        assert self.funcs, "score_rollout needs at least one function of a rollout"
+        assert not any(is_group), "score_rollout cannot ask functions of a group"
+        started = time.perf_counter()
+        scores = Scores(scored=True)
+        for func, weight in zip(self.funcs, self.weights):  # noqa: B905  as they may differ
+            score = await self._call_individual_reward_func(func, state, score_sem)
+            _add(scores, func, weight, score)
+        state.setdefault("trajectory", [])
+        _write(state, scores, started)
+
+    async def score_group(self, states: list[State], score_sem: Semaphore) -> None:
+        """Score the rollouts of one group, and fill each advantage: reward minus the mean."""
+        if not states:
+            self.logger.warning("No states to score")
+            return
+        started = time.perf_counter()
+        found = [Scores(scored=True) for _ in states]
+        for func, weight in zip(self.funcs, self.weights):  # noqa: B905  as they may differ
+            if self._is_group_func(func):
+                values = await self._call_group_reward_func(func, states, score_sem)
+            else:
+                values = await asyncio.gather(
+                    *(self._call_individual_reward_func(func, s, score_sem) for s in states)
+                )
+            for index, scores in enumerate(found):
+                _add(scores, func, weight, _score_of(func, values, index))
+        for state, scores in zip(states, found, strict=True):
+            _write(state, scores, started)
+        write_advantages(states)
+
+
+async def _called(func: RewardFunc, known: dict[str, Any]) -> Any:
+    parameters = inspect.signature(func).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    given = known if takes_all else {k: v for k, v in known.items() if k in parameters}
+    if getattr(func, "__rolltree_in_thread__", False):
+        return await run_in_pool(lambda: func(**given))
+    return await maybe_await(func, **given)
+
+
+def _name(func: RewardFunc) -> str:
+    """Return a function's name; of a partial without one, that of what it calls."""
+    named = func
+    while not hasattr(named, "__name__") and hasattr(named, "func"):
+        named = named.func
+    return str(getattr(named, "__name__", type(named).__name__))
+
+
+def _add(scores: Scores, func: RewardFunc, weight: float, value: Any) -> None:
+    """Add one score. Functions of one name share a metric, which is the last one's score."""
+    scores.metrics[_name(func)] = value if type(value) in (bool, int, float) else float(value)
+    scores.reward = (scores.reward or 0.0) + float(value) * weight
+
+
+def _score_of(func: RewardFunc, values: Any, index: int) -> Any:
+    """Return one of the scores that a function gave a group.
+
+    Raises:
+        ConfigError: there is none: generation failed there, too.
+    """
+    try:
+        return values[index]
+    except (IndexError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"group function {_name(func)!r} returned {values!r}, which has no score for rollout "
+            f"{index} of the group. Return a list with one number per rollout, in order."
+        ) from error
+
+
+def _write(state: State, scores: Scores, started: float) -> None:
+    state["metrics"] = None  # it holds this rubric's metrics only
+    write_scores(state, scores, time.perf_counter() - started)
+
+
+class RubricGroup(Rubric, rooms.RubricGroup):
+    """The sum of its rubrics: their rewards add up, and so do metrics of one name.
+
+    Raises:
+        ConfigError: there is no rubric.
+    """
+
+    def __init__(self, rubrics: list[rooms.Rubric], **kwargs: Any) -> None:
+        if not rubrics:
+            raise ConfigError("RubricGroup must have at least one rubric")
+        super().__init__(**kwargs)
+        self.rubrics = rubrics
+        self.logger.info("Initialized RubricGroup with %d rubrics", len(rubrics))
+
+    def _get_reward_func_names(self) -> list[str]:
+        return [name for rubric in self.rubrics for name in rubric.get_reward_func_names()]
+
+    def _get_reward_funcs(self) -> list[RewardFunc]:
+        return [func for rubric in self.rubrics for func in rubric.get_reward_funcs()]
+
+    def _get_reward_weights(self) -> list[float]:
+        return [weight for rubric in self.rubrics for weight in rubric.get_reward_weights()]
+
+    def add_reward_func(self, func: RewardFunc, weight: float = 1.0) -> None:
+        """Add a function to the first rubric."""
+        self.logger.warning("Adding reward function to the first rubric in the group.")
+        self.rubrics[0].add_reward_func(func, weight)
+
+    async def score_rollout(self, state: State, score_sem: Semaphore) -> None:
+        """Score one rollout by every rubric in turn."""
+        started, total = time.perf_counter(), _Sum(state)
+        for rubric in self.rubrics:
+            await rubric.score_rollout(state, score_sem=score_sem)
+            total.take()
+        total.write(started)
+
+    async def score_group(self, states: list[State], score_sem: Semaphore) -> None:
+        """Score a group by every rubric in turn; advantages are those of the sums."""
+        started, totals = time.perf_counter(), [_Sum(state) for state in states]
+        for rubric in self.rubrics:
+            await rubric.score_group(states, score_sem=score_sem)
+            for total in totals:
+                total.take()
+        for total in totals:
+            total.write(started)
+        write_advantages(states)
+
+
+class _Sum:
+    """What several rubrics give one rollout, each of which writes its scores into the state."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.scores = Scores(scored=True)
+        state.setdefault("trajectory", [])
+        kept = ("reward", "metrics", "advantage", "has_step_rewards", "scoring_errors")
+        self._before = {key: state[key] for key in kept if key in state}
+        self._missing = [key for key in kept if key not in state]
+        self._steps = [(step, step["reward"], step["advantage"]) for step in state["trajectory"]]
+        self._errors: dict[str, Any] = dict(state.get("scoring_errors") or {})
+
+    def take(self) -> None:
+        """Add what the state says now, and put back what it said before."""
+        state, scores = self.state, self.scores
+        reward = state.get("reward", 0.0)
+        both = reward is not None and scores.reward is not None
+        scores.reward = scores.reward + reward if both else None
+        for name, value in (state.get("metrics") or {}).items():
+            so_far = scores.metrics.get(name, 0.0)
+            known = so_far is not None and value is not None
+            scores.metrics[name] = so_far + value if known else None
+        self._errors.update(state.get("scoring_errors") or {})
+        state.update(self._before)
+        for key in self._missing:
+            state.pop(key, None)
+        for step, reward, advantage in self._steps:
+            step["reward"], step["advantage"] = reward, advantage
+
+    def write(self, started: float) -> None:
+        """Write the sums into the state."""
+        _write(self.state, self.scores, started)
+        if self._errors:
+            self.state["scoring_errors"] = self._errors
+
+
+class ToolRubric(Rubric, rooms.ToolRubric):
+    """Metrics of weight 0: `total_tool_calls`, and `<name>_calls` for each tool."""
+
+    def __init__(self, tools: list[Callable[..., Any]] | None = None) -> None:
+        self.tools = tools or []
+        self.oai_tools = [convert_func_to_oai_tool(tool) for tool in self.tools]
+        self.tool_names = [_name(tool) for tool in self.tools]
+        counts = [self.get_tool_call_count_func(name) for name in self.tool_names]
+        super().__init__(funcs=[self.total_tool_calls, *counts], weights=[0.0] * (1 + len(counts)))
+
+    async def total_tool_calls(self, completion: Messages) -> float:
+        """Return how many tool calls the model wrote."""
+        return float(sum(len(calls) for calls in _tool_calls(completion) if type(calls) is list))
+
+    def get_tool_call_count_func(self, tool_name: str) -> Callable[..., Any]:
+        """Return a function that counts the calls of one tool."""
+
+        async def tool_call_count_func(completion: Messages) -> float:
+            return float(
+                sum(
+                    call.get("function", {}).get("name") == tool_name
+                    for calls in _tool_calls(completion)
+                    for call in calls
+                )
+            )
+
+        tool_call_count_func.__name__ = f"{tool_name}_calls"
+        return tool_call_count_func
+
+
+def _tool_calls(completion: Messages) -> list[Any]:
+    assert isinstance(completion, list), "text completions have no tool calls"
+    return [m["tool_calls"] for m in completion if m["role"] == "assistant" and "tool_calls" in m]
+
+
+class MathRubric(Rubric, rooms.MathRubric):
+    r"""A rubric with `correct_answer_reward_func`, of weight 1, added last.
+
+    Raises:
+        ConfigError: the `math-verify` package is missing.
+    """
+
+    def __init__(
+        self,
+        funcs: list[RewardFunc] | None = None,
+        weights: list[float] | None = None,
+        parser: Any = None,
+    ) -> None:
+        rooms.MathRubric.require_package()
+        super().__init__(funcs, weights, parser or MaybeThinkParser(extract_boxed_answer))
+        self.add_reward_func(self.correct_answer_reward_func)
+
+    @in_thread
+    def correct_answer_reward_func(
+        self, parser: Any, completion: Messages, answer: str, **kwargs: Any
+    ) -> float:
+        """Return 1.0 when the completion's answer means the reference answer, else 0.0.
+
+        Answers that take more than 15 seconds to compare are not equal.
+        """
+        try:
+            response = parser.parse_answer(completion) or ""
+            return float(response != "" and boxed_answers_are_equal(f"{answer}", f"{response}"))
+        except Exception:  # noqa: BLE001  as it was
+            return 0.0

@@ -1,0 +1,153 @@
+"""Tool schemas as verifiers 0.1.8 made them: pydantic's JSON schema in OpenAI's strict form.
+
+Titles and descriptions are in the prompt that the model reads, so they are the same to the letter.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from rolltree.compat.docstrings import read_docstring
+from rolltree.errors import ConfigError
+from rolltree.types import ToolSchema
+
+
+def convert_func_to_oai_tool(func: Callable[..., Any]) -> ToolSchema:
+    """Return the OpenAI schema of a function, every argument of it required.
+
+    Raises:
+        ConfigError: a hint has no strict schema (`dict`, `**kwargs`), or pydantic is missing.
+    """
+    found = read_docstring(func)
+    name = func.__name__
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": found.description or "",
+            "parameters": strict(_schema_of(func, found.parameters)),
+        },
+    }
+
+
+def _schema_of(func: Callable[..., Any], texts: Mapping[str, str]) -> dict[str, Any]:
+    """Return pydantic's schema of a model with the function's parameters as fields."""
+    try:
+        from pydantic import Field, create_model
+        from pydantic.errors import PydanticUserError
+    except ImportError as error:
+        raise ConfigError(
+            "verifiers' tools are described by pydantic, which is missing. Install it with "
+            "`pip install 'rolltree[openai]'`."
+        ) from error
+    hints = get_type_hints(func, include_extras=True)
+    fields: dict[str, Any] = {}
+    for name, parameter in inspect.signature(func).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            raise ConfigError(
+                f"the tool {func.__name__!r} takes any keyword (**{name}), which a strict schema "
+                "cannot say. Name its arguments."
+            )
+        if name.startswith("_"):
+            raise ConfigError(
+                f"the tool {func.__name__!r} has an argument {name!r}; names of arguments that a "
+                "model gives do not begin with an underscore. Rename it."
+            )
+        kind = hints.get(name, Any)
+        text = texts.get(name)
+        if get_origin(kind) is Annotated:
+            said = next((item for item in get_args(kind)[1:] if isinstance(item, str)), None)
+            text = text if text is not None else said
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            fields[name] = (_several(kind), Field(default_factory=list, description=text))
+        elif _is_field(parameter.default):
+            fields[name] = (kind, _described(parameter.default, text))
+        elif parameter.default is parameter.empty:
+            fields[name] = (_described(kind, text), ...)
+        else:
+            fields[name] = (_described(kind, text), parameter.default)
+    try:
+        schema: dict[str, Any] = create_model(f"{func.__name__}_args", **fields).model_json_schema()
+    except PydanticUserError as error:
+        raise ConfigError(
+            f"the arguments of the tool {func.__name__!r} have no JSON schema: {error}"
+        ) from error
+    return schema
+
+
+def _several(kind: Any) -> Any:
+    """Return the type of what `*args: kind` collects."""
+    plain = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    parts = get_args(plain)
+    if get_origin(plain) is tuple and len(parts) == 2 and parts[1] is Ellipsis:
+        return list[parts[0]]  # type: ignore[valid-type]
+    return list[kind]
+
+
+def _is_field(value: Any) -> bool:
+    from pydantic.fields import FieldInfo
+
+    return isinstance(value, FieldInfo)
+
+
+def _described(kind: Any, text: str | None) -> Any:
+    """Return a type or a field with a description, unless there is none to add."""
+    from pydantic import Field
+    from pydantic.fields import FieldInfo
+
+    if text is None:
+        return kind
+    if isinstance(kind, FieldInfo):
+        return FieldInfo.merge_field_infos(kind, description=text)
+    return Annotated[kind, Field(description=text)]
+
+
+def strict(schema: Any, root: Any = None) -> dict[str, Any]:
+    """Return a JSON schema in OpenAI's strict form; `schema` is changed.
+
+    Objects are closed and require all that they have, defaults of null are left out, and what a
+    reference points to replaces it where it has a description of its own.
+
+    Raises:
+        ConfigError: an object is open: it may have any key.
+    """
+    root = schema if root is None else root
+    for name in ("$defs", "definitions"):
+        for part in (schema.get(name) or {}).values():
+            strict(part, root)
+    properties = schema.get("properties")
+    if schema.get("type") is None and isinstance(properties, dict):
+        schema["type"] = "object"
+    kinds = schema.get("type")
+    is_object = kinds == "object" or (isinstance(kinds, list) and "object" in kinds)
+    if (is_object or kinds is None) and schema.get("additionalProperties", False) is not False:
+        raise ConfigError(
+            "a tool's argument is a dict, whose keys a strict schema cannot list. Use a TypedDict, "
+            "a dataclass or a pydantic model with the keys that it has."
+        )
+    if is_object:
+        schema["additionalProperties"] = False
+    if isinstance(properties, dict):
+        schema["required"] = list(properties)
+        for part in properties.values():
+            strict(part, root)
+    if isinstance(schema.get("items"), dict):
+        strict(schema["items"], root)
+    if "oneOf" in schema:
+        schema["anyOf"] = [*schema.get("anyOf", ()), *schema.pop("oneOf")]
+    for part in (*schema.get("anyOf", ()), *schema.get("allOf", ())):
+        strict(part, root)
+    if len(schema.get("allOf", ())) == 1:
+        schema.update(schema.pop("allOf")[0])
+    if schema.get("default", ...) is None:
+        del schema["default"]
+    if "$ref" in schema and len(schema) > 1:
+        target = root
+        for step in schema.pop("$ref").removeprefix("#/").split("/"):
+            target = target[step]
+        own = dict(schema)
+        schema.update({**target, **own})
+        strict(schema, root)
+    return dict(schema) if schema is root else schema
