@@ -113,7 +113,6 @@ MODULES: dict[str, tuple[str, ...]] = {
     "utils.message_utils": tuple(_MESSAGES.split()),
     "utils.path_utils": ("get_eval_results_path", "get_results_path"),
     "utils.response_utils": ("parse_response_messages", "parse_response_tokens"),
-    "utils.client_utils": ("setup_client",),
     "utils.tool_utils": ("convert_func_to_oai_tool",),
     "utils.tools": ("ask", "calculator", "python", "search", "search_ddg"),
 }
