@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-IntArray: TypeAlias = "NDArray[np.int32]"
-FloatArray: TypeAlias = "NDArray[np.float32]"
+    IntArray: TypeAlias = NDArray[np.int32]
+    FloatArray: TypeAlias = NDArray[np.float32]
+else:  # importing numpy takes longer than the rest; what reads these types at run time gets Any
+    IntArray = FloatArray = Any
 
 ChatMessage: TypeAlias = dict[str, Any]
 """One OpenAI chat message: `{"role": "user", "content": "7 + 5 ="}`."""
