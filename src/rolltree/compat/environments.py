@@ -21,6 +21,7 @@ from rolltree.compat.batches import Batches, args_of_rollout, current_batch, not
 from rolltree.compat.decorators import marked_methods
 from rolltree.compat.helpers import NullAsyncContext, concat_messages
 from rolltree.compat.model_calls import ask, is_direct
+from rolltree.compat.own_names import OwnNames, set_for_author
 from rolltree.compat.parsers import Parser
 from rolltree.compat.rows import (
     is_hub_dataset,
@@ -49,11 +50,14 @@ from rolltree.types import (
 )
 
 
-class Environment(Batches, rooms.Environment):
+class Environment(OwnNames, Batches, rooms.Environment):
     """`verifiers.Environment`; keywords that it does not know become attributes."""
 
     logger: logging.Logger
     logger = logging.getLogger("rolltree.environments")
+    row_format = RowFormat()
+    _closed = _asks_own_conditions = False
+    _stop_marks: dict[str, Mark] = {}
 
     def __init__(
         self,
@@ -98,7 +102,7 @@ class Environment(Batches, rooms.Environment):
             self.sampling_args[name] = dict(value) if name == "extra_body" else value
         self.max_workers = max_workers
         for name, value in kwargs.items():
-            setattr(self, name, value)
+            set_for_author(self, name, value)
         if self.dataset is None and self.eval_dataset is None:
             raise ConfigError(
                 f"{type(self).__name__} got neither dataset nor eval_dataset, so there is nothing "

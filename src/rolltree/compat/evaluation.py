@@ -28,13 +28,14 @@ def setup_client(config: Any) -> Any:
         ConfigError: the `openai` package is missing.
     """
     try:
-        from openai import AsyncOpenAI, Timeout
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
     except ImportError as error:
         raise ConfigError(
             "setup_client returns an AsyncOpenAI, which needs the `openai` package. Install it "
             "with `pip install rolltree[openai]`."
         ) from error
-    httpx: Any = importlib.import_module(Timeout.__module__.partition(".")[0])  # openai's own
+    kinds = {kind.__name__: kind for kind in DefaultAsyncHttpxClient.__mro__}
+    httpx: Any = importlib.import_module(kinds["AsyncClient"].__module__.partition(".")[0])
     limits = httpx.Limits(
         max_connections=config.max_connections,
         max_keepalive_connections=config.max_keepalive_connections,
