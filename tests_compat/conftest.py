@@ -66,13 +66,13 @@ def played(request: pytest.FixtureRequest) -> Iterator[Played]:
                 process.wait()
         if real is not None:
             known["results"] |= read(out / "real.json", real_server.url)
-            known["requests"] |= real_server.requests
+            known["requests"] |= {name: real_server.requests_of(name) for name in new}
             cache.write_text(json.dumps(known))
         made = Played(
             known["results"],
             read(out / "ours.json", our_server.url),
             known["requests"],
-            dict(our_server.requests),
+            {name: our_server.requests_of(name) for name in asked},
         )
         (out / "played.json").write_text(json.dumps(asdict(made)))
         yield made

@@ -43,6 +43,16 @@ def _more(real: Any, ours: Any) -> bool:
     return isinstance(real, list) and isinstance(ours, list) and set(real) <= set(ours)
 
 
+def _less(real: Any, ours: Any) -> bool:
+    return ours == "<missing>"
+
+
+def _worded(real: Any, ours: Any) -> bool:
+    return "<missing>" not in (real, ours) and isinstance(ours, str)
+
+
+_OUTCOME = r"requests|result\.(load|environment|evaluate|results|error|text)"
+"""Where a case that fails on one side differs from one that does not."""
 _STATE = r"(.*\.)?(state|before|played|again|group\[\d+\])"
 _STEP = rf"{_STATE}\.trajectory\[\d+\]"
 
@@ -75,19 +85,19 @@ DIFFERENCES: tuple[Difference, ...] = (
         "each request carries `n: 1`",
         "it does not: one answer is what servers give",
         r"requests\[\d+\]\.n",
-        lambda real, ours: real == 1,
+        lambda real, ours: 1 in (real, ours),
     ),
     Difference(
         "a state has the keys that 0.1.8 writes",
-        "it also has `error`, `seed`, `terminated`, `truncated`, `truncation_reason` and "
-        "`has_step_rewards`",
-        rf"{_STATE}\.(error|seed|terminated|truncated|truncation_reason|has_step_rewards)",
+        "it also has `error`, `seed`, `terminated`, `truncated`, `truncation_reason`, "
+        "`has_step_rewards` and `cleaned_up`",
+        rf"{_STATE}\.(error|seed|terminated|truncated|truncation_reason|has_step_rewards|cleaned_up)",
         _added,
     ),
     Difference(
         "a state has the keys that 0.1.8 writes",
-        "it also has `error`, `seed`, `terminated`, `truncated`, `truncation_reason` and "
-        "`has_step_rewards`",
+        "it also has `error`, `seed`, `terminated`, `truncated`, `truncation_reason`, "
+        "`has_step_rewards` and `cleaned_up`",
         rf"{_STATE}\.keys",
         _more,
     ),
@@ -102,5 +112,49 @@ DIFFERENCES: tuple[Difference, ...] = (
         "it is a view of it with `chat.completions.create` and `completions.create`",
         rf"{_STATE}\.client",
         lambda real, ours: "OpenAI" in real and "OpenAI" in ours,
+    ),
+    Difference(
+        "messages of errors",
+        "the same classes of errors, in words of their own that say what to do",
+        r".*\.(text|trace)",
+        _worded,
+    ),
+    Difference(
+        "`sampling_args` of the caller, of the state and of the metadata are changed: `max_tokens` "
+        "becomes `max_completion_tokens`",
+        "the request says `max_completion_tokens`; the caller's own are left alone",
+        r".*sampling(_args)?\.max_(completion_)?tokens",
+        lambda real, ours: "<missing>" in (real, ours),
+    ),
+    Difference(
+        "`oai_tools` in a row's `info` are ignored",
+        "they take the place of the environment's, as the documentation says",
+        r".*",
+        cases="calls_tools_in_info",
+    ),
+    Difference(
+        "a stop condition that holds before the first turn ends in IndexError, an `is_completed` "
+        "that returns True by itself in KeyError",
+        "the rollout is over, with what has been said",
+        _OUTCOME,
+        cases="turns_stopped|turns_own_completed_without_limit",
+    ),
+    Difference(
+        '`message_type="completion"` needs an `example_id` column, and fails without',
+        "rows are numbered",
+        _OUTCOME,
+        cases="continuation_quality",
+    ),
+    Difference(
+        "`EnvGroup` refuses an environment that only has evaluation data",
+        "it takes it",
+        _OUTCOME,
+        cases="mixed_only_eval",
+    ),
+    Difference(
+        "a tool with an argument of type `dict`, a `TypedDict` or `**kwargs` is refused",
+        "it works",
+        _OUTCOME,
+        cases="calls_dicts|calls_typed_dict",
     ),
 )

@@ -111,8 +111,8 @@ def xml_parser(url: str) -> Any:
             "format": parser.get_format_str(),
             "answer_field": parser.answer_field,
             "texts": {text: about_xml(parser, text) for text in texts()},
-            "formatted": attempt(lambda: parser.format(think="t", answer="5")),  # noqa: B023
-            "formatted_short": attempt(lambda: parser.format(think="t")),  # noqa: B023
+            "formatted": attempt(lambda: parser.format(think="t", answer="5")),
+            "formatted_short": attempt(lambda: parser.format(think="t")),
             "conversation": conversations(parser),
         }
     for name, fields in {
@@ -123,7 +123,7 @@ def xml_parser(url: str) -> Any:
         "twice": ["a", "a"],
         "alternatives": ["a", ("b", "a")],
     }.items():
-        found[name] = attempt(lambda: vf.XMLParser(fields).get_fields())  # noqa: B023
+        found[name] = attempt(lambda: vf.XMLParser(fields).get_fields())
     return found
 
 
@@ -193,12 +193,12 @@ def other_parsers(url: str) -> Any:
             "logger": parser.logger.name,
             "texts": {
                 text: {
-                    "parse": attempt(lambda: parser.parse(text)),  # noqa: B023
-                    "answer": attempt(lambda: parser.parse_answer(text)),  # noqa: B023
+                    "parse": attempt(lambda: parser.parse(text)),
+                    "answer": attempt(lambda: parser.parse_answer(text)),
                     "message": attempt(
-                        lambda: parser.parse_answer([{"role": "assistant", "content": text}])  # noqa: B023
+                        lambda: parser.parse_answer([{"role": "assistant", "content": text}])
                     ),
-                    "reward": attempt(lambda: reward([{"role": "assistant", "content": text}])),  # noqa: B023
+                    "reward": attempt(lambda: reward([{"role": "assistant", "content": text}])),
                 }
                 for text in texts()
             },
@@ -235,10 +235,9 @@ def text_helpers(url: str) -> Any:
         "numeric": {text: data_utils.strip_non_numeric(text) for text in texts()},
         "prompts": [data_utils.THINK_BOXED_SYSTEM_PROMPT, data_utils.BOXED_SYSTEM_PROMPT],
         "nones": message_utils.strip_nones_from_content(messages),
-        "joined": [attempt(lambda: message_utils.concat_messages(join)) for join in joins],  # noqa: B023
+        "joined": [attempt(lambda: message_utils.concat_messages(join)) for join in joins],
         "printable": [
-            attempt(lambda: message_utils.message_to_printable(message))  # noqa: B023
-            for message in messages
+            attempt(lambda: message_utils.message_to_printable(message)) for message in messages
         ],
         "all printable": message_utils.messages_to_printable(messages),
         "printable text": message_utils.messages_to_printable("text"),
@@ -267,12 +266,10 @@ def example_data(url: str) -> Any:
     found: dict[str, Any] = {}
     for name in names:
         random.seed(3)
-        found[name] = attempt(lambda: rows(vf.load_example_dataset(name), 12))  # noqa: B023
+        found[name] = attempt(lambda: rows(vf.load_example_dataset(name), 12))
         random.seed(3)
-        found[f"{name}, 5"] = attempt(
-            lambda: rows(vf.load_example_dataset(name, n=5, seed=2), 12)  # noqa: B023
-        )
-        found[f"{name}, function"] = attempt(lambda: callable(get_preprocess_fn(name)))  # noqa: B023
+        found[f"{name}, 5"] = attempt(lambda: rows(vf.load_example_dataset(name, n=5, seed=2), 12))
+        found[f"{name}, function"] = attempt(lambda: callable(get_preprocess_fn(name)))
     found["split"] = attempt(lambda: rows(vf.load_example_dataset("gsm8k", split="train")))
     found["no split"] = attempt(lambda: rows(vf.load_example_dataset("gsm8k", split="dev")))
     found["no name"] = attempt(lambda: rows(vf.load_example_dataset()))
@@ -349,7 +346,7 @@ def tool_schemas(url: str) -> Any:
         *(calls.plus, calls.find, calls.merge, calls.move, calls.plain, calls.fails),
         *(calls.nothing, bare, keywords, listed, long, sphinx, Callable().method),
     ]
-    found = {func.__name__: attempt(lambda: convert_func_to_oai_tool(func)) for func in funcs}  # noqa: B023
+    found = {func.__name__: attempt(lambda: convert_func_to_oai_tool(func)) for func in funcs}
     found["object"] = attempt(lambda: convert_func_to_oai_tool(Callable()))
     return found
 
@@ -371,7 +368,10 @@ def decorators(url: str) -> Any:
 
         decorator(plain)
         decorator(priority=4)(ranked)
-        found[name] = [vars(plain), vars(ranked)]
+        found[name] = [
+            {key: getattr(func, key, "missing") for key in (name, f"{name}_priority")}
+            for func in (plain, ranked)
+        ]
 
     async def later(value):
         return value + 1
@@ -381,11 +381,11 @@ def decorators(url: str) -> Any:
             await maybe_await(later, 1),
             await maybe_await(lambda value: value, 5),
             await maybe_await(later, value=3),
-            type(await maybe_semaphore(3)).__name__,
-            type(await maybe_semaphore(0)).__name__,
-            type(await maybe_semaphore(-1)).__name__,
-            type(await maybe_semaphore()).__name__,
-            isinstance(await maybe_semaphore(None), NullAsyncContext),
+            *[
+                [isinstance(await maybe_semaphore(limit), kind) for limit in (3, 0, -1, None)]
+                for kind in (asyncio.Semaphore, NullAsyncContext)
+            ],
+            isinstance(await maybe_semaphore(), NullAsyncContext),
         ]
 
     return {**found, "async": asyncio.run(use())}
@@ -451,13 +451,13 @@ def states_by_hand(url: str) -> Any:
     found: dict[str, Any] = {}
     for name, build in made.items():
         found[name] = {
-            "rubric": attempt(lambda: rubric(build())),  # noqa: B023
-            "rollout": attempt(lambda: asyncio.run(one(build()))),  # noqa: B023
-            "group": attempt(lambda: asyncio.run(several(build()))),  # noqa: B023
-            "keywords": attempt(lambda: asyncio.run(keywords(build()))),  # noqa: B023
-            "names": attempt(lambda: build()._get_reward_func_names()),  # noqa: B023
-            "weights": attempt(lambda: build()._get_reward_weights()),  # noqa: B023
-            "num": attempt(lambda: len(build()._get_reward_funcs())),  # noqa: B023
+            "rubric": attempt(lambda: rubric(build())),
+            "rollout": attempt(lambda: asyncio.run(one(build()))),
+            "group": attempt(lambda: asyncio.run(several(build()))),
+            "keywords": attempt(lambda: asyncio.run(keywords(build()))),
+            "names": attempt(lambda: build()._get_reward_func_names()),
+            "weights": attempt(lambda: build()._get_reward_weights()),
+            "num": attempt(lambda: len(build()._get_reward_funcs())),
         }
     found["no rubrics"] = attempt(lambda: vf.RubricGroup([]))
     found["state"] = {
@@ -482,6 +482,12 @@ def updated_state() -> Any:
     state.update(task="other", more=1)
     state.setdefault("info", {"a": 1})
     return [dict(state), state["task"], state.get("info"), len(state), sorted(state)]
+
+
+def part(url: str, name: str) -> str:
+    """Return a base URL whose requests are counted apart from those of other parts."""
+    case = url.split("/")[3]
+    return url.replace(f"/{case}/", f"/{case}.{name.replace(' ', '_')}/")
 
 
 def run(url: str, act: Any, **settings: Any) -> Any:
@@ -527,7 +533,8 @@ def generate_forms(url: str) -> Any:
     from datasets import Dataset
 
     one = {"prompt": [{"role": "user", "content": "What is 1 plus 4?"}], "answer": "5"}
-    items = [{**one, "example_id": n // 2, "task": "t"} for n in range(4)]
+    other = {"prompt": [{"role": "user", "content": "What is 2 plus 5?"}], "answer": "7"}
+    items = [{**(other if n > 1 else one), "example_id": n // 2, "task": "t"} for n in range(4)]
     forms: dict[str, Any] = {
         "list": items,
         "dataset": Dataset.from_list(items),
@@ -549,19 +556,25 @@ def generate_forms(url: str) -> Any:
     found: dict[str, Any] = {}
     for name, form in forms.items():
         found[name] = attempt(
-            lambda: run(url, lambda env, client: told(env.generate(form, client, "model")))  # noqa: B023
+            lambda: run(
+                part(url, name), lambda env, client: told(env.generate(form, client, "model"))
+            )
         )
     for name, given in settings.items():
         found[name] = attempt(
             lambda: run(
-                url,
+                part(url, name),
                 lambda env, client: told(
-                    env.generate(items, client=client, model="model", use_tqdm=False, **given)  # noqa: B023
+                    env.generate(items, client=client, model="model", use_tqdm=False, **given)
                 ),
             )
         )
     given = {"max_tokens": 9, "temperature": 0.5}
-    attempt(lambda: run(url, lambda env, client: env.generate(items, client, "model", given)))
+    attempt(
+        lambda: run(
+            part(url, "given"), lambda env, client: env.generate(items, client, "model", given)
+        )
+    )
     found["caller's sampling"] = given
     return found
 
@@ -593,13 +606,13 @@ def saved_results(url: str) -> Any:
         try:
             found[name] = attempt(
                 lambda: run(
-                    url,
+                    part(url, name),
                     lambda env, client: told(
                         env.evaluate(
                             client=client,
                             model="org/model",
                             num_examples=2,
-                            **given,  # noqa: B023
+                            **given,
                         )
                     ),
                 )["metadata"]
@@ -658,8 +671,9 @@ def synchronous(url: str) -> Any:
     import turns
     from openai import AsyncOpenAI, OpenAI
 
-    def client(kind: Any) -> Any:
-        return kind(base_url=url, api_key="EMPTY", max_retries=0)
+    def client(kind: Any, name: str) -> Any:
+        where = part(url, kind.__name__ + name)
+        return kind(base_url=where, api_key="EMPTY", max_retries=0)
 
     def reward(results: Any) -> Any:
         return [canonical(results["reward"]), canonical(results["completion"])]
@@ -671,12 +685,12 @@ def synchronous(url: str) -> Any:
         kind.__name__: {
             "evaluate": attempt(
                 lambda: reward(
-                    turns.hooked().evaluate_sync(client(kind), "model", num_examples=2)  # noqa: B023
+                    turns.hooked().evaluate_sync(client(kind, "evaluate"), "model", num_examples=2)
                 )
             ),
             "generate": attempt(
                 lambda: reward(
-                    turns.hooked().generate_sync(items, client(kind), model="model")  # noqa: B023
+                    turns.hooked().generate_sync(items, client(kind, "generate"), model="model")
                 )
             ),
         }
@@ -713,7 +727,7 @@ def by_hand(url: str) -> Any:
             "done": done,
             "played": state_of(played),
             "again": state_of(again),
-            "group": [state_of(state) for state in group],
+            "group": sorted((state_of(state) for state in group), key=json.dumps),
             "finish": response.choices[0].finish_reason,
             "response": type(response).__name__,
         }
@@ -824,7 +838,7 @@ def endpoints(url: str) -> Any:
     )
     (folder / "other.py").write_text("NOTHING = 1\n")
     return {
-        name: attempt(lambda: load_endpoints(str(folder / name)))  # noqa: B023
+        name: attempt(lambda: load_endpoints(str(folder / name)))
         for name in ("", "endpoints.py", "other.py", "missing.py")
     }
 
@@ -838,10 +852,10 @@ def command_line(url: str) -> Any:
     os.environ["PROBE_KEY"] = "EMPTY"
     Path("configs").mkdir(exist_ok=True)
     Path("configs/endpoints.py").write_text(
-        f'ENDPOINTS = {{"short": {{"model": "model", "url": "{url}", "key": "PROBE_KEY"}}}}\n'
+        'ENDPOINTS = {"short": {"model": "model", "url": "URL", "key": "PROBE_KEY"}}\n'
     )
     plain = ["turns", "-a", '{"kind": "hooked"}', "-n", "2", "-r", "2", "-s"]
-    there = ["-m", "model", "-b", url, "-k", "PROBE_KEY"]
+    there = ["-m", "model", "-b", "URL", "-k", "PROBE_KEY"]
     runs: dict[str, list[str]] = {
         "plain": [*plain, *there],
         "endpoint": [*plain, "-m", "short", "-e", "./configs/endpoints.py"],
@@ -857,8 +871,10 @@ def command_line(url: str) -> Any:
         target = Path(f"run_{name.replace(' ', '_')}").resolve()
         target.mkdir()
         (target / "configs").mkdir()
-        (target / "configs/endpoints.py").write_text(Path("configs/endpoints.py").read_text())
-        found[name] = attempt(lambda: script_run(script.main, arguments, target))  # noqa: B023
+        registry = Path("configs/endpoints.py").read_text().replace("URL", part(url, name))
+        (target / "configs/endpoints.py").write_text(registry)
+        arguments = [item.replace("URL", part(url, name)) for item in arguments]
+        found[name] = attempt(lambda: script_run(script.main, arguments, target))
         found[f"{name}, files"] = {
             path: content
             for path, content in files(target).items()
@@ -905,7 +921,7 @@ TRAINERS = (
 
 def surface(url: str) -> Any:
     """Every public name of every module, with its parameters and their defaults."""
-    return {path or "verifiers": attempt(lambda: names_in(path)) for path in SURFACE}  # noqa: B023
+    return {path or "verifiers": attempt(lambda: names_in(path)) for path in SURFACE}
 
 
 def names_in(path: str) -> Any:
@@ -977,8 +993,8 @@ def attributes_of_response(url: str) -> Any:
             )
             state = results["state"][0]
             found.append([part(step) for step in state["trajectory"]])
-            found.append(attempt(lambda: len(state["responses"])))  # noqa: B023
-            found.append(attempt(lambda: state["response"].id))  # noqa: B023
+            found.append(attempt(lambda: len(state["responses"])))
+            found.append(attempt(lambda: state["response"].id))
         return found
 
     def part(step: Any) -> Any:

@@ -46,6 +46,7 @@ class Model:
         self.text = text_of(self.messages) if self.is_chat else str(body.get("prompt"))
         digest = hashlib.sha256(f"{count}{asked}".encode()).digest()
         self.number = int.from_bytes(digest[:4], "big")
+        self.asked = asked
         self.turn = sum(message["role"] == "assistant" for message in self.messages)
         self.last = self.messages[-1] if self.messages else {}
 
@@ -236,6 +237,11 @@ class Scripted:
         """The server's address, without a path."""
         return self._http.url
 
+    def requests_of(self, case: str) -> list[Body]:
+        """Return what came for a case and its parts (`CASE.PART`)."""
+        found = [self.requests[name] for name in self.requests if name.split(".")[0] == case]
+        return [body for bodies in found for body in bodies]
+
     async def _handle(self, request: Request) -> Reply:
         await asyncio.sleep(0)
         path = request.path.partition("?")[0]
@@ -272,8 +278,9 @@ def completion(model: Model, said: Said) -> Body:
         ids, finish = ids[:limit], "length"
         text = bytes(ids).decode(errors="ignore")
     choice: Body = {"index": 0, "finish_reason": finish}
+    name = hashlib.sha256(f"{model.asked}{text}{said.calls}".encode()).hexdigest()[:8]
     answer: Body = {
-        "id": f"cmpl-{model.number}",
+        "id": f"cmpl-{name}",
         "object": "chat.completion" if model.is_chat else "text_completion",
         "created": 1,
         "model": body["model"],
@@ -290,7 +297,7 @@ def completion(model: Model, said: Said) -> Body:
         if said.calls:
             choice["message"]["tool_calls"] = [
                 {
-                    "id": f"call-{model.number}-{index}",
+                    "id": f"call-{name}-{index}",
                     "type": "function",
                     "function": {"name": name, "arguments": given},
                 }

@@ -21,9 +21,10 @@ def relative(states):
     return [float(index) for index, _ in enumerate(states)]
 
 
-def single(num=3, func=right, **kwargs):
+def single(num=3, func=right, start=0, **kwargs):
     rows = [
-        {"question": f"What is {n} plus {n + 3}?", "answer": str(2 * n + 3)} for n in range(num)
+        {"question": f"What is {n} plus {n + 3}?", "answer": str(2 * n + 3)}
+        for n in range(start, start + num)
     ]
     return vf.SingleTurnEnv(
         dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[func]), **kwargs
@@ -51,7 +52,7 @@ def named():
 
 def nested():
     inner = pair(env_names=["sums", "tools"])
-    return vf.EnvGroup([inner, single(func=relative)], env_names=["inner", "outer"])
+    return vf.EnvGroup([inner, single(func=relative, start=10)], env_names=["inner", "outer"])
 
 
 def wrong_names():
@@ -76,7 +77,7 @@ class Router(vf.EnvGroup):
 
 
 def routed():
-    return Router([single(), single(num=2, func=relative)], env_names=["a", "b"])
+    return Router([single(), single(num=2, func=relative, start=10)], env_names=["a", "b"])
 
 
 def load_environment(kind, **kwargs):

@@ -139,7 +139,7 @@ class OwnSteps(vf.MultiTurnEnv):
 
     async def get_prompt_messages(self, state):
         messages = await super().get_prompt_messages(state)
-        return messages[:1] + messages[-1:] if len(messages) > 3 else messages
+        return messages[:2] + messages[-3:] if len(messages) > 5 else messages
 
     async def get_model_response(self, client, model, prompt, **kwargs):
         response = await super().get_model_response(client, model, prompt, **kwargs)
