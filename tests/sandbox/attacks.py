@@ -102,6 +102,7 @@ def in_time(code, *ended, **limits):
     return Attack(code, 0, "", "time", Limits(**{**fields, **limits}), ended)
 
 
+_MANY = Limits(wall_s=60.0, memory_bytes=128 * MIB, max_processes=40)
 FULL_SOCKETS = """
 import array
 read, write = os.pipe()
@@ -411,6 +412,16 @@ ATTACKS = {
             if total >= 60000: break
         held_on(total * 256)
     """),
+    "mappings of many processes": Attack("""
+        libc = ctypes.CDLL(None)
+        kept = mmap.mmap(-1, 80 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        at = ctypes.addressof(ctypes.c_char.from_buffer(kept))
+        libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        n = 0
+        while n < 20480 and libc.mprotect(at + n * 4096, 4096, 1) == 0: n += 2
+        for _ in range(30): in_child(stay)
+        stay()
+    """, 0, "bytes of memory", "memory", _MANY, ("memory",)),
     # ---- time, output, and what would undo a limit
     "busy children": in_time("""
         def work():

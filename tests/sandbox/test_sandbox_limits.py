@@ -308,6 +308,7 @@ async def test_a_run_may_have_wider_and_narrower_bounds(sandbox):
 SAMPLE = (
     *("unlinked files, allocated", "files without a name", "files in flight between sockets"),
     *("2,300 nested folders", "sleeping children", "full sockets", "limits raised"),
+    "mappings of many processes",
 )
 
 

@@ -268,7 +268,8 @@ def _candidate(name: str, own_user: bool, bounded: bool, machine: Machine) -> Ca
         else "kernel count of the namespace"
         if has_namespace
         else "kernel count of the host user + polled",
-        "memory": "address space per process, resident memory, sockets and pipes polled",
+        "memory": "address space per process; resident memory, sockets, pipes and mappings "
+        "polled; page tables and file locks not counted",
         "disk": "tmpfs of limited size" if bounded else "polled",
         "privileges": "no capabilities, no new privileges",
         "tree": "PID namespace + subreaper" if wrapped else "subreaper",
