@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 
+import rolltree.tasks
 from rolltree.tasks import ShortCollections, being_cancelled, my_turn, outlast, uninterrupted
 
 
@@ -179,6 +180,21 @@ class TestShortCollections:
             gc.collect(1)
             assert found() is not None
             collections.ended(1)
+            assert found() is None
+
+    async def test_old_garbage_is_found_when_the_process_has_grown(self, monkeypatch):
+        peak = rolltree.tasks.peak_rss_bytes()
+        assert peak > 1_000_000
+        monkeypatch.setattr(rolltree.tasks, "peak_rss_bytes", lambda: peak)
+        with ShortCollections(1000) as collections:
+            ring = Ring()
+            found = weakref.ref(ring)
+            gc.collect(1)  # now it is old
+            del ring
+            await asyncio.sleep(3 * collections.YOUNG_S)
+            assert found() is not None
+            peak += collections.GROWTH_BYTES + 1
+            await asyncio.sleep(3 * collections.YOUNG_S)
             assert found() is None
 
     async def test_the_end_is_not_followed_by_a_full_collection(self):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import resource
 from collections import deque
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -145,6 +146,11 @@ class _Rounds:
 _ROUNDS: WeakKeyDictionary[asyncio.AbstractEventLoop, _Rounds] = WeakKeyDictionary()
 
 
+def peak_rss_bytes() -> int:
+    """Return the largest resident memory this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 class ShortCollections:
     """`with ShortCollections(num):` no garbage collection holds the event loop for long meanwhile.
 
@@ -154,9 +160,9 @@ class ShortCollections:
     `YOUNG_S`, and those that survived one collection every other time.
 
     A full collection looks at every object, again and again while they become more. Here there is
-    none before ten times `num` rollouts (at least 10,000) have ended, which `ended` counts; it
-    finds the garbage in cycles that lived longer than a moment. What there is at the start is set
-    aside until the end (`gc.freeze`).
+    one whenever ten times `num` rollouts (at least 10,000) have ended, which `ended` counts, or the
+    process has grown by `GROWTH_BYTES`; it finds the garbage in cycles that lived longer than a
+    moment. What there is at the start is set aside until the end (`gc.freeze`).
 
     Nothing happens for fewer than `FEW` rollouts at a time, where the program has frozen objects or
     set thresholds itself, and in a second one at the same time. It needs a running loop.
@@ -165,6 +171,7 @@ class ShortCollections:
     FEW: ClassVar[int] = 32
     YOUNG_S: ClassVar[float] = 0.010
     THRESHOLDS: ClassVar[tuple[int, int, int]] = (3000, 1, 1_000_000)
+    GROWTH_BYTES: ClassVar[int] = 1024**3
     _is_used: ClassVar[bool] = False
 
     def __init__(self, num: int) -> None:
@@ -172,6 +179,7 @@ class ShortCollections:
         self._pause = 10 * max(num, 1000)
         self._num_ended = 0
         self._generation = 0
+        self._peak_bytes = 0
         self._is_active = False
 
     def __enter__(self) -> ShortCollections:
@@ -182,6 +190,7 @@ class ShortCollections:
             self._is_active = ShortCollections._is_used = True
             gc.set_threshold(*self.THRESHOLDS)
             gc.freeze()
+            self._peak_bytes = peak_rss_bytes()
             self._collect(asyncio.get_running_loop())
         return self
 
@@ -201,6 +210,11 @@ class ShortCollections:
             self._num_ended = 0
 
     def _collect(self, loop: asyncio.AbstractEventLoop) -> None:
-        gc.collect(self._generation)
-        self._generation = 1 - self._generation
+        peak_bytes = peak_rss_bytes()
+        if peak_bytes - self._peak_bytes > self.GROWTH_BYTES:
+            gc.collect()
+            self._peak_bytes = peak_bytes
+        else:
+            gc.collect(self._generation)
+            self._generation = 1 - self._generation
         self._timer = loop.call_later(self.YOUNG_S, self._collect, loop)

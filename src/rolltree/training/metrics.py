@@ -5,7 +5,6 @@ All trained tokens count the same. Metrics per task are a query on the run store
 
 from __future__ import annotations
 
-import resource
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolltree.samples import take_records
+from rolltree.tasks import peak_rss_bytes
 from rolltree.training.layout import FloatColumn
 from rolltree.training.logprobs import RecordLogprobs
 from rolltree.training.objective import ObjectiveTerms
@@ -185,7 +185,7 @@ def rollout_metrics(results: Sequence[RolloutResult]) -> dict[str, float]:
         "rollout/truncated_share": sum(bool(s.get("truncated")) for s in states) / count,
         "rollout/generation_ms": _mean_timing(states, "generation_ms"),
         "rollout/scoring_ms": _mean_timing(states, "scoring_ms"),
-        "memory/peak_rss_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
+        "memory/peak_rss_bytes": float(peak_rss_bytes()),
     }
     errors = Counter(result.error.type for result in results if result.error is not None)
     metrics["error/share"] = sum(errors.values()) / max(1, len(results))
