@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock
@@ -12,6 +14,7 @@ import pytest
 from inference_templates import TOOLS, user
 
 from rolltree.errors import (
+    AnswerTooLarge,
     BadResponse,
     CallTimeout,
     ConfigError,
@@ -183,6 +186,35 @@ async def test_the_official_clients_calls_end_at_their_deadline() -> None:
             await asyncio.wait_for(client.chat([user("a")]), 30)
         assert as_client(official(server)).deadline_s == 1200
         assert as_client(official(server, timeout=5)).deadline_s == 10
+        await client.aclose()
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+async def test_the_official_clients_answers_have_a_largest_size(is_packed: bool) -> None:
+    def large(answer: dict[str, Any]) -> object:
+        text = json.dumps(answer | {"padding": "x" * 3_000_000}).encode()
+        return gzip.compress(text) if is_packed else text
+
+    headers = {"Content-Encoding": "gzip"} if is_packed else {}
+    fault = HttpFault(spoil=large, headers=headers)
+    with ScriptedServer(lambda messages: "12", faults=lambda _: fault) as server:
+        ours = official(server, max_retries=3)
+        client = OpenAISDKClient(ours, "scripted", max_answer_bytes=2_000_000)
+        with pytest.raises(AnswerTooLarge, match="2,000,000 bytes"):
+            await client.chat([user("a")])
+        assert server.num_requests == 1
+        wide = OpenAISDKClient(ours, "scripted")
+        assert (await wide.chat([user("a")])).text == "12"
+        messages = [{"role": "user", "content": "a"}]  # the user's own call has no limit
+        await ours.chat.completions.create(model="scripted", messages=messages)
+        await client.aclose()
+
+
+async def test_the_official_clients_calls_that_drip_end_at_their_deadline() -> None:
+    with ScriptedServer(["12"], faults=lambda _: HttpFault(drip_s=0.05)) as server:
+        client = OpenAISDKClient(official(server), "scripted", deadline_s=0.4)
+        with pytest.raises(CallTimeout):
+            await asyncio.wait_for(client.chat([user("a")]), 30)
         await client.aclose()
 
 

@@ -12,11 +12,19 @@ import inspect
 import json
 import sys
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any
 
-from rolltree.errors import BadResponse, ConfigError, ConnectionFailed, ModelError, ServerError
+from rolltree.errors import (
+    AnswerTooLarge,
+    BadResponse,
+    ConfigError,
+    ConnectionFailed,
+    ModelError,
+    ServerError,
+)
 from rolltree.inference.client_base import MessageClient, ModelCall
-from rolltree.inference.http import status_error
+from rolltree.inference.http import MAX_ANSWER_BYTES, status_error
 from rolltree.inference.message_session import MessageSession, ask_for_tokens
 from rolltree.inference.parse import extract_finish_reason, read
 from rolltree.inference.request_fields import (
@@ -35,6 +43,7 @@ from rolltree.inference.retry import (
     parse_retry_after,
     with_retries,
 )
+from rolltree.inference.transport import too_large
 from rolltree.types import (
     MessageType,
     ModelResponse,
@@ -48,9 +57,10 @@ class OpenAISDKClient(MessageClient[MessageSession]):
 
     The openai client's own retries are switched off and made here instead, as many, so that they
     are counted. A call with all its attempts takes at most `deadline_s`: unless given, twice the
-    openai client's time limit. `token_ids`, `logprobs_mode` and `vocab_size` are those of
-    `OpenAIClient`; with `"auto"`, OpenAI's own servers are not asked for ids, which they do not
-    have. The openai client is used as it is, on its own transport.
+    openai client's time limit; its answer, unpacked, has at most `max_answer_bytes`. `token_ids`,
+    `logprobs_mode` and `vocab_size` are those of `OpenAIClient`; with `"auto"`, OpenAI's own
+    servers are not asked for ids, which they do not have. The openai client is used as it is, on
+    its own transport, whose event hooks get one that reads the answers to these calls.
 
     Raises:
         ConfigError: the object is a blocking client.
@@ -67,6 +77,7 @@ class OpenAISDKClient(MessageClient[MessageSession]):
         logprobs_mode: LogprobsMode = "raw",
         vocab_size: int | None = None,
         deadline_s: float | None = None,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
         where = str(getattr(client, "base_url", type(client).__name__))
         self._retry = RetryPolicy(max_retries=0)
@@ -83,10 +94,13 @@ class OpenAISDKClient(MessageClient[MessageSession]):
                 deadline_s = 2.0 * limit_s
             self._ids = RequestIds()
             client = client.with_options(max_retries=0)
+            hooks = getattr(getattr(client, "_client", None), "event_hooks", {"response": []})
+            if _read_answer not in hooks["response"]:
+                hooks["response"].append(_read_answer)
             if token_ids == "auto" and "api.openai.com" in where:
                 token_ids = "off"
         self._client = client
-        self.deadline_s = deadline_s
+        self.deadline_s, self._max_answer_bytes = deadline_s, max_answer_bytes
         self._model = model
         self.tokens = TokenFields(token_ids, logprobs_mode, where, vocab_size)
         self.version = 0
@@ -154,6 +168,7 @@ class OpenAISDKClient(MessageClient[MessageSession]):
                     request_id = self._ids.new()
                     given = fields.get("extra_headers") or {}
                     fields["extra_headers"] = {**given, HEADER: request_id}
+                limited = _MAX_BYTES.set(self._max_answer_bytes)
                 try:
                     try:
                         result = endpoint.create(**fields)
@@ -167,10 +182,14 @@ class OpenAISDKClient(MessageClient[MessageSession]):
                     return result
                 except _openai_errors() as error:
                     raise self._failure(error) from error
+                except AnswerTooLarge:
+                    raise
                 except BadResponse as error:
                     raise Retry(error) from error
                 except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
                     raise Retry(self._unreadable(error)) from error
+                finally:
+                    _MAX_BYTES.reset(limited)
 
             return await with_retries(
                 self._retry, attempt, deadline_s=self.deadline_s, where=repr(self)
@@ -203,6 +222,24 @@ class OpenAISDKClient(MessageClient[MessageSession]):
             f"{where} answered with something that is not JSON ({error}). The call is lost. Did "
             "the server, or a proxy before it, break off?"
         )
+
+
+_MAX_BYTES: ContextVar[int | None] = ContextVar("rolltree_max_answer_bytes", default=None)
+"""The largest answer to the call that this task makes; None for calls that are the user's own."""
+
+
+async def _read_answer(response: Any) -> None:
+    """Read a response of httpx, as it would read it itself, and no further than the limit."""
+    max_bytes = _MAX_BYTES.get()
+    if max_bytes is None:
+        return
+    parts, size = [], 0
+    async for part in response.aiter_bytes():
+        size += len(part)
+        if size > max_bytes:
+            raise too_large(max_bytes)
+        parts.append(part)
+    response._content = b"".join(parts)  # where httpx's own `aread` leaves it
 
 
 def _drop_tokens(response: Any, made: ModelResponse, sampling: SamplingParams) -> None:
