@@ -112,7 +112,7 @@ published("wiki_search", arguments=_JUDGED, settings={"num_examples": 8})
 published(
     "wordle",
     arguments={"num_train_examples": 6, "num_eval_examples": 8},
-    settings={"num_examples": 4},
+    settings={"num_examples": 8, "rollouts_per_example": 1, "max_concurrent": 1},  # one question
     script="wordle",
 )
 

@@ -109,6 +109,8 @@ def read(path: Path, url: str) -> dict[str, Any]:
     if not path.exists():
         return {}
     text = path.read_text().replace(url, "http://server")
+    for python in (str(REAL), sys.executable):
+        text = text.replace(python, "PYTHON")
     path.write_text(text)
     return json.loads(text)
 

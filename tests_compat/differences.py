@@ -152,9 +152,30 @@ DIFFERENCES: tuple[Difference, ...] = (
         cases="mixed_only_eval",
     ),
     Difference(
-        "a tool with an argument of type `dict`, a `TypedDict` or `**kwargs` is refused",
-        "it works",
+        "a reward function that raises scores 0 and leaves no trace but a line in the log",
+        'it scores 0, and `state["scoring_errors"]` has the error',
+        rf"{_STATE}\.scoring_errors",
+        _added,
+    ),
+    Difference(
+        "in a `RubricGroup` the rewards and advantages of steps come from the first rubric, the "
+        "advantage of the rollout from the last one",
+        "they come from the sum",
+        rf"{_STATE}\.(trajectory\[\d+\]\.)?(reward|advantage)|result\.group\.\w+(\[\d+\])?\.advantage",
+        lambda real, ours: "<missing>" not in (real, ours),
+        cases="calls_typed.*|scored_replaced|scored_rubric_group|wiki_search|math_python|states_by_hand",
+    ),
+    Difference(
+        "a reward function without a name (`functools.partial`) is an AttributeError",
+        "it goes by the name of what it wraps",
         _OUTCOME,
-        cases="calls_dicts|calls_typed_dict",
+        cases="scored_nameless",
+    ),
+    Difference(
+        "a tool that has no strict schema raises `agents.exceptions.UserError`",
+        "a ValueError",
+        r"result\.\w+\.error",
+        lambda real, ours: "UserError" in real and ours == "ValueError",
+        cases="tool_schemas",
     ),
 )

@@ -140,7 +140,7 @@ def rubric(found: Any) -> dict[str, Any]:
     """Return a rubric's class, functions, weights and parser, and the same of what is in it."""
     return {
         "class": type(found).__name__,
-        "funcs": [getattr(func, "__name__", str(func)) for func in found.funcs],
+        "funcs": [getattr(func, "__name__", type(func).__name__) for func in found.funcs],
         "weights": canonical(found.weights),
         "parser": type(found.parser).__name__,
         "class_objects": sorted(found.class_objects),

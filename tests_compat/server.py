@@ -254,6 +254,8 @@ class Scripted:
         if what not in ("chat/completions", "completions"):
             return error(404, f"{what} is not served")
         body = json.loads(request.body)
+        if "chat" in what and not isinstance(body.get("messages"), list):
+            return error(400, "messages must be a list")
         if str(body.get("model")).startswith(("gpt", "judge")):
             script = "judge"
         self.requests[case].append(body)

@@ -18,9 +18,17 @@ def same_value(left: Any, right: Any) -> bool:
 class ResponsePart(SimpleNamespace):
     """A part of a response that reads like OpenAI's objects: attributes and `model_dump()`."""
 
-    def model_dump(self) -> dict[str, Any]:
-        """Return the part as plain dicts and lists."""
-        return {name: _dumped(value) for name, value in vars(self).items()}
+    def model_dump(self, *, mode: str = "python", exclude_none: bool = False) -> dict[str, Any]:
+        """Return the part as plain dicts and lists, the same in both of pydantic's modes."""
+        dumped = {name: _dumped(value) for name, value in vars(self).items()}
+        return without_nones(dumped) if exclude_none else dumped
+
+
+def without_nones(value: Any) -> Any:
+    """Return dicts without the keys whose value is None, at any depth."""
+    if isinstance(value, dict):
+        return {name: without_nones(item) for name, item in value.items() if item is not None}
+    return [without_nones(item) for item in value] if isinstance(value, list) else value
 
 
 def _dumped(value: Any) -> Any:

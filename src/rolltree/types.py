@@ -6,13 +6,20 @@ Dimensions, in every docstring of the project: `_B` batch, `_T` tokens, `_V` voc
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypeAlias, TypedDict, cast
 
-from rolltree.openai_shape import ResponseChoice, ResponsePart, dump_response, same_value
+from rolltree.openai_shape import (
+    ResponseChoice,
+    ResponsePart,
+    dump_response,
+    same_value,
+    without_nones,
+)
 from rolltree.state import INPUT_FIELDS as INPUT_FIELDS
 from rolltree.state import State as State
 
@@ -227,9 +234,14 @@ class ModelResponse:
         """The prompt's ids, as vLLM names them."""
         return None if self.prompt_ids is None else self.prompt_ids.tolist()
 
-    def model_dump(self) -> dict[str, Any]:
+    def model_dump(self, *, mode: str = "python", exclude_none: bool = False) -> dict[str, Any]:
         """Return the response as a dict of OpenAI's shape, with vLLM's fields for token ids."""
-        return dump_response(self)
+        dumped = dump_response(self)
+        return without_nones(dumped) if exclude_none else dumped
+
+    def model_dump_json(self, **settings: Any) -> str:
+        """Return `model_dump` as JSON."""
+        return json.dumps(self.model_dump(**settings))
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not ModelResponse:

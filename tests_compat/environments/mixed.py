@@ -17,8 +17,8 @@ def used(completion):
     return float(sum(message["role"] == "tool" for message in completion))
 
 
-def relative(states):
-    return [float(index) for index, _ in enumerate(states)]
+def relative(completions):
+    return [len(completion[-1]["content"]) / 10 for completion in completions]
 
 
 def single(num=3, func=right, start=0, **kwargs):

@@ -18,8 +18,8 @@ from typing import Any, ClassVar, cast
 
 from rolltree import environments as rooms
 from rolltree.compat.batches import Batches, args_of_rollout, current_batch, note_failure
-from rolltree.compat.decorators import marked_methods
-from rolltree.compat.helpers import NullAsyncContext, concat_messages
+from rolltree.compat.decorators import marked_methods, stop
+from rolltree.compat.helpers import NullAsyncContext, concat_messages, maybe_await
 from rolltree.compat.model_calls import ask, is_direct
 from rolltree.compat.own_names import OwnNames, set_for_author
 from rolltree.compat.parsers import Parser
@@ -31,6 +31,7 @@ from rolltree.compat.rows import (
     with_task,
 )
 from rolltree.compat.rubrics import Rubric
+from rolltree.environments.completion import conversation
 from rolltree.environments.dataset import Data, RowFormat, Rows
 from rolltree.environments.lifecycle import Mark, mark_of, register
 from rolltree.errors import ConfigError
@@ -365,9 +366,30 @@ class MultiTurnEnv(Environment, rooms.MultiTurnEnv):
         Environment.__init__(self, **kwargs)
         self.max_turns = max_turns
 
+    @stop
+    async def prompt_too_long(self, state: State) -> bool:
+        """The prompt did not fit the model's context window."""
+        return bool(state.get("prompt_too_long", False))
+
+    @stop
+    async def max_turns_reached(self, state: State) -> bool:
+        """The model has had its turns."""
+        return len(state["trajectory"]) >= self.max_turns and self.max_turns > 0
+
     @abstractmethod
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
         """Return what the environment says after `messages`, the conversation so far."""
+
+    async def get_prompt_messages(self, state: State) -> Messages:
+        """Return the row's prompt, and later the conversation with the environment's answer.
+
+        The answer may also be one message.
+        """
+        if not state["trajectory"]:
+            return cast(Messages, state["prompt"])
+        messages = conversation(state["trajectory"])
+        answer = await maybe_await(self.env_response, messages, state)
+        return concat_messages([messages, answer])
 
     async def rollout(
         self,

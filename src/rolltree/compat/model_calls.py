@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from rolltree.compat.helpers import get_overlong_prompt_dummy_response
 from rolltree.environments.openai_view import OpenAIView
 from rolltree.errors import ConfigError, PromptTooLong
 from rolltree.inference.client import as_client, sampling_from_args
@@ -87,7 +88,7 @@ async def _ask_directly(
             return await call
     except Exception as error:
         if _is_overlong(error):
-            return overlong_response()
+            return get_overlong_prompt_dummy_response(message_type)
         raise
 
 

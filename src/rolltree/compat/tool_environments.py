@@ -74,6 +74,14 @@ class ToolEnv(MultiTurnEnv, rooms.ToolEnv):
         last = state["trajectory"][-1]["completion"][-1]
         return last["role"] == "assistant" and last.get("tool_calls") is None
 
+    @stop
+    async def max_turns_reached(self, state: State) -> bool:
+        """The model has had its turns. If it used the last one to answer, nothing was cut."""
+        reached = bool(await super().max_turns_reached(state))
+        if reached and await self.no_tools_called(state):
+            state["terminated"] = True
+        return reached
+
     async def call_tool(
         self, tool_name: str, tool_args: dict[str, Any], tool_call_id: str, **kwargs: Any
     ) -> ChatMessage:
