@@ -85,7 +85,7 @@ SPLITS: tuple[Literal["train", "eval"], ...] = ("train", "eval")
     default=0,
     help="Retries of an episode after a server error.",
 )
-@click.option("--retry-failed", is_flag=True, help="Retry the failed rollouts of --run.")
+@click.option("--retry-failed", is_flag=True, help="Retry all failed rollouts of --run.")
 @click.option(
     "--time-limit",
     type=float,
