@@ -53,7 +53,7 @@ def _worded(real: Any, ours: Any) -> bool:
 
 _OUTCOME = r"requests|result\.(load|environment|evaluate|results|error|text)"
 """Where a case that fails on one side differs from one that does not."""
-_STATE = r"(.*\.)?(state|before|played|again|group\[\d+\])"
+_STATE = r"(.*\.)?(state|before|played|again|rollout|keywords|group\[\d+\])"
 _STEP = rf"{_STATE}\.trajectory\[\d+\]"
 
 DIFFERENCES: tuple[Difference, ...] = (
@@ -177,5 +177,45 @@ DIFFERENCES: tuple[Difference, ...] = (
         r"result\.\w+\.error",
         lambda real, ours: "UserError" in real and ours == "ValueError",
         cases="tool_schemas",
+    ),
+    Difference(
+        "a reward function that raises, or returns no number, scores 0.0 and is a line in the log",
+        '`state["scoring_errors"]` holds the error and its traceback, too',
+        rf"{_STATE}\.scoring_errors",
+        _added,
+    ),
+    Difference(
+        "in a `RubricGroup` (every `ToolEnv`) advantages are those of its last rubric, the steps' "
+        "rewards and advantages those of its first",
+        "they are those of the sums",
+        rf"{_STATE}\.advantage|{_STEP}\.(reward|advantage)",
+        lambda real, ours: isinstance(real, float) and isinstance(ours, float),
+        cases="calls_.*|mixed_.*|scored_rubric_group|scored_replaced|states_by_hand|wiki_search|"
+        "tool_test|math_python|mcp_env",
+    ),
+    Difference(
+        "a reward function without a name (a `partial`) is an AttributeError once it has scored",
+        "its metric has the name of what it calls",
+        rf"{_OUTCOME}|result\.environment\.rubric\.funcs\[0\]",
+        cases="scored_nameless",
+    ),
+    Difference(
+        "a tool with an argument of type `dict`, a `TypedDict` or `**kwargs` is refused",
+        "it works",
+        r"result\.(keywords|merge|move)(\..*)?",
+        cases="tool_schemas",
+    ),
+    Difference(
+        "`in`, `update` and `copy` of a state do not know the fields of its input",
+        "they do",
+        r"result\.state\.(in|update|copy)(\W.*)?",
+        cases="states_by_hand",
+    ),
+    Difference(
+        "`from verifiers import *` fails where the trainer's packages are missing",
+        "it leaves the trainer out",
+        r"result\.all",
+        lambda real, ours: set(ours) < set(real),
+        cases="failing",
     ),
 )

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import logging
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import Any, TextIO
+from typing import Any
 
 from rolltree.inference.parse import parse_response
 from rolltree.inference.parse import parse_response_messages as parse_response_messages
@@ -169,31 +167,6 @@ def get_overlong_prompt_dummy_response(message_type: MessageType) -> Any:
     return (ChatCompletion if chat else Completion).model_validate(fields)
 
 
-class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to what is the standard error when it writes."""
-
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self) -> TextIO:
-        return sys.stderr
-
-
-def setup_logging(
-    level: str = "INFO", log_format: str | None = None, date_format: str | None = None
-) -> None:
-    """Let the loggers of `verifiers` and of rolltree write to stderr, from `level` on."""
-    handler = _StderrHandler()
-    form = log_format or "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
-    handler.setFormatter(logging.Formatter(form, date_format or "%Y-%m-%d %H:%M:%S"))
-    for name in ("verifiers", "rolltree"):
-        logger = logging.getLogger(name)
-        logger.handlers = [handler]
-        logger.setLevel(level.upper())
-        logger.propagate = False
-
-
 def print_prompt_completions_sample(
     prompts: Sequence[Messages],
     completions: Sequence[Messages],
@@ -202,20 +175,53 @@ def print_prompt_completions_sample(
     num_samples: int = 1,
 ) -> None:
     """Print the first prompts with their completions and rewards."""
+    from rich.panel import Panel
     from rich.table import Table
+    from rich.text import Text
 
     from rolltree.reports import SafeConsole
-    from rolltree.reports.formatting import safe_text
 
-    table = Table("Prompt", "Completion", "Reward", title=f"Step {step}", show_lines=True)
+    table = Table(show_header=True, header_style="bold white", expand=True)
+    table.add_column("Prompt", style="bright_yellow")
+    table.add_column("Completion", style="bright_green")
+    table.add_column("Reward", style="bold cyan", justify="right")
     for index in range(min(num_samples, len(prompts))):
         reward = rewards[index] if index < len(rewards) else 0.0
-        shown = [safe_text(_text(prompts[index])), safe_text(_text(completions[index]))]
-        table.add_row(*shown, f"{reward:.2f}")
-    SafeConsole().print(table)
+        said = [_shown(prompts[index]), _shown(completions[index]), Text(f"{reward:.2f}")]
+        table.add_row(*said, end_section=True)
+    title = f"Step {step}"
+    SafeConsole().print(Panel(table, expand=False, title=title, border_style="bold white"))
 
 
-def _text(messages: Messages) -> str:
+def _shown(messages: Messages) -> Any:
+    from rich.text import Text
+
+    from rolltree.reports.formatting import safe_text
+
     if isinstance(messages, str):
-        return messages
-    return "\n\n".join(f"{message['role']}: {text_of(message)}" for message in messages)
+        return safe_text(messages)
+    text = Text()
+    for index, message in enumerate(messages):
+        role = str(message.get("role", ""))
+        style = "bright_cyan" if role == "assistant" else "bright_magenta"
+        text.append("\n\n" * bool(index))
+        text.append(f"{role}: ", style="bold")
+        text.append_text(safe_text(text_of(message), style=style))
+        for call in message.get("tool_calls") or ():
+            text.append("\n\n[tool call]\n", style=style)
+            text.append_text(safe_text(_call(call), style=style))
+    return text
+
+
+def _call(call: Any) -> str:
+    """Return a tool call, a dict or an object, as JSON."""
+    function = _field(call, "function") or call
+    arguments = _field(function, "arguments") or {}
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, default=str)
+    told = {"name": _field(function, "name") or "", "args": arguments}
+    return json.dumps(told, indent=2, ensure_ascii=False)
+
+
+def _field(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, dict) else getattr(value, name, None)

@@ -36,7 +36,8 @@ SOURCES: dict[str, str] = {
     f"{_SHIMS}.helpers": "NullAsyncContext concat_messages maybe_await maybe_semaphore "
     "message_to_printable messages_to_printable parse_response_messages parse_response_tokens "
     "get_overlong_prompt_dummy_response print_prompt_completions_sample sanitize_tool_calls "
-    "setup_logging strip_nones_from_content",
+    "strip_nones_from_content",
+    f"{_SHIMS}.logs": "setup_logging",
     f"{_SHIMS}.types": "ChatMessages Endpoint Endpoints "
     "GroupRewardFunc IndividualRewardFunc JsonPrimitive Message ProcessedOutputs RolloutScore "
     "RolloutScores",

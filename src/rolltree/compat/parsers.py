@@ -187,7 +187,7 @@ class XMLParser(Parser, rooms.XMLParser):
             lines.append(f"<{tag}>\n...\n</{tag}>")
         return "\n".join(lines).strip()
 
-    def format(self, **values: Any) -> str:
+    def format(self, **kwargs: Any) -> str:
         """Return text with the given fields under their canonical names.
 
         Raises:
@@ -195,10 +195,10 @@ class XMLParser(Parser, rooms.XMLParser):
         """
         parts = []
         for canonical, names in self._fields:
-            given = next((name for name in [canonical, *names] if name in values), None)
-            if given is None or values[given] is None:
+            given = next((name for name in [canonical, *names] if name in kwargs), None)
+            if given is None or kwargs[given] is None:
                 raise ValueError(f"Missing value for field '{canonical}' (allowed: {names})")
-            parts.append(f"<{canonical}>\n{values[given]}\n</{canonical}>")
+            parts.append(f"<{canonical}>\n{kwargs[given]}\n</{canonical}>")
         return "\n".join(parts)
 
     def score_format(self, text: str) -> float:

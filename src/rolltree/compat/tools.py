@@ -6,8 +6,9 @@ Titles and descriptions are in the prompt that the model reads, so they are the 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NotRequired, get_args, get_origin, get_type_hints, is_typeddict
 
 from rolltree.compat.docstrings import read_docstring
 from rolltree.errors import ConfigError
@@ -18,7 +19,7 @@ def convert_func_to_oai_tool(func: Callable[..., Any]) -> ToolSchema:
     """Return the OpenAI schema of a function, every argument of it required.
 
     Raises:
-        ConfigError: a hint has no strict schema (`dict`, `**kwargs`), or pydantic is missing.
+        ConfigError: a hint has no JSON schema, or pydantic is missing.
     """
     found = read_docstring(func)
     name = func.__name__
@@ -46,16 +47,13 @@ def _schema_of(func: Callable[..., Any], texts: Mapping[str, str]) -> dict[str, 
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(func).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
-            raise ConfigError(
-                f"the tool {func.__name__!r} takes any keyword (**{name}), which a strict schema "
-                "cannot say. Name its arguments."
-            )
+            continue
         if name.startswith("_"):
             raise ConfigError(
                 f"the tool {func.__name__!r} has an argument {name!r}; names of arguments that a "
                 "model gives do not begin with an underscore. Rename it."
             )
-        kind = hints.get(name, Any)
+        kind = _known_to_pydantic(hints.get(name, Any))
         text = texts.get(name)
         if get_origin(kind) is Annotated:
             said = next((item for item in get_args(kind)[1:] if isinstance(item, str)), None)
@@ -74,7 +72,30 @@ def _schema_of(func: Callable[..., Any], texts: Mapping[str, str]) -> dict[str, 
         raise ConfigError(
             f"the arguments of the tool {func.__name__!r} have no JSON schema: {error}"
         ) from error
+    if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(func).parameters.values()):
+        schema["additionalProperties"] = True
     return schema
+
+
+def _known_to_pydantic(kind: Any) -> Any:
+    """Return a hint with `typing`'s typed dicts as those of `typing_extensions`.
+
+    Pydantic takes no others before Python 3.12.
+    """
+    if sys.version_info >= (3, 12) or not is_typeddict(kind):
+        return kind
+    from typing_extensions import TypedDict, is_typeddict as is_known  # noqa: I001
+
+    if is_known(kind) and type(kind).__module__ == "typing_extensions":
+        return kind
+    hints = get_type_hints(kind, include_extras=True)
+    fields = {
+        name: _known_to_pydantic(hint if name in kind.__required_keys__ else NotRequired[hint])
+        for name, hint in hints.items()
+    }
+    made = TypedDict(kind.__name__, fields)
+    made.__doc__ = kind.__doc__
+    return made
 
 
 def _several(kind: Any) -> Any:
@@ -107,11 +128,8 @@ def _described(kind: Any, text: str | None) -> Any:
 def strict(schema: Any, root: Any = None) -> dict[str, Any]:
     """Return a JSON schema in OpenAI's strict form; `schema` is changed.
 
-    Objects are closed and require all that they have, defaults of null are left out, and what a
-    reference points to replaces it where it has a description of its own.
-
-    Raises:
-        ConfigError: an object is open: it may have any key.
+    Objects are closed, unless they say that they are open, and require all that they have; defaults
+    of null are left out, and what a reference points to replaces it where it has a description.
     """
     root = schema if root is None else root
     for name in ("$defs", "definitions"):
@@ -122,13 +140,8 @@ def strict(schema: Any, root: Any = None) -> dict[str, Any]:
         schema["type"] = "object"
     kinds = schema.get("type")
     is_object = kinds == "object" or (isinstance(kinds, list) and "object" in kinds)
-    if (is_object or kinds is None) and schema.get("additionalProperties", False) is not False:
-        raise ConfigError(
-            "a tool's argument is a dict, whose keys a strict schema cannot list. Use a TypedDict, "
-            "a dataclass or a pydantic model with the keys that it has."
-        )
     if is_object:
-        schema["additionalProperties"] = False
+        schema.setdefault("additionalProperties", False)
     if isinstance(properties, dict):
         schema["required"] = list(properties)
         for part in properties.values():

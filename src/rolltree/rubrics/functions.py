@@ -153,8 +153,10 @@ def without_semaphore(method: Callable[..., Any]) -> Callable[..., Any]:
         return method
 
     @functools.wraps(method)
-    async def scored(self: Any, states: Any, score_sem: Any = None) -> Any:
-        return await method(self, states, score_sem=score_sem or nullcontext())
+    async def scored(self: Any, *given: Any, **named: Any) -> Any:
+        if len(given) + len(named) == 1 or named.get("score_sem", ...) is None:
+            named["score_sem"] = nullcontext()
+        return await method(self, *given, **named)
 
     return scored
 

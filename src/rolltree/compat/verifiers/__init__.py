@@ -7,6 +7,7 @@ does not cover trainers and scripts; what behaves differently on purpose is in d
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -14,10 +15,18 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from rolltree.compat.logs import write_to_stderr
 from rolltree.compat.names import MODULES, REMOVED, SOURCE_OF
 
 __version__ = "0.1.8"
-__all__ = sorted(SOURCE_OF)
+__all__ = [
+    *("EnvGroup", "Environment", "JudgeRubric", "MathRubric", "MaybeThinkParser", "MultiTurnEnv"),
+    *("Parser", "PythonEnv", "ReasoningGymEnv", "Rubric", "RubricGroup", "SandboxEnv"),
+    *("SingleTurnEnv", "StatefulToolEnv", "TextArenaEnv", "ThinkParser", "ToolEnv", "ToolRubric"),
+    *("XMLParser", "cleanup", "extract_boxed_answer", "extract_hash_answer", "load_environment"),
+    *("load_example_dataset", "print_prompt_completions_sample", "setup_logging", "stop"),
+    "teardown",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -68,5 +77,6 @@ class _Mirror(ModuleType):
         return value
 
 
+write_to_stderr("verifiers", os.environ.get("VF_LOG_LEVEL", "INFO"))
 if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
     sys.meta_path.append(_Finder())
