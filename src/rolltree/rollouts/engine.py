@@ -27,6 +27,7 @@ from rolltree.rollouts.requests import (
     RolloutSource,
     TimedClient,
     playing,
+    with_tools,
 )
 from rolltree.samples import SampleBatch, TruncationPolicy, build_samples, sample_meta
 from rolltree.tasks import ShortCollections, being_cancelled, my_turn
@@ -251,7 +252,7 @@ class RolloutEngine:
             requests = list(requests)
             total = len(requests)
             groups.expect(requests)
-        feed = self._with_tools(requests if is_distinct else _unique(requests))
+        feed = with_tools(requests if is_distinct else _unique(requests), self.source, self.client)
         done = _Done()
         num_workers = self.max_concurrent if total is None else min(self.max_concurrent, total)
         workers: list[asyncio.Task[None]] = []
@@ -289,18 +290,6 @@ class RolloutEngine:
             for worker in workers:  # the first failure is raised; asyncio would log the others
                 if not worker.cancelled():
                     worker.exception()
-
-    def _with_tools(self, requests: Iterable[RolloutRequest]) -> Iterator[RolloutRequest]:
-        """Yield the requests; raise where the client's chat template leaves out a row's tools."""
-        tools_for = getattr(self.source, "tools_for", None)
-        known: set[tuple[str, ...]] = set()
-        for request in requests:
-            tools = tools_for(request.input) if tools_for is not None else ()
-            names = tuple(tool["function"]["name"] for tool in tools)
-            if names not in known:
-                check_tools(self.client, tools)
-                known.add(names)
-            yield request
 
     async def _work(self, feed: Iterator[RolloutRequest], groups: _Groups, done: _Done) -> None:
         try:

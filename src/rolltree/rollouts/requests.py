@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias, overload, runtime_checkable
 
 from rolltree.errors import ConfigError
-from rolltree.inference.client import ModelClient, sampling_from_args
+from rolltree.inference.client import ModelClient, check_tools, sampling_from_args
 from rolltree.inference.deadline import Clock, TimedClient
 from rolltree.seeds import derive_seed
 from rolltree.types import RolloutInput, RolloutRequest, SamplingArgs, SamplingParams, State
@@ -327,3 +327,22 @@ def build_requests(
         )
 
     return RequestPlan(stem, indices, GroupStrategy(group_size).group_size, request)
+
+
+def with_tools(
+    requests: Iterable[RolloutRequest], source: object, client: ModelClient
+) -> Iterator[RolloutRequest]:
+    """Yield the requests.
+
+    Raises:
+        ConfigError: the client's chat template leaves out the tools that a row has.
+    """
+    tools_for = getattr(source, "tools_for", None)
+    known: set[tuple[str, ...]] = set()
+    for request in requests:
+        tools = tools_for(request.input) if tools_for is not None else ()
+        names = tuple(tool["function"]["name"] for tool in tools)
+        if names not in known:
+            check_tools(client, tools)
+            known.add(names)
+        yield request
