@@ -144,6 +144,8 @@ own("turns", "spec_text")
 own("turns", "spec_text", "overlong", script="overlong", settings=_FEW)
 own("turns", "game")
 own("turns", "stopped", settings=_FEW)
+own("turns", "forgets", settings={"rollouts_per_example": 1})
+own("turns", "hooked", "flaky", script="flaky", settings={"rollouts_per_example": 1})
 own("turns", "empty")
 own("turns", "second_model", settings=_FEW)
 own("turns", "raises", settings=_FEW)
@@ -206,6 +208,6 @@ for _name in (
     *("surface", "xml_parser", "other_parsers", "text_helpers", "example_data", "tool_schemas"),
     *("decorators", "states_by_hand", "generate_forms", "saved_results", "results_by_hand"),
     *("synchronous", "by_hand", "datasets_of", "logged", "configs", "endpoints", "command_line"),
-    *("errors_of_load", "attributes_of_response", "failing"),
+    *("errors_of_load", "attributes_of_response", "failing", "defects"),
 ):
     probe(_name)

@@ -65,6 +65,11 @@ def check(played: Played, name: str) -> None:
 
 def found_in(played: Played, name: str) -> list[Found]:
     """Return what differs in a case and is in no row of the table."""
+    return undocumented(name, *sides(played, name))
+
+
+def sides(played: Played, name: str) -> tuple[Any, Any]:
+    """Return what the two sides did in a case, requests included."""
     not_played = "not played: see runs/compat/*.log"
     real = {
         "result": played.real.get(name, not_played),
@@ -77,7 +82,7 @@ def found_in(played: Played, name: str) -> list[Found]:
     assert real["result"] != not_played
     if name == "surface":
         ours["result"] = shared_parameters(real["result"], ours["result"])
-    return undocumented(name, real, ours)
+    return real, ours
 
 
 def shared_parameters(real: Any, ours: Any) -> Any:

@@ -58,36 +58,6 @@ _STEP = rf"{_STATE}\.trajectory\[\d+\]"
 
 DIFFERENCES: tuple[Difference, ...] = (
     Difference(
-        "token ids and logprobs come back only if `sampling_args` ask for them",
-        "they are always asked for, so `tokens` is there whenever the server can give them",
-        r"requests\[\d+\]\.(return_token_ids|logprobs)",
-        _added,
-    ),
-    Difference(
-        "token ids and logprobs come back only if `sampling_args` ask for them",
-        "they are always asked for, so `tokens` is there whenever the server can give them",
-        rf"{_STEP}\.tokens",
-        lambda real, ours: real is None,
-    ),
-    Difference(
-        "token ids and logprobs come back only if `sampling_args` ask for them",
-        "they are always asked for, so `tokens` is there whenever the server can give them",
-        rf"{_STEP}\.response\.logprobs",
-        lambda real, ours: real is None,
-    ),
-    Difference(
-        "token ids and logprobs come back only if `sampling_args` ask for them",
-        "they are always asked for, so `tokens` is there whenever the server can give them",
-        rf"{_STEP}\.response\.model_dump",
-        _more,
-    ),
-    Difference(
-        "each request carries `n: 1`",
-        "it does not: one answer is what servers give",
-        r"requests\[\d+\]\.n",
-        lambda real, ours: 1 in (real, ours),
-    ),
-    Difference(
         "a state has the keys that 0.1.8 writes",
         "it also has `error`, `seed`, `terminated`, `truncated`, `truncation_reason`, "
         "`has_step_rewards` and `cleaned_up`",
@@ -106,12 +76,6 @@ DIFFERENCES: tuple[Difference, ...] = (
         "they hold what the engine knows of the call: its id, turn, policy versions, token counts",
         rf"{_STEP}\.extras\.\w+",
         _added,
-    ),
-    Difference(
-        '`state["client"]` is the client that was passed',
-        "it is a view of it with `chat.completions.create` and `completions.create`",
-        rf"{_STATE}\.client",
-        lambda real, ours: "OpenAI" in real and "OpenAI" in ours,
     ),
     Difference(
         "messages of errors",
@@ -164,6 +128,47 @@ DIFFERENCES: tuple[Difference, ...] = (
         rf"{_STATE}\.(trajectory\[\d+\]\.)?(reward|advantage)|result\.group\.\w+(\[\d+\])?\.advantage",
         lambda real, ours: "<missing>" not in (real, ours),
         cases="calls_typed.*|scored_replaced|scored_rubric_group|wiki_search|math_python|states_by_hand",
+    ),
+    Difference(
+        "one failed model call aborts `generate`, and what the other rollouts did is lost",
+        'the rollout has `state["error"]` and the reward None, the others count; `generate` raises '
+        "if all have failed",
+        _OUTCOME,
+        cases="turns_hooked_flaky",
+    ),
+    Difference(
+        "an environment that rewrites history to less than the row's prompt gets an empty "
+        "`completion`",
+        "`completion` is what was said",
+        r"result\.results\.rows\[\d+\]\.(state\.)?completion",
+        cases="turns_forgets",
+    ),
+    Difference(
+        "`get_dataset(seed=...)` shuffles the data set for everybody who asks later",
+        "it shuffles what it returns",
+        r"result\.shuffled for everybody",
+    ),
+    Difference(
+        "an environment can only be made in the main thread",
+        "in any",
+        r"result\.in a thread(\..*)?",
+    ),
+    Difference(
+        "`@cleanup` methods do not run when a model call fails",
+        "they run",
+        r"result\.cleaned after a failure",
+    ),
+    Difference(
+        "`generate` with inputs that are no list or `Dataset`, or lack an `example_id`, is an "
+        "UnboundLocalError or a KeyError",
+        "columns are taken as rows, and rows are numbered",
+        r"result\.(dict|no ids)(\..*)?|requests.*",
+        cases="generate_forms",
+    ),
+    Difference(
+        "an unknown split of an example data set is a KeyError",
+        "a ValueError that names it",
+        r"result\.no split\.error",
     ),
     Difference(
         "a reward function without a name (`functools.partial`) is an AttributeError",
@@ -219,3 +224,13 @@ DIFFERENCES: tuple[Difference, ...] = (
         cases="failing",
     ),
 )
+
+
+def table() -> str:
+    """Return the table of docs/compat.md."""
+    rows = dict.fromkeys(f"| {row.verifiers} | {row.here} |" for row in DIFFERENCES)
+    return "\n".join(["| verifiers 0.1.8 | here |", "|---|---|", *rows])
+
+
+if __name__ == "__main__":
+    print(table())

@@ -8,7 +8,6 @@ KNOWN_FAILURES: dict[str, str] = {
     "command_line": "defaults, endpoint, endpoint, files",
     "datasets_of": "logger",
     "errors_of_load": "owner",
-    "example_data": "no split.error",
     "generate_forms": "dict.error, empty.error, empty.keys",
     "math_python": "environment, load, results",
     "mixed_nested": "advantage",
@@ -17,5 +16,4 @@ KNOWN_FAILURES: dict[str, str] = {
     "surface": "parsers.xml_parser.XMLParser.format.parameters, scripts.eval.get..",
     "turns_reads_state": "report.advantage, report.completion, report.keys",
     "turns_reads_state_info": "report.advantage, report.completion, report.keys",
-    "wordle": "state.metrics",
 }

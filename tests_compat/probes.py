@@ -15,6 +15,7 @@ import logging
 import os
 import random
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -1036,4 +1037,37 @@ def failing(url: str) -> Any:
         "version": hasattr(vf, "__version__"),
         "all": sorted(set(vf.__all__) - set(TRAINERS)),
         "failure": failure(ValueError("x")),
+    }
+
+
+def defects(url: str) -> Any:
+    """Where verifiers does what nobody wants."""
+    sys.path.insert(0, str(Path(__file__).parent / "environments"))
+    import data_shapes
+    import turns
+
+    shuffled = data_shapes.few_shot()
+    before = shuffled.get_dataset()["question"][:]
+    shuffled.get_dataset(seed=1)
+    made: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: made.append(attempt(lambda: type(turns.hooked()).__name__))
+    )
+    thread.start()
+    thread.join()
+    cleaned: list[int] = []
+
+    async def act(env: Any, client: Any) -> Any:
+        async def clean(state: Any) -> None:
+            cleaned.append(state["example_id"])
+
+        env._cleanup_handlers.append(clean)
+        return await env.evaluate(client, "model", num_examples=1, use_tqdm=False)
+
+    broken = part(url, "broken").replace("/solver/", "/broken/")
+    return {
+        "shuffled for everybody": list(before) != list(shuffled.get_dataset()["question"]),
+        "in a thread": made[0],
+        "failure": attempt(lambda: run(broken, act)).get("error"),
+        "cleaned after a failure": len(cleaned),
     }

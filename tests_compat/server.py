@@ -207,13 +207,20 @@ def overlong(model: Model) -> Said:
     return solver(model)
 
 
+def flaky(model: Model) -> Said:
+    """Fail for one question, answer the others."""
+    failed = "What is 2 plus 5?" in model.text
+    return Said(status=400, message="no such thing") if failed else solver(model)
+
+
 def broken(model: Model) -> Said:
     """Fail with status 400 from the second turn on."""
     return solver(model) if model.turn < 1 else Said(status=400, message="no such thing")
 
 
 SCRIPTS: dict[str, Callable[[Model], Said]] = {
-    script.__name__: script for script in (solver, wordle, judge, echo, writer, overlong, broken)
+    script.__name__: script
+    for script in (solver, wordle, judge, echo, writer, overlong, flaky, broken)
 }
 
 

@@ -357,6 +357,26 @@ def reads_state(info=None):
     )
 
 
+class Forgets(vf.MultiTurnEnv):
+    """Sends less than the row's prompt from the second turn on."""
+
+    async def get_prompt_messages(self, state):
+        turn = len(state["trajectory"])
+        if turn == 0:
+            return state["prompt"]
+        return [{"role": "user", "content": f"{state['example_id']} turn {turn}"}]
+
+    async def env_response(self, messages, state, **kwargs):
+        return []
+
+
+def forgets():
+    data = sums()
+    return Forgets(
+        dataset=data, system_prompt="Be brief.", rubric=vf.Rubric(funcs=[correct]), max_turns=2
+    )
+
+
 class Completes(vf.MultiTurnEnv):
     """Text completions over several turns."""
 
