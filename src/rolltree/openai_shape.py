@@ -37,6 +37,38 @@ def _dumped(value: Any) -> Any:
     return value.model_dump() if isinstance(value, ResponsePart) else value
 
 
+class ResponseMessage(ResponsePart):
+    """The message of a `ModelResponse`. Its content, when it is assigned, becomes the response's.
+
+    The sampled ids stay as they are: the next prompt is another one than they would make.
+    """
+
+    __slots__ = ("_response",)
+
+    def __init__(self, response: Any) -> None:
+        message = response.message
+        calls = [
+            ResponsePart(
+                id=call.get("id"),
+                type="function",
+                function=ResponsePart(**call.get("function", {})),
+            )
+            for call in message.get("tool_calls") or ()
+        ]
+        super().__init__(
+            role="assistant",
+            content=message.get("content"),
+            reasoning_content=message.get("reasoning_content"),
+            tool_calls=calls or None,
+        )
+        object.__setattr__(self, "_response", response)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        response = self._response
+        object.__setattr__(response, "message", {**response.message, name: _dumped(value)})
+
+
 class ResponseChoice:
     """The one choice of a `ModelResponse`, with OpenAI's attributes for chat and for text."""
 
@@ -47,23 +79,22 @@ class ResponseChoice:
         self._response = response
 
     @property
-    def message(self) -> ResponsePart:
+    def message(self) -> ResponseMessage:
         """The assistant message: `content`, `reasoning_content`, `tool_calls`."""
-        message = self._response.message
-        calls = [
-            ResponsePart(
-                id=call.get("id"),
-                type="function",
-                function=ResponsePart(**call.get("function", {})),
-            )
-            for call in message.get("tool_calls") or ()
-        ]
-        return ResponsePart(
-            role="assistant",
-            content=message.get("content"),
-            reasoning_content=message.get("reasoning_content"),
-            tool_calls=calls or None,
-        )
+        return ResponseMessage(self._response)
+
+    def model_dump(self, *, mode: str = "python", exclude_none: bool = False) -> dict[str, Any]:
+        """Return the choice as plain dicts and lists."""
+        logprobs = self.logprobs
+        dumped = {
+            "index": 0,
+            "message": self.message.model_dump(),
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+            "logprobs": None if logprobs is None else logprobs.model_dump(),
+            "token_ids": self.token_ids,
+        }
+        return without_nones(dumped) if exclude_none else dumped
 
     @property
     def text(self) -> str:
@@ -101,18 +132,10 @@ def dump_response(response: Any) -> dict[str, Any]:
     choice = ResponseChoice(response)
     return {
         "id": response.id,
-        "object": "chat.completion",
+        "object": response.object,
+        "created": response.created,
         "model": response.model,
-        "choices": [
-            {
-                "index": 0,
-                "message": choice.message.model_dump(),
-                "text": choice.text,
-                "finish_reason": choice.finish_reason,
-                "logprobs": None if choice.logprobs is None else choice.logprobs.model_dump(),
-                "token_ids": choice.token_ids,
-            }
-        ],
+        "choices": [choice.model_dump()],
         "usage": response.usage.model_dump(),
         "prompt_token_ids": response.prompt_token_ids,
     }

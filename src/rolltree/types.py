@@ -223,6 +223,16 @@ class ModelResponse:
         return [ResponseChoice(self)]
 
     @property
+    def object(self) -> str:
+        """What kind of OpenAI's objects it is like."""
+        return "chat.completion"
+
+    @property
+    def created(self) -> int:
+        """Zero: the time is not recorded."""
+        return 0
+
+    @property
     def usage(self) -> ResponsePart:
         """Token counts as OpenAI names them."""
         prompt, sampled = self.num_prompt_tokens, self.num_completion_tokens
@@ -239,11 +249,15 @@ class ModelResponse:
         dumped = dump_response(self)
         return without_nones(dumped) if exclude_none else dumped
 
+    def to_dict(self, **settings: Any) -> dict[str, Any]:
+        """Return `model_dump`."""
+        return self.model_dump(**settings)
+
     def model_dump_json(self, **settings: Any) -> str:
         """Return `model_dump` as JSON."""
         return json.dumps(self.model_dump(**settings))
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other: Any) -> bool:
         if type(other) is not ModelResponse:
             return NotImplemented
         mine, theirs = self._values(), other._values()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from rolltree.compat.environments import SingleTurnEnv
+from rolltree.compat.parsers import Parser, XMLParser
+from rolltree.compat.rubrics import Rubric
 from rolltree.errors import ConfigError
-from rolltree.parsers import Parser, XMLParser
-from rolltree.rubrics import Rubric
 from rolltree.types import Messages
 
 try:

@@ -9,8 +9,8 @@ from typing import Any
 
 from rolltree.compat.decorators import cleanup, stop
 from rolltree.compat.environments import MultiTurnEnv
-from rolltree.parsers import Parser, XMLParser
-from rolltree.rubrics import Rubric
+from rolltree.compat.parsers import Parser, XMLParser
+from rolltree.compat.rubrics import Rubric
 from rolltree.types import Messages, State
 from rolltree.worlds.textarena_game import game_maker
 
