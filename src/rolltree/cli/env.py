@@ -1,4 +1,4 @@
-"""`rolltree env list`, `rolltree env check` and `rolltree init`."""
+"""`rolltree env list`, `check`, `install` and `migrate`, and `rolltree init`."""
 
 from __future__ import annotations
 
@@ -76,6 +76,18 @@ def check_contract(
         tell(f"{report.env_id}: {said} in {len(CHECKS)} checks on {report.num_examples} examples")
     if report.findings:
         raise click.exceptions.Exit(1)
+
+
+@environments.command("install")
+@click.argument("where", help="Folder of the environment, a wheel, or NAME @ URL.")
+@click.option("-e", "--editable", is_flag=True, help="Use the folder itself, not a copy of it.")
+def install_environment(where: str, editable: bool) -> None:
+    """Install an environment and what it needs, without verifiers."""
+    from rolltree.compat.packages import install_package
+
+    name = install_package(where, editable=editable)
+    tell(f"installed {name}")
+    tell(f"next: rolltree eval {name}")
 
 
 @click.command("init")

@@ -16,7 +16,7 @@ from threading import RLock
 from types import ModuleType
 from typing import Any
 
-from rolltree.compat.names import MODULES
+from rolltree.compat.names import MODULES, SCRIPTS
 from rolltree.errors import ConfigError
 
 _OURS = "rolltree.compat.verifiers"
@@ -50,16 +50,18 @@ class VerifiersFinder(MetaPathFinder, Loader):
                 "rolltree.train or `rolltree train`; see docs/training.md.",
                 name=fullname,
             )
-        if rest not in MODULES:
+        known = [*MODULES, *SCRIPTS]
+        if rest not in known:
             return None
-        return self._spec(fullname, any(name.startswith(f"{rest}.") for name in MODULES))
+        return self._spec(fullname, any(name.startswith(f"{rest}.") for name in known))
 
     def _spec(self, fullname: str, is_package: bool) -> ModuleSpec:
         return ModuleSpec(fullname, self, origin="rolltree", is_package=is_package)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return rolltree's module; importing is done."""
-        module = import_module(_OURS + spec.name.removeprefix(_THEIRS))
+        path = spec.name.removeprefix(_THEIRS)
+        module = import_module(SCRIPTS.get(path[1:]) or _OURS + path)
         spec.loader_state = module.__spec__
         return module
 
@@ -107,7 +109,7 @@ def uninstall() -> None:
     with _lock:
         sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, VerifiersFinder)]
         if is_ours():
-            for path in ("", *(f".{path}" for path in MODULES)):
+            for path in ("", *(f".{path}" for path in (*MODULES, *SCRIPTS))):
                 sys.modules.pop(_THEIRS + path, None)
 
 

@@ -118,6 +118,15 @@ MODULES: dict[str, tuple[str, ...]] = {
     "utils.tools": ("ask", "calculator", "python", "search", "search_ddg"),
 }
 
+SCRIPTS: dict[str, str] = {
+    "scripts": f"{_SHIMS}.scripts",
+    "scripts.eval": f"{_SHIMS}.scripts.eval",
+    "scripts.init": f"{_SHIMS}.scripts.init",
+    "scripts.install": f"{_SHIMS}.scripts.install",
+    "scripts.tui": f"{_SHIMS}.scripts.tui",
+}
+"""Modules that are whole modules here, each with a `main` of its own."""
+
 REMOVED = frozenset(
     (
         *("RLTrainer", "RLConfig", "GRPOTrainer", "GRPOConfig"),

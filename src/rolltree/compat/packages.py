@@ -1,0 +1,137 @@
+"""Installs an environment package without `verifiers`, and with everything else it depends on.
+
+pip would install the newest verifiers, in which such environments have no place any more. What
+verifiers 0.1.8 brought along, and environments import without naming it, is `BROUGHT`, the extra
+`rolltree[compat]`.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from importlib import invalidate_caches
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+from pathlib import Path
+
+from rolltree.errors import ConfigError, RolltreeError
+
+BROUGHT = {
+    "datasets": "datasets>=3",
+    "nest_asyncio": "nest-asyncio>=1.6",
+    "openai": "openai[aiohttp]>=1.92",
+    "pydantic": "pydantic>=2.11",
+    "requests": "requests>=2.31",
+    "tenacity": "tenacity>=8.5",
+    "textual": "textual>=6",
+}
+"""Modules that came with verifiers, and what to install for each."""
+_PROVIDED = ("verifiers", "rolltree")
+Install = Callable[[Sequence[str]], None]
+
+
+class InstallFailed(RolltreeError):
+    """The installer failed; what it said is on stderr."""
+
+
+def install_package(where: str, *, editable: bool = False, install: Install | None = None) -> str:
+    """Install an environment and what it needs, but never verifiers; return its name.
+
+    `where` is a folder, a wheel or an archive, or `NAME @ URL`.
+
+    Raises:
+        ConfigError: there is nothing to install at `where`, or no installer.
+        InstallFailed: the installer failed.
+    """
+    name = _package_name(where)
+    path = Path(where)
+    target = str(path.resolve()) if path.exists() else where
+    install = install or pip_install
+    install(["--no-deps", *(["--editable"] if editable else []), target])
+    invalidate_caches()
+    needed = requirements(name)
+    named = {_plain(_name_of(line)) for line in needed}
+    for module, line in BROUGHT.items():
+        if _plain(_name_of(line)) not in named and find_spec(module) is None:
+            needed.append(line)
+    if needed:
+        install(needed)
+        invalidate_caches()
+    return name
+
+
+def requirements(name: str) -> list[str]:
+    """Return what an installed package depends on, without extras, verifiers and rolltree."""
+    try:
+        lines = distribution(name).requires or []
+    except PackageNotFoundError:
+        return []
+    return [line for line in lines if _name_of(line) not in _PROVIDED and "extra ==" not in line]
+
+
+def pip_install(words: Sequence[str]) -> None:
+    """Install into this interpreter's environment, with pip or else uv.
+
+    Raises:
+        ConfigError: there is neither.
+        InstallFailed: it failed.
+    """
+    if find_spec("pip") is not None:
+        command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
+    elif shutil.which("uv") is not None:
+        command = ["uv", "pip", "install", "--quiet", "--python", sys.executable]
+    else:
+        raise ConfigError(
+            "there is neither pip nor uv in this environment, so nothing can be installed. Install "
+            f"pip: {sys.executable} -m ensurepip."
+        )
+    done = subprocess.run([*command, *words], stdout=sys.stderr, check=False)
+    if done.returncode != 0:
+        raise InstallFailed(
+            f"{' '.join(command[:3])} could not install {' '.join(words)}; its message is above. "
+            "Nothing else was changed."
+        )
+
+
+def _package_name(where: str) -> str:
+    path = Path(where)
+    if path.is_dir():
+        return _name_in(path)
+    if path.is_file():
+        return path.name.partition("-")[0]
+    name, at, url = where.partition("@")
+    if at and "://" in url:
+        return _name_of(name)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", where):
+        raise ConfigError(
+            f"there is no folder {where}, and rolltree does not download from environment hubs. "
+            f"Fetch its source, for example with `prime env pull {where}`, and install the folder."
+        )
+    raise ConfigError(
+        f"there is nothing to install at {where}. Pass the environment's folder, a wheel, or a URL "
+        "as 'NAME @ git+https://...'."
+    )
+
+
+def _name_in(folder: Path) -> str:
+    file = folder / "pyproject.toml"
+    try:
+        return str(tomllib.loads(file.read_text(encoding="utf-8"))["project"]["name"])
+    except (OSError, KeyError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(
+            f"{file} does not name a project ({type(error).__name__}: {error}), so {folder} cannot "
+            f"be installed. It can be used as it is: rolltree eval {folder}."
+        ) from error
+
+
+def _name_of(requirement: str) -> str:
+    found = re.match(r"\s*[\w.-]+", requirement)
+    return found.group().strip().lower() if found else ""
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

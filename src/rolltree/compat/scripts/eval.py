@@ -1,0 +1,153 @@
+"""`vf-eval`: evaluate a model on an environment, with the flags and files of verifiers 0.1.8."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import sys
+from typing import Any
+
+from rolltree.environments import eval_defaults
+from rolltree.errors import ConfigError
+from rolltree.redact import remember
+
+logger = logging.getLogger("rolltree.compat")
+
+DEFAULT_NUM_EXAMPLES = 5
+DEFAULT_ROLLOUTS_PER_EXAMPLE = 3
+
+
+def get_env_eval_defaults(env_id: str) -> dict[str, Any]:
+    """Return what `[tool.verifiers.eval]` of the environment's pyproject.toml says, if it can."""
+    try:
+        return dict(eval_defaults(env_id))
+    except (ConfigError, ImportError, ValueError) as error:
+        logger.debug("no evaluation defaults of %s: %s", env_id, error)
+        return {}
+
+
+def main() -> None:
+    """Read the command line and evaluate."""
+    from rolltree.compat import verifiers as vf
+    from rolltree.compat.evaluation import load_endpoints, run_evaluation
+
+    asked = _parser().parse_args()
+    vf.setup_logging("DEBUG" if asked.verbose else os.getenv("VF_LOG_LEVEL", "INFO"))
+    own = get_env_eval_defaults(asked.env_id)
+    endpoint = load_endpoints(asked.endpoints_path).get(asked.model) or {
+        "key": asked.api_key_var,
+        "url": asked.api_base_url,
+        "model": asked.model,
+    }
+    remember(os.getenv(endpoint["key"]) or "")
+    if asked.save_to_hf_hub and not asked.save_results:
+        print(
+            "note: -H pushes what -s saves, and -s is missing; nothing is pushed", file=sys.stderr
+        )
+    config = vf.EvalConfig(
+        env_id=asked.env_id,
+        env_args=asked.env_args,
+        env_dir_path=asked.env_dir_path,
+        model=endpoint["model"],
+        client_config=vf.ClientConfig(
+            api_key_var=endpoint["key"],
+            api_base_url=endpoint["url"],
+            extra_headers=_headers(asked.header or []),
+        ),
+        sampling_args=_sampling(asked.sampling_args, asked.max_tokens, asked.temperature),
+        num_examples=_first(asked.num_examples, own.get("num_examples"), DEFAULT_NUM_EXAMPLES),
+        rollouts_per_example=_first(
+            asked.rollouts_per_example,
+            own.get("rollouts_per_example"),
+            DEFAULT_ROLLOUTS_PER_EXAMPLE,
+        ),
+        max_concurrent=asked.max_concurrent,
+        max_concurrent_generation=asked.max_concurrent_generation,
+        max_concurrent_scoring=asked.max_concurrent_scoring,
+        print_results=True,
+        verbose=asked.verbose,
+        state_columns=asked.state_columns,
+        save_results=asked.save_results,
+        save_every=asked.save_every,
+        save_to_hf_hub=asked.save_to_hf_hub,
+        hf_hub_dataset_name=asked.hf_hub_dataset_name,
+    )
+    logger.debug("evaluation: %s", config)
+    try:
+        asyncio.run(run_evaluation(config))
+    except Exception as error:
+        if asked.save_to_hf_hub and type(error).__module__.partition(".")[0] == "huggingface_hub":
+            raise ConfigError(
+                f"the results are saved, but could not be pushed to the Hugging Face Hub ({error})."
+                " Log in with `hf auth login`, or leave -H out."
+            ) from error
+        if isinstance(error, ValueError | RuntimeError) and "nvironment" in str(error):
+            raise ConfigError(str(error)) from error  # of load_environment
+        raise
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="vf-eval", description=__doc__)
+    add = parser.add_argument
+    add("env_id", help="environment: name of its installed package")
+    add("-a", "--env-args", type=json.loads, default={}, help="its arguments, a JSON object")
+    add("-p", "--env-dir-path", default="./environments", help="folder of local environments")
+    add("-e", "--endpoints-path", default="./configs/endpoints.py", help="registry of endpoints")
+    add("-m", "--model", default="gpt-4.1-mini", help="model, or its name in the registry")
+    add("-k", "--api-key-var", default="OPENAI_API_KEY", help="variable with the API key")
+    add("-b", "--api-base-url", default="https://api.openai.com/v1", help="base URL of the server")
+    add("--header", action="append", help="extra HTTP header 'Name: Value'; repeatable")
+    add("-n", "--num-examples", type=int, help="examples; default: the environment's, or 5")
+    add("-r", "--rollouts-per-example", type=int, help="default: the environment's, or 3")
+    add("-c", "--max-concurrent", type=int, default=32, help="most rollouts at once")
+    add("--max-concurrent-generation", type=int, help="most model requests at once")
+    add("--max-concurrent-scoring", type=int, help="most rollouts that are scored at once")
+    add("-t", "--max-tokens", type=int, help="most tokens of an answer")
+    add("-T", "--temperature", type=float, help="sampling temperature")
+    add("-S", "--sampling-args", type=json.loads, help="sampling arguments, JSON; they win")
+    add("-v", "--verbose", action="store_true", help="log more")
+    add("-N", "--no-interleave-scoring", action="store_true", help="accepted; without effect")
+    add("-C", "--state-columns", type=_names, default=[], help="state fields to save: a,b,c")
+    add("-s", "--save-results", action="store_true", help="write results.jsonl and metadata.json")
+    add("-f", "--save-every", type=int, default=-1, help="write them after every so many rollouts")
+    add("-H", "--save-to-hf-hub", action="store_true", help="push them to the Hugging Face Hub")
+    add("-D", "--hf-hub-dataset-name", default="", help="name of the data set there")
+    return parser
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)
+
+
+def _sampling(
+    given: dict[str, Any] | None, max_tokens: int | None, temperature: float | None
+) -> dict[str, Any]:
+    """Return the sampling arguments; those of -S win, and `max_tokens` is always there."""
+    sampling = {"max_tokens": max_tokens, **(given or {})}
+    if temperature is not None:
+        sampling.setdefault("temperature", temperature)
+    return sampling
+
+
+def _headers(lines: list[str]) -> dict[str, str]:
+    headers = {}
+    for line in lines:
+        name, colon, value = (part.strip() for part in line.partition(":"))
+        if not colon or not name:
+            raise ConfigError(f"--header is {line!r}. Write it as 'Name: Value'.")
+        headers[name] = value
+        remember(value)
+    return headers
+
+
+if __name__ == "__main__":
+    from rolltree.compat.scripts import messages
+
+    messages(main)
