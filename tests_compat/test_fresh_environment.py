@@ -12,7 +12,6 @@ import os
 import shutil
 import site
 import subprocess
-import sys
 import venv
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,7 +148,7 @@ def server(fresh: Fresh) -> Iterator[tuple[str, str]]:
         yield url if url.endswith("/v1") else f"{url}/v1", token
     finally:
         process.terminate()
-        process.wait()
+        process.communicate()
 
 
 def test_it_is_evaluated_on_a_real_server(
@@ -163,7 +162,7 @@ def test_it_is_evaluated_on_a_real_server(
     assert report["num_rollouts"] == 15  # 5 examples, 3 rollouts each: its [tool.verifiers.eval]
     assert report["num_failed"] == 0
     fresh.run("vf-eval", f"someone/{installed}", *words, "-n", "2", "-r", "2", "-s")
-    (results,) = (fresh.folder / "outputs" / "evals").glob("*my-env--tiny/*/results.jsonl")
+    (results,) = (fresh.folder / "outputs" / "evals").rglob("results.jsonl")
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     assert len(rows) == 4
     assert {"prompt", "completion", "reward", "share_of_letters", "example_id"} <= rows[0].keys()
@@ -173,8 +172,5 @@ def test_it_is_evaluated_on_a_real_server(
 def test_it_is_trained_for_two_steps(fresh: Fresh, installed: str) -> None:
     (fresh.folder / "train.toml").write_text(TRAINING)
     fresh.run("rolltree", "train", "train.toml")
-    shown = fresh.run("rolltree", "show", "run").stdout
-    assert "2" in shown
-    runs = fresh.run("rolltree", "runs", ".").stdout
-    assert "run" in runs
-    assert sys.version_info >= (3, 11)
+    code = "import rolltree as rt; run = rt.Run.open('run', 'r'); print(len(list(run.rollouts())))"
+    assert fresh.run("python", "-c", code).stdout.strip() == "8"

@@ -8,6 +8,9 @@ import click
 
 from rolltree.cli.arguments import compat_option, json_object, tell
 
+SHOWN = 10
+"""How many differences are printed."""
+
 environments = click.Group("env", help="List environments, or check one for faults.")
 
 
@@ -88,6 +91,38 @@ def install_environment(where: str, editable: bool) -> None:
     name = install_package(where, editable=editable)
     tell(f"installed {name}")
     tell(f"next: rolltree eval {name}")
+
+
+@environments.command("migrate")
+@click.argument("path", type=click.Path(path_type=Path), help="Folder or file of the environment.")
+@click.option("--write", is_flag=True, help="Write the edits; without it they are only shown.")
+@click.option("--env-args", "-a", help="Arguments of the environment for the check, JSON.")
+@click.option("--no-check", is_flag=True, help="Do not play it before and after.")
+def migrate_environment(path: Path, write: bool, env_args: str | None, no_check: bool) -> None:
+    """Turn an environment written for verifiers 0.1.8 into rolltree's own names."""
+    from rolltree.compat.migrate import migrate
+    from rolltree.compat.replay import check_migration
+
+    args = json_object(env_args, "-a")
+    migration = migrate(path)
+    tell(migration.diff() or "nothing to edit")
+    for remark in migration.remarks:
+        tell(f"to do: {remark}")
+    checked = None if no_check else check_migration(path, migration, args)
+    if write:
+        migration.write()
+        tell(f"wrote {len(migration.after)} files")
+    if checked is None:
+        return
+    for note in checked.notes:
+        tell(f"note: {note}")
+    for difference in checked.differences[:SHOWN]:
+        tell(f"differs: {difference}")
+    found = len(checked.differences)
+    said = f"{found} fields differ" if found else "all the same"
+    tell(f"played {checked.num_rollouts} rollouts before and after: {said}")
+    if found:
+        raise click.exceptions.Exit(1)
 
 
 @click.command("init")
