@@ -32,6 +32,8 @@ FLAGS = {
     "models": {"prepare"},
     "init": {"name", "--kind", "--path"},
     "env list": set(),
+    "env install": {"where", "-e", "--editable"},
+    "env migrate": {"path", "--write", "--env-args", "-a", "--no-check"},
     "env check": {
         "env", "-a", "--env-args", "-n", "--num-examples", "--reward-range", "--allow", "--compat",
         "--json",

@@ -85,20 +85,21 @@ async def run_evaluation(config: Any) -> GenerateOutputs:
     """Load the environment of an `EvalConfig`, evaluate it, and print and save the results."""
     client = setup_client(config.client_config)
     environment: Any = load_environment(config.env_id, **config.env_args)
-    results: GenerateOutputs = await environment.evaluate(
-        client=client,
-        model=config.model,
-        sampling_args=config.sampling_args,
-        num_examples=config.num_examples,
-        rollouts_per_example=config.rollouts_per_example,
-        max_concurrent=config.max_concurrent,
-        max_concurrent_generation=config.max_concurrent_generation,
-        max_concurrent_scoring=config.max_concurrent_scoring,
-        results_path=get_eval_results_path(config),
-        state_columns=config.state_columns,
-        save_results=config.save_results,
-        save_every=config.save_every,
-    )
+    async with client:
+        results: GenerateOutputs = await environment.evaluate(
+            client=client,
+            model=config.model,
+            sampling_args=config.sampling_args,
+            num_examples=config.num_examples,
+            rollouts_per_example=config.rollouts_per_example,
+            max_concurrent=config.max_concurrent,
+            max_concurrent_generation=config.max_concurrent_generation,
+            max_concurrent_scoring=config.max_concurrent_scoring,
+            results_path=get_eval_results_path(config),
+            state_columns=config.state_columns,
+            save_results=config.save_results,
+            save_every=config.save_every,
+        )
     if config.print_results:
         print_results(results)
     if config.save_results:
