@@ -211,3 +211,12 @@ for _name in (
     *("errors_of_load", "attributes_of_response", "failing", "defects"),
 ):
     probe(_name)
+
+for _kind in (
+    *("direct", "around", "deep", "old", "sync_hooks", "sync_stop", "unfinished", "process"),
+    *("shared", "submits", "shop"),
+):
+    own("overrides", _kind, settings=_FEW)
+own("overrides", "shop", "enum", {"kind_of": "enum"})
+own("overrides", "shop", "model", {"kind_of": "model"})
+own("overrides", "submits", "tokens", settings=_WITH_TOKENS)

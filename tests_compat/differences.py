@@ -60,14 +60,16 @@ DIFFERENCES: tuple[Difference, ...] = (
     Difference(
         "a state has the keys that 0.1.8 writes",
         "it also has `error`, `seed`, `terminated`, `truncated`, `truncation_reason`, "
-        "`has_step_rewards` and `cleaned_up`",
+        "`has_step_rewards` and `cleaned_up`, and None where 0.1.8 has no `advantage` or "
+        "`stop_condition` at the end",
         rf"{_STATE}\.(error|seed|terminated|truncated|truncation_reason|has_step_rewards|cleaned_up)",
         _added,
     ),
     Difference(
         "a state has the keys that 0.1.8 writes",
         "it also has `error`, `seed`, `terminated`, `truncated`, `truncation_reason`, "
-        "`has_step_rewards` and `cleaned_up`",
+        "`has_step_rewards` and `cleaned_up`, and None where 0.1.8 has no `advantage` or "
+        "`stop_condition` at the end",
         rf"{_STATE}\.keys",
         _more,
     ),
@@ -76,6 +78,20 @@ DIFFERENCES: tuple[Difference, ...] = (
         "they hold what the engine knows of the call: its id, turn, policy versions, token counts",
         rf"{_STEP}\.extras\.\w+",
         _added,
+    ),
+    Difference(
+        "a state has the keys that 0.1.8 writes",
+        "it also has `error`, `seed`, `terminated`, `truncated`, `truncation_reason`, "
+        "`has_step_rewards` and `cleaned_up`, and None where 0.1.8 has no `advantage` or "
+        "`stop_condition` at the end",
+        rf"{_STATE}\.(advantage|stop_condition)",
+        lambda real, ours: real == "<missing>" and ours is None,
+    ),
+    Difference(
+        "`@stop` methods and `env_response` must be asynchronous",
+        "they may be plain functions, too",
+        _OUTCOME,
+        cases="overrides_sync_hooks|overrides_sync_stop",
     ),
     Difference(
         "messages of errors",
