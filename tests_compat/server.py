@@ -287,9 +287,9 @@ def completion(model: Model, said: Said) -> Body:
         ids, finish = ids[:limit], "length"
         text = bytes(ids).decode(errors="ignore")
     choice: Body = {"index": 0, "finish_reason": finish}
-    name = hashlib.sha256(f"{model.asked}{text}{said.calls}".encode()).hexdigest()[:8]
+    unique = hashlib.sha256(f"{model.asked}{text}{said.calls}".encode()).hexdigest()[:8]
     answer: Body = {
-        "id": f"cmpl-{name}",
+        "id": f"cmpl-{unique}",
         "object": "chat.completion" if model.is_chat else "text_completion",
         "created": 1,
         "model": body["model"],
@@ -306,7 +306,7 @@ def completion(model: Model, said: Said) -> Body:
         if said.calls:
             choice["message"]["tool_calls"] = [
                 {
-                    "id": f"call-{name}-{index}",
+                    "id": f"call-{unique}-{index}",
                     "type": "function",
                     "function": {"name": name, "arguments": given},
                 }

@@ -6,8 +6,10 @@ It changes `datasets`, `nltk`, `mcp` and `prime_sandboxes`, never verifiers or r
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -104,7 +106,7 @@ class LocalSandboxes:
         process = None
         if "python_worker" in request.start_command:
             command = self._inside(request.start_command, folder).replace("pip install", "true")
-            process = subprocess.Popen(["bash", "-c", command], start_new_session=True)
+            process = subprocess.Popen(["bash", "-c", command], start_new_session=True, env=_path())
         self.open[name] = (folder, process)
         return SimpleNamespace(id=name)
 
@@ -117,6 +119,7 @@ class LocalSandboxes:
         process = await asyncio.create_subprocess_exec(
             *("bash", "-c", self._inside(command, folder)),
             cwd=folder,
+            env=_path(),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
@@ -138,8 +141,22 @@ class LocalSandboxes:
 
     @staticmethod
     def _inside(command: str, folder: Path) -> str:
-        command = command.replace("/tmp/python_", f"{folder}/python_")
-        return command.replace("bash -lc", "bash -c")
+        """Return the command with its files in the sandbox's folder, encoded programs included."""
+
+        def moved(text: str) -> str:
+            return text.replace("/tmp/python_", f"{folder}/python_")
+
+        def decoded(match: re.Match[str]) -> str:
+            text = moved(base64.b64decode(match[2]).decode())
+            return match[1] + base64.b64encode(text.encode()).decode() + match[3]
+
+        command = re.sub(r"""(b64decode\(["'])([A-Za-z0-9+/=]+)(["']\))""", decoded, command)
+        return moved(command).replace("bash -lc", "bash -c")
+
+
+def _path() -> dict[str, str]:
+    """Return this process's environment with its own `python` first."""
+    return {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
 def _set_sandboxes() -> None:
