@@ -187,6 +187,12 @@ DIFFERENCES: tuple[Difference, ...] = (
         r"result\.no split\.error",
     ),
     Difference(
+        "a tool with an argument of type `dict` or `TypedDict`, or with `**kwargs`, is refused",
+        "it works",
+        _OUTCOME,
+        cases="calls_dicts|calls_typed_dict",
+    ),
+    Difference(
         "a reward function without a name (`functools.partial`) is an AttributeError",
         "it goes by the name of what it wraps",
         _OUTCOME,

@@ -9,8 +9,6 @@ KNOWN_FAILURES: dict[str, str] = {
     "datasets_of": "logger",
     "errors_of_load": "owner",
     "generate_forms": "dict.error, empty.error, empty.keys",
-    "math_python": "environment, load, results",
-    "mixed_nested": "advantage",
     "reasoning_gym_env": "environment.rubric.funcs[], metadata.avg_metrics.format_reward, ..",
     "reasoning_gym_several": "environment.rubric.funcs[], metadata.avg_metrics.check_answer_re..",
     "surface": "parsers.xml_parser.XMLParser.format.parameters, scripts.eval.get..",
