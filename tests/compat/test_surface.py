@@ -21,7 +21,7 @@ CLASSES = [
     for name, said in names.items()
     if isinstance(said, dict)
 ]
-PENDING = ("rubrics", "scripts", "utils.tools", "utils.message_utils", "types")
+PENDING = ("scripts",)
 """Modules that are being written."""
 NEEDS = {"envs.reasoninggym_env": "reasoning_gym", "envs.textarena_env": "textarena"}
 
@@ -87,7 +87,8 @@ def test_class(module, name, request):
     pending(module, request)
     target, said = found(module, name), SURFACE[module][name]
     annotated = {key for base in target.__mro__ for key in vars(base).get("__annotations__", ())}
-    assert set(said["fields"]) - {"Any"} <= annotated
+    if name != "State":  # its fields are keys of the dict
+        assert set(said["fields"]) <= annotated
     base = said["base"].removeprefix("vf.")
     if base in ("Environment", "MultiTurnEnv", "SingleTurnEnv", "ToolEnv", "StatefulToolEnv"):
         assert issubclass(

@@ -22,7 +22,7 @@ from rolltree.inference.client import as_client
 from rolltree.rollouts import RolloutEngine
 from rolltree.rollouts.requests import current_episode
 from rolltree.tasks import run_sync
-from rolltree.types import RolloutInput, RolloutResult, SamplingArgs, State
+from rolltree.types import MessageType, RolloutInput, RolloutResult, SamplingArgs, State
 
 
 @dataclass(slots=True)
@@ -61,7 +61,6 @@ async def run_batch(
     max_scoring: int | None,
     on_group: Callable[[list[State]], None],
     show_progress: bool = False,
-    **engine_settings: Any,
 ) -> list[State]:
     """Play and score rows and return their states by `example_id`, in the rows' order.
 
@@ -70,17 +69,19 @@ async def run_batch(
     """
     client = async_client(client)
     batch = Batch(args, await maybe_semaphore(max_scoring), client if is_direct(client) else None)
-    rows = env.rows(inputs)
-    requests = env._requests(rows, args, 0, 1)
+    if not len(inputs):
+        return []
+    requests = env._requests(env.rows(inputs), args, 0, 1)
+    first: dict[str, int] = {}
+    for request in requests:
+        first.setdefault(request.group_id, len(first))
+    requests.sort(key=lambda request: first[request.group_id])  # a group's members come together
     limit = max_concurrent if max_concurrent and max_concurrent > 0 else len(requests)
-    engine = RolloutEngine(
-        env, as_client(client, model), model=model, max_concurrent=max(limit, 1), **engine_settings
-    )
+    engine = RolloutEngine(env, as_client(client, model), model=model, max_concurrent=max(limit, 1))
     found: dict[str, RolloutResult] = {}
     token = _BATCH.set(batch)
     try:
-        groups = {request.group_id for request in requests}
-        with _progress(len(groups), len(requests), show_progress) as advance:
+        with _progress(len(first), len(requests), show_progress) as advance:
             async for results in engine.run_ready(requests):
                 found.update({result.request.request_id: result for result in results})
                 for group in _by_group(results):
@@ -129,10 +130,19 @@ def args_of_rollout(env_args: SamplingArgs, given: SamplingArgs | None) -> Sampl
     return {**deepcopy(env_args), **(given or {})}
 
 
+def as_sent(args: SamplingArgs, message_type: MessageType) -> SamplingArgs:
+    """Return sampling arguments with the name that chat requests have for `max_tokens`."""
+    if message_type != "chat" or args.get("max_tokens") is None:
+        return {key: value for key, value in args.items() if key != "max_tokens" or value}
+    rest = {key: value for key, value in args.items() if key != "max_tokens"}
+    return {**rest, "max_completion_tokens": args["max_tokens"]}
+
+
 class Batches(BatchRunner):
     """The methods of an environment that run many rollouts."""
 
     env_args: dict[str, Any]
+    message_type: MessageType
 
     async def generate(
         self,
@@ -148,12 +158,10 @@ class Batches(BatchRunner):
         save_results: bool = False,
         save_every: int = -1,
         use_tqdm: bool = True,
-        **engine_settings: Any,
     ) -> GenerateOutputs:
         """Play and score rows, and return the rollouts by `example_id`.
 
-        Rows with one `example_id` are one group. `engine_settings` are `RolloutEngine`'s
-        (`time_limit_s`, `deadline_s`, `retries`, ...).
+        Rows with one `example_id` are one group.
 
         Raises:
             Exception: what the first rollout failed with, when all have failed.
@@ -171,7 +179,7 @@ class Batches(BatchRunner):
                 env_args=self.env_args,
                 model=model,
                 client=client,
-                sampling_args=args,
+                sampling_args=as_sent(args, self.message_type),
                 state_columns=state_columns,
                 results_path=results_path,
                 time_ms=(time.perf_counter() - started) * 1000.0,
@@ -195,7 +203,6 @@ class Batches(BatchRunner):
             max_scoring=max_concurrent if scoring is None else scoring,
             on_group=on_group,
             show_progress=use_tqdm,
-            **engine_settings,
         )
         results = outputs(states)
         if save_results:
@@ -262,7 +269,6 @@ class Batches(BatchRunner):
         state_columns: list[str] | None = None,
         save_results: bool = False,
         save_every: int = -1,
-        **kwargs: Any,
     ) -> GenerateOutputs:
         """`evaluate` for callers without an event loop (or with a running one)."""
         return self.generate_sync(
@@ -277,7 +283,6 @@ class Batches(BatchRunner):
             state_columns=state_columns,
             save_results=save_results,
             save_every=save_every,
-            **kwargs,
         )
 
     make_dataset = staticmethod(make_dataset)

@@ -14,11 +14,6 @@ from rolltree.environments import lifecycle
 from rolltree.environments.lifecycle import Role
 
 Method = Callable[..., Any]
-_MARKS: dict[Role, Callable[..., Any]] = {
-    "stop": lifecycle.stop,
-    "cleanup": lifecycle.cleanup,
-    "teardown": lifecycle.teardown,
-}
 
 
 def stop(func: Method | None = None, *, priority: int = 0) -> Any:
@@ -40,7 +35,7 @@ def _marked(func: Method | None, role: Role, priority: int) -> Any:
     def decorate(target: Method) -> Any:
         setattr(target, role, True)
         setattr(target, f"{role}_priority", priority)
-        return _MARKS[role](priority=priority)(target)
+        return target
 
     return decorate if func is None else decorate(func)
 

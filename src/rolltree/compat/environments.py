@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 from rolltree import environments as rooms
-from rolltree.compat.batches import Batches, args_of_rollout, current_batch, note_failure
+from rolltree.compat.batches import Batches, args_of_rollout, as_sent, current_batch, note_failure
 from rolltree.compat.decorators import marked_methods, stop
 from rolltree.compat.helpers import NullAsyncContext, concat_messages, maybe_await
 from rolltree.compat.model_calls import ask, is_direct
@@ -31,12 +31,12 @@ from rolltree.compat.rows import (
     with_task,
 )
 from rolltree.compat.rubrics import Rubric
+from rolltree.compat.states import AT_THE_END, adopted, cut_tokens
 from rolltree.environments.completion import conversation
 from rolltree.environments.dataset import Data, RowFormat, Rows
 from rolltree.environments.lifecycle import Mark, mark_of, register
 from rolltree.errors import ConfigError
-from rolltree.rollouts import Split, current_episode
-from rolltree.tokens import Trajectory
+from rolltree.rollouts import Split, current_episode, merge_args
 from rolltree.types import (
     OVERLONG_PROMPT,
     ChatMessage,
@@ -44,11 +44,12 @@ from rolltree.types import (
     MessageType,
     ModelResponse,
     RolloutInput,
-    RolloutTiming,
     SamplingArgs,
     State,
     ToolSchema,
 )
+
+_DEFAULT_ARGS: SamplingArgs = {"n": 1, "extra_body": {}}
 
 
 class Environment(OwnNames, Batches, rooms.Environment):
@@ -78,7 +79,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
         max_seq_len: int | None = None,
         **kwargs: Any,
     ) -> None:
-        self.logger = logging.getLogger(f"rolltree.environments.{type(self).__name__}")
+        self.logger = logging.getLogger(f"verifiers.envs.{type(self).__name__}")
         self.message_type = message_type
         self.oai_tools: list[ToolSchema] | None = oai_tools  # type: ignore[assignment]
         self.system_prompt = system_prompt
@@ -98,7 +99,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
             )
         self.dataset = self._formatted(dataset, map_kwargs)
         self.eval_dataset = self._formatted(eval_dataset, map_kwargs)
-        self.sampling_args = {"n": 1, "extra_body": {}}
+        self.sampling_args = deepcopy(_DEFAULT_ARGS)
         for name, value in (sampling_args or {}).items():
             self.sampling_args[name] = dict(value) if name == "extra_body" else value
         self.max_workers = max_workers
@@ -200,6 +201,10 @@ class Environment(OwnNames, Batches, rooms.Environment):
         data = self.dataset if split == "train" else self.eval_dataset
         return None if data is None else self.rows(data)
 
+    def group_of(self, row: Mapping[str, Any]) -> str:
+        """Return the group of a row: its `example_id`, whatever its task."""
+        return str(row["example_id"])
+
     def input_of(self, row: Mapping[str, Any]) -> RolloutInput:
         """Return what a rollout gets of a row: all of it."""
         return cast(RolloutInput, dict(row))
@@ -213,10 +218,14 @@ class Environment(OwnNames, Batches, rooms.Environment):
         model: str,
         sampling_args: SamplingArgs | None = None,
     ) -> State:
-        """Return the state before the first turn; a row's tools win over the environment's."""
+        """Return the state before the first turn.
+
+        Tools in a row's `info` are offered where the environment has none.
+        """
         state = await super().init_state(input, client, model, sampling_args)
-        if not state["oai_tools"]:
-            state["oai_tools"] = self.oai_tools
+        state["oai_tools"] = self.oai_tools or state["oai_tools"] or self.oai_tools
+        for key in AT_THE_END:
+            dict.pop(state, key, None)
         return state
 
     async def get_model_response(
@@ -242,6 +251,8 @@ class Environment(OwnNames, Batches, rooms.Environment):
         self, state: State, prompt_messages: Messages, response: Any
     ) -> None:
         """Append the step of one model call; tokens beyond `max_seq_len` are cut from it."""
+        if current_episode() is not None:
+            self._note_sent(state)
         if getattr(response, "id", None) == OVERLONG_PROMPT:
             state["prompt_too_long"] = True
         answer = self._recorded(state, response)
@@ -254,6 +265,14 @@ class Environment(OwnNames, Batches, rooms.Environment):
         )
         if step["tokens"] is not None:
             cut_tokens(step["tokens"], self.max_seq_len)
+
+    def _note_sent(self, state: State) -> None:
+        """Let the state say how requests were sampled."""
+        args = state.get("sampling_args")
+        if isinstance(args, dict):
+            sent = as_sent(args, self.message_type)
+            args.clear()
+            args.update(sent)
 
     def _recorded(self, state: State, response: Any) -> ModelResponse:
         """Return the record of a response; a message of the openai package is as theirs was."""
@@ -302,7 +321,9 @@ class Environment(OwnNames, Batches, rooms.Environment):
         except Exception as error:
             note_failure(error)
             raise
-        return [adopted(state)]
+        state = adopted(state)
+        state.setdefault("completion", None)
+        return [state]
 
     async def run_rollout(
         self,
@@ -403,7 +424,15 @@ class MultiTurnEnv(Environment, rooms.MultiTurnEnv):
         Raises:
             Exception: what it failed with; the state has it too, and cleanups have run.
         """
-        return await super().rollout(input, client, model, sampling_args)
+        own = None if sampling_args is None else dict(sampling_args)
+        state = await super().rollout(input, client, model, own)
+        self._note_sent(state)
+        return state
+
+    def _turn_args(self, sampling_args: SamplingArgs | None) -> SamplingArgs:
+        own = self.sampling_args.items()
+        chosen = {key: value for key, value in own if (key, value) not in _DEFAULT_ARGS.items()}
+        return merge_args(chosen, sampling_args)
 
     def _session(self, client: Any, model: str) -> Any:
         return client if is_direct(client) else super()._session(client, model)
@@ -434,45 +463,6 @@ class SingleTurnEnv(MultiTurnEnv, rooms.SingleTurnEnv):
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
         """Never asked."""
         raise NotImplementedError("env_response is not implemented for SingleTurnEnv")
-
-
-def adopted(state: Any) -> State:
-    """Return a state, which an environment may have made by hand, as the engine needs it."""
-    if not isinstance(state, State):
-        state = State(state)
-    if not isinstance(state.get("trajectory"), Trajectory):
-        state["trajectory"] = Trajectory(state.get("trajectory") or ())
-    for key, value in _MISSING.items():
-        state.setdefault(key, value)
-    if state.get("timing") is None:
-        state["timing"] = RolloutTiming(
-            generation_ms=0.0, scoring_ms=0.0, total_ms=0.0, start_time=time.time()
-        )
-    episode = current_episode()
-    if episode is not None and not any(known is state for known in episode.states):
-        episode.states.append(state)
-    return cast(State, state)
-
-
-_MISSING: dict[str, Any] = {
-    **dict.fromkeys(("completion", "reward", "advantage", "metrics", "error")),
-    **dict.fromkeys(("stop_condition", "truncation_reason")),
-    **dict.fromkeys(("is_completed", "terminated", "truncated"), False),
-}
-
-
-def cut_tokens(tokens: Any, max_seq_len: int | None) -> None:
-    """Cut the tokens of a step to `max_seq_len`, prompt and completion, and note what was cut."""
-    num_prompt, num_sampled = len(tokens["prompt_ids"]), len(tokens["completion_ids"])
-    tokens["overlong_prompt"] = max_seq_len is not None and num_prompt > max_seq_len
-    tokens["is_truncated"] = max_seq_len is not None and num_prompt + num_sampled > max_seq_len
-    if max_seq_len is None or not tokens["is_truncated"]:
-        return
-    room = max(0, max_seq_len - num_prompt)
-    for key in ("prompt_ids", "prompt_mask"):
-        tokens[key] = tokens[key][:max_seq_len]
-    for key in ("completion_ids", "completion_mask", "completion_logprobs"):
-        tokens[key] = tokens[key][:room]
 
 
 def _taken(data: Any, n: int, seed: int | None) -> Any:

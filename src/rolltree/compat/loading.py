@@ -21,7 +21,7 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
         RuntimeError: its `load_environment` raised; the message says what.
     """
     try:
-        return load(env_id.split("/")[-1], **env_args)
+        return load(env_id, **env_args)
     except (ImportError, UnknownName) as error:
         if isinstance(error, UnknownName) and _is_module(env_id):
             raise RuntimeError(

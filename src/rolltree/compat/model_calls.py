@@ -16,12 +16,9 @@ from rolltree.errors import ConfigError, PromptTooLong
 from rolltree.inference.client import as_client, sampling_from_args
 from rolltree.rollouts import current_episode
 from rolltree.types import (
-    OVERLONG_PROMPT,
     ChatMessage,
-    FinishReason,
     Messages,
     MessageType,
-    ModelResponse,
     SamplingArgs,
     ToolSchema,
 )
@@ -62,7 +59,7 @@ async def ask(
             message_type=message_type,
         )
     except PromptTooLong:
-        return overlong_response()
+        return get_overlong_prompt_dummy_response(message_type)
 
 
 async def _ask_directly(
@@ -100,13 +97,6 @@ def _is_overlong(error: Exception) -> bool:
 
     text = str(getattr(getattr(error, "response", None), "text", error))
     return isinstance(status_error(400, text, "the server"), PromptTooLong)
-
-
-def overlong_response() -> ModelResponse:
-    """Return the answer to a prompt that does not fit the model."""
-    text = "Prompt too long."
-    message: ChatMessage = {"role": "assistant", "content": text}
-    return ModelResponse(message, text, FinishReason.LENGTH, id=OVERLONG_PROMPT)
 
 
 def for_model(

@@ -28,7 +28,7 @@ SOURCES: dict[str, str] = {
     f"{_SHIMS}.parsers": "MaybeThinkParser Parser ThinkParser XMLParser",
     "rolltree.parsers": "extract_boxed_answer",
     "rolltree.types": "ChatMessage Info Messages MessageType ModelResponse RolloutInput "
-    "BaseRolloutInput RolloutTiming SamplingArgs State TrajectoryStep TrajectoryStepTokens",
+    "BaseRolloutInput RolloutTiming SamplingArgs State TrajectoryStep",
     f"{_SHIMS}.judge": "DEFAULT_JUDGE_PROMPT JudgeRubric",
     f"{_SHIMS}.configs": "ClientConfig EvalConfig",
     f"{_SHIMS}.datasets": "BOXED_SYSTEM_PROMPT THINK_BOXED_SYSTEM_PROMPT extract_hash_answer "
@@ -38,7 +38,7 @@ SOURCES: dict[str, str] = {
     "get_overlong_prompt_dummy_response print_prompt_completions_sample sanitize_tool_calls "
     "strip_nones_from_content",
     f"{_SHIMS}.logs": "setup_logging",
-    f"{_SHIMS}.types": "ChatMessages Endpoint Endpoints "
+    f"{_SHIMS}.types": "TrajectoryStepTokens ChatMessages Endpoint Endpoints "
     "GroupRewardFunc IndividualRewardFunc JsonPrimitive Message ProcessedOutputs RolloutScore "
     "RolloutScores",
     "openai": "AsyncOpenAI",

@@ -90,6 +90,8 @@ def opened(data: Data, row_format: RowFormat) -> Rows:
         if row.get("prompt") is None:
             return row_format(row, index)
         made = dict(row)
+        if isinstance(made["prompt"], str) and row_format.message_type == "chat":
+            made["prompt"] = [{"role": "user", "content": made["prompt"]}]
         if not isinstance(made.get("example_id"), int):
             made["example_id"] = index
         made.setdefault("task", row_format.env_id or "default")

@@ -12,7 +12,7 @@ import json
 import os
 import random
 from collections.abc import Awaitable, Callable
-from typing import Any, TypedDict
+from typing import Any
 
 from rolltree.compat import python_worker
 from rolltree.compat.decorators import cleanup, teardown
@@ -29,6 +29,11 @@ from rolltree.compat.tool_environments import StatefulToolEnv
 from rolltree.errors import ConfigError
 from rolltree.types import Messages, State
 
+try:
+    from typing_extensions import TypedDict  # pydantic describes no other before Python 3.12
+except ImportError:
+    from typing import TypedDict
+
 
 class SandboxEnv(StatefulToolEnv):
     """A `StatefulToolEnv` whose rollouts each have a sandbox with a shell.
@@ -36,7 +41,8 @@ class SandboxEnv(StatefulToolEnv):
     `state["sandbox_id"]` names it. Override `post_rollout` to look at it before it is deleted.
 
     Args:
-        sandbox_client: what makes the sandboxes, with the methods of `SandboxClient`.
+        kwargs: `StatefulToolEnv`'s, and `sandbox_client`: what makes the sandboxes, with the
+            methods of `SandboxClient`.
 
     Raises:
         ConfigError: a sandbox with these settings cannot be made here; the message says what to
@@ -62,9 +68,9 @@ class SandboxEnv(StatefulToolEnv):
         backoff_factor: float = 2.0,
         max_backoff_seconds: float = 30.0,
         jitter: float = 1e-3,
-        sandbox_client: Any = None,
         **kwargs: Any,
     ) -> None:
+        sandbox_client = kwargs.pop("sandbox_client", None)
         StatefulToolEnv.__init__(self, **kwargs)
         self.timeout_per_command_seconds = timeout_per_command_seconds
         fields = {

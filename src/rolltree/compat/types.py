@@ -6,12 +6,20 @@ from collections.abc import Awaitable, Callable
 from typing import Literal, TypeAlias, TypedDict
 
 from rolltree.types import ChatMessage
+from rolltree.types import TrajectoryStepTokens as Tokens
 
 ChatMessages: TypeAlias = list[ChatMessage]
 Message: TypeAlias = str | ChatMessage
 IndividualRewardFunc: TypeAlias = Callable[..., float | Awaitable[float]]
 GroupRewardFunc: TypeAlias = Callable[..., list[float] | Awaitable[list[float]]]
 JsonPrimitive: TypeAlias = Literal["string", "number", "integer", "boolean", "array", "object"]
+
+
+class TrajectoryStepTokens(Tokens):
+    """Tokens of one model call, and whether `max_seq_len` cut its prompt or its end."""
+
+    overlong_prompt: bool
+    is_truncated: bool
 
 
 class RolloutScore(TypedDict):

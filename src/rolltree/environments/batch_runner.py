@@ -236,6 +236,10 @@ class BatchRunner(ABC):
         """Return the input of row `index` of the split."""
         return self.input_of(self._split(split)[index])
 
+    def group_of(self, row: Mapping[str, Any]) -> str:
+        """Return the group of rollouts that `generate` compares those of a row with."""
+        return f"{row['task']}/{row['example_id']}"
+
     def input_of(self, row: Mapping[str, Any]) -> RolloutInput:
         """Return what a rollout gets of a row: the input's columns, in a fresh dict."""
         return as_input(row)
@@ -431,7 +435,7 @@ class BatchRunner(ABC):
         met: Counter[str] = Counter()
         requests: list[RolloutRequest] = []
         for row in rows:
-            group = f"{row['task']}/{row['example_id']}"
+            group = self.group_of(row)
             request = example_request(
                 self.env_id,
                 self.input_of(row),

@@ -120,19 +120,23 @@ class MultiTurnEnv(Environment):
         try:
             with in_phase("setup"):
                 session = self._session(client, model)
-                args = merge_args(self.sampling_args, sampling_args)
+                args = self._turn_args(sampling_args)
                 state = await self.setup_state(state)
             await self._play_turns(state, session, model, args)
         except Exception as error:  # noqa: BLE001  a failed rollout is data
             self.record_failure(state, error)
         finally:
             await self._cleanup(state)
-            if state["completion"] is None:  # failed or cancelled, or ended by an override
+            if state.get("completion") is None:  # failed or cancelled, or ended by an override
                 await self._render_timing(state)
                 await self._render_completion(state)
             if isinstance(state["trajectory"], Trajectory):
                 state["trajectory"].trim()
         return state
+
+    def _turn_args(self, sampling_args: SamplingArgs | None) -> SamplingArgs:
+        """Return the sampling arguments of the rollout's model calls."""
+        return merge_args(self.sampling_args, sampling_args)
 
     async def _begin(
         self, input: RolloutInput, client: Any, model: str, sampling_args: SamplingArgs | None
