@@ -118,6 +118,14 @@ def read(path: Path, url: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
+def real_python() -> Path:
+    """The interpreter of the environment with the real package."""
+    if not REAL.exists():
+        pytest.skip(f"the real verifiers is not installed at {REAL}: run `make test-compat`")
+    return REAL
+
+
+@pytest.fixture(scope="session")
 def published() -> Path:
     """The folder of the published environments."""
     if not PUBLISHED.exists():

@@ -57,11 +57,11 @@ def _schema_of(func: Callable[..., Any], texts: Mapping[str, str]) -> dict[str, 
         text = texts.get(name)
         if get_origin(kind) is Annotated:
             said = next((item for item in get_args(kind)[1:] if isinstance(item, str)), None)
-            text = text if text is not None else said
+            text = (text if text is not None else said) or None
         if parameter.kind is parameter.VAR_POSITIONAL:
             fields[name] = (_several(kind), Field(default_factory=list, description=text))
         elif _is_field(parameter.default):
-            fields[name] = (kind, _described(parameter.default, text))
+            fields[name] = (kind, _described(parameter.default, text or None))
         elif parameter.default is parameter.empty:
             fields[name] = (_described(kind, text), ...)
         else:
