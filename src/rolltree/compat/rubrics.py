@@ -374,9 +374,13 @@ def _tool_calls(completion: Messages) -> list[Any]:
 class MathRubric(Rubric, rooms.MathRubric):
     r"""A rubric with `correct_answer_reward_func`, of weight 1, added last.
 
+    Answers that take more than `comparison_limit_s` seconds to compare are not equal.
+
     Raises:
         ConfigError: the `math-verify` package is missing.
     """
+
+    comparison_limit_s = 15.0
 
     def __init__(
         self,
@@ -392,12 +396,12 @@ class MathRubric(Rubric, rooms.MathRubric):
     def correct_answer_reward_func(
         self, parser: Any, completion: Messages, answer: str, **kwargs: Any
     ) -> float:
-        """Return 1.0 when the completion's answer means the reference answer, else 0.0.
-
-        Answers that take more than 15 seconds to compare are not equal.
-        """
+        """Return 1.0 when the completion's answer means the reference answer, else 0.0."""
         try:
             response = parser.parse_answer(completion) or ""
-            return float(response != "" and boxed_answers_are_equal(f"{answer}", f"{response}"))
+            if response == "":
+                return 0.0
+            limit_s = self.comparison_limit_s
+            return float(boxed_answers_are_equal(f"{answer}", f"{response}", time_limit_s=limit_s))
         except Exception:  # noqa: BLE001  as it was
             return 0.0

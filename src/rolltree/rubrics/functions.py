@@ -154,8 +154,9 @@ def without_semaphore(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     async def scored(self: Any, *given: Any, **named: Any) -> Any:
-        if len(given) + len(named) == 1 or named.get("score_sem", ...) is None:
-            named["score_sem"] = nullcontext()
+        if len(given) > 1:
+            given, named["score_sem"] = given[:1], given[1]
+        named["score_sem"] = named.get("score_sem") or nullcontext()
         return await method(self, *given, **named)
 
     return scored
