@@ -71,6 +71,7 @@ class SandboxEnv(StatefulToolEnv):
         **kwargs: Any,
     ) -> None:
         sandbox_client = kwargs.pop("sandbox_client", None)
+        self.active_sandboxes: set[str] = set()
         StatefulToolEnv.__init__(self, **kwargs)
         self.timeout_per_command_seconds = timeout_per_command_seconds
         fields = {
@@ -98,7 +99,6 @@ class SandboxEnv(StatefulToolEnv):
             )
             if isinstance(self.sandbox_client, SandboxClient):
                 self.sandbox_client.check(self.sandbox_request)
-        self.active_sandboxes: set[str] = set()
         waits = [
             min(base_delay * backoff_factor**attempt, max_backoff_seconds)
             for attempt in range(max(max_retries - 1, 0))
