@@ -32,7 +32,14 @@ DIFFERS = {
     "continuation_quality": (r"(reward|metric \w+) was 0.0, is [\d.]+", JUDGED),
     "doublecheck": (r"(reward|metric \w+) was 1.0, is 0.0", "MathRubric wants the answer in a box"),
     "math_group": (r"metric \w+ was 0.0, is null", "no metric of an environment not played"),
-    "reasoning_gym_env": (r"(prompt|tokens) was .*", "ReasoningGymEnv's instructions are shorter"),
+    "math_python": (
+        r"(completion|tokens|reward|metric \w+) was .*",
+        "PythonEnv runs code in rolltree's sandbox, which words its errors itself",
+    ),
+    "reasoning_gym_env": (
+        r"(prompt|completion|tokens|reward|metric \w+) was .*",
+        "ReasoningGymEnv draws other rows and gives shorter instructions",
+    ),
     "self_reward": (r"(reward|error|metric \w+) was (0.0|null), is .*", "no judge is a failure"),
     "simpleqa": (r"(reward|metric \w+) was 0.0, is [\d.]+", JUDGED),
     "tool_test": (

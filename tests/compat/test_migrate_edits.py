@@ -1,0 +1,144 @@
+"""The edits of `rolltree env migrate`: exact, few, and what cannot be edited is named."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from unchanged import write_module, write_package
+
+from rolltree.cli import app
+from rolltree.compat.migrate import migrate
+from rolltree.errors import ConfigError
+
+V = "import verifiers as vf\n"
+R = "import rolltree as vf\n"
+
+
+def edited(tmp_path, source):
+    file = tmp_path / "env.py"
+    file.write_bytes(source.encode())
+    migration = migrate(file)
+    return migration.after.get(file, source), [str(remark) for remark in migration.remarks]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (V, R),
+        (
+            "import verifiers\nx = verifiers.Parser\n",
+            "import rolltree as verifiers\nx = verifiers.Parser\n",
+        ),
+        ("import os, verifiers as vf  # both\n", "import os, rolltree as vf  # both\n"),
+        ("from verifiers.types import State\n", "from rolltree import State\n"),
+        (
+            "from verifiers.types import (\n    Messages,  # said\n    State as S,\n)\n",
+            "from rolltree import (\n    Messages,  # said\n    State as S,\n)\n",
+        ),
+        (
+            "def f():\n    from verifiers.utils.data_utils import BOXED_SYSTEM_PROMPT, "
+            "extract_boxed_answer\n",
+            "def f():\n    from rolltree import extract_boxed_answer\n"
+            "    from rolltree.compat.datasets import BOXED_SYSTEM_PROMPT\n",
+        ),
+        (
+            V + "\nß = 'ü'; x: vf.types.Messages = vf.utils.data_utils.strip_non_numeric('1')\n",
+            R + "from rolltree.compat.datasets import strip_non_numeric\n"
+            "\nß = 'ü'; x: vf.Messages = strip_non_numeric('1')\n",
+        ),
+        (
+            V + "r = vf.JudgeRubric(\n    judge_model='m',\n"
+            "    parallelize_scoring=True,\n    parser=p,\n)\n",
+            R + "r = vf.JudgeRubric(\n    judge_model='m',\n    parser=p,\n)\n",
+        ),
+        (
+            V + "r = vf.JudgeRubric(parser=p, parallelize_scoring=True)\n",
+            R + "r = vf.JudgeRubric(parser=p)\n",
+        ),
+        (
+            V + "e = vf.ReasoningGymEnv(gym='x', num_train_examples=3)\n",
+            R + "e = vf.ReasoningGymEnv(tasks='x', num_train=3)\n",
+        ),
+        (
+            "from openai import OpenAI\nimport verifiers as vf\n"
+            "r = vf.JudgeRubric(judge_client=OpenAI())\n",
+            "from openai import AsyncOpenAI\nimport rolltree as vf\n"
+            "r = vf.JudgeRubric(judge_client=AsyncOpenAI())\n",
+        ),
+        ("import verifiers as vf\r\nx = 1\r\n", "import rolltree as vf\r\nx = 1\r\n"),
+        ("import json\n", "import json\n"),
+    ],
+)
+def test_only_the_names_change(tmp_path, old, new):
+    assert edited(tmp_path, old) == (new, [])
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (V + "t = vf.RLTrainer()\n", "env.py:2: rolltree has no RLTrainer; train"),
+        ("from verifiers.rl.trainer import RLTrainer\n", "env.py:1: rolltree has no RLTrainer"),
+        ("from verifiers.types import *\n", "env.py:1: rolltree has no *"),
+        ("import verifiers.utils.tools as t\n", "env.py:1: import the names"),
+        (
+            V + "e = vf.SingleTurnEnv(\n    level=3,\n)\n",
+            "env.py:3: SingleTurnEnv has no argument 'level'",
+        ),
+        ("rubric.funcs.append(f)\n", "env.py:1: rubric.funcs cannot be changed"),
+        (
+            "class E:\n    def f(self):\n        self.tools = []\n",
+            "env.py:3: the tools of a ToolEnv",
+        ),
+        (
+            "from openai import OpenAI\nOpenAI().chat.completions.create()\n",
+            "env.py:1: OpenAI blocks",
+        ),
+    ],
+)
+def test_the_rest_is_named_with_its_place(tmp_path, source, said):
+    _, remarks = edited(tmp_path, source)
+    assert remarks
+    assert remarks[0].startswith(said)
+
+
+def test_a_project_depends_on_rolltree(tmp_path):
+    folder = write_package(tmp_path)
+    text = migrate(folder).after[folder / "pyproject.toml"]
+    assert '    "rolltree>=0.1",\n' in text
+    assert "[tool.rolltree.eval]" in text
+    assert text.count("\n") == (folder / "pyproject.toml").read_text().count("\n")
+
+
+def test_what_cannot_be_read_is_said(tmp_path):
+    with pytest.raises(ConfigError, match="no Python file"):
+        migrate(tmp_path)
+    with pytest.raises(ConfigError, match="not valid Python"):
+        edited(tmp_path, "def f(:\n")
+
+
+def test_the_command_shows_writes_and_checks(tmp_path):
+    folder = write_module(tmp_path)
+    before = (folder / "my_env.py").read_text()
+    shown = CliRunner().invoke(app, ["env", "migrate", str(folder), "--no-check"])
+    assert shown.exit_code == 0, shown.output
+    assert "-import verifiers as vf\n" in shown.stdout
+    assert "+import rolltree as vf\n" in shown.stdout
+    assert (folder / "my_env.py").read_text() == before
+    args = json.dumps({"num_examples": 2})
+    done = CliRunner().invoke(app, ["env", "migrate", str(folder), "--write", "-a", args])
+    assert done.exit_code == 0, done.output
+    assert "before and after: all the same" in done.stdout
+    assert "verifiers" not in (folder / "my_env.py").read_text()
+
+
+def test_the_command_says_what_differs(tmp_path):
+    folder = write_module(tmp_path)
+    text = (folder / "my_env.py").read_text()
+    raising = text.replace("    return 1.0 / ", "    return 1.0 / 0 / ").replace(
+        "return 1.0 /", "return 1.0 /"
+    )
+    assert raising != text
+    (folder / "my_env.py").write_text(raising)
+    done = CliRunner().invoke(app, ["env", "migrate", str(folder)])
+    assert done.exit_code == 1
+    assert "differs: example 0" in done.stdout
