@@ -214,3 +214,14 @@ def test_training_passes_the_flag_of_its_config(monkeypatch):
     environment = rolltree.SingleTurnEnv(dataset=[{"question": "a", "answer": "b"}])
     with pytest.raises(rolltree.ConfigError, match=r"env\.compat is true, but"):
         rolltree.train(environment=environment, env={"compat": True})
+
+
+def test_a_package_that_an_environment_needs_is_named(tmp_path):
+    package = write_module(tmp_path / "environments")
+    text = (package / "my_env.py").read_text()
+    (package / "my_env.py").write_text(f"import no_such_package.part\n{text}")
+    done = rolltree_command("eval", "my-env", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "no_such_package" in done.stderr
+    assert "rolltree env install" in done.stderr

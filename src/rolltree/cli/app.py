@@ -13,6 +13,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -59,11 +60,14 @@ def messages() -> Iterator[None]:
         raise click.exceptions.Exit(status) from None
     except ModuleNotFoundError as error:
         extra = _EXTRAS.get((error.name or "").partition(".")[0])
-        if extra is None:
+        if extra is None and _is_ours(error):
             raise
         message = (
             f"the package {error.name} is missing, which this command needs. Install rolltree "
             f"with its extra: pip install '{extra}'."
+            if extra is not None
+            else f"the package {error.name} is missing, which the environment imports. Install it, "
+            "or all that the environment's project names: rolltree env install PATH."
         )
         tell(f"error: {message}", error=True)
         raise click.exceptions.Exit(2) from None
@@ -74,6 +78,13 @@ def messages() -> Iterator[None]:
         raise click.exceptions.Exit(1) from None
     except KeyboardInterrupt:
         raise click.exceptions.Exit(130) from None
+
+
+def _is_ours(error: ModuleNotFoundError) -> bool:
+    """Whether the import that failed is one of rolltree's own files."""
+    frames = traceback.extract_tb(error.__traceback__)
+    files = [frame.filename for frame in frames if not frame.filename.startswith("<frozen")]
+    return bool(files) and Path(__file__).parents[1] in Path(files[-1]).parents
 
 
 class Program(click.Group):
