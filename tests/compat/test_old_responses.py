@@ -118,3 +118,18 @@ async def test_a_changed_message_is_what_the_conversation_has(make_client):
         if second is not None:  # what was sampled stays, and the next prompt does not go on from it
             known = [*first["prompt_ids"], *first["completion_ids"]]
             assert list(second["prompt_ids"])[: len(known)] != known
+
+
+async def test_a_rollout_played_by_hand(make_client):
+    client = make_client()
+    env = Reading()
+    (row,) = env.get_eval_inputs(1)
+    try:
+        state = await env.rollout(row, client, "tiny", {"max_tokens": MAX_TOKENS})
+        await env.rubric.score_group([state])
+    finally:
+        closed = (getattr(client, "aclose", None) or client.close)()
+        if inspect.isawaitable(closed):
+            await closed
+    assert len(state["trajectory"]) == 2
+    assert state["reward"] == num_words(state)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from rolltree.compat.clients import async_client, is_blocking
 from rolltree.compat.helpers import get_overlong_prompt_dummy_response
 from rolltree.environments.openai_view import OpenAIView
 from rolltree.errors import ConfigError, PromptTooLong
@@ -48,6 +49,7 @@ async def ask(
     if message_type == "completion" and tools:
         raise ConfigError("oai_tools are not supported for completion tasks.")
     messages, args = for_model(prompt, sampling_args)
+    client = async_client(client) if is_blocking(client) else client
     if is_direct(client):
         return await _ask_directly(client, model, messages, tools, args, message_type)
     try:
