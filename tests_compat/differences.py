@@ -131,12 +131,13 @@ DIFFERENCES: tuple[Difference, ...] = (
         _added,
     ),
     Difference(
-        "in a `RubricGroup` the rewards and advantages of steps come from the first rubric, the "
-        "advantage of the rollout from the last one",
+        "in a `RubricGroup` (every `ToolEnv`) the rewards and advantages of steps come from the "
+        "first rubric, the advantage of the rollout from the last one",
         "they come from the sum",
-        rf"{_STATE}\.(trajectory\[\d+\]\.)?(reward|advantage)|result\.group\.\w+(\[\d+\])?\.advantage",
-        lambda real, ours: "<missing>" not in (real, ours),
-        cases="calls_typed.*|scored_replaced|scored_rubric_group|wiki_search|math_python|states_by_hand",
+        rf"{_STATE}\.advantage|{_STEP}\.(reward|advantage)",
+        lambda real, ours: isinstance(real, float) and isinstance(ours, float),
+        cases="calls_.*|mixed_.*|scored_rubric_group|scored_replaced|states_by_hand|wiki_search|"
+        "tool_test|math_python|mcp_env",
     ),
     Difference(
         "one failed model call aborts `generate`, and what the other rollouts did is lost",
@@ -188,39 +189,11 @@ DIFFERENCES: tuple[Difference, ...] = (
     Difference(
         "a reward function without a name (`functools.partial`) is an AttributeError",
         "it goes by the name of what it wraps",
-        _OUTCOME,
-        cases="scored_nameless",
-    ),
-    Difference(
-        "a tool that has no strict schema raises `agents.exceptions.UserError`",
-        "a ValueError",
-        r"result\.\w+\.error",
-        lambda real, ours: "UserError" in real and ours == "ValueError",
-        cases="tool_schemas",
-    ),
-    Difference(
-        "a reward function that raises, or returns no number, scores 0.0 and is a line in the log",
-        '`state["scoring_errors"]` holds the error and its traceback, too',
-        rf"{_STATE}\.scoring_errors",
-        _added,
-    ),
-    Difference(
-        "in a `RubricGroup` (every `ToolEnv`) advantages are those of its last rubric, the steps' "
-        "rewards and advantages those of its first",
-        "they are those of the sums",
-        rf"{_STATE}\.advantage|{_STEP}\.(reward|advantage)",
-        lambda real, ours: isinstance(real, float) and isinstance(ours, float),
-        cases="calls_.*|mixed_.*|scored_rubric_group|scored_replaced|states_by_hand|wiki_search|"
-        "tool_test|math_python|mcp_env",
-    ),
-    Difference(
-        "a reward function without a name (a `partial`) is an AttributeError once it has scored",
-        "its metric has the name of what it calls",
         rf"{_OUTCOME}|result\.environment\.rubric\.funcs\[0\]",
         cases="scored_nameless",
     ),
     Difference(
-        "a tool with an argument of type `dict`, a `TypedDict` or `**kwargs` is refused",
+        "a tool with an argument of type `dict` or `TypedDict`, or with `**kwargs`, is refused",
         "it works",
         r"result\.(keywords|merge|move)(\..*)?",
         cases="tool_schemas",
@@ -239,20 +212,14 @@ DIFFERENCES: tuple[Difference, ...] = (
         cases="failing",
     ),
     Difference(
-        "`generate` wants an `example_id` in each row, and a list or a `Dataset`",
-        "rows without one are numbered",
-        r"result\.(no ids|dict)\..*",
-        cases="generate_forms",
-    ),
-    Difference(
         "an example data set that cannot be fetched raises what the hub's client raises",
         "a ValueError that names the file to put where",
         r"result\.no split\.error",
         cases="example_data",
     ),
     Difference(
-        '`"prompt" in state` is False although `state["prompt"]` works',
-        "it is True",
+        "`in`, `update` and `copy` of a state do not know the fields of its input",
+        "they do",
         r".*\.report\.prompt in",
         cases="turns_reads_state.*",
     ),

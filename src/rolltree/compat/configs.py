@@ -11,7 +11,7 @@ try:
 except ImportError as _missing:
     raise ConfigError(
         "ClientConfig and EvalConfig are pydantic models, and pydantic is missing. Install it with "
-        "`pip install 'rolltree[openai]'`."
+        "`pip install 'rolltree[compat]'`."
     ) from _missing
 
 

@@ -148,5 +148,5 @@ def _default_client() -> Any:
     except ImportError as error:
         raise ConfigError(
             "a JudgeRubric without a judge_client asks through the openai package, which is "
-            "missing. Install it with `pip install 'rolltree[openai]'`, or pass judge_client."
+            "missing. Install it with `pip install 'rolltree[compat]'`, or pass judge_client."
         ) from error

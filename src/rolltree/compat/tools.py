@@ -41,7 +41,7 @@ def _schema_of(func: Callable[..., Any], texts: Mapping[str, str]) -> dict[str, 
     except ImportError as error:
         raise ConfigError(
             "verifiers' tools are described by pydantic, which is missing. Install it with "
-            "`pip install 'rolltree[openai]'`."
+            "`pip install 'rolltree[compat]'`."
         ) from error
     hints = get_type_hints(func, include_extras=True)
     fields: dict[str, Any] = {}
