@@ -14,7 +14,6 @@ import textwrap
 import pytest
 from unchanged import write_module, write_package
 
-import rolltree
 from rolltree.testing import ScriptedServer
 
 REAL = """\
@@ -197,23 +196,6 @@ def test_its_trainer_is_refused_by_name(tmp_path):
     said = python(code, tmp_path)
     assert said.startswith("verifiers.rl")
     assert "rolltree train" in said
-
-
-def test_training_passes_the_flag_of_its_config(monkeypatch):
-    seen = {}
-
-    def load(env_id, **args):
-        seen.update(args, id=env_id)
-        raise KeyError("far enough")
-
-    monkeypatch.setattr("rolltree.launch.load_environment", load)
-    settings = {"id": "my-env", "args": {"num": 2}, "compat": True}
-    with pytest.raises(KeyError, match="far enough"):
-        rolltree.train(env=settings)
-    assert seen == {"id": "my-env", "compat": True, "num": 2}
-    environment = rolltree.SingleTurnEnv(dataset=[{"question": "a", "answer": "b"}])
-    with pytest.raises(rolltree.ConfigError, match=r"env\.compat is true, but"):
-        rolltree.train(environment=environment, env={"compat": True})
 
 
 def test_a_package_that_an_environment_needs_is_named(tmp_path):

@@ -157,3 +157,20 @@ def test_an_engine_that_cannot_serve_adapters_is_refused(model, tmp_path, path):
     with pytest.raises(ConfigError, match="lora_rank is set"):
         rt.train(settings(model, tmp_path), environment=path, lora_rank=2, **parts)
     asyncio.run(client.aclose())
+
+
+def test_the_flag_for_environments_of_verifiers_is_passed_on(monkeypatch):
+    seen = {}
+
+    def load(env_id, **args):
+        seen.update(args, id=env_id)
+        raise KeyError("far enough")
+
+    monkeypatch.setattr("rolltree.launch.load_environment", load)
+    settings = {"id": "my-env", "args": {"num": 2}, "compat": True}
+    with pytest.raises(KeyError, match="far enough"):
+        rt.train(env=settings)
+    assert seen == {"id": "my-env", "compat": True, "num": 2}
+    environment = rt.SingleTurnEnv(dataset=[{"question": "a", "answer": "b"}])
+    with pytest.raises(ConfigError, match=r"env\.compat is true, but"):
+        rt.train(environment=environment, env={"compat": True})

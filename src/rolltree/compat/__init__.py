@@ -1,8 +1,8 @@
-"""Environments written for verifiers 0.1.8, run by rolltree.
+"""Environments written for verifiers 0.1.8, run by rolltree as verifiers ran them.
 
-`rolltree.compat.verifiers` has the module paths and names of that API; `install()` makes `import
-verifiers` resolve to it, so such an environment runs unchanged. Its trainers and scripts are not
-covered.
+Loading one provides `import verifiers` (`rolltree.compat.install`); `install()` does the same for
+scripts that import it themselves. `rolltree.compat.names` says where each public name is. Its
+trainers are not covered.
 """
 
 from rolltree.compat.install import install, uninstall

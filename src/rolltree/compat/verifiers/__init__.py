@@ -1,8 +1,8 @@
-"""The public API of verifiers 0.1.8: its module paths and names, with rolltree's behaviour.
+"""The public API of verifiers 0.1.8.post2: its module paths and names, and their behaviour.
 
 Submodules (`envs.tool_env`, `rubrics.rubric`, `utils.data_utils`, `types`, ...) are made from the
 table in `rolltree.compat.names` when they are imported, and a name is fetched when it is used. It
-does not cover trainers and scripts; what behaves differently on purpose is in docs/compat.md.
+does not cover trainers; what behaves differently on purpose is in docs/compat.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from rolltree.compat.logs import write_to_stderr
 from rolltree.compat.names import MODULES, REMOVED, SOURCE_OF
 
-__version__ = "0.1.8"
+__version__ = "0.1.8.post2"
 __all__ = [
     *("EnvGroup", "Environment", "JudgeRubric", "MathRubric", "MaybeThinkParser", "MultiTurnEnv"),
     *("Parser", "PythonEnv", "ReasoningGymEnv", "Rubric", "RubricGroup", "SandboxEnv"),
