@@ -308,7 +308,8 @@ class _Sum:
         state.setdefault("trajectory", [])
         kept = ("reward", "metrics", "advantage", "has_step_rewards", "scoring_errors")
         self._before = {key: state[key] for key in kept if key in state}
-        self._missing = [key for key in kept if key not in state]
+        self._before["metrics"] = dict(state.get("metrics") or {})
+        self._missing = [key for key in kept if key not in self._before]
         self._steps = [(step, step["reward"], step["advantage"]) for step in state["trajectory"]]
         self._errors: dict[str, Any] = dict(state.get("scoring_errors") or {})
 
