@@ -2,7 +2,9 @@
 
 import asyncio
 import functools
+import importlib
 import logging
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -13,6 +15,8 @@ from rolltree.compat import clients
 from rolltree.compat import verifiers as vf
 from rolltree.compat.example_tools import calculator, python, search_ddg
 from rolltree.errors import ConfigError
+from rolltree.inference import OpenAIClient
+from rolltree.testing import ScriptedServer
 
 SAID = [{"role": "assistant", "content": "it is 4"}]
 
@@ -340,3 +344,24 @@ def test_code_runs_as_a_cell_in_a_sandbox(tmp_path):
 
 def test_a_search_without_its_package_tells_the_model():
     assert search_ddg("anything").startswith("Error: No module named")
+
+
+async def test_a_client_of_rolltrees_can_be_the_judge():
+    with ScriptedServer(lambda request: "yes", model="m") as server:
+        client = OpenAIClient(server.base_url, "m")
+        rubric = vf.JudgeRubric(judge_client=client, judge_model="m")
+        rubric.add_reward_func(agrees)
+        state = state_of()
+        await rubric.score_group([state])
+        await client.aclose()
+    assert state["reward"] == 1.0
+    assert list(state["judge_response"].values()) == ["yes"]
+
+
+def test_tools_and_configurations_without_pydantic_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pydantic", None)
+    monkeypatch.delitem(sys.modules, "rolltree.compat.configs", raising=False)
+    with pytest.raises(ConfigError, match=r"rolltree\[compat\]"):
+        vf.ToolRubric([calculator])
+    with pytest.raises(ConfigError, match=r"rolltree\[compat\]"):
+        importlib.import_module("rolltree.compat.configs")
