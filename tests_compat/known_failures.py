@@ -3,7 +3,4 @@
 Only while the work on them lasts: a case in this list that passes fails the test.
 """
 
-KNOWN_FAILURES: dict[str, str] = {
-    "command_line": "defaults, endpoint, endpoint, files",
-    "surface": "parsers.xml_parser.XMLParser.format.parameters, scripts.eval.get..",
-}
+KNOWN_FAILURES: dict[str, str] = {}

@@ -630,7 +630,12 @@ def results_by_hand(url: str) -> Any:
 
     def act(env: Any, client: Any) -> Any:
         return env.evaluate(
-            client=client, model="model", num_examples=2, rollouts_per_example=2, use_tqdm=False
+            client=client,
+            model="model",
+            num_examples=2,
+            rollouts_per_example=2,
+            max_concurrent=1,
+            use_tqdm=False,
         )
 
     results = run(url, act)
