@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from cases import CASES
 from compare import compare, sides
-from conftest import Played
 from differences import DIFFERENCES
 from table import PAGE, with_table
+
+from conftest import Played
 
 pytestmark = pytest.mark.timeout(900)
 
