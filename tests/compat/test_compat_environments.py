@@ -504,13 +504,15 @@ def test_example_data_comes_from_a_file_where_there_is_one(tmp_path, monkeypatch
     pytest.importorskip("datasets")
     from rolltree.compat import datasets as example
 
-    monkeypatch.setenv("ROLLTREE_DATASETS", str(tmp_path))
+    monkeypatch.setenv("ROLLTREE_HOME", str(tmp_path))
+    folder = tmp_path / "datasets"
+    folder.mkdir()
     monkeypatch.setattr(example, "hub_rows", lambda *_: (_ for _ in ()).throw(ConfigError("off")))
     with pytest.raises(ConfigError, match=r"openrs_easy-train\.jsonl"):
         vf.load_example_dataset("openrs_easy")
     rows = [{"problem": str(n), "answer": "1", "level": level} for n, level in enumerate("EH")]
     rows = [{**row, "level": {"E": "Easy", "H": "Hard"}[row["level"]]} for row in rows]
-    (tmp_path / "openrs_easy-train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "openrs_easy-train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = vf.load_example_dataset("openrs_easy")
     assert found.to_list() == [{"question": "0", "answer": "1"}]
     assert (set(example._EXAMPLES)) >= {"prime_code", "openbookqa", "mmlu_pro", "aime2025"}

@@ -1,8 +1,8 @@
 """The example data sets of verifiers 0.1.8, and its small functions on answers.
 
-Data sets come from the Hugging Face hub (or its local cache), or from files in the folder
-`ROLLTREE_DATASETS`, by default `~/.cache/rolltree/datasets`: `gsm8k-test.jsonl` there is the test
-split of gsm8k as the hub has it.
+Data sets come from the Hugging Face hub (or its local cache), or from files in
+`$ROLLTREE_HOME/datasets` (`~/.cache/rolltree/datasets`): `gsm8k-test.jsonl` there is the test split
+of gsm8k as the hub has it.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ def _raw_rows(name: str, example: _Example, split: str) -> Any:
             f"load_example_dataset({name!r}) needs the `datasets` package. Install it with "
             "`pip install rolltree[envs]`."
         ) from error
-    default = Path.home() / ".cache" / "rolltree" / "datasets"
-    folder = Path(os.environ.get("ROLLTREE_DATASETS", default))
+    home = os.environ.get("ROLLTREE_HOME") or Path.home() / ".cache" / "rolltree"
+    folder = Path(home) / "datasets"
     for ending in ("jsonl", "parquet"):
         file = folder / f"{name}-{split}.{ending}"
         if file.is_file():
