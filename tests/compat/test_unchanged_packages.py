@@ -26,7 +26,8 @@ class Environment:
 
 class SingleTurnEnv(Environment):
     def __init__(self, **kwargs):
-        pass
+        if kwargs.get("level"):
+            raise TypeError("no level here")
 
 
 Rubric = Parser = SingleTurnEnv
@@ -61,6 +62,9 @@ def real(tmp_path):
     (tmp_path / "site" / "verifiers" / "utils").mkdir(parents=True)
     (tmp_path / "site" / "verifiers" / "__init__.py").write_text(REAL)
     (tmp_path / "site" / "verifiers" / "types.py").write_text("Messages = list\n")
+    utils = tmp_path / "site" / "verifiers" / "utils"
+    (utils / "data_utils.py").write_text("extract_boxed_answer = str\n")
+    (utils / "async_utils.py").write_text("maybe_await = None\n")
     return str(tmp_path / "site")
 
 
@@ -143,6 +147,11 @@ def test_beside_the_real_package_it_asks_for_the_flag(tmp_path, real, server):
     assert "Traceback" not in refused.stderr
     assert "--compat" in refused.stderr
     assert "0.1.8.post2" in refused.stderr
+    level = ("-a", '{"level": 3}')
+    refused = rolltree_command(*words, *level, cwd=tmp_path, PYTHONPATH=path)
+    assert refused.returncode == 2
+    assert "no level here" in refused.stderr
+    assert "--compat" in refused.stderr
     done = rolltree_command(*words, "--compat", cwd=tmp_path, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
 

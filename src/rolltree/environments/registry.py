@@ -16,6 +16,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from importlib.metadata import entry_points
@@ -53,9 +54,9 @@ def load_environment(
         factory = find_environment(name)
         _check_arguments(name, factory, args)
         environment = factory(**args)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:
         version = imported_real_version()
-        if version is None or "verifiers" not in str(error):
+        if version is None or not _comes_from_verifiers(error):
             raise
         raise ConfigError(_of_the_real_package(name, version, f"failed: {error}")) from error
     if not isinstance(environment, Environment):
@@ -151,6 +152,14 @@ def _of_the_real_package(name: str, version: str, what: str) -> str:
         "in a new process: --compat, env.compat=true in a training config, or "
         "load_environment(..., compat=True)."
     )
+
+
+def _comes_from_verifiers(error: Exception) -> bool:
+    """Whether the real package raised an error, or lacks the name that was imported from it."""
+    folder = str(getattr(sys.modules.get("verifiers"), "__file__", "")).rpartition(os.sep)[0]
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    missing = isinstance(error, ImportError | AttributeError) and "verifiers" in str(error)
+    return missing or bool(folder and any(file.startswith(folder + os.sep) for file in files))
 
 
 def _is_from_verifiers(value: object) -> bool:
