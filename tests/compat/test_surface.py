@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rolltree.compat.names import SCRIPTS
+
 SURFACE = json.loads((Path(__file__).parent / "surface.json").read_text(encoding="utf-8"))
 SIGNATURES = [
     (module, name, method, text)
@@ -21,21 +23,18 @@ CLASSES = [
     for name, said in names.items()
     if isinstance(said, dict)
 ]
-PENDING = ("scripts",)
-"""Modules that are being written."""
-NEEDS = {"envs.reasoninggym_env": "reasoning_gym", "envs.textarena_env": "textarena"}
+NEEDS = {
+    "envs.reasoninggym_env": "reasoning_gym",
+    "envs.textarena_env": "textarena",
+    "scripts.tui": "textual",
+}
 
 
 def found(module, name):
     if module in NEEDS:
         pytest.importorskip(NEEDS[module])
-    path = f"rolltree.compat.verifiers.{module}".rstrip(".")
+    path = SCRIPTS.get(module, f"rolltree.compat.verifiers.{module}".rstrip("."))
     return getattr(importlib.import_module(path), name)
-
-
-def pending(module, request):
-    if module.startswith(PENDING):
-        request.applymarker(pytest.mark.xfail)
 
 
 def parameters(text):
@@ -51,8 +50,7 @@ def parameters(text):
 
 
 @pytest.mark.parametrize(("module", "name", "method", "text"), SIGNATURES)
-def test_signature(module, name, method, text, request):
-    pending(module, request)
+def test_signature(module, name, method, text):
     target = found(module, name)
     if method:
         target = getattr(target, method)
@@ -83,8 +81,7 @@ def test_signature(module, name, method, text, request):
 
 
 @pytest.mark.parametrize(("module", "name"), CLASSES)
-def test_class(module, name, request):
-    pending(module, request)
+def test_class(module, name):
     target, said = found(module, name), SURFACE[module][name]
     annotated = {key for base in target.__mro__ for key in vars(base).get("__annotations__", ())}
     if name != "State":  # its fields are keys of the dict
