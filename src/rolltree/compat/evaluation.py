@@ -54,7 +54,7 @@ def setup_client(config: Any) -> Any:
 
 
 def load_endpoints(endpoints_path: str) -> dict[str, Any]:
-    """Return `ENDPOINTS` of a Python file, or of `endpoints.py` in a folder.
+    """Return `ENDPOINTS` of a Python file, or of the one named endpoints in a folder.
 
     Where there is no such file, or it has no `ENDPOINTS`, a warning says so and there are none.
     """
