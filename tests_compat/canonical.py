@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-_FOLDER = re.compile(r"/tmp/[\w./-]+|/work/[\w./-]+")
+_FOLDER = re.compile(r"(?<![\w.:/])/[\w.-]+/[\w./-]+")  # an absolute path, no part of a URL
 
 
 def canonical(value: Any, depth: int = 12) -> Any:
