@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from differences import DIFFERENCES
-from known_failures import KNOWN_FAILURES
 
 from conftest import Played
 
@@ -55,10 +54,6 @@ def undocumented(case: str, real: Any, ours: Any) -> list[Found]:
 def check(played: Played, name: str) -> None:
     """Fail unless a case played the same, and saw the same requests, on both sides."""
     found = found_in(played, name)
-    if name in KNOWN_FAILURES:
-        if not found:
-            pytest.fail(f"{name} passes: take it off the list of known failures", pytrace=False)
-        pytest.xfail(KNOWN_FAILURES[name])  # does nothing with --runxfail
     if found:
         pytest.fail(f"{name}: {len(found)} differences\n{report(found)}", pytrace=False)
 
