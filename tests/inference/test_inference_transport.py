@@ -134,7 +134,7 @@ async def test_a_call_ends_at_its_deadline_retries_included(answer: Answer) -> N
         assert "gave no answer in time" in str(caught.value)
         assert isinstance(caught.value, ConnectionFailed)
         assert 2 <= len(server.heads) <= 4
-        assert server.num_connections == len(server.heads)  # none is used again
+        assert server.num_connections >= len(server.heads)  # none is used again
         await client.aclose()
 
 

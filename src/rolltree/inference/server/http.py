@@ -87,7 +87,7 @@ def answering_errors(handler: Handler) -> Handler:
         except Exception as error:
             response = failure(error)
             if response.status_code in (408, 413):
-                response.headers["Connection"] = "close"  # the rest of the body is not read
+                response.headers["Connection"] = "close"  # some of the body may not have been read
             if response.status_code >= 500:
                 logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
             return response
@@ -120,13 +120,15 @@ async def json_body(request: Request) -> dict[str, Any]:
     try:
         async with asyncio.timeout(limit_s):
             async for part in request.stream():
-                content += part
-                if len(content) > MAX_BODY_BYTES:
-                    raise RequestError(
-                        f"the body is larger than {MAX_BODY_BYTES} bytes.", status=413
-                    )
+                if len(content) <= MAX_BODY_BYTES:  # the rest is read, or the answer would be lost
+                    content += part
     except TimeoutError as error:
-        raise RequestError(f"the body did not arrive within {limit_s:g} s.", status=408) from error
+        if len(content) <= MAX_BODY_BYTES:
+            raise RequestError(
+                f"the body did not arrive within {limit_s:g} s.", status=408
+            ) from error
+    if len(content) > MAX_BODY_BYTES:
+        raise RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes.", status=413)
     try:
         body = msgspec.json.decode(bytes(content))
     except (ValueError, RecursionError) as error:  # msgspec's and the interpreter's own limits
