@@ -176,11 +176,6 @@ DIFFERENCES: tuple[Difference, ...] = (
         Seen(r"result\.no split\.error"),
     ),
     Difference(
-        "the screens of `vf-tui` have a method `on_option_selected`",
-        "it has textual's own name, `on_option_list_option_selected`",
-        Seen(r"result\.scripts\.tui\.\w+\.on_option_selected", cases="surface"),
-    ),
-    Difference(
         "messages of errors",
         "the same classes, in words of their own that say what to do",
         Seen(r".*\.text", _worded),
