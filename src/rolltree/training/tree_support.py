@@ -8,7 +8,7 @@ silently train on the wrong function. Such models are refused by name and can be
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,9 +22,21 @@ PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.0
 """Largest difference between tree and rows, relative to the largest hidden value."""
 
 
+Check: TypeAlias = Callable[[Any], str | None]
+"""Takes a model's text configuration; returns why tree training is not exact for it, or None."""
+
+LAYER_TYPES: dict[str, Check] = {"full_attention": lambda config: None}
+"""What `config.layer_types` may name. A layer type that is not here is refused by its name."""
+
+STATEFUL: list[Check] = []
+"""For models that carry a state from token to token: one of these must return None."""
+
+
 def _layer_types(config: Any) -> str | None:
-    other = sorted({*(getattr(config, "layer_types", None) or [])} - {"full_attention"})
-    return f"it has layers of type {', '.join(other)}" if other else None
+    names = sorted({*(getattr(config, "layer_types", None) or [])})
+    if other := [name for name in names if name not in LAYER_TYPES]:
+        return f"it has layers of type {', '.join(other)}"
+    return next((reason for name in names if (reason := LAYER_TYPES[name](config))), None)
 
 
 def _window(config: Any) -> str | None:
@@ -52,7 +64,7 @@ def _shape(config: Any) -> str | None:
     return None
 
 
-CONFIG_CHECKS: tuple[Callable[[Any], str | None], ...] = (_shape, _layer_types, _window, _rotary)
+CONFIG_CHECKS: tuple[Check, ...] = (_shape, _layer_types, _window, _rotary)
 """Each returns why a configuration rules tree training out, or None."""
 
 
@@ -69,7 +81,9 @@ def why_not_tree(model: Any) -> str | None:
         if reason := check(config):
             return reason
     if getattr(model, "_is_stateful", False):
-        return "it carries a recurrent state from token to token"
+        reasons = [check(config) for check in STATEFUL]
+        if None not in reasons:
+            return "; ".join(filter(None, reasons)) or "it carries a state from token to token"
     if not model._can_set_attn_implementation():
         return "its attention does not go through transformers' attention interface"
     return _probe(model)
