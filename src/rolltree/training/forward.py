@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rolltree.errors import ConfigError, TrainingError
+from rolltree.training.head import check_head, head_logits
 from rolltree.training.layout import Forest
 from rolltree.training.logprobs import (
     DEFAULT_CHUNK_ROWS,
@@ -119,27 +120,6 @@ def _tree_or_rows(model: Any, name: str, scope: str) -> str:
     return "rows" if why_not_tree(model) else "tree"
 
 
-def check_head(model: Any) -> None:
-    """Refuse a model that does more to its logits than its output embedding.
-
-    Raises:
-        TrainingError: for logit scaling or soft-capping, which the chunked head would leave out.
-    """
-    device = model.get_input_embeddings().weight.device
-    probe = torch.tensor([[3, 1, 2]], device=device)
-    with torch.no_grad():
-        whole = model(input_ids=probe, use_cache=False).logits.float()
-        ours = model.get_output_embeddings()(
-            model.base_model(input_ids=probe, use_cache=False).last_hidden_state
-        ).float()
-    if not torch.allclose(whole, ours, rtol=1e-3, atol=1e-3 * float(whole.abs().max())):
-        raise TrainingError(
-            f"{type(model).__name__} scales or caps its logits after the output embedding, and the "
-            "chunked logprobs leave that out, so they would not be the engine's. Models with plain "
-            "logits can be trained."
-        )
-
-
 def enable_checkpointing(model: Any) -> None:
     """Recompute each layer's activations in the backward pass: less memory, a third more time.
 
@@ -217,7 +197,7 @@ class LogprobModel:
         if teacher is not None:
             with torch.no_grad(), teacher.context():
                 hidden = teacher.wanted_hidden(forest).to(self.device)
-            frozen = Teacher(hidden, teacher.model.get_output_embeddings())
+            frozen = Teacher(hidden, partial(head_logits, teacher.model))
         return RecordLogprobs(*self.run(forest, entropy_gradient, frozen))
 
     def compute(
@@ -227,7 +207,7 @@ class LogprobModel:
         with self._autocast():
             found = gather_logprobs(
                 self.wanted_hidden(forest),
-                self.model.get_output_embeddings(),
+                partial(head_logits, self.model),
                 torch.from_numpy(forest.row_temperature).to(self.device),
                 torch.from_numpy(forest.record_row).to(self.device),
                 _ids(forest.records.target, self.device),
