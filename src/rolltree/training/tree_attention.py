@@ -34,6 +34,8 @@ from transformers.modeling_utils import AttentionInterface
 
 from rolltree.errors import TrainingError
 from rolltree.training.layout import DEFAULT_BLOCK, Forest, key_blocks
+from rolltree.training.recurrence_layout import RecurrenceLayout
+from rolltree.training.tree_recurrence import tree_recurrence
 
 NAME = "rolltree_tree"
 _active: ContextVar[bool] = ContextVar("rolltree_tree_active", default=False)
@@ -57,13 +59,15 @@ class Block:
 class TreeLayout:
     """What the attention function needs to know about the forest it runs over.
 
-    `flex`: the mask for FlexAttention, which then takes the place of the blocks.
+    `flex`: the mask for FlexAttention, which then takes the place of the blocks. `recurrence`: what
+    recurrent layers need.
     """
 
     num_tokens: int
     is_path: bool
     blocks: tuple[Block, ...]
     flex: BlockMask | None = None
+    recurrence: RecurrenceLayout | None = None
 
 
 def tree_layout(
@@ -76,14 +80,16 @@ def tree_layout(
     """Return the blocks of a forest on `device`, or its mask for FlexAttention."""
     if forest.is_path:
         return TreeLayout(forest.num_tokens, True, ())
+    recurrence = RecurrenceLayout(forest.subtree_end, device)
     if flex:
-        return TreeLayout(forest.num_tokens, False, (), flex_mask(forest.subtree_end, device))
+        mask = flex_mask(forest.subtree_end, device)
+        return TreeLayout(forest.num_tokens, False, (), mask, recurrence)
     blocks = []
     for block in key_blocks(forest.subtree_end, max_block):
         seen = torch.from_numpy(block.mask).to(device)
-        mask = torch.zeros(seen.shape, device=device).masked_fill_(~seen, float("-inf"))
-        blocks.append(Block(block.first, block.stop, block.reach, mask[:, None, :]))
-    return TreeLayout(forest.num_tokens, False, tuple(blocks))
+        added = torch.zeros(seen.shape, device=device).masked_fill_(~seen, float("-inf"))
+        blocks.append(Block(block.first, block.stop, block.reach, added[:, None, :]))
+    return TreeLayout(forest.num_tokens, False, tuple(blocks), recurrence=recurrence)
 
 
 class _TreeAttention(torch.autograd.Function):
@@ -247,7 +253,8 @@ def tree_attention(model: Any) -> Iterator[None]:
     model.config._attn_implementation = NAME
     token = _active.set(True)
     try:
-        yield
+        with tree_recurrence(model, _active.get):
+            yield
     finally:
         _active.reset(token)
         model.config._attn_implementation = before

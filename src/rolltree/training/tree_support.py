@@ -16,6 +16,7 @@ import torch
 from rolltree.errors import TrainingError
 from rolltree.training.layout import collate
 from rolltree.training.tree_attention import tree_attention, tree_layout
+from rolltree.training.tree_recurrence import RECURRENT_TYPES, unknown_recurrence
 from rolltree.types import Records, Sample
 
 PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05}
@@ -25,11 +26,11 @@ PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.0
 Check: TypeAlias = Callable[[Any], str | None]
 """Takes a model's text configuration; returns why tree training is not exact for it, or None."""
 
-LAYER_TYPES: dict[str, Check] = {"full_attention": lambda config: None}
+LAYER_TYPES: dict[str, Check] = {
+    **dict.fromkeys(("full_attention", "moe", "mlp"), lambda config: None),
+    **dict.fromkeys(RECURRENT_TYPES, lambda config: None),  # their code is checked instead
+}
 """What `config.layer_types` may name. A layer type that is not here is refused by its name."""
-
-STATEFUL: list[Check] = []
-"""For models that carry a state from token to token: one of these must return None."""
 
 
 def _layer_types(config: Any) -> str | None:
@@ -80,10 +81,8 @@ def why_not_tree(model: Any) -> str | None:
     for check in CONFIG_CHECKS:
         if reason := check(config):
             return reason
-    if getattr(model, "_is_stateful", False):
-        reasons = [check(config) for check in STATEFUL]
-        if None not in reasons:
-            return "; ".join(filter(None, reasons)) or "it carries a state from token to token"
+    if reason := unknown_recurrence(model, config):
+        return reason
     if not model._can_set_attn_implementation():
         return "its attention does not go through transformers' attention interface"
     return _probe(model)
