@@ -1,0 +1,1 @@
+"""Every causal language model architecture of transformers, tiny: what rolltree does with it."""

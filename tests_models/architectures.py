@@ -1,0 +1,244 @@
+"""A tiny model of every causal language model architecture of transformers.
+
+Sizes come from one table of the usual field names; `EXCEPTIONS` has what an architecture needs
+besides. Every type of layer is there, windows and chunks are shorter than the paths of `check.py`,
+and weights are moved away from initialisation so that gates, sinks, caps and routers matter.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+VOCAB = 128
+LOGITS = 10.0
+"""Largest logit that a moved model has, before caps and scales."""
+
+MOST_PARAMETERS = 1_000_000
+
+# fmt: off
+NOT_CAUSAL: dict[str, list[str]] = {
+    "decoders that read an encoder": [
+        "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "moshi",
+        "musicgen", "musicgen_melody", "mvp", "pegasus", "plbart", "prophetnet", "trocr", "whisper",
+    ],
+    "relatives of BERT, and of XLNet": [
+        "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie",
+        "megatron-bert", "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert",
+        "roformer", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod",
+    ],
+    "wrappers of a language model and of what sees or hears": [
+        "dots3_note", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "git", "got_ocr2",
+        "mllama", "moss_transcribe_diarize", "phi4_multimodal",
+    ],
+    "drafters that read another model's states": ["gemma4_assistant", "gemma4_unified_assistant"],
+}
+# fmt: on
+"""What transformers' mapping has besides causal language models of text: no row each."""
+
+ALIASES = {
+    "gpt-sw3": "gpt2",
+    "internlm3": "llama",
+    "iquestcoder": "llama",
+    "llama4": "llama4_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen4_exp": "qwen4_exp_text",
+}
+"""Keys of transformers' mapping that lead to a model that is there under another name."""
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "d_model": 32,
+    "n_embd": 32,
+    "intermediate_size": 48,
+    "ffn_dim": 48,
+    "n_inner": 48,
+    "num_hidden_layers": 2,
+    "n_layer": 2,
+    "n_layers": 2,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "n_heads": 4,
+    "num_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "n_positions": 256,
+    "n_ctx": 256,
+    "sliding_window": 8,
+    "attention_chunk_size": 16,
+    "final_logit_softcapping": 6.0,
+    "attn_logit_softcapping": 2.0,
+    "query_pre_attn_scalar": 8,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+    "shared_intermediate_size": 24,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "qk_head_dim": 16,
+    "index_topk": 8,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "mamba_d_state": 8,
+    "mamba_d_head": 16,
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+    "mamba_d_ssm": 64,
+    "state_size": 8,
+    "chunk_size": 16,
+    "time_step_rank": 4,
+    "logits_scaling": 2.0,
+    "logit_scale": 0.5,
+    "router_jitter_noise": 0.0,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.1,
+    "rotary_dim": 8,
+}
+EXCEPTIONS: dict[str, dict[str, Any]] = {}
+"""Architecture -> fields besides `SIZES`; a field that is `...` keeps the default."""
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral, windowed": ("mistral", {"sliding_window": 8}),
+    "qwen2, windowed": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
+    "llama, dynamic NTK": (
+        "llama",
+        {
+            "max_position_embeddings": 32,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        },
+    ),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, yarn": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+}
+"""Row -> an architecture and what differs: settings that change how tokens interact."""
+
+
+def _architectures() -> list[str]:
+    out = {*ALIASES, *(name for names in NOT_CAUSAL.values() for name in names)}
+    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in out]
+
+
+ROWS: list[str] = sorted([*_architectures(), *VARIANTS])
+
+
+@functools.cache
+def _known(config_class: type) -> frozenset[str]:
+    names = {name for base in config_class.__mro__ for name in getattr(base, "__annotations__", {})}
+    return frozenset({*names, *getattr(config_class, "attribute_map", {})})
+
+
+def make_config(row: str) -> Any:
+    """Return the tiny config of a row."""
+    name, changes = VARIANTS.get(row, (row, {}))
+    config_class = CONFIG_MAPPING[name]
+    changes = {**EXCEPTIONS.get(name, {}), **changes}
+    known = _known(config_class)
+    fields = {key: value for key, value in SIZES.items() if key in known}
+    fields |= {key: 0.0 for key in known if "drop" in key}
+    if "kv_lora_rank" in known:  # every query head has a key of its own
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
+    try:
+        default = config_class()
+    except Exception:
+        default = None
+    depth = {"num_hidden_layers", "n_layer", "n_layers", "num_layers"} & known
+    for key in (
+        "sliding_window",
+        "q_lora_rank",
+        "n_group",
+        "topk_group",
+        "final_logit_softcapping",
+        "attn_logit_softcapping",
+        "num_key_value_heads",
+    ):
+        if getattr(default, key, 0) is None:
+            fields.pop(key, None)
+    if getattr(default, "n_group", 0) == 1:
+        fields.pop("n_group", None)
+        fields.pop("topk_group", None)
+    kinds = {
+        key: list(dict.fromkeys(getattr(default, key, None) or []))
+        for key in ("layer_types", "mlp_layer_types", "layers_block_type")
+        if key in known
+    }
+    num_layers = max([2, *map(len, kinds.values())])
+    if depth and not depth & changes.keys():
+        fields |= dict.fromkeys(depth, num_layers)
+        for key, found in kinds.items():
+            if found:
+                fields[key] = [found[min(i, len(found) - 1)] for i in range(num_layers)]
+    fields |= changes
+    fields = {key: value for key, value in fields.items() if value is not ...}
+    return config_class(**fields)
+
+
+def make_model(row: str, seed: int = 0) -> Any:
+    """Return the tiny model of a row in float32, moved away from initialisation."""
+    config = make_config(row)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    if size > MOST_PARAMETERS:
+        raise ValueError(f"{row} has {size:,} parameters: EXCEPTIONS lacks one of its sizes")
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(make_config(row)).float().eval()
+    return moved(model, seed)
+
+
+@torch.no_grad()
+def moved(model: Any, seed: int = 0) -> Any:
+    """Move every weight in place; the largest logit before caps becomes `LOGITS`."""
+    rng = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=rng)
+        if parameter.ndim >= 2:
+            parameter.copy_(noise * parameter.shape[-1] ** -0.5 * 1.2)
+        else:
+            parameter.add_(0.3 * noise)
+    ids = torch.randint(
+        3, min(VOCAB, model.config.get_text_config().vocab_size), (1, 60), generator=rng
+    )
+    head = model.get_output_embeddings()
+    for _ in range(4):
+        seen: list[float] = []
+        handle = head.register_forward_hook(
+            lambda module, args, output, seen=seen: seen.append(float(output.abs().max()))
+        )
+        model(input_ids=ids, use_cache=False)
+        handle.remove()
+        head.weight.mul_(LOGITS / seen[-1])
+    return model
