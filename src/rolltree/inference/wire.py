@@ -118,7 +118,6 @@ def decode_response(body: bytes) -> Response:
 
 _KEY = b'"prompt_token_ids":['
 _MARK = -1
-_MAX_ID = 2**31 - 1
 _NO_IDS: IntArray = np.empty(0, np.int32)
 
 
@@ -160,12 +159,13 @@ class PromptReader:
         try:
             response = _DECODER.decode(marked)
             holder = _prompt_holder(response)
-            ids = np.array(holder.prompt_token_ids or (0,), np.int64)
+            ids = np.array(holder.prompt_token_ids or (0,), np.int32)
         except (*UNREADABLE, OverflowError):
             return decode_response(body)
-        if ids[0] != _MARK or ids[1:].view(np.uint64).max(initial=0) > _MAX_ID:
+        new = ids[1:]
+        if ids[0] != _MARK or (len(new) and np.minimum.reduce(new) < 0):
             return decode_response(body)
-        self._ids = np.concatenate((known, ids[1:].astype(np.int32)))
+        self._ids = np.concatenate((known, new))
         self._ids.flags.writeable = False
         self._text = body[start : body.index(b"]", start)]
         holder.prompt_token_ids = self._ids  # type: ignore[assignment]
