@@ -14,7 +14,7 @@ from rolltree.training import Trainer, load_train_config
 from rolltree.training.batches import build_batch
 from rolltree.training.checkpoint_formats import trained_tensors
 from rolltree.training.layout import collate
-from rolltree.training.lora import add_adapter, plain_tensors
+from rolltree.training.lora import add_adapter, copy_weights, plain_tensors
 from rolltree.training.ranks import whole
 
 QUIET = {"max_mismatch": 1e37, "max_tokens": 64, "skip_zero_advantage": False}
@@ -26,6 +26,7 @@ CASES = {
         "model": {"lora_rank": 2},
         "algorithm": {"kl_coef": 0.3},
     },
+    "adapters of experts": {"kind": "mixture", "model": {"lora_rank": 2}},
     "gmpo, corrected per rollout, kl in the reward": {
         "algorithm": {
             "name": "gmpo",
@@ -66,7 +67,7 @@ def samples(num_groups=5):
 
 
 def made(case, ranks):
-    sections = {k: v for k, v in case.items() if k != "num_groups"}
+    sections = {k: v for k, v in case.items() if k not in ("num_groups", "kind")}
     sections["train"] = {**QUIET, **sections.get("train", {})}
     config = load_train_config({"optim": {"lr": 1e-2, "weight_decay": 0.1}, **sections})
     model, teacher = tiny_model(case.get("kind", "qwen3")), None
@@ -186,6 +187,18 @@ def looked(ranks, folder):
     ]
 
 
+def merged(ranks, folder):
+    """Logits of a copy of an adapted and sharded mixture, and of that mixture whole."""
+    case = CASES["adapters of experts"]
+    served, trainer = tiny_model("mixture", seed=3), made(case, ranks)
+    copy_weights(trainer.model, served)
+    ids = torch.arange(40).reshape(2, 20)
+    with torch.no_grad():
+        wanted, found = (m(input_ids=ids).logits for m in (made(case, None).model, served))
+        plain = tiny_model("mixture")(input_ids=ids).logits
+    return [float((each - wanted).abs().max()) for each in (found, plain)]
+
+
 def commands(ranks, folder):
     """Rank 0 tells, the others hear the same: numbers, text and arrays, also much of it."""
     data = {"step": 3, "text": "ä", "array": np.arange(6, dtype=np.int32).reshape(2, 3)}
@@ -214,6 +227,7 @@ WORLDS = [
     (1, nothing),
     (2, commands),
     (2, looked),
+    (2, merged),
     (2, gradients),
     (3, gradients),
     (2, bfloat16),

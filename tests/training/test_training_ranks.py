@@ -73,6 +73,10 @@ class TestRanks:
     def test_weights_are_found_after_a_pass_without_a_backward_one(self, results):
         assert results["looked/2"] == [0.0, 0.0]
 
+    def test_the_copy_of_a_sharded_mixture_has_the_adapters_of_its_experts(self, results):
+        away, moved = results["merged/2"]
+        assert away < FLOAT32 < 0.05 < moved
+
     def test_a_non_finite_step_stops_every_rank_and_changes_nothing(self, results):
         found = results["failures/2"]
         assert found["raised"] == found["unchanged"] == 2

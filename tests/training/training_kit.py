@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from rolltree.tokens import Trajectory
 from rolltree.training import Trainer, load_train_config
@@ -40,6 +40,9 @@ def tiny_model(kind: str = "qwen3", seed: int = 0, **changes):
     sizes = {**SIZES, **changes}
     if kind == "llama":
         config = LlamaConfig(tie_word_embeddings=False, **sizes)
+    elif kind == "mixture":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        config = Qwen3MoeConfig(head_dim=8, tie_word_embeddings=True, **experts, **sizes)
     else:
         config = Qwen3Config(head_dim=8, tie_word_embeddings=True, **sizes)
     return AutoModelForCausalLM.from_config(config).eval()

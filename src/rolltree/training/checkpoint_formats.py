@@ -10,6 +10,7 @@ torch.distributed.checkpoint as safetensors. Any number of ranks reads both.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -345,7 +346,8 @@ def export_model(
     """Write model and tokenizer as a folder that transformers and `load_model` read.
 
     The folder appears whole or not at all; an older one is replaced. Adapters are merged, and also
-    written beside it, as `adapter`. Every rank calls it, rank 0 writes.
+    written beside it, as `adapter`, if peft would read there what was trained. Every rank calls it,
+    rank 0 writes.
     """
     writes = ranks is None or ranks.leads
     tensors = {name: value.cpu().contiguous() for name, value in plain_tensors(model) if writes}
@@ -362,7 +364,7 @@ def export_model(
             tokenizer.save_pretrained(folder)
 
     _write(path, write_model)
-    if adapter:
+    if adapter and _peft_reads(model, adapter):
         _write(
             path.with_name("adapter"),
             lambda folder: model.save_pretrained(folder, state_dict=adapter),
@@ -389,4 +391,20 @@ def _skeleton(model: Any) -> Any:
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(model.config)
     plain.generation_config = model.generation_config
+    if hasattr(model, "_weight_conversions"):  # how its checkpoint names what it has fused
+        plain._weight_conversions = model._weight_conversions
     return plain
+
+
+def _peft_reads(model: Any, adapter: Mapping[str, Tensor]) -> bool:
+    """Return whether peft, given the settings of these adapters, makes the same ones again.
+
+    In mixtures whose layers it renames (those of transformers 4) it leaves shared experts and dense
+    layers out.
+    """
+    other = _skeleton(model)
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        other.add_adapter(copy.deepcopy(model.peft_config["default"]), "default")
+    made = {name: p.shape for name, p in other.named_parameters() if ".lora_" in name}
+    return made == {name: value.shape for name, value in adapter.items()}

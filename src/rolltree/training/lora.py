@@ -7,6 +7,7 @@ quantised base weights are not supported.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,52 +15,95 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rolltree.errors import ConfigError, did_you_mean
+from rolltree.errors import ConfigError, TrainingError, did_you_mean
 from rolltree.training.ranks import reshard, whole
 from rolltree.training.sections import ModelSection
 
 ADAPTER = "default"
 _PREFIX = "base_model.model."
+_BELOW = ".base_layer"
 
 
 def add_adapter(model: Any, section: ModelSection, seed: int) -> None:
-    """Put adapters on the linear layers that `section` names; nothing else trains from then on.
+    """Put adapters on the weights that `section` names; nothing else trains from then on.
 
-    The same seed gives the same adapters. B starts at 0, so the model computes what it did.
+    Weights are those of linear layers and of experts that share one tensor. The same seed gives the
+    same adapters. B starts at 0, so the model computes what it did.
 
     Raises:
-        ConfigError: peft is missing, or a target is not a linear layer of this model.
+        ConfigError: peft is missing, or a target cannot have an adapter in this model.
     """
     try:
-        from peft import LoraConfig
+        from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ConfigError(
             "model.lora_rank is set, and adapters need the package peft, which is not installed. "
             "Install it: pip install 'rolltree[train]'"
         ) from error
-    linear = {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not model.get_output_embeddings()
-    }
+    linear, experts = _linear_layers(model), _expert_weights(model)
+    known = {*linear.values(), *experts.values()}
     for target in section.lora_targets:
-        if target not in linear:
+        if target not in known:
             raise ConfigError(
-                f"model.lora_targets has {target!r}, which is not a linear layer of "
-                f"{type(model).__name__}.{did_you_mean(target, linear)}"
+                f"model.lora_targets has {target!r}, which is not a linear layer or a weight of "
+                f"experts of {type(model).__name__}.{did_you_mean(target, known)}"
             )
+    wanted = set(section.lora_targets) or known
+    if not wanted:
+        raise ConfigError(
+            f"model.lora_rank is set, and {type(model).__name__} has no linear layer that could "
+            "have an adapter. Leave model.lora_rank out to train its weights."
+        )
     config: Any = LoraConfig(
         r=section.lora_rank,
         lora_alpha=section.lora_alpha or 2 * section.lora_rank,  # type: ignore[arg-type]
-        target_modules=sorted(section.lora_targets or linear),
+        target_modules=[name for name, short in linear.items() if short in wanted],
+        target_parameters=[name for name, short in experts.items() if short in wanted],
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
+        fan_in_fan_out=any(_is_conv1d(model.get_submodule(name)) for name in linear),
+        base_model_name_or_path=model.name_or_path,
     )
-    with torch.random.fork_rng():
+    # peft renames targets of models that it knows (shared experts lose theirs to the others'), and
+    # knows a model by its config, which this one has not.
+    holder = nn.Module()
+    holder.model = model
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a kind of target that a model has none of
         torch.manual_seed(seed)
-        model.add_adapter(config, ADAPTER)
+        inject_adapter_in_model(config, holder, ADAPTER)
+    model._hf_peft_config_loaded, model.peft_config = True, {ADAPTER: config}
+    model.set_adapter(ADAPTER)
     model.eval()
+    _adapted(model)
+
+
+def _linear_layers(model: Any) -> dict[str, str]:
+    """Return the layers that can have adapters by full name, with their short names."""
+    return {
+        name: name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if (isinstance(module, nn.Linear) or _is_conv1d(module))
+        and module is not model.get_output_embeddings()
+    }
+
+
+def _expert_weights(model: Any) -> dict[str, str]:
+    """Return the tensors `[num_experts, ...]` of experts by full name, with their short names."""
+    found = {}
+    for path, module in model.named_modules():
+        num_experts = getattr(module, "num_experts", None)
+        for name, tensor in module.named_parameters(recurse=False):
+            if num_experts and num_experts > 1 and tensor.shape[:-2] == (num_experts,):
+                own = path.rpartition(".")[2] if name == "weight" else name
+                found[f"{path}.{name}"] = own
+    return found
+
+
+def _is_conv1d(module: Any) -> bool:
+    """Whether a module is GPT-2's linear layer, whose weight is the transpose of `nn.Linear`'s."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def is_adapted(model: Any) -> bool:
@@ -102,22 +146,65 @@ def plain_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     one tensor at a time. Every rank goes through all of it.
     """
     reshard(model)
-    adapted = {
-        f"{name}.base_layer.weight": module
-        for name, module in model.named_modules()
-        if hasattr(module, "base_layer") and ADAPTER in getattr(module, "lora_A", {})
-    }
-    saved = set(model.state_dict(keep_vars=True))
-    named = [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if n in saved)]
-    for name, tensor in named:
+    adapted = _adapted(model)
+    for name, tensor in _own_tensors(model).items():
         if ".lora_" in name:
             continue
         value = whole(tensor)
         if name in adapted:
-            module = adapted[name]
-            down, up = (whole(part[ADAPTER].weight) for part in (module.lora_A, module.lora_B))
-            value = value + module.scaling[ADAPTER] * (up @ down).to(value.dtype)
-        yield name.replace(".base_layer.", "."), value
+            with _gathered(adapted[name]) as module:
+                value = value + module.get_delta_weight(ADAPTER)
+        yield name.replace(_BELOW, ""), value
+
+
+def _own_tensors(model: Any) -> dict[str, Tensor]:
+    """Return the parameters, tied ones once, and the buffers that a state dict has."""
+    saved = set(model.state_dict(keep_vars=True))
+    buffers = {name: tensor for name, tensor in model.named_buffers() if name in saved}
+    return {**dict(model.named_parameters()), **buffers}
+
+
+def _adapted(model: Any) -> dict[str, Any]:
+    """Return, by the name of its parameter, each of peft's modules that adapts one.
+
+    Raises:
+        ConfigError: what trains could not be added to the weights below.
+    """
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(tensor), []).append(name)
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        if ADAPTER not in getattr(module, "lora_A", {}):
+            continue
+        tensor = getattr(module.get_base_layer(), getattr(module, "parameter_name", "weight"))
+        own = names[id(tensor)]
+        if len(own) > 1 or own[0] in found:
+            raise ConfigError(
+                f"the weight {own[0].replace(_BELOW, '')} is used in several places "
+                f"({', '.join(own[1:]) or 'with two adapters'}), so an adapter of one of them "
+                "cannot be added to it. Leave it out of model.lora_targets."
+            )
+        shape = (*tensor.shape[:-2], *sorted(tensor.shape[-2:]))
+        sides = sorted([module.lora_A[ADAPTER].in_features, module.lora_B[ADAPTER].out_features])
+        if shape[-2:] != tuple(sides):
+            raise ConfigError(f"peft made an adapter for {path} that does not fit {shape}.")
+        found[own[0]] = module
+    return found
+
+
+@contextmanager
+def _gathered(module: Any) -> Iterator[Any]:
+    """Let the two matrices of an adapter be whole, not shards, while the context is open."""
+    parts = (module.lora_A[ADAPTER], module.lora_B[ADAPTER])
+    shards = [part.weight for part in parts]
+    try:
+        for part in parts:
+            part.weight = nn.Parameter(whole(part.weight), requires_grad=False)
+        yield module
+    finally:
+        for part, shard in zip(parts, shards, strict=True):
+            part.weight = shard
 
 
 @torch.no_grad()
@@ -127,10 +214,87 @@ def copy_weights(model: Any, served: Any | None) -> None:
     The embedded engine reads the trainer's own tensors; of several ranks those are shards, and with
     adapters not the weights to sample from, so it reads such a copy. Every rank calls it; those
     without a copy pass None.
+
+    Raises:
+        TrainingError: the copy has other tensors, so a part of it would stay as it was.
     """
-    targets: dict[str, Tensor] = {}
-    if served is not None:
-        targets = {**dict(served.named_parameters()), **dict(served.named_buffers())}
+    targets = {} if served is None else _own_tensors(served)
+    left = set(targets)
     for name, value in plain_tensors(model):
-        if served is not None:
-            targets[name].copy_(value)
+        if served is None:
+            continue
+        if name not in targets or targets[name].shape != value.shape:
+            raise TrainingError(
+                f"the copy of the model that is sampled from has no tensor {name} of shape "
+                f"{tuple(value.shape)}, so it would not compute what is trained. It must be a copy "
+                "of the model as it was loaded."
+            )
+        targets[name].copy_(value)
+        left.discard(name)
+    if left:
+        raise TrainingError(
+            f"{len(left)} tensors of the copy that is sampled from, {min(left)} among them, are "
+            "not among the trained model's, so they would stay as they are. It must be a copy of "
+            "the model as it was loaded."
+        )
+
+
+@torch.no_grad()
+def check_copy(model: Any, served: Any) -> None:
+    """Refuse adapters that `model` does not compute with as with a change of the weight below.
+
+    Some layers read a weight past the module that holds it: an adapter there has no effect in the
+    trainer, and would have one once it is added to the weight. The two are compared with adapters
+    away from 0; then all is as it was. Before sharding, on the process that has the copy.
+
+    Raises:
+        ConfigError: naming the targets that do not work.
+    """
+    modules = _adapted(model)
+    bad: list[str] = []
+    if _copy_is_off(model, served, list(modules.values())):
+        short = {
+            name: name.replace(_BELOW, "").removesuffix(".weight").rpartition(".")[2]
+            for name in modules
+        }
+        bad = [
+            target
+            for target in sorted(set(short.values()))
+            if _copy_is_off(model, served, [m for n, m in modules.items() if short[n] == target])
+        ] or ["all of them together"]
+    copy_weights(model, served)
+    if bad:
+        raise ConfigError(
+            f"{type(model).__name__} does not compute with the adapters of {', '.join(bad)} "
+            "as with a change of the weights, so what is served would not be what is trained. Name "
+            "other layers in model.lora_targets, or train without adapters."
+        )
+
+
+_MOVE = 0.1
+_EXACT = 1e-3
+
+
+def _copy_is_off(model: Any, served: Any, modules: list[Any]) -> bool:
+    """Return whether the copy differs from the model once some adapters are moved away from 0.
+
+    Medians over tokens, because a token may be routed to other experts by a difference in rounding.
+    """
+    generator = torch.Generator().manual_seed(0)
+    embedding = model.get_input_embeddings().weight
+    ids = torch.randint(0, len(embedding), (8, 4), generator=generator).to(embedding.device)
+    plain = model(input_ids=ids, use_cache=False).logits
+    for module in modules:
+        up, below = module.lora_B[ADAPTER].weight, module.get_base_layer()
+        weight = getattr(below, getattr(module, "parameter_name", "weight"))
+        up.copy_(torch.randn(up.shape, generator=generator))
+        up.mul_(_MOVE * weight.norm() / module.get_delta_weight(ADAPTER).norm())
+    try:
+        moved = model(input_ids=ids, use_cache=False).logits
+        copy_weights(model, served)
+        copied = served(input_ids=ids, use_cache=False).logits
+    finally:
+        for module in modules:
+            module.lora_B[ADAPTER].weight.zero_()
+    error, effect = ((x - moved).abs().amax(-1).median() for x in (copied, plain))
+    return not bool(error <= _EXACT * effect + 1e-6 * moved.abs().max())

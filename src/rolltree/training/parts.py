@@ -21,6 +21,7 @@ from rolltree.inference.vllm import vllm_client
 from rolltree.models import resolve_model
 from rolltree.store import Run
 from rolltree.training.config import TrainConfig
+from rolltree.training.lora import check_copy
 from rolltree.training.publishing import WeightTarget
 from rolltree.training.rank0 import adapt, load_trained
 from rolltree.training.ranks import Ranks
@@ -57,7 +58,8 @@ def build_parts(
 
     Raises:
         UnknownName: there is no such model.
-        ConfigError: the model or the engine's settings cannot be used, or vLLM is not installed.
+        ConfigError: the model, its adapters or the engine's settings cannot be used, or vLLM is not
+            installed.
     """
     if model is None:
         model, tokenizer = load_trained(config, ranks)
@@ -66,6 +68,8 @@ def build_parts(
         device = config.model.device if ranks is None else ranks.device
         served = copy.deepcopy(model).to(device)
     adapt(model, config)
+    if config.model.lora_rank:
+        check_copy(model, served)
     client, engine = _ENGINES[config.engine.kind](config, served, tokenizer)
     return TrainParts(model, tokenizer, engine, client, served)
 

@@ -53,8 +53,8 @@ class ModelSection(Section, frozen=True):
     products in the backward pass on a CPU; logprobs stay exact. `device`: as torch names it.
 
     `lora_rank`: train adapters of this rank instead of the weights (0: train the weights), scaled
-    by `lora_alpha` / rank (None: twice the rank), on the linear layers named in `lora_targets`
-    (empty: all but the output head).
+    by `lora_alpha` / rank (None: twice the rank), on the linear layers and experts' weights named
+    in `lora_targets` (empty: all but the output head).
     """
 
     name: str = "smollm2-135m"

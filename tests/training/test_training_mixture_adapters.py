@@ -1,0 +1,174 @@
+"""Adapters in mixtures and in GPT-2: what is served and exported is what is trained."""
+
+import copy
+
+import pytest
+import torch
+from training_kit import FLOAT32
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rolltree.errors import ConfigError, TrainingError
+from rolltree.training import export_model, load_train_config
+from rolltree.training.lora import add_adapter, check_copy, copy_weights, plain_tensors
+
+VOCAB = 99
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+SHARED = {**SIZES, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
+MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_group": 1,
+    "topk_group": 1,
+}
+KINDS = {
+    "deepseek_v2": {**SHARED, **MLA, "topk_method": "greedy"},
+    "deepseek_v3": {**SHARED, **MLA},
+    "glm4_moe": {**SHARED, "head_dim": 8, "n_group": 1, "topk_group": 1},
+    "dots1": {**SHARED, "head_dim": 8, "n_group": 1, "topk_group": 1},
+    "ernie4_5_moe": {
+        **SIZES,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+    },
+    "qwen2_moe": {**SIZES, "num_experts": 4, "shared_expert_intermediate_size": 24},
+    "qwen3_moe": {**SIZES, "num_experts": 4, "head_dim": 8},
+    "mixtral": {**SIZES, "num_local_experts": 4},
+    "gpt_oss": {**SIZES, "num_local_experts": 4, "head_dim": 8, "rope_parameters": None},
+    "gpt2": {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+}
+READ_BY_PEFT = {"qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "gpt2"}
+IDS = torch.randint(0, VOCAB, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+def made(kind, **changes):
+    torch.manual_seed(0)
+    sizes = {**KINDS[kind], "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **changes}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).float().eval()
+
+
+def adapted(kind, *targets, model=None):
+    """Return a model with adapters away from 0, and a copy of what is below them."""
+    model = model or made(kind)
+    plain = copy.deepcopy(model)
+    config = load_train_config({"model": {"lora_rank": 2, "lora_targets": list(targets)}})
+    add_adapter(model, config.model, 0)
+    check_copy(model, copy.deepcopy(plain))
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if ".lora_B." in name:
+                tensor.normal_(std=0.3, generator=torch.Generator().manual_seed(len(name)))
+    return model, plain
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=IDS, use_cache=False).logits
+
+
+def targets_of(kind):
+    return ((), ("c_proj",)) if kind == "gpt2" else ((), ("down_proj",))
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_copy_and_the_export_compute_what_is_trained(kind, tmp_path):
+    from peft import PeftModel
+
+    for number, targets in enumerate(targets_of(kind)):
+        model, served = adapted(kind, *targets)
+        wanted, before = logits(model), logits(served)
+        assert (wanted - before).abs().amax() > 0.05
+        base = tmp_path / f"base-{number}"
+        served.save_pretrained(base)
+        copy_weights(model, served)
+        assert torch.allclose(logits(served), wanted, atol=FLOAT32, rtol=0)
+        if number:
+            break
+        path = export_model(model, None, tmp_path / f"{number}" / "model")
+        exported = AutoModelForCausalLM.from_pretrained(path)
+        assert torch.allclose(logits(exported), wanted, atol=FLOAT32, rtol=0)
+        folder = tmp_path / f"{number}" / "adapter"
+        assert folder.is_dir() == (kind in READ_BY_PEFT)
+        if folder.is_dir():
+            below = AutoModelForCausalLM.from_pretrained(base)
+            read = PeftModel.from_pretrained(below, folder)
+            assert torch.allclose(logits(read), wanted, atol=FLOAT32, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_weight_of_that_name_is_adapted(kind):
+    everything, one = (adapted(kind, *targets)[0] for targets in targets_of(kind))
+    before = made(kind).state_dict()
+    moved = [
+        {name for name, tensor in plain_tensors(model) if not tensor.equal(before[name])}
+        for model in (everything, one)
+    ]
+    others = ("embed", "lm_head", "wte", "wpe", "bias", ".gate.weight", "router")
+    weights = {
+        name
+        for name, tensor in before.items()
+        if tensor.ndim > 1 and not any(part in name for part in others)
+    }
+    assert moved[0] == weights
+    assert moved[1] == {n for n in weights if targets_of(kind)[1][0] in n}
+
+
+def test_a_layer_that_reads_its_weight_past_the_module_is_refused():
+    model = made("qwen3_moe")
+    attention = model.model.layers[1].self_attn
+
+    class Past(type(attention)):
+        """Multiplies with `q_proj.weight`, as fused kernels do."""
+
+        def forward(self, *args, **kwargs):
+            module = self.q_proj
+            self.q_proj = torch.nn.Linear(1, 1, bias=False)
+            self.q_proj.weight = getattr(module, "base_layer", module).weight
+            try:
+                return super().forward(*args, **kwargs)
+            finally:
+                self.q_proj = module
+
+    attention.__class__ = Past
+    with pytest.raises(ConfigError, match=r"adapters of q_proj as with a change of the weights"):
+        adapted("qwen3_moe", "q_proj", "k_proj", model=model)
+
+
+def test_a_copy_that_would_keep_a_part_is_refused():
+    model, served = adapted("qwen3_moe")
+    served.extra = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(TrainingError, match=r"1 tensors of the copy.* extra among them"):
+        copy_weights(model, served)
+    del served.extra, served.model.layers[1].mlp.experts.down_proj
+    with pytest.raises(TrainingError, match=r"no tensor model.layers.1.mlp.experts.down_proj"):
+        copy_weights(model, served)
+
+
+def test_an_adapter_of_a_tied_layer_is_refused():
+    model = made("gpt2")
+    block = model.transformer.h
+    block[1].mlp.c_fc.weight = block[0].mlp.c_fc.weight
+    with pytest.raises(ConfigError, match=r"c_fc.weight is used in several places"):
+        adapted("gpt2", model=model)
+
+
+def test_what_can_have_an_adapter_is_said():
+    with pytest.raises(ConfigError, match=r"'gate_proj', which is not .* of experts of Qwen3Moe"):
+        adapted("qwen3_moe", "gate_proj")
