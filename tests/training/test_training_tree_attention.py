@@ -22,7 +22,7 @@ from training_kit import (
 from rolltree.errors import ConfigError, TrainingError
 from rolltree.samples import build_samples, prune_sample
 from rolltree.training import tree_attention as room
-from rolltree.training.forward import LogprobModel, choose_forward, enable_checkpointing
+from rolltree.training.forward import LogprobModel, choose_forward
 from rolltree.training.layout import collate
 from rolltree.training.tree_support import check_tree_support, why_not_tree
 
@@ -175,14 +175,6 @@ def test_small_chunks_of_logits_change_nothing():
     chunked, chunked_loss = gradient(model, [[tree(calls)]], chunk_rows=3)
     assert difference(chunked, whole) < FLOAT32
     assert chunked_loss == pytest.approx(loss, rel=FLOAT32)
-
-
-def test_gradient_checkpointing_gives_the_same_gradient():
-    model = tiny_model("llama")
-    calls = group(4, 30, 2)
-    plain, _ = gradient(model, [[tree(calls)]])
-    enable_checkpointing(model)
-    assert difference(gradient(model, [[tree(calls)]])[0], plain) < FLOAT32
 
 
 def test_logprobs_are_those_of_the_plain_model_at_their_temperature():

@@ -8,7 +8,7 @@ padded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,9 @@ from rolltree.training.logprobs import (
     Teacher,
     gather_logprobs,
 )
+from rolltree.training.recompute import check_recomputation, recomputation
 from rolltree.training.tree_attention import tree_attention, tree_layout
+from rolltree.training.tree_probe import probe_forest
 from rolltree.training.tree_support import check_tree_support, why_not_tree
 
 HiddenFn = Callable[[Any, Forest, torch.device], Tensor]
@@ -120,27 +122,6 @@ def _tree_or_rows(model: Any, name: str, scope: str) -> str:
     return "rows" if why_not_tree(model) else "tree"
 
 
-def enable_checkpointing(model: Any) -> None:
-    """Recompute each layer's activations in the backward pass: less memory, a third more time.
-
-    Raises:
-        ConfigError: the model cannot do it, or has dropout, which it would switch on.
-    """
-    drops = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
-    config = model.config.get_text_config(decoder=True)
-    drops.append(getattr(config, "attention_dropout", 0.0) or 0.0)
-    if not getattr(model, "supports_gradient_checkpointing", False) or any(drops):
-        raise ConfigError(
-            f"train.gradient_checkpointing is on, but {type(model).__name__} "
-            f"{'has dropout, which it would switch on' if any(drops) else 'does not support it'}. "
-            "Turn it off, and lower train.max_tokens if memory is short."
-        )
-    name = "activation_checkpointing_enable"  # transformers' name from 5.20 on
-    enable = getattr(model, name, None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-    model.train()
-
-
 class LogprobModel:
     """A causal LM as a function from forests to record logprobs.
 
@@ -150,7 +131,8 @@ class LogprobModel:
         compute_dtype: autocast to this while computing; float32 turns autocast off.
         chunk_rows: rows of logits that exist at the same time.
 
-    `around` is opened around every pass: a second reader of one module may see it another way.
+    The module is put into evaluation mode, in which the engine samples. `around` is opened around
+    every pass: a second reader of one module may see it another way.
     """
 
     def __init__(
@@ -161,6 +143,7 @@ class LogprobModel:
         compute_dtype: torch.dtype = torch.float32,
         chunk_rows: int = DEFAULT_CHUNK_ROWS,
     ) -> None:
+        model.eval()
         check_head(model)
         self.model = model
         self.forward = forward
@@ -169,16 +152,40 @@ class LogprobModel:
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.run: Callable[..., tuple[Tensor, Tensor, Tensor | None]] = self.compute
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.recomputes = False
 
     def move(self, device: torch.device) -> None:
         """Compute on `device` from now on."""
         self.model.to(device)
         self.device = device
 
+    def recompute_layers(self) -> None:
+        """Recompute each layer in the backward pass from now on: less memory, a third more time.
+
+        Raises:
+            ConfigError: the model cannot do it, or its gradient would be another one.
+        """
+        vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        forest = probe_forest(
+            vocabulary, (24, () if self.forward == "rows" else ((8, ()), (8, ())))
+        )
+
+        def hidden() -> Tensor:
+            with self._autocast():
+                return FORWARDS[self.forward](self.model, forest, self.device)
+
+        check_recomputation(self.model, hidden, self.context)
+        self.recomputes = True
+
     @contextmanager
     def context(self) -> Iterator[None]:
         """Open what must be open around a forward pass and its backward pass."""
-        with self.around(), nullcontext() if self.forward == "rows" else tree_attention(self.model):
+        with ExitStack() as held:
+            held.enter_context(self.around())
+            if self.forward != "rows":
+                held.enter_context(tree_attention(self.model))
+            if self.recomputes:
+                held.enter_context(recomputation(self.model))
             yield
 
     def __call__(

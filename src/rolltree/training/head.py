@@ -43,7 +43,11 @@ class _Body:
         return _Output(self._hidden)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._body, name)
+        return self if name == _INNER else getattr(self._body, name)
+
+
+_INNER = "decoder"
+"""Where a body keeps what computes the hidden states, if a model calls that and not the body."""
 
 
 def head_logits(model: Any, hidden: Tensor) -> Tensor:
@@ -88,18 +92,18 @@ def _probe(model: Any) -> str | None:
     if body is model or model.base_model_prefix not in model._modules:
         return "it has no body apart from its output head"
     ids = torch.tensor([[3, 1, 2]], device=model.get_input_embeddings().weight.device)
-    factor, seen = 1.0, []
+    found = body(input_ids=ids, use_cache=False).last_hidden_state[0]
+    factor = 1.0
 
     def scale(module: Any, args: Any, output: Any) -> Any:
         output.last_hidden_state = output.last_hidden_state * factor
-        seen.append(output.last_hidden_state[0])
         return output
 
-    hook = body.register_forward_hook(scale)
+    hook = getattr(body, _INNER, body).register_forward_hook(scale)
     try:
         for number in range(2):
             whole = model(input_ids=ids, use_cache=False).logits[0].float()
-            ours = head_logits(model, seen[-1].flip(0)).flip(0).float()
+            ours = head_logits(model, factor * found.flip(0)).flip(0).float()
             size = float(whole.abs().max())
             if whole.shape != ours.shape or not torch.allclose(
                 whole, ours, rtol=1e-3, atol=1e-3 * size

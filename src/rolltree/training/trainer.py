@@ -26,12 +26,7 @@ from rolltree.models import load_model
 from rolltree.training.algorithms import Algorithm
 from rolltree.training.batches import Batch, Pack, build_batch, rollout_names, split_rollouts
 from rolltree.training.config import TrainConfig
-from rolltree.training.forward import (
-    LogprobModel,
-    backward_precision,
-    choose_forward,
-    enable_checkpointing,
-)
+from rolltree.training.forward import LogprobModel, backward_precision, choose_forward
 from rolltree.training.layout import FloatColumn, collate
 from rolltree.training.logprobs import RecordLogprobs
 from rolltree.training.lora import adapters_off, is_adapted
@@ -85,7 +80,7 @@ class Trainer:
         self._whole_kl = self.algorithm.kl_coef > 0 and KLS[self.algorithm.kl].fn is None
         self.reference = self._reference(reference)
         if config.train.gradient_checkpointing:
-            enable_checkpointing(model)
+            self.logprobs.recompute_layers()
         if ranks is not None:
             shard(self.logprobs, ranks)
             if self.reference is not None and self._whole_kl:

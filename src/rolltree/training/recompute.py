@@ -1,0 +1,113 @@
+"""Gradient checkpointing of a model that stays in evaluation mode.
+
+transformers recomputes layers only of a model in training mode, and that mode also switches on
+dropout, layer drop and router noise, which the engine that sampled did not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rolltree.errors import ConfigError
+
+_TOLERANCE = 1e-3
+"""Largest difference of the probe, relative to the largest value; dropout of 1 % gives more."""
+
+
+def recomputable_layers(model: Any) -> list[nn.Module]:
+    """Return the layers of a model whose activations can be recomputed, outermost ones only."""
+    found: list[nn.Module] = []
+
+    def walk(module: nn.Module) -> None:
+        for child in module.children():
+            if isinstance(child, GradientCheckpointingLayer):
+                found.append(child)
+            else:
+                walk(child)
+
+    walk(model)
+    return found
+
+
+@contextmanager
+def recomputation(model: Any) -> Iterator[None]:
+    """Keep only the inputs of each layer for the backward pass, which belongs into the context.
+
+    Only this module's instances are changed, and only while the context is open.
+    """
+    layers = recomputable_layers(model)
+    before = [layer.__dict__.get("forward") for layer in layers]
+    for layer in layers:
+        layer.forward = partial(_recomputed, layer.forward)
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, before, strict=True):
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def check_recomputation(
+    model: Any, hidden: Callable[[], Tensor], context: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Refuse a model whose gradient is another one when its layers are recomputed.
+
+    Args:
+        model: it has layers of transformers' `GradientCheckpointingLayer`.
+        hidden: runs the model on a few tokens and returns the last hidden states `[_S, _D]`.
+        context: what the model runs in.
+
+    Raises:
+        ConfigError: there are no such layers, or a probe differs.
+    """
+    reason = None
+    if not recomputable_layers(model):
+        reason = "has no layers that transformers can recompute"
+    else:
+        with context():
+            plain = _probe(model, hidden)
+        for _ in range(2):
+            with context(), recomputation(model):
+                again = _probe(model, hidden)
+            for ours, theirs in zip(again, plain, strict=True):
+                if not float((ours - theirs).abs().max()) <= _TOLERANCE * float(theirs.abs().max()):
+                    reason = "computes something else when it is computed again"
+    if reason:
+        raise ConfigError(
+            f"train.gradient_checkpointing is on, but {type(model).__name__} {reason}. Turn it "
+            "off, and lower train.max_tokens if memory is short."
+        )
+
+
+@torch.enable_grad()
+def _probe(model: Any, hidden: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    """Return what `hidden` gives and the gradient of its squares at the input embeddings."""
+    inputs = []
+
+    def leaf(module: Any, args: Any, output: Tensor) -> Tensor:
+        inputs.append(output.detach().requires_grad_())
+        return inputs[-1]
+
+    hook = model.get_input_embeddings().register_forward_hook(leaf)
+    try:
+        found = hidden()
+        (gradient,) = torch.autograd.grad(found.float().square().sum(), inputs[:1])
+    finally:
+        hook.remove()
+    return found.detach(), gradient
