@@ -200,14 +200,11 @@ def compare(
 
 def decode_steps(model: Any, count: int) -> dict[str, float]:
     """Return milliseconds (CPU, best of `count`) of a step of 64 rows, by how weights are kept."""
-    from rolltree.inference.local.runner import ModelRunner, probe
+    from rolltree.inference.local.probe import choose_route
 
-    shape, lean = probe(model, 1024)
+    route = choose_route(model, 1024)
     makes = {"shared": {}, "packed copy": {"packed": True}, "batch-invariant": {"invariant": True}}
-    runners = {
-        name: ModelRunner(model, shape, BATCH, 1024, lean=lean, **options)
-        for name, options in makes.items()
-    }
+    runners = {name: route.runner(model, BATCH, 1024, **options) for name, options in makes.items()}
     ids = np.stack(random_prompts(model.config.vocab_size, BATCH, 1024))
     one, best = np.ones(BATCH, np.int64), dict.fromkeys(runners, float("inf"))
     with torch.inference_mode():

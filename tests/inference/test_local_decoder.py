@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,11 @@ from local_models import (
 from rolltree.errors import ModelError
 from rolltree.inference.engine import EngineOutput
 from rolltree.inference.local.decoder import Decoder, LocalRequest
-from rolltree.inference.local.runner import ModelRunner, probe
+from rolltree.inference.local.probe import choose_route
 from rolltree.inference.local.slots import SlotTable
 from rolltree.types import FinishReason, SamplingParams
+
+cached_route = functools.cache(choose_route)
 
 
 def decoder(
@@ -37,9 +40,9 @@ def decoder(
     packed: bool = False,
 ) -> Decoder:
     model = shared_model() if model is None else model
-    shape, lean = probe(model, capacity, packed)
+    route = cached_route(model, capacity, packed)
     return Decoder(
-        ModelRunner(model, shape, slots, capacity, lean=lean, packed=packed),
+        route.runner(model, slots, capacity, packed=packed),
         SlotTable(slots, capacity),
         max_batch=batch,
         prefill_chunk=chunk,

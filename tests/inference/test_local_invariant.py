@@ -15,7 +15,7 @@ from local_models import ask, new_model, random_prompt, shared_model, teacher_fo
 from rolltree.errors import UnsupportedSetting
 from rolltree.inference.engine import EngineOutput
 from rolltree.inference.local import LocalEngine
-from rolltree.inference.local import runner as runner_module
+from rolltree.inference.local import probe as probe_module
 from rolltree.inference.local.attention import BLOCK, invariant_plans
 
 
@@ -127,10 +127,10 @@ async def test_the_real_model() -> None:
 def test_a_device_whose_products_depend_on_the_batch_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Careless(runner_module.ModelRunner):
+    class Careless(probe_module.ModelRunner):
         def forward(self, rows: list[int], *args: Any) -> torch.Tensor:
             return super().forward(rows, *args) + len(rows) * 1e-6
 
-    monkeypatch.setattr(runner_module, "ModelRunner", Careless)
+    monkeypatch.setattr(probe_module, "ModelRunner", Careless)
     with pytest.raises(UnsupportedSetting, match="change with the batch"):
         LocalEngine(shared_model(), max_context=64, batch_invariant=True)

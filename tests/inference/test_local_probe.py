@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, T5ForConditionalGener
 
 from rolltree.errors import UnsupportedSetting
 from rolltree.inference.local import LocalEngine
-from rolltree.inference.local.runner import ModelRunner, probe
+from rolltree.inference.local.probe import choose_route
 
 torch.set_num_threads(1)
 SMALL: dict[str, Any] = {
@@ -57,9 +57,10 @@ THROUGH_TRANSFORMERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", [*LEAN, *THROUGH_TRANSFORMERS])
 async def test_any_plain_model_decodes_as_without_a_cache(kind: str) -> None:
     model = make(kind, **{**LEAN, **THROUGH_TRANSFORMERS}[kind])
-    shape, lean = probe(model, 64)
-    assert lean == (kind in LEAN)
-    assert shape.num_layers == model.config.num_hidden_layers
+    route = choose_route(model, 64)
+    assert route.lean == (kind in LEAN)
+    assert route.shape is not None
+    assert route.shape.num_layers == model.config.num_hidden_layers
     engine = LocalEngine(model, max_context=64, max_batch=2)
     rng = np.random.default_rng(0)
     for length in (1, 4, 9):
@@ -73,7 +74,7 @@ async def test_biases_are_added() -> None:
     model = make("llama", attention_bias=True, mlp_bias=True)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    assert probe(model, 64)[1]
+    assert choose_route(model, 64).lean
     engine = LocalEngine(model, max_context=64, max_batch=1)
     found = await engine.generate(ask([5, 6, 7]))
     assert found.completion_ids.tolist() == greedy(model, [5, 6, 7], 6)
@@ -81,28 +82,30 @@ async def test_biases_are_added() -> None:
 
 
 def test_the_shape_of_the_cache_is_read_off_the_model() -> None:
-    shape, lean = probe(make("qwen3", head_dim=16).to(torch.bfloat16), 64)
+    route = choose_route(make("qwen3", head_dim=16).to(torch.bfloat16), 64)
+    shape = route.shape
+    assert shape is not None
     assert (shape.num_heads, shape.head_dim, shape.dtype) == (2, 16, torch.bfloat16)
-    assert lean
+    assert route.lean
 
 
 def test_a_hook_that_changes_something_is_not_bypassed() -> None:
     model = new_model()
     model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * 2)
-    assert probe(model, 64)[1] is False
+    assert choose_route(model, 64).lean is False
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "sliding window": ("mistral", {"sliding_window": 16}, "DynamicSlidingWindowLayer in layer 0"),
     "two inputs": ("t5", {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1}, "token ids"),
-    "recurrent": ("mamba", {"state_size": 4}, "no cache of keys|keeps a"),
     "moving rope": (
         "llama",
-        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-        "dynamic position embeddings",
+        {
+            "max_position_embeddings": 32,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        },
+        "change when a sequence passes 32 tokens.*max_context=32 is served",
     ),
-    "soft caps": ("gemma2", {"head_dim": 8, "sliding_window": 128}, "not plain"),
-    "positions from a mask": ("bloom", {"n_layer": 2, "n_head": 4}, "fails|gives other logits"),
+    "both directions": ("bert", {"is_decoder": False}, "gives other logits"),
 }
 
 
@@ -110,30 +113,37 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_a_model_that_cannot_be_reproduced_is_refused(case: str) -> None:
     kind, changes, reason = REFUSED[case]
     with pytest.raises(UnsupportedSetting, match=reason):
-        probe(make(kind, **changes), 64)
+        choose_route(make(kind, **changes), 64)
 
 
-def test_a_window_wider_than_the_context_is_no_window() -> None:
-    model = make("mistral", sliding_window=64)
-    assert probe(model, 64)[0].num_layers == 2
-    with pytest.raises(UnsupportedSetting, match="for 65 tokens"):
-        probe(model, 65)
+def test_position_embeddings_that_move_later_are_served() -> None:
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 48,
+        "rope_theta": 1e4,
+    }
+    model = make("phi3", rope_parameters=rope, original_max_position_embeddings=48)
+    assert choose_route(model, 48).row_mode is None
+    with pytest.raises(UnsupportedSetting, match="passes 48 tokens"):
+        LocalEngine(model, max_context=49)
+    assert LocalEngine(model, max_batch=1).max_context == 48
 
 
 def test_the_trainers_mode_does_not_disturb() -> None:
     model = make("llama", attention_dropout=0.5)
     model.train()
     model.activation_checkpointing_enable()
-    assert probe(model, 64)[1]
+    assert choose_route(model, 64).lean
     assert model.training
     assert model.is_activation_checkpointing
 
 
 def test_a_runner_uses_the_models_own_tensors() -> None:
     for model in (shared_model(), make("gemma", head_dim=8)):
-        shape, lean = probe(model, 32)
-        runner = ModelRunner(model, shape, 2, 32, lean=lean)
-        if not lean:
+        runner = choose_route(model, 32).runner(model, 2, 32)
+        if not runner.lean:
             pairs = zip(model.parameters(), runner._model.parameters(), strict=True)
             assert all(mine is theirs for mine, theirs in pairs)
         ids = np.arange(64, dtype=np.int32).reshape(2, 32)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from rolltree.errors import ModelError
 from rolltree.inference.engine import EngineOutput, EngineRequest, EngineStats, SampledToken
+from rolltree.inference.local.rows import RowRunner
 from rolltree.inference.local.runner import ModelRunner
 from rolltree.inference.local.sampling import Adjusted, Processors, sample
 from rolltree.inference.local.slots import SlotTable
@@ -56,7 +57,7 @@ class Decoder:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: ModelRunner | RowRunner,
         slots: SlotTable,
         *,
         max_batch: int,
@@ -114,15 +115,15 @@ class Decoder:
                 self.slots.release(row)
 
     def _admit(self) -> None:
-        slots = self.slots
+        slots, cache = self.slots, self.runner.cache
         num_free = min(self.max_batch, len(slots.taken)) - int(slots.taken.sum())
         for request in list(self.waiting) if num_free > 0 else ():
             if num_free == 0:
                 return
             common = np.minimum(slots.common(request.prompt), len(request.prompt) - 1)
-            ready = np.minimum(common, slots.cached)
+            ready = cache.ready(slots, common)
             source = int(ready.argmax())
-            if (common * slots.taken).max() > ready[source] + _WORTH_WAITING:
+            if cache.promised(slots, common).max() > ready[source] + _WORTH_WAITING:
                 continue  # some row is computing it
             self.waiting.remove(request)
             self._place(request, source, int(ready[source]))

@@ -14,7 +14,7 @@ import numpy as np
 from rolltree.errors import ConfigError, UnsupportedSetting
 from rolltree.inference.engine import DEFAULT_MAX_CONTEXT, EngineThread
 from rolltree.inference.local.decoder import Decoder, LocalRequest
-from rolltree.inference.local.runner import ModelRunner, check_invariance, probe
+from rolltree.inference.local.probe import check_invariance, choose_route, steady_positions
 from rolltree.inference.local.sampling import PROCESSED, make_processors
 from rolltree.inference.local.slots import SlotTable
 from rolltree.types import IntArray, SamplingParams
@@ -68,17 +68,17 @@ class LocalEngine(EngineThread[LocalRequest]):
         version: int = 0,
         seed: int = 0,
     ) -> None:
-        own_limit = getattr(model.config, "max_position_embeddings", None) or DEFAULT_MAX_CONTEXT
+        config = model.config.get_text_config()
+        own_limit = getattr(config, "max_position_embeddings", None) or DEFAULT_MAX_CONTEXT
+        steady = steady_positions(model) or own_limit
         super().__init__(
             eos_token_ids=eos_token_ids,
             max_batch=max_batch,
-            max_context=max_context or min(own_limit, DEFAULT_MAX_CONTEXT),
+            max_context=max_context or min(own_limit, steady, DEFAULT_MAX_CONTEXT),
             version=version,
             seed=seed,
         )
-        if prefill_chunk is None:
-            prefill_chunk = _CHUNKS.get(model.device.type, _DEFAULT_CHUNK)
-        if prefill_chunk < 1:
+        if prefill_chunk is not None and prefill_chunk < 1:
             raise ConfigError("prefill_chunk is too small for a single request; raise it.")
         if self.max_context > own_limit:
             raise ConfigError(
@@ -86,20 +86,24 @@ class LocalEngine(EngineThread[LocalRequest]):
                 "made for; answers beyond them would be noise. Lower max_context."
             )
         packed = pack_weights and model.device.type == "cpu"
-        shape, lean = probe(model, self.max_context, packed)
+        route = choose_route(model, self.max_context, packed)
         if batch_invariant:
-            check_invariance(model, shape, lean, packed)
-        slot_bytes = shape.token_bytes * self.max_context
+            check_invariance(model, route, packed)
+        if prefill_chunk is None:
+            prefill_chunk = _CHUNKS.get(model.device.type, _DEFAULT_CHUNK)
+        if route.row_mode is not None:  # each row is a pass of its own anyway
+            prefill_chunk = max_batch * self.max_context
+        slot_bytes = route.slot_bytes(self.max_context)
         num_slots = max_batch
         if kv_budget_bytes is not None:
-            num_slots = min(kv_budget_bytes // slot_bytes, 8 * max_batch)
+            num_slots = min(kv_budget_bytes // max(slot_bytes, 1), 8 * max_batch)
         if num_slots < max_batch:
             raise ConfigError(
                 f"kv_budget_bytes = {kv_budget_bytes:,} holds {num_slots} slots of "
                 f"{self.max_context} tokens ({slot_bytes:,} bytes each), not max_batch = "
                 f"{max_batch}. Lower max_batch or max_context, or raise the budget."
             )
-        self.vocab_size = int(model.config.vocab_size)
+        self.vocab_size = int(config.vocab_size)
         if any(not 0 <= token < self.vocab_size for token in self.eos_token_ids):
             raise ConfigError(
                 f"eos_token_ids {self.eos_token_ids} has an id outside the model's vocabulary of "
@@ -108,11 +112,10 @@ class LocalEngine(EngineThread[LocalRequest]):
         self.kv_bytes = num_slots * slot_bytes
         is_end = np.zeros(self.vocab_size, bool)
         is_end[list(self.eos_token_ids)] = True
-        self._device = shape.device
+        self._device = model.device
         capacity = self.max_context
-        runner = ModelRunner(
-            model, shape, num_slots, capacity, lean=lean, packed=packed, invariant=batch_invariant
-        )
+        runner = route.runner(model, num_slots, capacity, packed=packed, invariant=batch_invariant)
+        self.route = route
         self._decoder = Decoder(
             runner,
             SlotTable(num_slots, capacity),

@@ -142,6 +142,14 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.plan: AttentionPlan | None = None
         super().__init__(layers=[_SlotLayer(self, index) for index in range(shape.num_layers)])
 
+    def ready(self, slots: SlotTable, common: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return, per row, how many of its first `common` ids a new request could take over."""
+        return np.minimum(common, slots.cached)
+
+    def promised(self, slots: SlotTable, common: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return, per row, how many of them will be ready when its request's ids are computed."""
+        return common * slots.taken
+
     def copy(self, source: int, target: int, num_tokens: int) -> None:
         """Copy the first `num_tokens` positions of one slot to another."""
         if num_tokens and source != target:

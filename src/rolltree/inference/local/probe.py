@@ -1,0 +1,285 @@
+"""Which way of running a model gives the model's own logits: found out by running it.
+
+`choose_route` tries the ways from the fastest to the slowest on a trial copy (`shell.py`): the
+forward pass of `lean.py`, transformers with the slots' attention, and row by row with the model's
+own cache. The first whose logits are those of plain teacher-forced passes is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import DynamicLayer
+
+from rolltree.errors import UnsupportedSetting
+from rolltree.inference.local.rows import RowMode, RowRunner, state_bytes
+from rolltree.inference.local.runner import ModelRunner
+from rolltree.inference.local.shell import MOVING_ROPE, SHORT, shell_of, trial_copy
+from rolltree.inference.local.slots import KvShape
+from rolltree.types import IntArray
+
+_EXACT, _ROUNDED = 1e-4, 0.1  # largest relative difference of logits in fp32 and in fewer bits
+_FAILURES = (
+    *(TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError),
+    *(NotImplementedError, ArithmeticError, UnsupportedSetting),
+)
+_CAPACITY = 5 * SHORT
+Runner = ModelRunner | RowRunner
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How to run a model: over slots of `shape` (`lean` or not), or one by one in `row_mode`.
+
+    `reason` says why not in the faster way; `row_bytes` is the memory of a row's full state.
+    """
+
+    shape: KvShape | None
+    lean: bool = False
+    row_mode: RowMode | None = None
+    row_bytes: int = 0
+    reason: str = ""
+
+    def slot_bytes(self, capacity: int) -> int:
+        """Return the memory of one row of `capacity` tokens."""
+        return self.row_bytes if self.shape is None else self.shape.token_bytes * capacity
+
+    def runner(
+        self,
+        model: Any,
+        num_slots: int,
+        capacity: int,
+        *,
+        packed: bool = False,
+        invariant: bool = False,
+    ) -> Runner:
+        """Return what computes this model's logits."""
+        if self.shape is None:
+            assert self.row_mode is not None
+            return RowRunner(model, self.row_mode, num_slots)
+        return ModelRunner(
+            model,
+            self.shape,
+            num_slots,
+            capacity,
+            lean=self.lean,
+            packed=packed,
+            invariant=invariant,
+        )
+
+
+@torch.inference_mode()
+def choose_route(model: Any, max_context: int, packed: bool = False) -> Route:
+    """Return the fastest way to run `model` that gives its own logits.
+
+    `packed` is what `LeanForward` will be told.
+
+    Raises:
+        UnsupportedSetting: there is none; the message says why.
+    """
+    check_positions(model, max_context)
+    try:
+        with torch.inference_mode(False):
+            trial = trial_copy(model, max_context)
+        trials: list[_Trial] = [(trial, _Expected(trial))]
+        if trial.dtype != model.dtype or model.dtype not in (torch.float32, torch.float64):
+            plain = shell_of(model)
+            trials.append((plain, _Expected(plain)))
+    except _FAILURES as error:
+        raise _refusal(model, f"does not run on token ids alone ({error})") from error
+    reason = _slots_reason(trials, lean=True, packed=packed)
+    lean = reason is None
+    if reason is not None:
+        reason = _slots_reason(trials, lean=False)
+    if reason is None:
+        return Route(_kv_shape(shell_of(model)), lean)
+    for mode in RowMode:
+        makers = [partial(RowRunner, tried, mode, 3) for tried, _ in trials]
+        slow_reason = _first_reason(trials, makers)
+        if slow_reason is None:
+            row_bytes = _row_bytes(model, mode, max_context)
+            return Route(None, row_mode=mode, row_bytes=row_bytes, reason=reason)
+    raise _refusal(model, slow_reason or reason)
+
+
+def _slots_reason(trials: list[_Trial], *, lean: bool, packed: bool = False) -> str | None:
+    """Return why slots do not give the logits of the trials, or None."""
+    try:
+        routes = [Route(_kv_shape(tried), lean) for tried, _ in trials]
+    except _FAILURES as error:
+        return str(error)
+    makers = [
+        partial(route.runner, tried, 3, _CAPACITY, packed=packed)
+        for route, (tried, _) in zip(routes, trials, strict=True)
+    ]
+    return _first_reason(trials, makers)
+
+
+def _first_reason(trials: Sequence[_Trial], makers: Sequence[Callable[[], Runner]]) -> str | None:
+    found = (trial[1].difference(make) for trial, make in zip(trials, makers, strict=True))
+    return next((reason for reason in found if reason is not None), None)
+
+
+class _Expected:
+    """Logits of three sequences in plain teacher-forced passes, and how a runner must give them.
+
+    The third shares the beginning of the first, and takes it over from its cache. All are several
+    times as long as the short windows of a trial copy.
+    """
+
+    _SHARED = 19
+    _STEPS: tuple[tuple[list[int], list[int], list[int]], ...] = (
+        ([0, 1], [0, 0], [5, 21]),
+        ([0, 1], [5, 21], [1, 1]),
+        ([0, 1], [6, 22], [14, 1]),
+        ([0, 1], [20, 23], [1, 7]),
+        ([2], [_SHARED], [9]),
+        ([0, 1, 2], [21, 30, 28], [1, 1, 1]),
+    )
+
+    def __init__(self, model: Any) -> None:
+        vocabulary = model.config.get_text_config().vocab_size
+        ids = np.random.default_rng(0).integers(0, 2**20, (3, _CAPACITY)) % (vocabulary - 2) + 2
+        ids[2, : self._SHARED] = ids[0, : self._SHARED]
+        self.ids: IntArray = ids.astype(np.int32)
+        tokens = torch.from_numpy(ids[:, :32]).to(model.device)
+        self._logits = [
+            model(input_ids=row[None], use_cache=False).logits[0].float() for row in tokens
+        ]
+        self._largest = max(float(logits.abs().max()) for logits in self._logits)
+        exact = model.dtype in (torch.float32, torch.float64)
+        self._limit = (_EXACT if exact else _ROUNDED) * self._largest
+
+    def difference(self, make_runner: Callable[[], Runner]) -> str | None:
+        """Return what is wrong with a runner of three rows, or None."""
+        try:
+            gap = max(self._gaps(make_runner()))
+        except _FAILURES as error:
+            return f"fails with a prepared cache: {type(error).__name__}: {error}"
+        if gap <= self._limit:
+            return None
+        return f"gives other logits in a batch with a cache than alone (by up to {gap:.1e})"
+
+    def _gaps(self, runner: Runner) -> Iterator[float]:
+        for rows, start, counts in self._STEPS:
+            if rows == [2]:
+                runner.cache.copy(0, 2, self._SHARED)
+            found = runner.forward(rows, self.ids, np.array(start), np.array(counts))
+            for row, first, count, logits in zip(rows, start, counts, found, strict=True):
+                gap = float((logits - self._logits[row][first + count - 1]).abs().max())
+                yield gap if gap == gap else float("inf")
+
+
+_Trial = tuple[Any, _Expected]
+
+
+def _kv_shape(model: Any) -> KvShape:
+    """Return the shape of one token's keys and values.
+
+    Raises:
+        ValueError: the model keeps something else.
+    """
+    ids = torch.arange(4, device=model.device)[None] % model.config.get_text_config().vocab_size
+    output = model(input_ids=ids, use_cache=True)
+    layers = getattr(getattr(output, "past_key_values", None), "layers", [])
+    for index, layer in enumerate(layers):
+        if type(layer) is not DynamicLayer:
+            raise ValueError(f"keeps a {type(layer).__name__} in layer {index}")
+        if not layer.keys.shape == layer.values.shape == layers[0].keys.shape:
+            raise ValueError(f"keeps other shapes in layer {index} than in the first")
+    if not layers:
+        raise ValueError("returned no cache of keys and values")
+    keys = layers[0].keys
+    return KvShape(len(layers), keys.shape[1], keys.shape[3], keys.dtype, keys.device)
+
+
+def _row_bytes(model: Any, mode: RowMode, max_context: int) -> int:
+    """Return the memory of a row's two states at full length, from those after 4 and 8 tokens."""
+    if mode is RowMode.WHOLE:
+        return 0
+    sizes = []
+    for length in (4, 8):
+        runner = RowRunner(model, mode, 1)
+        ids = np.arange(2, 2 + length, dtype=np.int32)[None]
+        runner.forward([0], ids, np.array([0]), np.array([length]))
+        sizes.append(state_bytes(runner.cache.newest[0].cache))
+    per_token = max(0, sizes[1] - sizes[0]) // 4
+    return 2 * (sizes[1] + per_token * max(0, max_context - 8))
+
+
+def check_positions(model: Any, max_context: int) -> None:
+    """Check that a token's position embedding does not depend on how long the sequence gets.
+
+    Raises:
+        UnsupportedSetting: it does, within `max_context` tokens.
+    """
+    limit = steady_positions(model)
+    if limit is not None and max_context > limit:
+        raise _refusal(
+            model,
+            f"has position embeddings that change when a sequence passes {limit} tokens, so "
+            f"tokens sampled before would get other logits after; max_context={limit} is served",
+        )
+
+
+def steady_positions(model: Any) -> int | None:
+    """Return up to how many tokens the position embeddings stay the same; None: for ever.
+
+    Dynamic NTK scaling starts to grow behind the configured maximum; LongRoPE changes its factors
+    behind the length of the original training (Ding et al. 2024, arXiv:2402.13753).
+    """
+    config = model.config.get_text_config()
+    found = getattr(config, "rope_parameters", None) or {}
+    limits = []
+    for rope in (found, *(part for part in found.values() if isinstance(part, dict))):
+        original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        if rope.get("rope_type") in MOVING_ROPE:
+            limits.append(int(original))
+    return min(limits, default=None)
+
+
+@torch.inference_mode()
+def check_invariance(model: Any, route: Route, packed: bool = False) -> None:
+    """Compute a sequence alone, and another way with others; the logits must have the same bits.
+
+    Raises:
+        UnsupportedSetting: they differ.
+    """
+    if route.shape is None:
+        raise UnsupportedSetting(
+            f"batch_invariant is not supported by {type(model).__name__}, which runs row by row "
+            f"because it {route.reason}. Leave batch_invariant out."
+        )
+    ids = (np.arange(120).reshape(3, 40) * 7 % model.config.vocab_size).astype(np.int32)
+    found = []
+    for steps in (
+        [([1], [0], [39]), ([1], [39], [1])],
+        [
+            ([0, 1], [0, 0], [38, 11]),
+            ([1, 2], [11, 0], [28, 17]),
+            ([0, 1, 2], [38, 39, 17], [1] * 3),
+        ],
+    ):
+        runner = route.runner(model, 3, 40, packed=packed, invariant=True)
+        for rows, start, counts in steps:
+            logits = runner.forward(rows, ids, np.array(start), np.array(counts))
+        found.append(logits[rows.index(1)])
+    if not torch.equal(*found):
+        gap = float((found[0] - found[1]).abs().max())
+        raise UnsupportedSetting(
+            f"batch_invariant is not supported by {type(model).__name__} in {model.dtype} on "
+            f"{model.device}: a sequence's logits change with the batch (by up to {gap:.1e}). "
+            "Try float32, or leave batch_invariant out."
+        )
+
+
+def _refusal(model: Any, reason: str) -> UnsupportedSetting:
+    return UnsupportedSetting(
+        f"the embedded engine cannot run {type(model).__name__}: it {reason}. What was sampled "
+        "would not be what the model gives. Serve this model with vLLM and use its URL."
+    )

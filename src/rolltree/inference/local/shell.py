@@ -1,0 +1,89 @@
+"""Copies of a model to run or to test: around the same tensors, or with other weights.
+
+A shell shares the trainer's tensors but not its mode (dropout, gradient checkpointing, attention
+kernel). A trial copy has weights moved away from initialisation, large logits and short windows,
+so that whatever its layers do shows within a few tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import torch
+
+SHORT = 8
+"""The window and chunk of a trial copy, in tokens, where the model's own are longer."""
+_WINDOWS = ("sliding_window", "attention_chunk_size", "floor_scale", "window_size")
+"""Settings that only matter to tokens further than this from another, or from the start."""
+MOVING_ROPE = ("dynamic", "longrope")
+_FULL_COPY_BYTES = 2**31
+_SMALL = 2**16
+_LARGE_LOGIT = 40.0
+_NUM_DRAWN = 1_000_003
+"""Random numbers drawn and repeated: a prime, so that the rows of a matrix differ."""
+
+
+def shell_of(model: Any) -> Any:
+    """Return a module tree of its own, in evaluation mode, around the very same tensors."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    shell = copy.deepcopy(model, memo={id(tensor): tensor for tensor in tensors})
+    shell.config.use_cache = True
+    return shell.eval()
+
+
+@torch.no_grad()
+def trial_copy(model: Any, max_context: int) -> Any:
+    """Return a copy of `model` whose logits show what its layers do.
+
+    Fresh weights hide much: a gate that starts at zero, norms of one, a soft cap far above the
+    logits, attention that looks everywhere alike. Each matrix gets noise that keeps its output as
+    large as its input, and the head is scaled to large logits. Windows and chunks below
+    `max_context` become `SHORT`. Of a model of more than 2 GB in float32 only small tensors and the
+    head are moved, and the others are shared.
+    """
+    tensors = list(itertools.chain(model.parameters(), model.buffers()))
+    small = sum(tensor.numel() for tensor in tensors) * 4 <= _FULL_COPY_BYTES
+    head = model.get_output_embeddings()
+    own = {id(head.weight)} if head is not None else set()
+    shared = {id(t): t for t in tensors if not small and t.numel() > _SMALL and id(t) not in own}
+    trial = copy.deepcopy(model, memo=dict(shared)).eval()
+    trial.config.use_cache = True
+    if small:
+        trial = trial.float()
+    drawn = torch.randn(_NUM_DRAWN, generator=torch.Generator().manual_seed(0))
+    kept = set(shared) | {id(buffer) for buffer in _unsaved(trial)}
+    for index, tensor in enumerate(itertools.chain(trial.parameters(), trial.buffers())):
+        if tensor.is_floating_point() and id(tensor) not in kept:
+            times = -(-tensor.numel() // _NUM_DRAWN)
+            noise = drawn.roll(index).repeat(times)[: tensor.numel()].view(tensor.shape)
+            tensor.add_(noise.to(tensor), alpha=tensor.shape[-1] ** -0.5 if tensor.ndim > 1 else 0.3)
+    shorten_windows(trial, max_context)
+    head = trial.get_output_embeddings()
+    if head is not None:
+        ids = torch.arange(2, 10, device=model.device)[None] % head.weight.shape[0]
+        largest = float(trial(input_ids=ids, use_cache=False).logits.abs().max())
+        if 0 < largest < _LARGE_LOGIT:
+            head.weight.mul_(_LARGE_LOGIT / largest)
+    return trial
+
+
+def shorten_windows(model: Any, max_context: int) -> None:
+    """Set windows and chunks below `max_context` to `SHORT`, wherever a module keeps them."""
+    for module in model.modules():
+        for holder in (module, getattr(module, "config", None)):
+            for name in _WINDOWS:
+                found = getattr(holder, name, None)
+                if type(found) is int and SHORT < found < max_context:
+                    setattr(holder, name, SHORT)
+        rope = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+        if rope.get("llama_4_scaling_beta") and rope.get("rope_type") not in MOVING_ROPE:
+            start = rope.get("original_max_position_embeddings", max_context)
+            rope["original_max_position_embeddings"] = SHORT if start < max_context else start
+
+
+def _unsaved(model: Any) -> list[torch.Tensor]:
+    """Return the buffers that are computed from the configuration, such as rotary frequencies."""
+    saved = set(model.state_dict(keep_vars=True))
+    return [buffer for name, buffer in model.named_buffers() if name not in saved]
