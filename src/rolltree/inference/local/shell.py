@@ -58,7 +58,9 @@ def trial_copy(model: Any, max_context: int) -> Any:
         if tensor.is_floating_point() and id(tensor) not in kept:
             times = -(-tensor.numel() // _NUM_DRAWN)
             noise = drawn.roll(index).repeat(times)[: tensor.numel()].view(tensor.shape)
-            tensor.add_(noise.to(tensor), alpha=tensor.shape[-1] ** -0.5 if tensor.ndim > 1 else 0.3)
+            tensor.add_(
+                noise.to(tensor), alpha=tensor.shape[-1] ** -0.5 if tensor.ndim > 1 else 0.3
+            )
     shorten_windows(trial, max_context)
     head = trial.get_output_embeddings()
     if head is not None:
