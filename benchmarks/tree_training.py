@@ -35,8 +35,7 @@ from rolltree.samples import build_samples
 from rolltree.tokens import Trajectory
 from rolltree.training import Trainer, load_train_config
 from rolltree.training.batches import build_batch
-from rolltree.training.layout import key_blocks
-from rolltree.training.tree_attention import Block, TreeLayout, forest_attention
+from rolltree.training.tree_blocks import TreeLayout, forest_attention
 from rolltree.types import FinishReason, ModelResponse, State
 
 VOCABULARY = 4096
@@ -236,6 +235,14 @@ def forest(prefix: int, groups: int, question: int, rollouts: int, answer: int) 
     return end
 
 
+def depth_of(end: Any) -> Any:
+    """Return how many tokens each token of a forest in depth-first order comes after."""
+    starts, stops = np.zeros(len(end) + 1, np.int32), np.zeros(len(end) + 1, np.int32)
+    starts[1:] = np.arange(1, len(end) + 1)
+    np.add.at(stops, end, 1)
+    return (starts - np.cumsum(stops))[:-1].astype(np.int32)
+
+
 def time_blocks() -> None:
     """Print one layer's attention, forward and backward: 9 query and 3 key heads of width 64."""
     scenes = {
@@ -269,20 +276,10 @@ def time_blocks() -> None:
 
         print(f"{name:32} {count:6,} {timed(dense):6.0f} {timed(causal):6.0f}", end="")
         for size in (32, 64, 128, 256):
-            layout = blocks_layout(end, size)
+            layout = TreeLayout(end, depth_of(end), max_block=size)
             ours = partial(forest_attention, query, key, value, layout, 0.125)
             print(f"{timed(ours):7.0f}", end="", flush=True)
         print()
-
-
-def blocks_layout(end: Any, size: int) -> TreeLayout:
-    blocks = []
-    for block in key_blocks(end, size):
-        mask = torch.zeros(block.mask.shape).masked_fill_(
-            ~torch.from_numpy(block.mask), float("-inf")
-        )
-        blocks.append(Block(block.first, block.stop, block.reach, mask[:, None, :]))
-    return TreeLayout(len(end), False, tuple(blocks))
 
 
 def show(results: list[dict[str, Any]]) -> None:

@@ -5,21 +5,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_training_layout import forests, seen_by_definition
-from torch.nn.attention.flex_attention import create_block_mask
+from test_training_layout import (
+    depths,
+    forests,
+    patterns,
+    seen_by_definition,
+    seen_with_pattern,
+)
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from training_kit import FLOAT32, config, difference, group, states, tiny_model, trainer, tree
 
 from rolltree.errors import ConfigError
 from rolltree.samples import build_samples
 from rolltree.training import forward
 from rolltree.training.forward import LogprobModel, choose_forward
-from rolltree.training.layout import collate
-from rolltree.training.tree_attention import (
-    flex_forest_attention,
-    flex_mask,
-    forest_attention,
-    tree_layout,
-)
+from rolltree.training.layout import Pattern, collate
+from rolltree.training.tree_blocks import forest_attention, tree_layout
+from rolltree.training.tree_flex import flex_forest_attention, flex_mask
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
@@ -39,6 +41,36 @@ def test_the_blocks_are_those_torch_finds_by_looking_at_every_pair(end, block):
     index = torch.arange(count)
     rule = got.mask_mod(None, None, index[:, None], index[None, :])
     assert torch.equal(rule, seen)
+
+
+@given(forests(), st.sampled_from([2, 4, 7]), patterns())
+@settings(max_examples=60, deadline=None)
+def test_blocks_with_a_pattern_hide_no_pair_and_show_none(end, block, pattern):
+    seen = torch.from_numpy(seen_with_pattern(end, pattern))
+    mask = flex_mask(end, block=block, depth=depths(end), pattern=pattern)
+    index = torch.arange(len(end))
+    assert torch.equal(mask.mask_mod(None, None, index[:, None], index[None, :]), seen)
+    computed = mask.to_dense()[0, 0].bool().repeat_interleave(block, 0).repeat_interleave(block, 1)
+    assert not (seen & ~computed[: len(end), : len(end)]).any()
+    whole = BlockMask.from_kv_blocks(
+        mask.full_kv_num_blocks, mask.full_kv_indices, BLOCK_SIZE=block
+    ).to_dense()
+    whole = whole[0, 0].bool().repeat_interleave(block, 0).repeat_interleave(block, 1)
+    assert seen[whole[: len(end), : len(end)]].all()
+
+
+@pytest.mark.parametrize("pattern", [Pattern(), Pattern(window=70), Pattern(chunk=90)])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([1.0, -1.0, 3.0, 0.5])])
+def test_windows_caps_and_sinks_are_those_of_the_blocks(pattern, softcap, sinks):
+    torch.manual_seed(0)
+    forest = collate([tree(group(3, 150, 2, seed=1)), tree(group(2, 40, 3, seed=2))])
+    shapes = [(1, num, forest.num_tokens, 16) for num in (4, 2, 2)]
+    inputs = [torch.randn(shape) for shape in shapes]
+    extras = {"pattern": pattern, "softcap": softcap, "sinks": sinks}
+    got = forest_attention(*inputs, tree_layout(forest, flex=True), 0.5, **extras)
+    expected = forest_attention(*inputs, tree_layout(forest), 0.5, **extras)
+    assert difference(got, expected) < FLOAT32
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])

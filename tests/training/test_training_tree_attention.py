@@ -3,7 +3,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_training_layout import forests, seen_by_definition
+from test_training_layout import (
+    depths,
+    forests,
+    patterns,
+    seen_by_definition,
+    seen_with_pattern,
+)
 from torch.nn.functional import scaled_dot_product_attention
 from training_kit import (
     FLOAT32,
@@ -23,57 +29,89 @@ from rolltree.errors import ConfigError, TrainingError
 from rolltree.samples import build_samples, prune_sample
 from rolltree.training import tree_attention as room
 from rolltree.training.forward import LogprobModel, choose_forward
-from rolltree.training.layout import collate
+from rolltree.training.layout import Pattern, collate
+from rolltree.training.tree_blocks import TreeLayout, forest_attention
 from rolltree.training.tree_support import check_tree_support, why_not_tree
 
 
 def layout_of(end, max_block):
-    sample = flat(Call([0] * len(end), [1]))
-    forest = collate([sample])
-    object.__setattr__(forest, "subtree_end", end)
-    object.__setattr__(forest, "ids", np.zeros(len(end), np.int32))
-    return room.tree_layout(forest, max_block=max_block)
+    return TreeLayout(end, depths(end), max_block=max_block)
 
 
-@given(forests(), st.integers(1, 9), st.sampled_from([(4, 4), (4, 2), (3, 1)]))
-@settings(max_examples=60, deadline=None)
-def test_attention_and_gradients_equal_the_dense_mask(end, max_block, heads):
+def dense(inputs, seen, scale, softcap=None, sinks=None):
+    """Attention as its formula says, over every pair: `[1, _T, _H, e]`."""
+    q, k, v = inputs
+    group = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(group, 1).transpose(2, 3) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~torch.from_numpy(seen), float("-inf"))
+    if sinks is not None:
+        column = sinks[None, :, None, None].expand(1, -1, scores.shape[2], 1)
+        scores = torch.cat([scores, column], -1)
+    weights = scores.softmax(-1)[..., : len(seen)]
+    return (weights @ v.repeat_interleave(group, 1)).transpose(1, 2)
+
+
+@given(
+    forests(),
+    st.integers(1, 9),
+    st.sampled_from([(4, 4), (4, 2), (3, 1)]),
+    patterns(),
+    st.sampled_from([None, 0.7]),
+    st.booleans(),
+)
+@settings(max_examples=120, deadline=None)
+def test_attention_and_gradients_equal_the_dense_mask(
+    end, max_block, heads, pattern, softcap, has_sinks
+):
     torch.manual_seed(len(end))
     num_heads, num_kv = heads
-    shapes = [(1, num_heads, len(end), 5)] + [(1, num_kv, len(end), 5)] * 2
+    shapes = [(1, num_heads, len(end), 5), (1, num_kv, len(end), 5), (1, num_kv, len(end), 4)]
     inputs = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
-    seen = torch.from_numpy(seen_by_definition(end))
-    q, k, v = inputs
-    repeat = num_heads // num_kv
-    expected = scaled_dot_product_attention(
-        q, k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1), attn_mask=seen, scale=0.4
-    ).transpose(1, 2)
+    sinks = torch.randn(num_heads, dtype=torch.float64, requires_grad=True) if has_sinks else None
+    wrt = [*inputs, sinks] if has_sinks else inputs
+    expected = dense(inputs, seen_with_pattern(end, pattern), 0.9, softcap, sinks)
     weight = torch.randn_like(expected)
-    wanted = torch.autograd.grad((expected * weight).sum(), inputs)
-    got = room.forest_attention(q, k, v, layout_of(end, max_block), 0.4)
+    wanted = torch.autograd.grad((expected * weight).sum(), wrt)
+    extras = {"pattern": pattern, "softcap": softcap, "sinks": sinks}
+    got = forest_attention(*inputs, layout_of(end, max_block), 0.9, **extras)
     assert got.shape == expected.shape
     assert difference(got.detach(), expected.detach()) < 1e-12
-    for ours, theirs in zip(torch.autograd.grad((got * weight).sum(), inputs), wanted, strict=True):
+    for ours, theirs in zip(torch.autograd.grad((got * weight).sum(), wrt), wanted, strict=True):
         assert difference(ours, theirs) < 1e-12 or float(theirs.norm()) < 1e-12
 
 
 @pytest.mark.parametrize("max_block", [1, 2, 64])
-def test_gradients_pass_torchs_own_check(max_block):
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_gradients_pass_torchs_own_check(max_block, softcap):
     torch.manual_seed(0)
     end = np.array([7, 7, 5, 4, 5, 7, 7], np.int32)
-    shapes = [(1, 4, 7, 3), (1, 2, 7, 3), (1, 2, 7, 3)]
+    shapes = [(1, 4, 7, 3), (1, 2, 7, 3), (1, 2, 7, 3), (4,)]
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     layout = layout_of(end, max_block)
+    extras = {"pattern": Pattern(window=2), "softcap": softcap}
     assert torch.autograd.gradcheck(
-        lambda q, k, v: room.forest_attention(q, k, v, layout, 0.5), inputs
+        lambda q, k, v, s: forest_attention(q, k, v, layout, 0.5, sinks=s, **extras), inputs
     )
+
+
+def test_a_path_with_a_window_is_not_seen_whole():
+    end = np.full(9, 9, np.int32)
+    inputs = [torch.randn(1, 2, 9, 4, dtype=torch.float64) for _ in range(3)]
+    got = forest_attention(*inputs, layout_of(end, 4), 0.5, pattern=Pattern(window=3))
+    expected = dense(inputs, seen_with_pattern(end, Pattern(window=3)), 0.5)
+    assert difference(got, expected) < 1e-12
+    whole = forest_attention(*inputs, layout_of(end, 4), 0.5, pattern=Pattern(window=9))
+    assert difference(whole, dense(inputs, seen_by_definition(end), 0.5)) < 1e-12
+    assert difference(whole, expected) > 0.1
 
 
 def test_values_may_be_wider_or_narrower_than_keys():
     end = np.array([5, 5, 3, 5, 5], np.int32)
     q, k = torch.randn(2, 1, 2, 5, 4, dtype=torch.float64)
     v = torch.randn(1, 2, 5, 6, dtype=torch.float64, requires_grad=True)
-    got = room.forest_attention(q, k, v, layout_of(end, 2), 1.0)
+    got = forest_attention(q, k, v, layout_of(end, 2), 1.0)
     seen = torch.from_numpy(seen_by_definition(end))
     expected = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=1.0).transpose(1, 2)
     assert got.shape == (1, 5, 2, 6)
@@ -102,13 +140,13 @@ def test_a_token_is_blind_to_other_branches():
 def test_scores_far_apart_do_not_overflow():
     end = np.array([6, 6, 4, 4, 6, 6], np.int32)
     q, k, v = (200 * torch.randn(1, 2, 6, 4, dtype=torch.float64) for _ in range(3))
-    got = room.forest_attention(q, k, v, layout_of(end, 2), 1.0)
+    got = forest_attention(q, k, v, layout_of(end, 2), 1.0)
     expected = scaled_dot_product_attention(
         q, k, v, attn_mask=torch.from_numpy(seen_by_definition(end)), scale=1.0
     )
     assert torch.isfinite(got).all()
     assert difference(got, expected.transpose(1, 2)) < 1e-9
-    single = room.forest_attention(q.float(), k.float(), v.float(), layout_of(end, 2), 1.0)
+    single = forest_attention(q.float(), k.float(), v.float(), layout_of(end, 2), 1.0)
     assert torch.isfinite(single).all()
 
 
@@ -213,7 +251,9 @@ def test_other_callers_of_the_registered_attention_get_sdpa():
     ids = torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]])
     mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
     before = model(ids, attention_mask=mask).logits
-    model.config._attn_implementation = room.NAME  # as an engine thread sees it meanwhile
+    model.config._attn_implementation = room.register(
+        "sdpa"
+    )  # as an engine thread sees it meanwhile
     assert torch.equal(model(ids, attention_mask=mask).logits, before)
 
 
@@ -232,7 +272,7 @@ def test_attention_extras_are_refused():
     q = torch.randn(1, 2, 3, 4)
     layout = layout_of(np.array([3, 2, 3], np.int32), 64)
     with pytest.raises(TrainingError, match="sliding_window"):
-        room._attention(model, q, q, q, None, tree_layout=layout, sliding_window=2)
+        room._attention(model, q, q, q, None, own="sdpa", tree_layout=layout, sliding_window=2)
 
 
 class TestSupport:
@@ -240,17 +280,11 @@ class TestSupport:
         assert why_not_tree(tiny_model("qwen3")) is None
         assert why_not_tree(tiny_model("llama")) is None
 
-    def test_sliding_windows_are_refused(self):
-        model = tiny_model("qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=1)
-        with pytest.raises(TrainingError, match=r"sliding_attention.*interleave"):
+    def test_layers_of_an_unknown_type_are_refused(self):
+        model = tiny_model("qwen3")
+        model.config.layer_types = ["heavily_compressed_attention", "full_attention"]
+        with pytest.raises(TrainingError, match=r"heavily_compressed_attention.*interleave"):
             check_tree_support(model)
-
-    def test_a_window_for_all_layers_is_refused(self):
-        from training_kit import SIZES
-        from transformers import AutoModelForCausalLM, MistralConfig
-
-        model = AutoModelForCausalLM.from_config(MistralConfig(sliding_window=4, **SIZES))
-        assert "sliding window" in why_not_tree(model)
 
     def test_recurrent_models_are_refused(self):
         from transformers import AutoModelForCausalLM, MambaConfig
@@ -288,9 +322,6 @@ class TestSupport:
 class TestOtherModels:
     """State that is not attention alone: refused for trees, trained in `interleave`."""
 
-    def sliding(self):
-        return tiny_model("qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=1)
-
     def recurrent(self):
         from transformers import AutoModelForCausalLM, MambaConfig
 
@@ -298,9 +329,8 @@ class TestOtherModels:
         sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
         return AutoModelForCausalLM.from_config(MambaConfig(**sizes)).eval()
 
-    @pytest.mark.parametrize("kind", ["sliding", "recurrent"])
-    def test_interleaved_rows_give_the_gradient_of_each_call_alone(self, kind):
-        model = getattr(self, kind)()
+    def test_interleaved_rows_give_the_gradient_of_each_call_alone(self):
+        model = self.recurrent()
         with pytest.raises(TrainingError, match=r"cannot be trained on token trees.*'interleave'"):
             trainer(model)
         rollouts = states(3)

@@ -2,7 +2,7 @@
 
 Depth-first order gives a key that is on a path a contiguous range of queries: token j is attended
 by the tokens `j .. subtree_end[j] - 1`. So attention over a tree is a short list of dense
-rectangles, with a mask only where a block meets itself.
+rectangles, with a mask only where a block meets itself or the edge of a window.
 """
 
 from __future__ import annotations
@@ -29,18 +29,57 @@ _FAR = 16
 """Blocks that a path must reach over for its pieces to have twice as many keys."""
 
 
+_GAP = 32
+"""Queries between two ranges that are computed and masked rather than given a call of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """How far back a layer looks: the last `window` tokens, the tokens of its `chunk`, or both.
+
+    Token i sees its ancestor j iff `depth[i] - depth[j] < window` and
+    `depth[i] // chunk == depth[j] // chunk`.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def limit(self, depth: NDArray[np.int32]) -> LongArray | None:
+        """Return the depth from which on no token sees a key of this `depth`, or None: no limit."""
+        limits = []
+        if self.window is not None:
+            limits.append(depth.astype(np.int64) + self.window)
+        if self.chunk is not None:
+            limits.append((depth.astype(np.int64) // self.chunk + 1) * self.chunk)
+        if not limits or min(limit.min() for limit in limits) > depth.max():
+            return None
+        found: LongArray = np.minimum.reduce(limits)
+        return None if (found > depth.max()).all() else found
+
+    def __and__(self, other: Pattern) -> Pattern:
+        windows = [w for w in (self.window, other.window) if w is not None]
+        chunks = {c for c in (self.chunk, other.chunk) if c is not None}
+        if len(chunks) > 1:
+            raise ValueError(f"two chunk sizes in one layer: {sorted(chunks)}")
+        return Pattern(min(windows, default=None), next(iter(chunks), None))
+
+
+FULL = Pattern()
+
+
 @dataclass(frozen=True, slots=True)
 class KeyBlock:
-    """Keys `first .. stop - 1` and the queries that see them: `first .. reach - 1`.
+    """Keys `first .. stop - 1` and queries `start .. reach - 1`, which are computed together.
 
-    Queries from `stop` on see every key of the block. Those inside the block see key j iff
-    `mask[i - first, j - first]`; `mask` is bool `[stop - first, stop - first]`.
+    Each of `masks` is the first query that it is for, and which keys this one and the next ones
+    see, bool `[queries, stop - first]`. The other queries see every key of the block.
     """
 
     first: int
     stop: int
+    start: int
     reach: int
-    mask: BoolArray
+    masks: tuple[tuple[int, BoolArray], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +149,17 @@ def collate(samples: Sequence[Sample]) -> Forest:
 
 
 def key_blocks(
-    subtree_end: NDArray[np.int32], max_block: int = DEFAULT_BLOCK
+    subtree_end: NDArray[np.int32],
+    max_block: int = DEFAULT_BLOCK,
+    depth: NDArray[np.int32] | None = None,
+    limit: LongArray | None = None,
 ) -> tuple[KeyBlock, ...]:
-    """Cut a forest, `[_T]` in depth-first order, into blocks that together cover it once.
+    """Cut a forest, `[_T]` in depth-first order, into blocks that together cover each pair once.
 
-    A block is either a run of whole small subtrees (nothing outside sees its keys) or a piece of
-    a path that is longer than a block (everything below sees all its keys). Where many queries are
-    below, twice `max_block` keys save calls, and the masked part of the block is small beside them.
+    A block's keys are either a run of whole small subtrees (nothing outside sees them) or a piece
+    of a path that is longer than a block (everything below sees them all, as far as `limit`, a
+    pattern's, allows). Where many queries are below, twice `max_block` keys save calls, and the
+    masked part of the block is small beside them.
     """
     ends = subtree_end.tolist()
     num_tokens = len(ends)
@@ -131,15 +174,54 @@ def key_blocks(
             reach = stop
         else:
             stop = first + 1
-            most = 2 * max_block if end - first > _FAR * max_block else max_block
+            far = end - first
+            if depth is not None and limit is not None:
+                far = min(far, int(limit[first] - depth[first]))
+            most = 2 * max_block if far > _FAR * max_block else max_block
             while stop - first < most and stop < num_tokens and ends[stop] == end:
                 stop += 1
             reach = end
         index = np.arange(first, stop)
-        mask = (index[:, None] >= index) & (index[:, None] < subtree_end[first:stop])
-        blocks.append(KeyBlock(first, stop, reach, mask))
+        own = (index[:, None] >= index) & (index[:, None] < subtree_end[first:stop])
+        if depth is None or limit is None:
+            blocks.append(KeyBlock(first, stop, first, reach, ((first, own),)))
+        else:
+            blocks += _limited(first, stop, reach, own, depth, limit)
         first = stop
     return tuple(blocks)
+
+
+def _limited(
+    first: int, stop: int, reach: int, own: BoolArray, depth: NDArray[np.int32], limit: LongArray
+) -> list[KeyBlock]:
+    """Return the ranges of queries that see keys `first .. stop - 1`; `own` is their own square."""
+    limits = limit[first:stop]
+    below = depth[stop:reach]
+    seen = np.concatenate([np.ones(stop - first, np.bool_), below < limits.max()])
+    partly = np.concatenate([np.ones(stop - first, np.bool_), below >= limits.min()])
+    blocks = []
+    for start, end in _runs(seen):
+        masks = []
+        for top, bottom in _runs(partly[start:end]):
+            rows = np.arange(first + start + top, first + start + bottom)
+            mask = depth[rows][:, None] < limits
+            inside = rows < stop
+            mask[inside] &= own[rows[inside] - first]
+            masks.append((int(rows[0]), mask))
+        blocks.append(KeyBlock(first, stop, first + start, first + end, tuple(masks)))
+    return blocks
+
+
+def _runs(wanted: BoolArray) -> list[tuple[int, int]]:
+    """Return where `wanted` holds, as ranges with less than `_GAP` between no two of them."""
+    edges = np.flatnonzero(np.diff(wanted, prepend=False, append=False)).reshape(-1, 2)
+    runs: list[tuple[int, int]] = []
+    for start, stop in edges.tolist():
+        if runs and start - runs[-1][1] < _GAP:
+            runs[-1] = (runs[-1][0], stop)
+        else:
+            runs.append((start, stop))
+    return runs
 
 
 def _name(sample: Sample) -> str:

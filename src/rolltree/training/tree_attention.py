@@ -1,200 +1,114 @@
-"""Exact attention over a packed forest, inside any Hugging Face causal LM with plain attention.
+"""Exact attention over a packed forest, inside any Hugging Face causal LM.
 
 It registers one attention function with transformers and touches no model code: inside
-`tree_attention(model)` the function runs over the key blocks of `layout.py`, everywhere else it
-is transformers' own SDPA, also for an engine that decodes with the same module in another thread.
-
-Forward and backward are written out (online softmax forward, recomputation backward, as in
-FlashAttention: Dao et al. 2022, arXiv:2205.14135, algorithms 1 and 4) over dense rectangles:
-a block of keys against the contiguous range of queries below it. Nothing is gathered or padded
-and no `_T` x `_T` matrix exists. On a GPU one FlexAttention kernel can do the same: query i sees
-key j iff `j <= i < subtree_end[j]`, and which blocks of 128 x 128 are empty, full or mixed follows
-from the least and largest `subtree_end` of a block of keys. `tree_support.py` says which models it
-is exact for.
+`tree_attention(model)` the function runs over the blocks of `tree_blocks.py` (or FlexAttention,
+`tree_flex.py`), everywhere else it is the attention that the model had before, also for an engine
+that decodes with the same module in another thread. How far back a layer looks is read from the
+mask that the model asks transformers for. `tree_support.py` says which models it is exact for.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torch.nn.functional import scaled_dot_product_attention
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_utils import AttentionInterface
+from transformers import masking_utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from rolltree.errors import TrainingError
-from rolltree.training.layout import DEFAULT_BLOCK, Forest, key_blocks
-from rolltree.training.recurrence_layout import RecurrenceLayout
+from rolltree.training.layout import FULL, Pattern
+from rolltree.training.tree_blocks import TreeLayout, forest_attention
+from rolltree.training.tree_blocks import tree_layout as tree_layout
 from rolltree.training.tree_recurrence import tree_recurrence
 
 NAME = "rolltree_tree"
+_OWN: dict[str, str] = {}
+"""Name that the attention is registered as -> what the model attends with outside trees."""
+
 _active: ContextVar[bool] = ContextVar("rolltree_tree_active", default=False)
 _IGNORABLE = frozenset(
-    {"is_causal", "position_ids", "use_cache", "output_attentions", "output_hidden_states"}
+    {"position_ids", "use_cache", "output_attentions", "output_hidden_states"}
     | {"return_dict", "logits_to_keep", "num_items_in_batch", "cache_position"}
 )
+_OTHERWISE = "Train it with train.forward = 'rows' and scope 'interleave'."
+
+Closure = Mapping[str, Any]
+_PARTS: dict[str, Callable[[Closure], Pattern]] = {
+    "causal_mask_function": lambda closure: FULL,
+    "sliding_window_overlay": lambda closure: Pattern(window=closure["sliding_window"]),
+    "chunked_overlay": lambda closure: Pattern(chunk=_chunk(closure)),
+    "packed_sequence_mask_function": lambda closure: FULL,  # a forest keeps its paths apart
+    "remap_positions_for_packed_sequence": lambda closure: _pattern(closure["mask_function"]),
+    "and_masks": lambda closure: _all_of(closure["mask_functions"]),
+}
+"""What a mask of transformers is made of -> how far back it lets a token of a path see."""
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A `KeyBlock` on the device: `mask` is float `[keys, 1, keys]`, 0 or -inf, added to scores."""
-
-    first: int
-    stop: int
-    reach: int
-    mask: Tensor
+def _chunk(closure: Closure) -> int:
+    if bool(closure["left_padding"].any()):
+        raise _unknown_mask("with padding on the left")
+    return int(closure["chunk_size"])
 
 
-@dataclass(frozen=True, slots=True)
-class TreeLayout:
-    """What the attention function needs to know about the forest it runs over.
+def _all_of(parts: tuple[Any, ...]) -> Pattern:
+    found = FULL
+    for part in parts:
+        found &= _pattern(part)
+    return found
 
-    `flex`: the mask for FlexAttention, which then takes the place of the blocks. `recurrence`: what
-    recurrent layers need.
+
+def _pattern(mask_function: Any) -> Pattern:
+    """Return how far back a mask of `transformers.masking_utils` lets a token see.
+
+    Raises:
+        TrainingError: it is made of anything else.
     """
-
-    num_tokens: int
-    is_path: bool
-    blocks: tuple[Block, ...]
-    flex: BlockMask | None = None
-    recurrence: RecurrenceLayout | None = None
-
-
-def tree_layout(
-    forest: Forest,
-    device: torch.device | str = "cpu",
-    max_block: int = DEFAULT_BLOCK,
-    *,
-    flex: bool = False,
-) -> TreeLayout:
-    """Return the blocks of a forest on `device`, or its mask for FlexAttention."""
-    if forest.is_path:
-        return TreeLayout(forest.num_tokens, True, ())
-    recurrence = RecurrenceLayout(forest.subtree_end, device)
-    if flex:
-        mask = flex_mask(forest.subtree_end, device)
-        return TreeLayout(forest.num_tokens, False, (), mask, recurrence)
-    blocks = []
-    for block in key_blocks(forest.subtree_end, max_block):
-        seen = torch.from_numpy(block.mask).to(device)
-        added = torch.zeros(seen.shape, device=device).masked_fill_(~seen, float("-inf"))
-        blocks.append(Block(block.first, block.stop, block.reach, added[:, None, :]))
-    return TreeLayout(forest.num_tokens, False, tuple(blocks), recurrence=recurrence)
+    name = getattr(mask_function, "__qualname__", repr(mask_function)).partition(".")[0]
+    home = getattr(mask_function, "__module__", None)
+    if name not in _PARTS or home != masking_utils.__name__:
+        raise _unknown_mask(f"that is made by {name}")
+    return _PARTS[name](inspect.getclosurevars(mask_function).nonlocals)
 
 
-class _TreeAttention(torch.autograd.Function):
-    """Softmax attention over blocks. Query heads that share a key head are rows of one matrix."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, scale: float
-    ) -> Tensor:
-        """`query` `[1, _H, _T, d]`, `key` and `value` `[1, _K, _T, d]` -> `[1, _T, _H, d]`.
-
-        What is kept for the backward pass is what the layers around it keep anyway (queries, keys,
-        values and the result, in their own type), and one number per query and head.
-        """
-        num_heads, num_tokens = query.shape[1:3]
-        num_kv = key.shape[1]
-        group = num_heads // num_kv
-        q, k, v = _exact(query, key, value, scale)
-        out = q.new_zeros(num_kv, num_tokens * group, v.shape[-1])
-        top = q.new_full((num_kv, num_tokens * group, 1), float("-inf"))
-        total = torch.zeros_like(top)
-        with torch.autocast(q.device.type, enabled=False):
-            for block in layout.blocks:
-                rows = slice(block.first * group, block.reach * group)
-                scores = _scores(q, k, block, rows, group)
-                old = top[:, rows]
-                new = torch.maximum(scores.amax(-1, keepdim=True), old)
-                weights = scores.sub_(new).exp_()
-                shrink = old.sub(new).exp_()
-                top[:, rows] = new
-                total[:, rows].mul_(shrink).add_(weights.sum(-1, keepdim=True))
-                out[:, rows].mul_(shrink).baddbmm_(weights, v[:, block.first : block.stop])
-        out.div_(total)
-        merged = out.view(num_kv, num_tokens, group, -1).transpose(0, 1)
-        result = merged.reshape(1, num_tokens, num_heads, -1).to(query.dtype)
-        ctx.save_for_backward(query, key, value, result, top.add_(total.log_()))
-        ctx.layout, ctx.scale = layout, scale
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, result, log_total = ctx.saved_tensors
-        q, k, v = _exact(query, key, value, ctx.scale)
-        num_kv, num_tokens, width = k.shape
-        group = q.shape[1] // num_tokens
-
-        def by_kv(tensor: Tensor) -> Tensor:
-            parts = tensor.reshape(num_tokens, num_kv, group, -1).transpose(0, 1)
-            return parts.reshape(num_kv, num_tokens * group, -1)
-
-        d_out = by_kv(grad[0].to(q.dtype))
-        shared = by_kv((grad[0].to(q.dtype) * result[0]).sum(-1))
-        d_q, d_k, d_v = torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
-        for block in ctx.layout.blocks:
-            rows = slice(block.first * group, block.reach * group)
-            keys = slice(block.first, block.stop)
-            weights = _scores(q, k, block, rows, group).sub_(log_total[:, rows]).exp_()
-            d_rows = d_out[:, rows]
-            d_v[:, keys] = torch.bmm(weights.transpose(1, 2), d_rows)
-            d_scores = torch.bmm(d_rows, v[:, keys].transpose(1, 2))
-            d_scores.sub_(shared[:, rows]).mul_(weights)
-            d_q[:, rows].baddbmm_(d_scores, k[:, keys])
-            d_k[:, keys] = torch.bmm(d_scores.transpose(1, 2), q[:, rows])
-        heads = d_q.mul_(ctx.scale).view(num_kv, num_tokens, group, width).transpose(1, 2)
-        d_query = heads.reshape(1, num_kv * group, num_tokens, width)
-        d_key, d_value = d_k[None].to(key.dtype), d_v[None].to(value.dtype)
-        return d_query.to(query.dtype), d_key, d_value, None, None
+def _is_causal(mask_function: Any) -> bool:
+    """Whether the mask says somewhere that no token sees what comes after it."""
+    if mask_function is masking_utils.causal_mask_function:
+        return True
+    closure = inspect.getclosurevars(mask_function).nonlocals
+    inner = [*closure.get("mask_functions", ()), closure.get("mask_function")]
+    return any(_is_causal(part) for part in inner if part is not None)
 
 
-def _exact(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, ...]:
-    """Return scaled queries `[_K, _T * group, d]`, keys and values `[_K, _T, d]`, in float32."""
-    num_heads, num_tokens, width = query.shape[1:]
-    num_kv = key.shape[1]
-    exact = torch.promote_types(query.dtype, torch.float32)
-    by_kv = query[0].reshape(num_kv, num_heads // num_kv, num_tokens, width).transpose(1, 2)
-    q = (by_kv.to(exact) * scale).reshape(num_kv, num_tokens * (num_heads // num_kv), width)
-    return q, key[0].to(exact).contiguous(), value[0].to(exact).contiguous()
-
-
-def _scores(q: Tensor, k: Tensor, block: Block, rows: slice, group: int) -> Tensor:
-    """Return the masked scores of one block, `[_K, rows, keys]`; rows are (token, head) pairs."""
-    scores = torch.bmm(q[:, rows], k[:, block.first : block.stop].transpose(1, 2))
-    size = block.stop - block.first
-    scores[:, : size * group].view(-1, size, group, size).add_(block.mask)
-    return scores
-
-
-def forest_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, scale: float
-) -> Tensor:
-    """Attend over a forest: `[1, _H, _T, d]`, keys and values `[1, _K, _T, d]` -> `[1, _T, _H, d]`.
-
-    `_K` divides `_H` (grouped-query attention). A path runs through torch's causal kernel.
-    """
-    if layout.is_path:
-        out = scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=key.shape[1] < query.shape[1]
-        )
-        return out.transpose(1, 2)
-    if layout.flex is not None:
-        return flex_forest_attention(query, key, value, layout.flex, scale)
-    result: Tensor = _TreeAttention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, layout, scale
+def _unknown_mask(what: str) -> TrainingError:
+    return TrainingError(
+        f"the model asks for an attention mask {what}, which attention over trees does not "
+        f"compute, so its gradients would be wrong. {_OTHERWISE}"
     )
-    return result
+
+
+def _mask(*args: Any, own: str, **kwargs: Any) -> Any:
+    """Return the pattern that a mask stands for (None if it is plain causal) instead of the mask.
+
+    Calls from outside `tree_attention` get the mask that the model had before.
+    """
+    if not _active.get():
+        return ALL_MASK_ATTENTION_FUNCTIONS[own](*args, **kwargs)
+    padding = kwargs.get("attention_mask")
+    if padding is not None and not bool(padding.all()):
+        raise _unknown_mask("with padding")
+    asked = kwargs.get("mask_function", masking_utils.causal_mask_function)
+    pattern = _pattern(asked)
+    if not _is_causal(asked):
+        raise _unknown_mask("that is not causal")
+    return None if pattern == FULL else pattern
 
 
 def _attention(
@@ -202,9 +116,9 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
+    attention_mask: Any,
+    *,
+    own: str,
     tree_layout: TreeLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -215,31 +129,102 @@ def _attention(
                 "tokens would see other samples. This model cannot be trained on trees: train it "
                 "with train.forward = 'rows' and scope 'interleave'."
             )
-        result: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        result: tuple[Tensor, Tensor | None] = _own_attention(module, own)(
+            module, query, key, value, attention_mask, **kwargs
         )
         return result
+    return _tree_attention(module, query, key, value, attention_mask, tree_layout, **kwargs), None
+
+
+def _tree_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Any,
+    layout: TreeLayout,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
     foreign = {k for k, v in kwargs.items() if v is not None and v is not False} - _IGNORABLE
-    if foreign or dropout:
-        what = f"uses {', '.join(sorted(foreign))}" if foreign else "has attention dropout"
+    what = ""
+    if foreign:
+        what = f"uses {', '.join(sorted(foreign))}"
+    elif dropout:
+        what = "has attention dropout"
+    elif pattern is not None and not isinstance(pattern, Pattern):
+        what = "makes an attention mask of its own"
+    elif pattern is None and not _causal(module, is_causal):
+        what = "lets tokens see what comes after them"
+    elif sliding_window is not None and sliding_window != (pattern or FULL).window:
+        what = f"has a sliding_window of {sliding_window} tokens that its mask does not have"
+    elif key.shape[2] != layout.num_tokens or query.shape[0] != 1:
+        what = f"attends to {key.shape[2]} keys where the forest has {layout.num_tokens} tokens"
+    if what:
         raise TrainingError(
             f"{type(module).__name__} {what}, which attention over trees does not compute, so its "
-            "gradients would be wrong. Train it with train.forward = 'rows' and scope 'interleave'."
+            f"gradients would be wrong. {_OTHERWISE}"
         )
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    return forest_attention(query, key, value, tree_layout, scale), None
+    return forest_attention(
+        _by_depth(module, query, layout),
+        key,
+        value,
+        layout,
+        scaling if scaling is not None else query.shape[-1] ** -0.5,
+        pattern=pattern or FULL,
+        softcap=softcap,
+        sinks=s_aux,
+    )
 
 
-def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Make no mask for a forest (the blocks carry theirs), SDPA's mask for other calls."""
-    if _active.get():
-        return None
-    mask: Tensor | None = sdpa_mask(*args, **kwargs)
-    return mask
+def _causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
+    return bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
 
 
-AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, _mask)
+def _by_depth(module: torch.nn.Module, query: Tensor, layout: TreeLayout) -> Tensor:
+    """Scale queries by their depth where Llama 4 scaled them by their place in the row.
+
+    Its layers without rotary angles multiply the query of token i with
+    `log1p(floor((i + 1) / floor_scale)) * attn_scale + 1` (arXiv:2501.19399).
+    """
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return query
+
+    attention: Any = module
+
+    def scale(positions: Tensor) -> Tensor:
+        steps = torch.floor((positions.float() + 1.0) / attention.floor_scale)
+        scaled: Tensor = torch.log1p(steps) * attention.attn_scale + 1.0
+        return scaled
+
+    depth = torch.from_numpy(layout.depth).to(query.device)
+    factor = scale(depth) / scale(torch.arange(layout.num_tokens, device=query.device))
+    return query * factor[:, None].to(query.dtype)
+
+
+def _own_attention(module: torch.nn.Module, own: str) -> Callable[..., Any]:
+    """Return what the model attends with outside trees; `eager` stands in the model's own file."""
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(own, eager)
+    return found
+
+
+def register(own: str) -> str:
+    """Return the name under which a model that attends with `own` attends over trees."""
+    if own in _OWN:  # one context inside another
+        return own
+    name = next((name for name, known in _OWN.items() if known == own), f"{NAME}_{len(_OWN)}")
+    if name not in _OWN:
+        _OWN[name] = own
+        AttentionInterface.register(name, partial(_attention, own=own))
+        AttentionMaskInterface.register(name, partial(_mask, own=own))
+    return name
 
 
 @contextmanager
@@ -250,7 +235,7 @@ def tree_attention(model: Any) -> Iterator[None]:
     had before is put back.
     """
     before = model.config._attn_implementation
-    model.config._attn_implementation = NAME
+    model.config._attn_implementation = register(before or "eager")
     token = _active.set(True)
     try:
         with tree_recurrence(model, _active.get):
@@ -258,64 +243,3 @@ def tree_attention(model: Any) -> Iterator[None]:
     finally:
         _active.reset(token)
         model.config._attn_implementation = before
-
-
-FLEX_BLOCK = 128
-"""Queries and keys per block: FlexAttention's own default, and the least its kernels take."""
-
-
-def flex_mask(
-    subtree_end: NDArray[np.int32], device: torch.device | str = "cpu", block: int = FLEX_BLOCK
-) -> BlockMask:
-    """Return the block mask of a forest in depth-first order, `[_T]`."""
-    num_tokens = len(subtree_end)
-    first = np.arange(0, num_tokens, block)
-    reach = np.maximum.reduceat(subtree_end, first)  # the last query that sees any key of a block
-    common = np.minimum.reduceat(subtree_end, first)  # the last that sees all of them
-    stop = first + block
-    below = first[:, None] > first[None, :]
-    full = below & (common[None, :] >= stop[:, None]) & (stop[:, None] <= num_tokens)
-    mixed = (below & (reach[None, :] > first[:, None])) | np.eye(len(first), dtype=np.bool_)
-    mixed &= ~full
-    end = torch.from_numpy(np.ascontiguousarray(subtree_end)).to(device)
-
-    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (query < end[key])
-
-    return BlockMask.from_kv_blocks(
-        *_listed(mixed, device),
-        *_listed(full, device),
-        BLOCK_SIZE=block,
-        mask_mod=sees,
-        seq_lengths=(num_tokens, num_tokens),
-    )
-
-
-def _listed(blocks: NDArray[np.bool_], device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Return how many blocks of keys each block of queries has, and which, these first."""
-    order = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
-    count = blocks.sum(1, dtype=np.int32)
-    return (
-        torch.from_numpy(count)[None, None].to(device),
-        torch.from_numpy(order)[None, None].to(device),
-    )
-
-
-def flex_forest_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float
-) -> Tensor:
-    """Attend over a forest: `[1, _H, _T, d]`, keys and values `[1, _K, _T, d]` -> `[1, _T, _H, d]`.
-
-    Compiled on a GPU; on a CPU torch's plain implementation, without a gradient.
-    """
-    attend: Any = _compiled() if query.is_cuda else flex_attention
-    grouped = key.shape[1] < query.shape[1]
-    out = attend(query, key, value, block_mask=mask, scale=scale, enable_gqa=grouped)
-    result: Tensor = out.transpose(1, 2)
-    return result
-
-
-@functools.cache
-def _compiled() -> Callable[..., Any]:
-    compiled: Callable[..., Any] = torch.compile(flex_attention)
-    return compiled

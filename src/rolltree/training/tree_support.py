@@ -26,9 +26,15 @@ PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.0
 Check: TypeAlias = Callable[[Any], str | None]
 """Takes a model's text configuration; returns why tree training is not exact for it, or None."""
 
+
+def _exact(_config: Any) -> None:
+    """Nothing rules it out."""
+
+
 LAYER_TYPES: dict[str, Check] = {
-    **dict.fromkeys(("full_attention", "moe", "mlp"), lambda config: None),
-    **dict.fromkeys(RECURRENT_TYPES, lambda config: None),  # their code is checked instead
+    **dict.fromkeys(("full_attention", "sliding_attention", "chunked_attention"), _exact),
+    **dict.fromkeys(("moe", "mlp"), _exact),
+    **dict.fromkeys(RECURRENT_TYPES, _exact),  # their code is checked instead
 }
 """What `config.layer_types` may name. A layer type that is not here is refused by its name."""
 
@@ -38,15 +44,6 @@ def _layer_types(config: Any) -> str | None:
     if other := [name for name in names if name not in LAYER_TYPES]:
         return f"it has layers of type {', '.join(other)}"
     return next((reason for name in names if (reason := LAYER_TYPES[name](config))), None)
-
-
-def _window(config: Any) -> str | None:
-    window = getattr(config, "sliding_window", None)
-    if window is None or not getattr(config, "use_sliding_window", True):
-        return None
-    if getattr(config, "layer_types", None):  # which layers use it is said there
-        return None
-    return f"its attention has a sliding window of {window} tokens"
 
 
 def _rotary(config: Any) -> str | None:
@@ -65,7 +62,7 @@ def _shape(config: Any) -> str | None:
     return None
 
 
-CONFIG_CHECKS: tuple[Check, ...] = (_shape, _layer_types, _window, _rotary)
+CONFIG_CHECKS: tuple[Check, ...] = (_shape, _layer_types, _rotary)
 """Each returns why a configuration rules tree training out, or None."""
 
 
