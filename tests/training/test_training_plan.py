@@ -70,7 +70,21 @@ def test_no_training_data_is_an_error():
         step_requests(CONFIG, LetterSource(num_train=0), 1)
 
 
-@pytest.mark.parametrize("args", [{"top_p": 0.9}, {"temperature": 0}, {"top_k": 5}])
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"top_p": 0.9},
+        {"temperature": 0},
+        {"top_k": 5},
+        {"min_p": 0.1},
+        {"extra_body": {"repetition_penalty": 1.1}},
+        {"presence_penalty": 0.5},
+        {"logit_bias": {"3": -100}},
+        {"min_tokens": 4},
+        {"extra_body": {"temperature": 0.5}},
+        {"extra_body": {"top_n_sigma": 1.0}},
+    ],
+)
 def test_a_source_with_a_truncated_distribution_is_refused(args):
     source = LetterSource()
     source.sampling_args = args

@@ -26,6 +26,7 @@ from rolltree.environments.lifecycle import Mark, discover, failure_of, forget, 
 from rolltree.environments.openai_view import openai_view
 from rolltree.errors import ConfigError, PromptTooLong, record_error
 from rolltree.inference.client import as_client, policy_version, sampling_from_args
+from rolltree.inference.client_base import noted
 from rolltree.inference.parse import parse_response
 from rolltree.parsers import Parser
 from rolltree.rollouts import derive_seed, merge_args
@@ -331,10 +332,11 @@ class Environment(BatchRunner):
         if request is None:
             args = merge_args(self.sampling_args, state.get("sampling_args"))
             request = args, policy_version(state.get("client"))
-        temperature = sampling_from_args(request[0]).temperature
-        return parse_response(
-            response, self.message_type, temperature=temperature, version=request[1]
+        sampling = sampling_from_args(request[0])
+        made = parse_response(
+            response, self.message_type, temperature=sampling.temperature, version=request[1]
         )
+        return noted(made, sampling)
 
     # What is written when a rollout ends
 

@@ -19,7 +19,7 @@ from rolltree.errors import UnsupportedSetting
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client import ModelClient, policy_version
 from rolltree.inference.message_session import MessageSession, generated
-from rolltree.inference.request_fields import TokenFields, outgoing
+from rolltree.inference.request_fields import TokenFields, outgoing, reshaping
 from rolltree.inference.retry import Outcome
 from rolltree.inference.session import Prompt, TokenSession, check_message_type
 from rolltree.types import (
@@ -153,7 +153,7 @@ class RootClient(ClientBase, Generic[MemoryT]):
 
     async def call(self, call: ModelCall) -> ModelResponse:
         """Make one call, with no memory of earlier ones."""
-        return await self.respond(call, self.new_memory())
+        return noted(await self.respond(call, self.new_memory()), call.sampling)
 
 
 class Session(ClientBase, Generic[MemoryT]):
@@ -182,7 +182,7 @@ class Session(ClientBase, Generic[MemoryT]):
 
     async def call(self, call: ModelCall) -> ModelResponse:
         """Make one call, continuing an earlier one where it fits."""
-        return await self._client.respond(call, self._memory)
+        return noted(await self._client.respond(call, self._memory), call.sampling)
 
 
 class TokenClient(RootClient[TokenSession]):
@@ -270,6 +270,19 @@ class MessageClient(RootClient[MemoryT]):
             "wait_s": outcome.wait_s,
             "raw": outcome.value if self.keeps_raw else None,
         }
+
+
+def noted(response: ModelResponse, sampling: SamplingParams) -> ModelResponse:
+    """Return the response; `info["sampling"]` has what changed the distribution, if anything did.
+
+    Training refuses such calls: it computes the probability of a token from all of them.
+    """
+    changes = reshaping(sampling)
+    if not changes:
+        return response
+    plain = (bool, int, float, str)
+    said = {k: v if isinstance(v, plain) else repr(v)[:80] for k, v in changes.items()}
+    return response.annotated(sampling=said)
 
 
 def check_model(asked: str | None, known: str) -> None:

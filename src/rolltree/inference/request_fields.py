@@ -6,6 +6,7 @@ of the first request and says once, in the log, when the server gives no ids.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -20,24 +21,39 @@ TokenIds = Literal["auto", "vllm", "off"]
 LogprobsMode = Literal["raw", "processed"]
 """Whether a server's logprobs are the model's own or those of the distribution sampled from."""
 
-_RESHAPING = frozenset(
-    (
-        "guided_choice",
-        "guided_grammar",
-        "guided_json",
-        "guided_regex",
-        "response_format",
-        "structured_outputs",
-        "frequency_penalty",
-        "logit_bias",
-        "min_p",
-        "presence_penalty",
-        "repetition_penalty",
-        "typical_p",
-        "allowed_token_ids",
-        "bad_words",
-    )
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "top_k": (0, -1),
+    "top_p": (1,),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+}
+"""Fields that change the distribution of a token, and the values with which they do not."""
+_HARMLESS = frozenset(
+    [
+        *("add_generation_prompt", "add_special_tokens", "cache_salt", "chat_template"),
+        *("chat_template_kwargs", "continue_final_message", "detokenize", "documents", "echo"),
+        *("extra_body", "extra_headers", "extra_query", "ignore_eos", "include_reasoning"),
+        *("include_stop_str_in_output", "kv_transfer_params", "length_penalty", "logprobs"),
+        *("max_completion_tokens", "max_tokens", "metadata", "modalities", "n"),
+        *("parallel_tool_calls", "priority", "prompt_logprobs", "reasoning_effort", "request_id"),
+        *("return_routed_experts", "return_token_ids", "return_tokens_as_token_ids", "seed"),
+        *("service_tier", "skip_special_tokens", "spaces_between_special_tokens", "stop"),
+        *("stop_token_ids", "store", "stream", "stream_options", "timeout", "top_logprobs"),
+        *("truncate_prompt_tokens", "user", "verbosity"),
+    ]
 )
+"""Fields that change the prompt, when sampling ends, or what is reported, but no distribution."""
 
 
 def check_choice(name: str, value: str, known: Sequence[str]) -> None:
@@ -118,16 +134,27 @@ def outgoing(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     ]
 
 
+def reshaping(sampling: SamplingParams) -> dict[str, Any]:
+    """Return the settings that make a token's distribution another one than softmax(logits / T).
+
+    A field of which it is not known what it does counts as one that does.
+
+    >>> reshaping(SamplingParams(temperature=0.7, top_p=0.9, extra={"min_p": 0, "user": "me"}))
+    {'top_p': 0.9}
+    """
+    neutral = {**_NEUTRAL, "temperature": (sampling.temperature,)}
+    body: Mapping[str, Any] = sampling.extra.get("extra_body", {})
+    own = {"top_p": sampling.top_p, "top_k": sampling.top_k}
+    return {
+        name: value
+        for name, value in itertools.chain(own.items(), sampling.extra.items(), body.items())
+        if name not in _HARMLESS and value is not None and value not in neutral.get(name, ())
+    }
+
+
 def samples_the_model(sampling: SamplingParams) -> bool:
     """Whether the distribution sampled from is the model's own, unchanged."""
-    body: Mapping[str, Any] = sampling.extra.get("extra_body", {})
-    return (
-        sampling.temperature == 1.0
-        and sampling.top_p == 1.0
-        and sampling.top_k == 0
-        and _RESHAPING.isdisjoint(sampling.extra)
-        and _RESHAPING.isdisjoint(body)
-    )
+    return sampling.temperature == 1.0 and not reshaping(sampling)
 
 
 class TokenFields:

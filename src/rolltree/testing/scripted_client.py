@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rolltree.inference.chat import ChatRenderer
-from rolltree.inference.client_base import ModelCall, RootClient
+from rolltree.inference.client_base import ModelCall, RootClient, noted
 from rolltree.inference.session import Prompt, TokenSession
 from rolltree.testing.script import Script, ScriptSource, tokens_of
 from rolltree.testing.tokenizer import ByteTokenizer
@@ -81,7 +81,8 @@ class ScriptedClient(RootClient[_ScriptedMemory]):
 
     async def call(self, call: ModelCall) -> ModelResponse:
         """Give the next answer, with no memory of earlier calls."""
-        return await self.respond(call, _ScriptedMemory(self.renderer, self._script))
+        response = await self.respond(call, _ScriptedMemory(self.renderer, self._script))
+        return noted(response, call.sampling)
 
     async def respond(self, call: ModelCall, memory: _ScriptedMemory) -> ModelResponse:
         """Give the script's next answer; a function is asked with messages or decoded ids."""
@@ -95,9 +96,9 @@ class ScriptedClient(RootClient[_ScriptedMemory]):
             prompt = memory.prepare(
                 call.prompt, call.tools, message_type=call.message_type, model=call.model
             )
-        noted = None if isinstance(call.prompt, np.ndarray) else prompt
+        rendered = None if isinstance(call.prompt, np.ndarray) else prompt
         tools, model = tuple(call.tools or ()), call.model or self._model
-        self.calls.append(ScriptedCall(asked, tools, call.sampling, model, noted))
+        self.calls.append(ScriptedCall(asked, tools, call.sampling, model, rendered))
         await asyncio.sleep(self.delay_s)
         said = tokens_of(await memory.script.next(asked), self.renderer, call.sampling)
         return tokens.complete(

@@ -301,7 +301,7 @@ class RecordedStep(LazyDict):
 
     def _build_extras(self) -> dict[str, Any]:
         tree, call = self.tree, self.call
-        _, _, finish_reason, temperature, call_id, *_ = self._kept
+        _, _, finish_reason, temperature, call_id, _, _, info, *_ = self._kept
         extras: dict[str, Any] = {
             "agent": tree.agent(call),
             "turn": tree.turn(call),
@@ -315,6 +315,8 @@ class RecordedStep(LazyDict):
         if len(versions):
             extras["policy_version_min"] = int(versions.min())
             extras["policy_version_max"] = int(versions.max())
+        if "sampling" in info:
+            extras["sampling"] = info["sampling"]
         return extras
 
     def pop(self, key: str, *default: Any) -> Any:

@@ -263,6 +263,8 @@ def _plain_step(
     if response.prompt_ids is not None and response.completion_ids is not None:
         derived["num_prompt_tokens"] = len(response.prompt_ids)
         derived["num_completion_tokens"] = len(response.completion_ids)
+    if "sampling" in response.info:
+        derived["sampling"] = response.info["sampling"]
     return {
         "prompt": list(prompt) if isinstance(prompt, list) else prompt,
         "completion": completion,

@@ -32,6 +32,7 @@ from rolltree.training.credit import (
     parents_first,
     subtract_averages,
 )
+from rolltree.training.sampled import check_sampled
 from rolltree.types import RolloutResult, State
 
 OnError = Literal["exclude", "zero", "drop_group"]
@@ -138,7 +139,7 @@ def assign_credit(
         UnknownName: there is no such credit.
         ConfigError: a baseline for a credit that has one already.
         TrainingError: an episode that did not fail has no finite reward, or names a parent that
-            is not among its rollouts.
+            is not among its rollouts, or a call was sampled with settings that cannot be trained.
     """
     if credit not in CREDITS:
         raise UnknownName(f"there is no credit {credit!r}.{did_you_mean(credit, CREDITS)}")
@@ -190,6 +191,12 @@ def assign_credit(
         metrics["credit/num_dropped_groups"] = float(len(broken))
     metrics |= {f"credit/average/{role or 'agent'}": value for role, value in after.items()}
     chosen = tuple(state for state in states if id(state) in trained)
+    check_sampled(
+        (result.request.request_id, state)
+        for result in results
+        for state in result.states
+        if id(state) in trained
+    )
     return CreditReport(chosen, tuple(trained[id(s)] for s in chosen), metrics, after)
 
 

@@ -18,6 +18,7 @@ from time import monotonic
 import numpy as np
 
 from rolltree.errors import INFRASTRUCTURE, ConfigError, TrainingError
+from rolltree.inference.request_fields import reshaping
 from rolltree.inference.retry import RetryPolicy
 from rolltree.rollouts import (
     GroupScorer,
@@ -32,6 +33,7 @@ from rolltree.rollouts.decode import decode_results
 from rolltree.rollouts.record import run_stored
 from rolltree.store import Run
 from rolltree.training.config import TrainConfig
+from rolltree.training.sampled import not_the_models_own
 from rolltree.types import RolloutRequest, RolloutResult, SamplingParams
 
 PHASE = "train"
@@ -54,12 +56,12 @@ def training_sampling(config: TrainConfig, source: RolloutSource) -> SamplingPar
             "algorithm."
         )
     sampling = resolve_sampling(source, config.sampling.as_args())
-    if sampling.top_p != 1.0 or sampling.top_k != 0 or sampling.temperature <= 0:
+    if settings := not_the_models_own(sampling.temperature, reshaping(sampling)):
         raise ConfigError(
-            f"{source.env_id!r} samples with temperature {sampling.temperature}, top_p "
-            f"{sampling.top_p} and top_k {sampling.top_k}. Training needs the full distribution "
-            "(top_p 1, top_k 0, temperature above 0), because importance ratios are computed from "
-            "it. Change the environment's sampling_args, or set sampling.temperature."
+            f"{source.env_id!r} samples with {settings}. Training needs the full distribution "
+            "(temperature above 0, nothing cut off, penalised or biased), because importance "
+            "ratios are computed from it. Change the environment's sampling_args, or set "
+            "sampling.temperature. Evaluation takes all of them."
         )
     return sampling
 

@@ -1,0 +1,50 @@
+"""Which model calls were sampled from a distribution that the trainer does not compute.
+
+It divides logits by the temperature and takes their softmax. What cuts tokens off, penalises or
+biases them gives other probabilities, and the ratios of such calls would be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rolltree.errors import TrainingError
+from rolltree.tokens import peek
+from rolltree.types import State
+
+
+def not_the_models_own(temperature: float, changes: Mapping[str, Any]) -> str | None:
+    """Return the settings that rule training out, as text, or None.
+
+    Args:
+        temperature: what logits were divided by.
+        changes: see `rolltree.inference.request_fields.reshaping`.
+
+    >>> not_the_models_own(0.0, {"top_p": 0.9})
+    'temperature = 0.0, top_p = 0.9'
+    """
+    settings = {"temperature": temperature, **changes} if temperature <= 0 else changes
+    return ", ".join(f"{name} = {value!r}" for name, value in settings.items()) or None
+
+
+def check_sampled(rollouts: Iterable[tuple[str, State]]) -> None:
+    """Check what each recorded call with tokens was really sampled with, wherever that was set.
+
+    `rollouts` are states, each with the id of its request.
+
+    Raises:
+        TrainingError: it was not the model's own distribution.
+    """
+    for name, state in rollouts:
+        for index, step in enumerate(state.get("trajectory") or ()):
+            extras = peek(step, "extras") or {}
+            changes = extras.get("sampling") or {}
+            settings = not_the_models_own(extras.get("temperature", 1.0), changes)
+            if settings and peek(step, "tokens") is not None:
+                raise TrainingError(
+                    f"call {index} of {name} was sampled with {settings}. Training needs the full "
+                    "distribution (temperature above 0, nothing cut off, penalised or biased), "
+                    "because importance ratios are computed from it. Take the setting out of what "
+                    "the environment, agent or caller passes for that call; evaluation takes it."
+                )

@@ -1,0 +1,108 @@
+"""Calls sampled from another distribution than the trainer computes are refused, wherever set."""
+
+import pytest
+
+import rolltree as rt
+from rolltree.errors import TrainingError
+from rolltree.inference.client import sampling_from_args
+from rolltree.inference.request_fields import reshaping
+from rolltree.rollouts import RolloutEngine
+from rolltree.testing import ScriptedClient
+from rolltree.training import assign_credit, load_train_config
+from rolltree.training.plan import step_requests
+
+CONFIG = load_train_config({"algorithm": {"group_size": 2, "groups_per_step": 1}})
+CHANGES = [
+    {"top_p": 0.9},
+    {"top_k": 5},
+    {"temperature": 0},
+    {"min_p": 0.1},
+    {"repetition_penalty": 1.2},
+    {"presence_penalty": 0.5},
+    {"frequency_penalty": 0.5},
+    {"logit_bias": {"7": 3.0}},
+    {"min_tokens": 2},
+    {"tool_choice": "required"},
+    {"extra_body": {"min_p": 0.1}},
+    {"extra_body": {"temperature": 0.5}},
+    {"extra_body": {"some_new_cut": 3}},
+]
+NEUTRAL = [
+    {},
+    {"temperature": 0.7, "top_p": 1.0, "seed": 3, "stop": ["x"]},
+    {"min_p": 0, "repetition_penalty": 1.0, "logit_bias": {}, "presence_penalty": 0.0},
+    {"extra_body": {"top_k": -1, "return_token_ids": True, "chat_template_kwargs": {"a": 1}}},
+    {"tool_choice": "auto", "user": "me", "logprobs": True, "skip_special_tokens": False},
+]
+
+
+class PerCall(rt.SingleTurnEnv):
+    """Passes sampling settings of its own with each call, as environments do."""
+
+    per_call: dict = {}
+
+    async def get_model_response(self, client, model, prompt, *args, **kwargs):
+        asked = {**(kwargs.pop("sampling_args", None) or {}), **self.per_call}
+        return await super().get_model_response(
+            client, model, prompt, *args, sampling_args=asked, **kwargs
+        )
+
+
+class OwnRequest(PerCall):
+    """Talks to the OpenAI-shaped client itself, and hands back what that says."""
+
+    async def get_model_response(self, client, model, prompt, *args, **kwargs):
+        return await client.chat.completions.create(
+            model=model or "scripted", messages=prompt, **self.per_call
+        )
+
+
+async def played(kind, args):
+    environment = kind(
+        dataset=[{"question": "2 + 2 =", "answer": "4"}],
+        rubric=rt.Rubric([lambda completion, answer: float(len(str(completion)) % 7)]),
+    )
+    environment.per_call = args
+    async with environment:
+        engine = RolloutEngine(environment, ScriptedClient(["4", "5"]))
+        results = await engine.run_all(step_requests(CONFIG, environment, 1))
+    assert all(result.error is None for result in results), results[0].error
+    return results
+
+
+@pytest.mark.parametrize("args", CHANGES)
+@pytest.mark.parametrize("kind", [PerCall, OwnRequest])
+async def test_what_an_environment_sets_for_one_call_is_refused(kind, args):
+    name = next(iter(args.get("extra_body", args)))
+    with pytest.raises(TrainingError, match=rf"call 0 of train/.* was sampled with .*{name} = "):
+        assign_credit(await played(kind, args))
+
+
+@pytest.mark.parametrize("args", NEUTRAL)
+async def test_what_changes_no_distribution_is_trained(args):
+    assert len(assign_credit(await played(PerCall, args)).trained) == 2
+
+
+async def test_it_is_refused_when_it_comes_back_from_the_store(tmp_path):
+    from rolltree.rollouts.decode import decode_results
+    from rolltree.rollouts.record import run_stored
+    from rolltree.store import Run
+
+    environment = PerCall(
+        dataset=[{"question": "2 + 2 =", "answer": "4"}],
+        rubric=rt.Rubric([lambda completion, answer: 1.0]),
+    )
+    environment.per_call = {"top_p": 0.5}
+    async with environment:
+        engine = RolloutEngine(environment, ScriptedClient(["4", "5"]))
+        with Run.create(tmp_path / "run", config={}, kind="train") as run:
+            async for _ in run_stored(engine, step_requests(CONFIG, environment, 1), run):
+                pass
+            stored = list(decode_results(run.rollouts()))
+    with pytest.raises(TrainingError, match=r"top_p = 0\.5"):
+        assign_credit(stored)
+
+
+@pytest.mark.parametrize("args", NEUTRAL)
+def test_neutral_settings(args):
+    assert reshaping(sampling_from_args(args)) == {}
