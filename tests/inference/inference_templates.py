@@ -50,6 +50,53 @@ MOVING_TOOLS = """\
 {%- endfor %}"""
 MOVING_TOKENS = ("[INST]", "[/INST]", "[TOOLS]", "[/TOOLS]", "</s>")
 
+# System text of any message is collected at the start (DeepSeek's and Command R's manner).
+HOISTING = """\
+{%- set ns = namespace(system='') %}
+{%- for m in messages if m.role == 'system' %}
+{%- set ns.system = ns.system + m.content %}
+{%- endfor %}
+{{- '<|sys|>' + ns.system }}
+{%- for m in messages if m.role in ('user', 'assistant') %}
+{{- '<|' + m.role + '|>' + m.content }}
+{%- if m.role == 'assistant' %}{{- '<|endoftext|>' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
+
+# A space stands before the end token that closes an answer (Llama 2's manner).
+SPACED_CLOSE = """\
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{- '<s>[INST] ' + m.content + ' [/INST]' }}
+{%- else %}{{- ' ' + m.content + ' </s>' }}
+{%- endif %}
+{%- endfor %}"""
+SPACED_TOKENS = ("<s>", "</s>", "[INST]", "[/INST]")
+
+# A word of its own and the end token close an answer (Apriel's manner).
+WORDY_CLOSE = """\
+{%- for m in messages %}{{- '<|' + m.role + '|>' + m.content + '\n<|end|>\n' }}
+{%- if m.role == 'assistant' %}{{- '</s>' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
+WORDY_TOKENS = ("<|user|>", "<|assistant|>", "<|end|>", "</s>")
+
+# Results name the id of their call, which the model has written (Mistral v0.3's manner).
+TOOL_IDS = """\
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{- '[INST]' + m.content + '[/INST]' }}
+{%- elif m.role == 'tool' %}
+{%- if m.tool_call_id | length != 9 %}{{- raise_exception('ids have nine letters') }}{%- endif %}
+{{- '[TOOL_RESULTS]' + m.content + ' of ' + m.tool_call_id + '[/TOOL_RESULTS]' }}
+{%- elif m.tool_calls %}{{- '[TOOL_CALLS][' }}
+{%- for call in m.tool_calls %}
+{{- '{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) }}
+{{- ', "id": "' + call.id + '"}' }}{%- if not loop.last %}{{- ', ' }}{%- endif %}
+{%- endfor %}{{- ']</s>' }}
+{%- else %}{{- m.content + '</s>' }}
+{%- endif %}
+{%- endfor %}"""
+TOOL_ID_TOKENS = ("[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "</s>")
+
 # Plain text without special tokens.
 PLAIN = """\
 {%- for m in messages %}{{- m.role + ': ' + m.content + '\n' }}{%- endfor %}
@@ -80,6 +127,10 @@ TEXT_ARGUMENTS = """\
 
 ROLE_MARKER_TOKENIZER = ByteTokenizer(ROLE_MARKERS, ROLE_TOKENS, "<|endoftext|>")
 TWO_CLOSES_TOKENIZER = ByteTokenizer(TWO_CLOSES, TWO_CLOSES_TOKENS, "<|return|>")
+HOISTING_TOKENIZER = ByteTokenizer(HOISTING, ROLE_TOKENS, "<|endoftext|>")
+SPACED_TOKENIZER = ByteTokenizer(SPACED_CLOSE, SPACED_TOKENS, "</s>")
+WORDY_TOKENIZER = ByteTokenizer(WORDY_CLOSE, WORDY_TOKENS, "</s>")
+TOOL_ID_TOKENIZER = ByteTokenizer(TOOL_IDS, TOOL_ID_TOKENS, "</s>")
 MOVING_TOKENIZER = ByteTokenizer(MOVING_TOOLS, MOVING_TOKENS, "</s>")
 
 TOOLS = [

@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 from inference_templates import (
     COUNTING,
+    HOISTING_TOKENIZER,
     MOVING_TOKENIZER,
     PLAIN,
     ROLE_MARKER_TOKENIZER,
+    SPACED_TOKENIZER,
     STRIPPING,
     TEXT_ARGUMENTS,
     TOOLS,
     TWO_CLOSES_TOKENIZER,
+    WORDY_TOKENIZER,
     assistant,
     user,
 )
@@ -46,6 +49,8 @@ def named(vocabulary: Vocabulary, ids: Any) -> list[str]:
         (TWO_CLOSES_TOKENIZER, ["<|return|>"], ["<|im_end|>", "<|return|>"]),
         (ROLE_MARKER_TOKENIZER, ["<|endoftext|>", "<|observation|>", "<|user|>"], []),
         (MOVING_TOKENIZER, ["</s>"], ["</s>"]),
+        (SPACED_TOKENIZER, ["</s>"], ["</s>"]),
+        (WORDY_TOKENIZER, ["</s>"], ["</s>"]),
         (ByteTokenizer(PLAIN), ["<|im_end|>"], []),
         (ByteTokenizer(eos_token="<|endoftext|>"), ["<|endoftext|>", "<|im_end|>"], ["<|im_end|>"]),
     ],
@@ -118,6 +123,38 @@ def test_where_nothing_closes_a_marker_is_dropped_only_if_it_was_sampled() -> No
         (int(observation), "<|user|>\nc<|assistant|>"),
     ]:
         assert glue.suffix(last_id, assistant("b"), [user("c")])[1] == text
+
+
+def test_an_end_token_behind_other_text_is_not_written_twice() -> None:
+    glue, vocabulary = glue_of(SPACED_TOKENIZER)
+    (end,) = vocabulary.encode("</s>")
+    for last_id, text in [
+        (int(end), "<s>[INST] c [/INST]"),
+        (65, " </s><s>[INST] c [/INST]"),
+    ]:
+        ids, found = glue.suffix(last_id, assistant("b"), [user("c")])
+        assert (found, vocabulary.decode(ids)) == (text, text)
+    glue, vocabulary = glue_of(WORDY_TOKENIZER)
+    (end,) = vocabulary.encode("</s>")
+    ids, found = glue.suffix(int(end), assistant("b"), [user("c")])
+    assert found == vocabulary.decode(ids) == "<|user|>c\n<|end|>\n<|assistant|>"
+
+
+@pytest.mark.parametrize(
+    ("new", "reason"),
+    [
+        ([{"role": "system", "content": "n"}, user("c")], "new system message at another place"),
+        ([user("c"), {"role": "system", "content": "n"}], "new system message at another place"),
+        ([{"role": "developer", "content": "n"}], "new developer message nowhere"),
+    ],
+)
+def test_a_new_message_that_is_not_where_it_stands_is_found_out(new: Any, reason: str) -> None:
+    glue, _ = glue_of(HOISTING_TOKENIZER)
+    with pytest.raises(GlueError, match=reason):
+        glue.suffix(258, assistant("b"), new)
+    assert (
+        glue.suffix(None, assistant("b"), [user("n")])[1] == "<|endoftext|><|user|>n<|assistant|>"
+    )
 
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), ByteTokenizer(TEXT_ARGUMENTS)])

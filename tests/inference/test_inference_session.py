@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inference_templates import COUNTING, STRIPPING, TOOLS, assistant, user
+from inference_templates import (
+    COUNTING,
+    HOISTING_TOKENIZER,
+    STRIPPING,
+    TOOL_ID_TOKENIZER,
+    TOOLS,
+    assistant,
+    user,
+)
 
 from rolltree.errors import ConfigError, TokenError
 from rolltree.inference import ChatRenderer, Prompt, TokenSession
@@ -140,6 +148,45 @@ def test_why_a_prompt_was_rendered_anew_is_recorded() -> None:
     second = answer(session, prompt, "d<|im_end|>")
     assert second.extends is None
     assert "depends on the earlier ones" in second.info["rerendered"]
+
+
+def test_a_system_message_in_the_middle_reaches_the_model() -> None:
+    session = TokenSession(ChatRenderer(HOISTING_TOKENIZER))
+    renderer = session.renderer
+    end = renderer.end_ids[0]
+
+    def answer(prompt: Prompt) -> ModelResponse:
+        ids = [*renderer.encode_text("b", start=False), end]
+        return session.complete(prompt, ids, None, FinishReason.STOP, temperature=1.0)
+
+    first = answer(session.prepare([user("a")]))
+    messages = [user("a"), first.message, {"role": "system", "content": "Be brief."}, user("c")]
+    second = session.prepare(messages)
+    assert renderer.decode(second.ids).startswith("<|sys|>Be brief.<|user|>a")
+    assert (second.extends, second.reason) == (
+        None,
+        "the template shows a new system message at another place",
+    )
+    later = answer(second)
+    assert later.info["rerendered"] == second.reason
+    third = session.prepare([*messages, later.message, user("d")])
+    assert third.extends == later.call_id  # only the message itself costs a break
+
+
+def test_a_result_names_the_id_that_the_model_wrote() -> None:
+    session = TokenSession(ChatRenderer(TOOL_ID_TOKENIZER))
+    renderer = session.renderer
+    written = '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}, "id": "Ab3dEf6hI"}]</s>'
+    prompt = session.prepare([user("a")], TOOLS)
+    ids = renderer.encode_text(written, start=False)
+    called = session.complete(prompt, ids, None, FinishReason.STOP, temperature=1.0)
+    (call,) = called.message["tool_calls"]
+    result = {"role": "tool", "content": "5", "tool_call_id": call["id"]}
+    second = session.prepare([user("a"), called.message, result], TOOLS)
+    assert second.extends == called.call_id
+    assert renderer.decode(second.ids) == (
+        f"[INST]a[/INST]{written}[TOOL_RESULTS]5 of Ab3dEf6hI[/TOOL_RESULTS]"
+    )
 
 
 def test_tools_and_models_do_not_mix() -> None:

@@ -174,6 +174,32 @@ def test_call_ids_depend_on_the_text_alone() -> None:
     assert all(len(call["id"]) == 9 and call["id"].isalnum() for call in first)
 
 
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ('[TOOL_CALLS][{"name": "a", "arguments": {}, "id": "123456789"}]', ["123456789"]),
+        ("[TOOL_CALLS]a[CALL_ID]abcDEF123[ARGS]{}", ["abcDEF123"]),
+        ('[TOOL_CALLS][{"name": "a", "id": "short"}]', [None]),
+        ('[TOOL_CALLS][{"name": "a", "id": 123456789}]', [None]),
+        ('[TOOL_CALLS][{"name": "a", "id": "12345678\u00e9"}]', [None]),
+        ('[TOOL_CALLS][{"name": "a"}]', [None]),
+    ],
+)
+def test_the_id_that_a_model_wrote_is_kept(text: str, ids: list[str | None]) -> None:
+    calls = TOOL_PARSERS["mistral"](text).calls
+    assert [call.id for call in calls] == ids
+    for made, written in zip(call_messages(calls, text), ids, strict=True):
+        assert len(made["id"]) == 9
+        assert written in (None, made["id"])
+
+
+def test_two_calls_never_share_an_id() -> None:
+    calls = tuple(ToolCall("a", "{}", "123456789") for _ in range(3))
+    ids = [call["id"] for call in call_messages(calls, "x")]
+    assert ids[0] == "123456789"
+    assert len(set(ids)) == 3
+
+
 HARMONY = (
     "<|channel|>analysis<|message|>Need a sum.<|end|>"
     "<|start|>assistant<|channel|>commentary<|message|>Adding.<|end|>"

@@ -7,17 +7,17 @@ import pytest
 
 from rolltree.errors import TokenError
 from rolltree.tokens import PlacedStream, TokenStream, TokenTree
-from rolltree.tokens.streams import CONSTANT, SampledStream, squeeze
+from rolltree.tokens.streams import CONSTANT, SampledStream
 
 
 def test_constants_take_no_buffer() -> None:
-    assert squeeze([3, 3, 3], 3, "x", np.int32) == 3.0
-    assert squeeze(np.float32(0.5), 3, "x", np.float32) == 0.5
-    assert squeeze([], 0, "x", np.int32) == 0.0
-    varied = squeeze([1, 2], 2, "x", np.int32)
+    whole, stream = SampledStream(np.int32), SampledStream(np.float32)
+    assert whole.check([3, 3, 3], 3, "x") == 3.0
+    assert stream.check(np.float32(0.5), 3, "x") == 0.5
+    assert whole.check([], 0, "x") == 0.0
+    varied = whole.check([1, 2], 2, "x")
     assert isinstance(varied, np.ndarray)
     assert varied.dtype == np.int32
-    stream = SampledStream(np.float32)
     stream.add(2.0)
     stream.add(np.array([1, 2], np.float32))
     stream.add(None)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rolltree.errors import TokenError
-from rolltree.tokens import TokenTree
+from rolltree.tokens import PlacedStream, TokenStream, TokenTree
 
 
 def test_one_call_comes_back_exactly() -> None:
@@ -126,18 +126,64 @@ def test_an_unknown_parent_is_refused() -> None:
         {"temperature": [1.0]},
         {"temperature": "hot"},
         {"prompt_mask": [1]},
+        {"versions": -1},
+        {"versions": [3, -1]},
+        {"versions": True},
+        {"versions": [[1], [2, 3]]},
+        {"temperature": -1.0},
+        {"mask": -1},
+        {"mask": [1, -0.5]},
+        {"mask": "1"},
+        {"prompt_mask": [0, -1, 0]},
+        {"logprobs": ["-0.5", "-0.5"]},
+        {"logprobs": [True, False]},
+        {"logprobs": [0.5, -0.5]},
+        {"logprobs": [[-0.5], [-0.5, 1]]},
+        {"turn": "x"},
+        {"turn": 1.5},
+        {"turn": -1},
+        {"turn": 2**31},
+        {"turn": True},
+        {"agent": None},
+        {"agent": ["solver"]},
+        {"agent": "\ud800"},
+        {"parent": "0"},
+        {"parent": 0.0},
         {"streams": {"x": np.zeros(3)}},
+        {"streams": {"x": np.array(["a", "b"])}},
+        {"streams": {"x": np.zeros(2, complex)}},
+        {"streams": {"x": np.zeros((2, *[1] * 8))}},
+        {"streams": {"x": [[1], [2, 3]]}},
+        {"streams": {"x": TokenStream(np.zeros(1), start="x")}},  # type: ignore[arg-type]
+        {"streams": {"x": PlacedStream([np.zeros(1)], [0.5])}},  # type: ignore[list-item]
+        {"streams": {"x": PlacedStream([np.zeros(1)], ["0"])}},  # type: ignore[list-item]
+        {"streams": {"x": PlacedStream([np.array("a")], [0])}},
+        {"streams": {"x": PlacedStream([np.zeros(1)], None)}},  # type: ignore[arg-type]
+        {"streams": {"good": np.zeros(2), 7: np.zeros(2)}},
+        {"streams": {"\ud800": np.zeros(2)}},
+        {"streams": [np.zeros(2)]},
     ],
 )
 def test_a_refused_call_leaves_no_trace(bad: dict[str, object]) -> None:
     tree = TokenTree()
-    tree.insert([1], [2])
+    tree.insert([1], [2], logprobs=[-0.5], agent="a", turn=3)
     before = tree.to_bytes()
     with pytest.raises(TokenError):
         tree.insert([1, 2, 3], [4, 5], **bad)  # type: ignore[arg-type]
+    if not bad.keys() & {"parent", "prompt_mask"}:
+        with pytest.raises(TokenError):
+            tree.insert_suffix(0, [3], [4, 5], **bad)  # type: ignore[arg-type]
+    if bad.keys() <= {"agent", "turn", "streams"}:
+        with pytest.raises(TokenError):
+            tree.label(0, **{"turn": 9, "streams": {"y": np.zeros(1)}, **bad})  # type: ignore[arg-type]
     with pytest.raises(TokenError, match="-5"):
         tree.insert(np.array([1, -5], np.int32), [2])
+    with pytest.raises(TokenError, match="prompt_ids is no array"):
+        tree.insert([[1], [2, 3]], [2])
     assert tree.to_bytes() == before
+    good = tree.insert([7], [8], logprobs=[-0.25], turn=np.int64(4))
+    assert tree.logprobs(good).tolist() == [-0.25]  # type: ignore[union-attr]
+    assert (tree.agent(0), tree.turn(0), tree.turn(good)) == ("a", 3, 4)
 
 
 def test_empty_prompts_and_completions_are_calls_too() -> None:

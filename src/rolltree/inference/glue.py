@@ -4,9 +4,9 @@
 and the next one (assistant close, new messages, next opener): it renders a short probe conversation
 whose assistant message is a sentinel, and cuts the result behind it, so its cost is that of the new
 messages, whatever the length of the history. For each shape of continuation (roles of the new
-messages, tools, kind of assistant message) the cut is checked once: it must not depend on what came
-before, and its tokens must be the ones that the tokenizer gives in context. Where no such cut
-exists, `GlueError` says why and the caller renders everything.
+messages, tools, kind of assistant message) the cut is checked once: it must show every new message,
+it must not depend on what came before, and its tokens must be the ones that the tokenizer gives in
+context. Where no such cut exists, `GlueError` says why and the caller renders everything.
 """
 
 from __future__ import annotations
@@ -47,12 +47,14 @@ class TurnTokens:
 
     `start` is a rendered prompt up to where an answer begins. `end_ids` are the tokens that end a
     turn when they are sampled. `close_ids` are those that the template itself writes behind an
-    assistant message, in the middle or at the end of a conversation.
+    assistant message, in the middle or at the end of a conversation. `num_close` is how many tokens
+    it writes at the end of one: the closing token may stand behind others.
     """
 
     start: str
     end_ids: tuple[int, ...]
     close_ids: frozenset[int]
+    num_close: int
 
 
 def learn_turn_tokens(
@@ -71,7 +73,10 @@ def learn_turn_tokens(
 
     answer, caller = stand_in({}), stand_in(_CALLER)
     behind_call = render(template, [*PROBE, caller]).rpartition(SENTINEL)[2]
-    closes = [token for token in tail([answer])[:1] if vocabulary.is_special(token)]
+    behind_answer = tail([answer])
+    closes = [token for token in behind_answer[:1] if vocabulary.is_special(token)]
+    known = (*configured, *vocabulary.end_ids)
+    closes = closes or [token for token in behind_answer if token in known][:1]
     if closes:
         learned = closes + [i for i in tail([caller]) if vocabulary.is_special(i)][-1:]
         inner = [token for token in tail([answer, *PROBE])[:1] if vocabulary.is_special(token)]
@@ -80,9 +85,8 @@ def learn_turn_tokens(
         following = tail([answer, *PROBE])[:1] + tail([caller, _TOOL], behind_call)[:1]
         learned = [token for token in following if vocabulary.is_special(token)]
     end_ids = tuple(dict.fromkeys((*learned, *configured, *vocabulary.end_ids)))
-    return TurnTokens(
-        render(template, PROBE, add_generation_prompt=True), end_ids, frozenset(closes)
-    )
+    start = render(template, PROBE, add_generation_prompt=True)
+    return TurnTokens(start, end_ids, frozenset(closes), len(behind_answer))
 
 
 def stand_in(assistant: ChatMessage) -> ChatMessage:
@@ -166,11 +170,22 @@ class Glue:
             raise GlueError(verdict.problem)
         text = self._cut(PROBE, probe, new_messages, tools if verdict.show_tools else None)
         ids = self._vocabulary.encode(text)
-        if last_id in self.turn_tokens.end_ids and len(ids):
-            first = int(ids[0])
-            if first == last_id or first in self.turn_tokens.close_ids:
-                return ids[1:], text[len(self._vocabulary.decode([first])) :]
+        num_closed = self._num_closed(last_id, ids)
+        if num_closed:
+            close = self._vocabulary.decode([int(ids[num_closed - 1])])
+            return ids[num_closed:], text.partition(close)[2]
         return ids, text
+
+    def _num_closed(self, last_id: int | None, ids: IntArray) -> int:
+        """Return how many of the template's `ids` close a turn that `last_id` ended already."""
+        turn = self.turn_tokens
+        if last_id in turn.end_ids:
+            for index, token in enumerate(ids.tolist()):
+                if token == last_id or token in turn.close_ids:
+                    return index + 1
+                if index >= turn.num_close and self._vocabulary.decode([token]).strip():
+                    break
+        return 0
 
     def _cut(
         self,
@@ -212,6 +227,9 @@ class Glue:
             after_more = self._cut(_LONG_PROBE, probe, new_messages, shown)
         except GlueError as error:
             return _Verdict(show, str(error))
+        hidden = self._hidden(probe, new_messages, shown)
+        if hidden is not None:
+            return _Verdict(show, hidden)
         if after_more != text:
             problem = "what the template writes for new messages depends on the earlier ones"
             return _Verdict(show, problem)
@@ -223,6 +241,30 @@ class Glue:
             problem = "the tokenizer splits the new text differently inside the conversation"
             return _Verdict(show, problem)
         return _Verdict(show, None)
+
+    def _hidden(
+        self,
+        probe: ChatMessage,
+        new_messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSchema] | None,
+    ) -> str | None:
+        """Return which new message is not where it stands, None where all are.
+
+        Some templates collect system text at the start of the prompt, and some leave out roles that
+        they do not know.
+        """
+        markers = [f"{SENTINEL[::-1]}{index}x" for index in range(len(new_messages))]
+        marked = [_marked(*pair) for pair in zip(new_messages, markers, strict=True)]
+        try:
+            text = self._cut(PROBE, probe, marked, tools)
+        except GlueError as error:
+            return str(error)
+        for message, marker in zip(new_messages, markers, strict=True):
+            if marker not in text:
+                whole = render(self._template, [*PROBE, probe, *marked], tools)
+                where = "at another place" if marker in whole else "nowhere"
+                return f"the template shows a new {message.get('role')} message {where}"
+        return None
 
     def _shows_tools_first(
         self,
@@ -237,6 +279,16 @@ class Glue:
             return False
         first = render(self._template, PROBE, tools)
         return render(self._template, [*PROBE, probe, *new_messages], tools).startswith(first)
+
+
+def _marked(message: ChatMessage, marker: str) -> ChatMessage:
+    """Return a message of the same shape that says `marker`."""
+    marked = {**message, "content": marker}
+    if message.get("tool_calls"):
+        last = message["tool_calls"][-1]
+        call = {**last, "function": {**last["function"], "arguments": {"probe": marker}}}
+        marked["tool_calls"] = [*message["tool_calls"][:-1], call]
+    return marked
 
 
 def _shape(message: ChatMessage) -> tuple[object, bool]:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from rolltree.untrusted import between, read_json, read_json_start, shorten, well_formed
@@ -21,10 +21,14 @@ MAX_PROBLEMS = 8
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call: `arguments` is a JSON object as text, as in OpenAI's messages."""
+    """One call: `arguments` is a JSON object as text, as in OpenAI's messages.
+
+    `id` is what the model itself wrote, where its format has ids; None where it wrote none.
+    """
 
     name: str
     arguments: str
+    id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +88,17 @@ def parse_llama3(text: str) -> ToolCalls:
 
 
 def parse_mistral(text: str) -> ToolCalls:
-    """Read `[TOOL_CALLS][{...}, ...]` and the later `[TOOL_CALLS]name[ARGS]{...}`."""
+    """Read `[TOOL_CALLS][{...}, ...]` and the later `[TOOL_CALLS]name[ARGS]{...}`.
+
+    Either may hold the id that the results will name: `"id": ...` or `[CALL_ID]...`. Mistral's
+    templates take nine letters and digits; anything else is no id.
+    """
     content, marker, body = text.partition("[TOOL_CALLS]")
     if not marker:
         return ToolCalls(text)
     try:
         if body.lstrip().startswith("["):
-            calls = [_from_value(value) for value in _list(body)]
+            calls = [_with_id(_from_value(value), value.get("id")) for value in _list(body)]
         else:
             calls = [_from_named(part) for part in body.split("[TOOL_CALLS]")]
     except ValueError as error:
@@ -133,17 +141,23 @@ def find_tool_parser(template: str) -> str:
 def call_messages(calls: tuple[ToolCall, ...], text: str) -> list[dict[str, Any]]:
     """Return the calls as OpenAI's `tool_calls`.
 
-    The ids are nine letters and digits (some templates insist) and depend on `text` alone, so the
-    same completion always gives the same message.
+    A call keeps the id that the model wrote, unless an earlier one has it. Other ids are nine
+    letters and digits (some templates insist) and depend on `text` alone, so the same completion
+    always gives the same message.
     """
+    written = [call.id for call in calls]
     return [
         {
-            "id": hashlib.blake2b(f"{index}:{text}".encode(errors="surrogatepass")).hexdigest()[:9],
+            "id": call.id if call.id and call.id not in written[:index] else _made_id(index, text),
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }
         for index, call in enumerate(calls)
     ]
+
+
+def _made_id(index: int, text: str) -> str:
+    return hashlib.blake2b(f"{index}:{text}".encode(errors="surrogatepass")).hexdigest()[:9]
 
 
 def _deepseek(*words: str) -> str:
@@ -164,6 +178,7 @@ _TO, _LEADING_TO = re.compile(r"\bto="), re.compile(r"\s*to=")
 _MESSAGE_END = re.compile(r"<\|(?:call|end)\|>")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*)</function>", re.DOTALL)
+_MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 _ARG_VALUE = re.compile(r"\s*<arg_value>")
 
 
@@ -256,9 +271,16 @@ def _list(body: str) -> list[Any]:
 
 
 def _from_named(part: str) -> ToolCall:
-    name, _, arguments = part.partition("[ARGS]")
-    name = name.partition("[CALL_ID]")[0]
-    return _from_value({"name": name.strip(), "arguments": read_json(arguments)})
+    head, _, arguments = part.partition("[ARGS]")
+    name, _, written = head.partition("[CALL_ID]")
+    call = _from_value({"name": name.strip(), "arguments": read_json(arguments)})
+    return _with_id(call, written.strip())
+
+
+def _with_id(call: ToolCall, written: Any) -> ToolCall:
+    if isinstance(written, str) and _MISTRAL_ID.fullmatch(written):
+        return replace(call, id=written)
+    return call
 
 
 def _from_pairs(body: str) -> ToolCall:

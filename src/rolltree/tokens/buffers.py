@@ -1,4 +1,4 @@
-"""Flat growable arrays and the checks on the ids and logprobs that enter them."""
+"""Flat growable arrays and the checks on the ids, logprobs and labels that enter them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from rolltree.types import FloatArray, IntArray
 
 _INT32_MAX = 2**31 - 1
 EMPTY_IDS: IntArray = np.empty(0, dtype=np.int32)
+MIN_LOGPROB = -1000.0
+STORED_DTYPES = ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<i8", "<f4", "<f8", "<f2", "?", "<u8")
+STORED_CODES = {np.dtype(name).str: code for code, name in enumerate(STORED_DTYPES)}
+MAX_NDIM = 8
 
 
 class GrowBuffer:
@@ -60,6 +64,66 @@ class GrowBuffer:
         return self._data[start:end]
 
 
+def as_array(values: Any, name: str) -> NDArray[Any]:
+    """Return `values` as an array.
+
+    Raises:
+        TokenError: they have no common shape.
+    """
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError) as error:
+        raise TokenError(
+            f"{name} is no array ({error}), so nobody could tell which value belongs to which "
+            "token. Give numbers in one shape."
+        ) from error
+
+
+def check_stored(values: NDArray[Any], name: str) -> None:
+    """Refuse an array that cannot be written to disk.
+
+    Raises:
+        TokenError: its dtype is none of `STORED_DTYPES`, or it has more than 8 dimensions.
+    """
+    if values.dtype.newbyteorder("<").str not in STORED_CODES or values.ndim > MAX_NDIM:
+        raise TokenError(
+            f"{name} has dtype {values.dtype} and {values.ndim} dimensions, which cannot be "
+            f"stored. Convert it to one of {', '.join(STORED_DTYPES)} with at most {MAX_NDIM} "
+            "dimensions."
+        )
+
+
+def check_label(label: object, name: str) -> None:
+    """Refuse a label that is no text or that UTF-8 cannot hold.
+
+    Raises:
+        TokenError: it names the label.
+    """
+    try:
+        label.encode()  # type: ignore[attr-defined]
+    except (AttributeError, UnicodeEncodeError) as error:
+        raise TokenError(
+            f"{name} is {label!r}, which is no text that can be stored. Give a string."
+        ) from error
+
+
+def check_labels(agent: object, turn: object) -> None:
+    """Refuse what is no name of an agent or no number of a turn.
+
+    Raises:
+        TokenError: it names the label.
+    """
+    if type(agent) is not str or not agent.isascii():
+        check_label(agent, "agent")
+    if turn is not None and not (
+        isinstance(turn, int | np.integer) and turn is not True and 0 <= turn <= _INT32_MAX
+    ):
+        raise TokenError(
+            f"turn is {turn!r}; a turn is a number from 0 on, by which samples are grouped. Give "
+            "one, or None."
+        )
+
+
 def as_ids(values: ArrayLike, name: str) -> IntArray:
     """Return `values` as contiguous int32 `[_T]`, without a copy when it already is.
 
@@ -75,7 +139,7 @@ def as_ids(values: ArrayLike, name: str) -> IntArray:
         and values.flags.c_contiguous
     ):
         return values
-    array = np.asarray(values)
+    array = as_array(values, name)
     if array.size == 0 and array.ndim == 1:
         return EMPTY_IDS
     if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -113,7 +177,11 @@ def checked_logprobs(values: object, count: int) -> FloatArray:
             1e-3, or below -1000 (servers report -9999 for "unknown").
     """
     try:
-        array = np.array(values, np.float32)  # None becomes NaN
+        array = np.asarray(values)
+        if array.dtype.kind not in "fiuO":  # texts and booleans would be converted
+            raise TypeError(f"their dtype is {array.dtype}")
+        if array.dtype.kind == "O":
+            array = array.astype(np.float64)  # None becomes NaN
     except (TypeError, ValueError) as error:
         raise TokenError(
             f"the logprobs of {count} sampled tokens are not a flat list of numbers ({error}). "
@@ -130,15 +198,16 @@ def checked_logprobs(values: object, count: int) -> FloatArray:
             "token included."
         )
     if not count:
-        return array
+        return np.empty(0, np.float32)
     high, low = np.maximum.reduce(array), np.minimum.reduce(array)  # NaN if one is NaN
-    if not (high <= 1e-3 and low >= -1000.0):
-        bad = int(np.argmax(~((array <= 1e-3) & (array >= -1000.0))))
+    if not (high <= 1e-3 and low >= MIN_LOGPROB):
+        bad = int(np.argmax(~((array <= 1e-3) & (array >= MIN_LOGPROB))))
         raise TokenError(
             f"the logprob of sampled token {bad} is {float(array[bad])}, a placeholder and not a "
             "logprob; it would poison the importance ratio. Check the server's logprobs setting, "
             "or pass None when it gives none."
         )
+    array = array.astype(np.float32)
     return array if high <= 0.0 else np.minimum(array, np.float32(0.0))
 
 

@@ -10,21 +10,23 @@ from __future__ import annotations
 
 import struct
 import zlib
+from bisect import bisect_left
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rolltree.errors import TokenError
-from rolltree.tokens.arena import ROOT
+from rolltree.tokens.arena import NO_TURN, ROOT
+from rolltree.tokens.buffers import MAX_NDIM, STORED_CODES, STORED_DTYPES, check_stored
 from rolltree.tokens.streams import (
+    ABSENT,
     CONSTANT,
     PLACED,
     DenseEntry,
     ExtraStreams,
     PlacedEntry,
     SampledStream,
-    representable,
 )
 
 if TYPE_CHECKING:
@@ -32,10 +34,7 @@ if TYPE_CHECKING:
 
 MAGIC = b"RTT1"
 _HEAD = struct.Struct("<4sIQ")
-_DTYPES = ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<i8", "<f4", "<f8", "<f2", "?", "<u8")
-_CODES = {np.dtype(name).str: code for code, name in enumerate(_DTYPES)}
 _NARROWING = tuple(np.dtype(name) for name in ("u1", "i1", "<u2", "<i2", "<u4", "<i4"))
-_MAX_NDIM = 8
 
 
 def damaged(reason: str) -> TokenError:
@@ -65,12 +64,8 @@ class Writer:
     def array(self, values: NDArray[Any]) -> None:
         """Write an array of any listed dtype, as it is."""
         little = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
-        code = _CODES.get(little.dtype.str)
-        if code is None or little.ndim > _MAX_NDIM:
-            raise TokenError(
-                f"an array of dtype {values.dtype} and {values.ndim} dimensions cannot be stored. "
-                f"Convert it to one of {', '.join(_DTYPES)} with at most {_MAX_NDIM} dimensions."
-            )
+        check_stored(little, "an array")
+        code = STORED_CODES[little.dtype.str]
         self._parts.append(struct.pack(f"<BB{little.ndim}I", code, little.ndim, *little.shape))
         self._parts.append(little.tobytes())
 
@@ -119,19 +114,25 @@ class Reader:
     def array(self) -> NDArray[Any]:
         """Read an array."""
         code, ndim = self._take(2)
-        if code >= len(_DTYPES) or ndim > _MAX_NDIM:
+        if code >= len(STORED_DTYPES) or ndim > MAX_NDIM:
             raise damaged("unknown array type")
         shape = struct.unpack(f"<{ndim}I", self._take(4 * ndim))
-        dtype = np.dtype(_DTYPES[code])
+        dtype = np.dtype(STORED_DTYPES[code])
         size = dtype.itemsize
         for extent in shape:
             size *= extent
-        return np.frombuffer(self._take(size), dtype=dtype).reshape(shape)
+        values = np.frombuffer(self._take(size), dtype=dtype)
+        if dtype.kind == "b" and (values.view(np.uint8) > 1).any():
+            raise damaged("a boolean is neither 0 nor 1")
+        try:
+            return values.reshape(shape)
+        except ValueError as error:
+            raise damaged("an array has an impossible shape") from error
 
     def ints(self, count: int | None = None) -> NDArray[np.int64]:
         """Read a flat array of integers, of a known length when `count` is given."""
         values = self.array()
-        if values.dtype.kind not in "iu" or values.ndim != 1:
+        if values.dtype.kind not in "iu" or values.ndim != 1 or values.dtype == np.uint64:
             raise damaged("integers were expected")
         if count is not None and len(values) != count:
             raise damaged(f"{count} integers were expected, {len(values)} came")
@@ -260,10 +261,13 @@ def load(tree: TokenTree, data: bytes | bytearray | memoryview) -> None:
     """Append saved chunks to a tree that holds exactly the calls before them.
 
     Raises:
-        TokenError: the bytes are torn, foreign, out of order, or contradict themselves. The tree
-            must not be used after that.
+        TokenError: the bytes are torn, foreign, out of order, or contradict themselves, or there
+            are none. The tree must not be used after that.
     """
-    for reader in chunks(data):
+    found = chunks(data)
+    if not found:
+        raise damaged("there are no bytes")
+    for reader in found:
         _load_chunk(tree, reader)
 
 
@@ -280,8 +284,11 @@ def _load_chunk(tree: TokenTree, reader: Reader) -> None:
     _load_runs(tree, ids, starts, parents)
     columns = {name: reader.ints(count).tolist() for name in _SAVED_COLUMNS}
     tree.agents.extend(reader.text() for _ in range(reader.number()))
+    if len(set(tree.agents)) < len(tree.agents):
+        raise damaged("two agents have one name")
     for row in range(count):
         _load_call(tree, {name: column[row] for name, column in columns.items()})
+    _check_reached(tree)
     for name, stream in tree.sampled.items():
         lengths = calls.prompt_len if name == "prompt_mask" else calls.num_sampled
         _load_sampled(reader, stream, lengths[since:].tolist())
@@ -321,25 +328,49 @@ def _load_runs(tree: TokenTree, ids: Any, starts: Any, parents: Any) -> None:
 
 def _load_call(tree: TokenTree, row: dict[str, int]) -> None:
     arena, calls = tree.arena, tree.calls
-    prompt_token, end_token = row["prompt_token"], row["end_token"]
+    prompt_token, end_token, parent = row["prompt_token"], row["end_token"], row["parent"]
     if not (-1 <= prompt_token <= end_token < arena.num_tokens) or not (
-        -1 <= row["parent"] < len(calls) and 0 <= row["agent"] < len(tree.agents)
+        -1 <= parent < len(calls) and 0 <= row["agent"] < len(tree.agents)
     ):
         raise damaged("a call points outside the tree")
     prompt_end = arena.place(prompt_token) if prompt_token >= 0 else ROOT
     end = arena.place(end_token) if end_token >= 0 else ROOT
-    sampled = row["num_sampled"]
+    prompt_len, sampled = row["prompt_len"], row["num_sampled"]
     if (
-        arena.depth(prompt_end) != row["prompt_len"]
-        or arena.depth(end) != row["prompt_len"] + sampled
+        arena.depth(prompt_end) != prompt_len
+        or arena.depth(end) != prompt_len + sampled
         or sampled < 0
         or arena.up(end, sampled) != prompt_end
     ):
         raise damaged("a call's lengths do not fit its path")
+    if parent >= 0:
+        added = prompt_len - tree.path_len(parent)
+        if added < 0 or arena.up(prompt_end, added) != calls.end(parent):
+            raise damaged("a call does not extend its parent")
+    if not NO_TURN <= row["turn"] < 2**31:
+        raise damaged("a turn is no number from 0 on")
+    before = calls.num_tokens[-1] if len(calls) else 0
+    if not max(before, end_token + 1) <= row["num_tokens"] <= arena.num_tokens or (
+        row["num_runs"] != bisect_left(arena.run_start, row["num_tokens"])
+    ):
+        raise damaged("a call does not say how large the tree was")
     for name, value in row.items():
         getattr(calls, name).append(value)
     calls.prompt_run.append(prompt_end.run)
     calls.end_run.append(end.run)
+
+
+def _check_reached(tree: TokenTree) -> None:
+    """Refuse tokens that lie on no call's path."""
+    arena, calls = tree.arena, tree.calls
+    if arena.num_tokens != (calls.num_tokens[-1] if len(calls) else 0):
+        raise damaged("tokens belong to no call")
+    reached = np.full(arena.num_runs + 1, -1, np.int64)  # the last one is for the root
+    np.maximum.at(reached, np.asarray(calls.end_run), np.asarray(calls.end_token))
+    np.maximum.at(reached, np.asarray(arena.run_parent_run), np.asarray(arena.run_parent))
+    ends = np.append(np.asarray(arena.run_start)[1:], arena.num_tokens)[: arena.num_runs]
+    if (reached[:-1] != ends - 1).any():
+        raise damaged("tokens belong to no call")
 
 
 def _load_sampled(reader: Reader, stream: SampledStream, lengths: list[int]) -> None:
@@ -352,8 +383,11 @@ def _load_sampled(reader: Reader, stream: SampledStream, lengths: list[int]) -> 
         or values.shape != (needed,)
         or values.dtype != stream.buffer.dtype
         or (len(offsets) and offsets.min() < CONSTANT)
-        or not representable(constants, stream.buffer.dtype)
-        or not representable(values, stream.buffer.dtype)
+        or constants.dtype != np.float64
+        or not stream.holds(constants[offsets == CONSTANT])
+        or constants[offsets != CONSTANT].any()
+        or not stream.holds(values)
+        or (not stream.optional and (offsets == ABSENT).any())
     ):
         raise damaged("a stream does not fit its calls")
     at = 0
@@ -387,6 +421,8 @@ def _load_extra(reader: Reader, tree: TokenTree, since: int) -> None:
         for call, start, count in zip(
             handles.tolist(), starts.tolist(), counts.tolist(), strict=True
         ):
+            if call in extra.dense[name]:
+                raise damaged("a call has two streams of one name")
             if start < 0 or start + count > path_len(call):
                 raise damaged("a stream runs past its call")
             extra.dense[name][call] = DenseEntry(start, count, offset)
@@ -400,6 +436,8 @@ def _load_extra(reader: Reader, tree: TokenTree, since: int) -> None:
         extra.check_kind(name, PLACED)
         for _ in range(reader.number()):
             call = reader.number()
+            if call in extra.placed.get(name, ()):
+                raise damaged("a call has two streams of one name")
             positions = reader.ints()
             blobs = reader.ints(len(positions)).tolist()
             total = path_len(call)

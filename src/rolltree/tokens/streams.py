@@ -8,32 +8,92 @@ a constant costs one number), `TokenStream` values (any item shape, any stretch 
 from __future__ import annotations
 
 import hashlib
+import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rolltree.errors import TokenError
-from rolltree.tokens.buffers import GrowBuffer
+from rolltree.tokens.buffers import GrowBuffer, as_array, check_label, check_stored
 from rolltree.types import IntArray
 
 ABSENT = -1
 CONSTANT = -2
+_INT32_MAX = 2**31 - 1
 PLACED: tuple[str, tuple[int, ...]] = ("placed", ())
 
 
 class SampledStream:
-    """One scalar per token and call. `offset[call]` is a buffer offset, `ABSENT` or `CONSTANT`."""
+    """One scalar per token and call. `offset[call]` is a buffer offset, `ABSENT` or `CONSTANT`.
 
-    __slots__ = ("buffer", "constant", "offset")
+    Args:
+        dtype: int32 or float32.
+        low, high: the smallest and the largest value that is accepted.
+        optional: whether a call may go without.
+    """
 
-    def __init__(self, dtype: type) -> None:
+    __slots__ = ("buffer", "constant", "high", "low", "offset", "optional")
+
+    def __init__(
+        self,
+        dtype: type,
+        low: float = 0.0,
+        high: float = math.inf,
+        *,
+        optional: bool = False,
+    ) -> None:
         self.buffer = GrowBuffer(dtype)
         self.offset = array("q")
         self.constant = array("d")
+        largest = _INT32_MAX if self.buffer.dtype.kind == "i" else float(np.finfo(np.float32).max)
+        self.low, self.high = low, min(high, largest)
+        self.optional = optional
+
+    def holds(self, values: NDArray[Any]) -> bool:
+        """Return whether all values are numbers from `low` to `high` that the dtype can hold."""
+        kind, whole = values.dtype.kind, self.buffer.dtype.kind == "i"
+        if kind not in ("iuf" if whole else "iufb"):
+            return False
+        if not values.size:
+            return True
+        if whole and kind == "f" and (values % 1 != 0).any():
+            return False
+        return bool(values.min() >= self.low and values.max() <= self.high)
+
+    def check(self, values: Any, count: int, name: str) -> float | NDArray[Any]:
+        """Return a scalar when `values` is one or is constant, else an array `[count]`.
+
+        Raises:
+            TokenError: an array of another length, or values that this stream does not hold.
+        """
+        if (
+            type(values) in (int, float)
+            and self.low <= values <= self.high
+            and (values % 1 == 0 or self.buffer.dtype.kind == "f")
+        ):
+            return float(values)
+        found = as_array(values, name)
+        if found.ndim and found.shape != (count,):
+            raise TokenError(
+                f"{name} has shape {found.shape} for {count} tokens; a shifted value would be "
+                "trained at the wrong token. Give one number, or exactly one per token."
+            )
+        if not self.holds(found):
+            raise TokenError(
+                f"{name} holds values that are no {self.buffer.dtype} from {self.low:g} to "
+                f"{self.high:g} (dtype {found.dtype}); they would change on the way, or train "
+                "against their sign. Give finite numbers in that range."
+            )
+        if found.size == 0:
+            return 0.0
+        first = found.reshape(-1)[0]
+        if found.ndim == 0 or (found == first).all():
+            return float(first)
+        return found.astype(self.buffer.dtype)
 
     def add(self, value: float | NDArray[Any] | None) -> None:
         """Append one call: a scalar, an array with a value per token, or None."""
@@ -64,49 +124,6 @@ class SampledStream:
     def nbytes(self) -> int:
         """Bytes held, slack included."""
         return self.buffer.nbytes + 16 * len(self.offset)
-
-
-def representable(values: NDArray[Any], dtype: np.dtype[Any]) -> bool:
-    """Return whether all values are finite numbers that `dtype` (int32 or float32) can hold."""
-    if values.dtype.kind not in "iufb" or not values.size:
-        return values.dtype.kind in "iufb"
-    if dtype.kind == "i" and values.dtype.kind == "f" and (values % 1 != 0).any():
-        return False
-    if values.dtype == dtype and dtype.kind == "i":
-        return True
-    limits = np.iinfo(dtype) if dtype.kind == "i" else np.finfo(dtype)
-    return bool(values.min() >= limits.min and values.max() <= limits.max)
-
-
-def squeeze(values: Any, count: int, name: str, dtype: type) -> float | NDArray[Any]:
-    """Return a scalar when `values` is one or is constant, else an array `[count]`.
-
-    Raises:
-        TokenError: an array of another length, or values that are not finite numbers.
-    """
-    if (
-        type(values) in (int, float)
-        and -1e9 < values < 1e9
-        and (values % 1 == 0 or dtype is np.float32)
-    ):
-        return float(values)
-    array_ = np.asarray(values)
-    if array_.ndim and array_.shape != (count,):
-        raise TokenError(
-            f"{name} has shape {array_.shape} for {count} tokens; a shifted value would be trained "
-            "at the wrong token. Give one number, or exactly one per token."
-        )
-    if array_.dtype != np.int32 and not representable(array_, np.dtype(dtype)):
-        raise TokenError(
-            f"{name} holds values that {np.dtype(dtype)} cannot hold, or no numbers (dtype "
-            f"{array_.dtype}); they would change on the way. Give finite numbers."
-        )
-    if array_.size == 0:
-        return 0.0
-    first = array_.reshape(-1)[0]
-    if array_.ndim == 0 or (array_ == first).all():
-        return float(first)
-    return array_.astype(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +180,22 @@ class ExtraStreams:
         self.blobs: list[NDArray[Any]] = []
         self._digests: dict[bytes, int] = {}
 
+    def check_all(
+        self, streams: Mapping[str, Any] | None, prompt_len: int, num_sampled: int
+    ) -> dict[str, TokenStream | PlacedStream]:
+        """Return all streams of a call as `check` does, without storing anything."""
+        if streams is None:
+            return {}
+        if not isinstance(streams, Mapping):
+            raise TokenError(
+                f"streams is a {type(streams).__name__} without names; they are found by name "
+                'later. Give a dict: streams={"name": values}.'
+            )
+        return {
+            name: self.check(name, value, prompt_len, num_sampled)
+            for name, value in streams.items()
+        }
+
     def check(
         self, name: str, value: object, prompt_len: int, num_sampled: int
     ) -> TokenStream | PlacedStream:
@@ -172,12 +205,15 @@ class ExtraStreams:
             TokenError: wrong length, positions outside the call, or another kind, dtype or item
                 shape than `name` had before.
         """
+        check_label(name, "a stream's name")
         total = prompt_len + num_sampled
         if isinstance(value, PlacedStream):
             return self._check_placed(name, value, total)
-        stream = value if isinstance(value, TokenStream) else TokenStream(np.asarray(value))
-        values = np.asarray(stream.values)
+        stream = value if isinstance(value, TokenStream) else TokenStream(cast(Any, value))
+        values = as_array(stream.values, f"stream {name!r}")
         start = prompt_len if stream.start is None else stream.start
+        if not isinstance(start, int | np.integer):
+            raise TokenError(f"stream {name!r} starts at {start!r}; give a position of the path.")
         count = len(values) if values.ndim else -1
         wrong = count < 0 or (stream.start is None and count != num_sampled)
         if wrong or start < 0 or start + count > total:
@@ -186,10 +222,9 @@ class ExtraStreams:
                 f"{prompt_len} prompt and {num_sampled} sampled tokens; values would land on the "
                 "wrong tokens. Give one per sampled token, or TokenStream(values, start=position)."
             )
-        if values.dtype.hasobject:
-            raise TokenError(f"stream {name!r} holds Python objects; give numeric arrays.")
+        check_stored(values, f"stream {name!r}")
         self.check_kind(name, (values.dtype.str, values.shape[1:]))
-        return TokenStream(values, start)
+        return TokenStream(values, int(start))
 
     def kind(self, name: str) -> tuple[str, tuple[int, ...]] | None:
         """Return the dtype and item shape of a dense stream, `PLACED`, or None when unknown."""
@@ -212,19 +247,22 @@ class ExtraStreams:
             )
 
     def _check_placed(self, name: str, value: PlacedStream, total: int) -> PlacedStream:
-        positions = np.asarray(value.positions, dtype=np.int64)
-        if positions.shape != (len(value.values),) or (
-            len(positions) and not (positions.min() >= 0 and positions.max() < total)
+        arrays = [np.ascontiguousarray(as_array(item, f"stream {name!r}")) for item in value.values]
+        positions = as_array(value.positions, f"the positions of stream {name!r}")
+        if positions.shape != (len(arrays),) or (
+            len(positions)
+            and not (
+                positions.dtype.kind in "iu" and positions.min() >= 0 and positions.max() < total
+            )
         ):
             raise TokenError(
-                f"stream {name!r} places {len(value.values)} arrays at positions "
+                f"stream {name!r} places {len(arrays)} arrays at positions "
                 f"{positions.tolist()} of a call with {total} tokens. Give one position inside the "
                 "call per array."
             )
         self.check_kind(name, PLACED)
-        arrays = [np.ascontiguousarray(item) for item in value.values]
-        if any(item.dtype.hasobject for item in arrays):
-            raise TokenError(f"stream {name!r} holds Python objects; give numeric arrays.")
+        for item in arrays:
+            check_stored(item, f"an array of stream {name!r}")
         return PlacedStream(arrays, positions.astype(np.int32))
 
     def add(self, call: int, name: str, stream: TokenStream | PlacedStream) -> None:

@@ -15,14 +15,20 @@ from numpy.typing import ArrayLike, NDArray
 
 from rolltree.errors import TokenError
 from rolltree.tokens.arena import NO_TURN, ROOT, CallTable, Place, TokenArena
-from rolltree.tokens.buffers import EMPTY_IDS, as_ids, check_new_ids, checked_logprobs
+from rolltree.tokens.buffers import (
+    EMPTY_IDS,
+    MIN_LOGPROB,
+    as_ids,
+    check_labels,
+    check_new_ids,
+    checked_logprobs,
+)
 from rolltree.tokens.serialize import load, save
 from rolltree.tokens.streams import (
     ExtraStreams,
     PlacedStream,
     SampledStream,
     TokenStream,
-    squeeze,
 )
 from rolltree.types import FloatArray, IntArray
 
@@ -48,7 +54,7 @@ class TokenTree:
         self.arena = TokenArena()
         self.calls = CallTable()
         self.sampled: dict[str, SampledStream] = {
-            "logprob": SampledStream(np.float32),
+            "logprob": SampledStream(np.float32, MIN_LOGPROB, 0.0, optional=True),
             "temperature": SampledStream(np.float32),
             "version": SampledStream(np.int32),
             "weight": SampledStream(np.float32),
@@ -175,19 +181,18 @@ class TokenTree:
         check_new_ids(new_prompt, "prompt_ids")
         check_new_ids(completion, "completion_ids")
         count = len(completion)
+        sampled = self.sampled
         values: dict[str, float | NDArray[Any] | None] = {
             "logprob": None if logprobs is None else checked_logprobs(logprobs, count),
-            "temperature": squeeze(temperature, count, "temperature", np.float32),
-            "version": squeeze(versions, count, "versions", np.int32),
-            "weight": 1.0 if mask is None else squeeze(mask, count, "mask", np.float32),
+            "temperature": sampled["temperature"].check(temperature, count, "temperature"),
+            "version": sampled["version"].check(versions, count, "versions"),
+            "weight": 1.0 if mask is None else sampled["weight"].check(mask, count, "mask"),
             "prompt_mask": 0.0
             if prompt_mask is None
-            else squeeze(prompt_mask, prompt_len, "prompt_mask", np.float32),
+            else sampled["prompt_mask"].check(prompt_mask, prompt_len, "prompt_mask"),
         }
-        extra = {
-            name: self.extra.check(name, value, prompt_len, count)
-            for name, value in (streams or {}).items()
-        }
+        extra = self.extra.check_all(streams, prompt_len, count)
+        check_labels(agent, turn)
         prompt_end = self.arena.extend(new_prompt, place)
         return self.record(
             prompt_end,
@@ -299,12 +304,17 @@ class TokenTree:
         """Name the agent and turn of a call that was inserted without, and add its streams.
 
         Raises:
-            TokenError: a stream does not fit the call.
+            TokenError: a label or a stream does not fit the call; nothing has changed.
         """
-        sizes = self.prompt_len(call), self.num_sampled(call)
-        checked = {
-            name: self.extra.check(name, value, *sizes) for name, value in (streams or {}).items()
-        }
+        self._check_call(call)
+        checked = self.extra.check_all(streams, self.prompt_len(call), self.num_sampled(call))
+        for name in checked:
+            if self.extra.get(name, call) is not None:
+                raise TokenError(
+                    f"call {call} has a stream {name!r} already, and a tree is append-only. Use "
+                    "another name."
+                )
+        check_labels(agent, turn)
         for name, value in checked.items():
             self.extra.add(call, name, value)
         self.calls.agent[call] = self._agent_index(agent)
@@ -316,9 +326,9 @@ class TokenTree:
         return self.agents.index(agent)
 
     def _check_call(self, call: int) -> None:
-        if not 0 <= call < len(self.calls):
+        if not (isinstance(call, int | np.integer) and 0 <= call < len(self.calls)):
             raise TokenError(
-                f"call {call} is not in this tree, which has {len(self.calls)}; a prompt cannot "
+                f"call {call!r} is not in this tree, which has {len(self.calls)}; a prompt cannot "
                 "extend a call of another rollout. Insert the full prompt without a parent."
             )
 
@@ -350,15 +360,12 @@ class TokenTree:
         """Return the tree that one piece, or several concatenated in order, describe.
 
         Raises:
-            TokenError: the bytes are torn, foreign or contradict themselves.
+            TokenError: the bytes are torn, foreign or contradict themselves, there are none, or
+                they hold a call that `insert` would refuse.
         """
         tree = cls()
         load(tree, data)
         return tree
-
-    def extend_from_bytes(self, data: bytes | bytearray | memoryview) -> None:
-        """Append pieces that continue this tree. Raises as `from_bytes`."""
-        load(self, data)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self).from_bytes, (self.to_bytes(),)
