@@ -171,6 +171,9 @@ class ModelResponse:
     `call_id` is unique in the process. `extends` names the earlier call whose prompt and completion
     are, id for id, a prefix of this prompt; it is a hint that makes storing cost O(new tokens).
     `raw` is the response object of a client that wraps another one (the openai package's).
+    `routed_experts`, integers `[n, layers, experts per token]`, are those of the n tokens before
+    the last one, where the engine records them; once the call lies in a tree, its stream holds
+    them.
 
     It also reads like OpenAI's response objects (`choices[0].message`, `usage`, `model_dump()`),
     with vLLM's fields for token ids, all built on reading.
@@ -193,6 +196,7 @@ class ModelResponse:
     info: Mapping[str, Any] = field(default_factory=dict)  # `num_retries`, `rerendered`: why, ...
     id: str = ""
     model: str | None = None
+    routed_experts: Any = None
     # Where the session that made the response put it. A changed copy (`replace`) has no place.
     tree: Any = field(default=None, init=False, repr=False)
     call: int | None = field(default=None, init=False, repr=False)
@@ -208,6 +212,7 @@ class ModelResponse:
         object.__setattr__(self, "tree", tree)
         object.__setattr__(self, "call", call)
         object.__setattr__(self, "logprobs", tree.logprobs(call))  # as the tree checked them
+        object.__setattr__(self, "routed_experts", None)
         if self.prompt_ids is None or self.prompt_ids.flags.writeable:  # somebody else's array
             object.__setattr__(self, "prompt_ids", tree.prompt_view(call))
         return self

@@ -16,7 +16,7 @@ import numpy as np
 from rolltree.errors import ConfigError
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.message_index import MessageIndex
-from rolltree.tokens import TokenTree
+from rolltree.tokens import TokenTree, routing_streams
 from rolltree.tokens.buffers import as_ids
 from rolltree.types import (
     ChatMessage,
@@ -63,13 +63,19 @@ class CallTree:
         Raises:
             TokenError: the arrays contradict each other.
         """
+        prompt, completion = response.prompt_ids, response.completion_ids
+        assert prompt is not None
+        assert completion is not None
+        parent = None if response.extends is None else self._handles[response.extends]
+        path_len = len(prompt) + len(completion)
         call = self.tree.insert(
-            response.prompt_ids,  # type: ignore[arg-type]
-            response.completion_ids,  # type: ignore[arg-type]
+            prompt,
+            completion,
             logprobs=response.logprobs,
             temperature=response.temperature,
             versions=0 if response.versions is None else response.versions,
-            parent=None if response.extends is None else self._handles[response.extends],
+            parent=parent,
+            streams=routing_streams(response.routed_experts, path_len, self.tree, parent),
         )
         self._handles[response.call_id] = call
         return response.placed(self.tree, call)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rolltree.errors import TokenError
 from rolltree.tokens import PlacedStream, TokenTree
 from rolltree.types import IntArray
 
@@ -73,7 +74,14 @@ def _join(parts: Sequence[SampleStream]) -> SampleStream:
     positions = np.concatenate([part.positions for part in parts])
     if isinstance(values[0], tuple):
         return SampleStream(positions, tuple(item for group in values for item in group))
-    return SampleStream(positions, np.concatenate(values))
+    try:
+        return SampleStream(positions, np.concatenate(values))
+    except ValueError as error:
+        shapes = sorted({str(np.shape(value)[1:]) for value in values})
+        raise TokenError(
+            f"a stream has values of shapes {' and '.join(shapes)} in samples of one batch, so it "
+            "cannot be laid out. Were the rollouts recorded with several models?"
+        ) from error
 
 
 def move_streams(

@@ -7,6 +7,7 @@ the dict view between them. numpy only.
 from rolltree.tokens.arena import ROOT, CallTable, Place, TokenArena
 from rolltree.tokens.breaks import Break, BreakCause, Decoder, explain_break
 from rolltree.tokens.buffers import checked_logprobs, readable_floats
+from rolltree.tokens.routing import ROUTED_EXPERTS, recorded_routing, routing_streams
 from rolltree.tokens.step import RecordedStep, StepTokens, mask_list, peek
 from rolltree.tokens.streams import PlacedStream, TokenStream
 from rolltree.tokens.trajectory import Trajectory, insert_step
@@ -20,6 +21,7 @@ __all__ = [
     "PlacedStream",
     "Place",
     "ROOT",
+    "ROUTED_EXPERTS",
     "RecordedStep",
     "StepTokens",
     "TokenArena",
@@ -32,4 +34,6 @@ __all__ = [
     "mask_list",
     "peek",
     "readable_floats",
+    "recorded_routing",
+    "routing_streams",
 ]

@@ -11,6 +11,7 @@ from copy import deepcopy
 from typing import Any, SupportsIndex, cast
 
 from rolltree.errors import TokenError
+from rolltree.tokens.routing import recorded_routing, routing_streams
 from rolltree.tokens.step import TOKEN_KEYS, RecordedStep, StepTokens, peek
 from rolltree.tokens.tree import TokenTree
 from rolltree.types import Messages, ModelResponse, TrajectoryStep, concat_messages
@@ -149,16 +150,21 @@ class Trajectory(list[TrajectoryStep]):
         parent = None
         if response.extends is not None:
             parent = self._handles.get(response.extends)
+        prompt, completion = cast(Any, response.prompt_ids), cast(Any, response.completion_ids)
+        routing = response.routed_experts
+        if routing is None and response.call is not None:
+            routing = recorded_routing(response.tree, response.call)
+        size = len(prompt) + len(completion)
         call = self.tree.insert(
-            cast(Any, response.prompt_ids),
-            cast(Any, response.completion_ids),
+            prompt,
+            completion,
             logprobs=response.logprobs,
             temperature=response.temperature,
             versions=0 if response.versions is None else response.versions,
             agent=agent,
             turn=turn,
             parent=parent,
-            streams=streams,
+            streams={**routing_streams(routing, size, self.tree, parent), **(streams or {})},
         )
         self._handles[response.call_id] = call
         return call

@@ -13,8 +13,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 from rolltree.errors import ConfigError, did_you_mean
+from rolltree.training.algorithm_section import AlgorithmSection
 from rolltree.training.sections import (
-    AlgorithmSection,
     CheckpointSection,
     EngineSection,
     EnvSection,

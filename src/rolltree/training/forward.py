@@ -26,29 +26,47 @@ from rolltree.training.logprobs import (
     gather_logprobs,
 )
 from rolltree.training.recompute import check_recomputation, recomputation
+from rolltree.training.routing import KEYWORD, Replay
 from rolltree.training.tree_attention import tree_attention, tree_layout
 from rolltree.training.tree_probe import probe_forest
 from rolltree.training.tree_support import check_tree_support, why_not_tree
 
-HiddenFn = Callable[[Any, Forest, torch.device], Tensor]
+HiddenFn = Callable[[Any, Forest, torch.device, Tensor | None], Tensor]
 
 
 def _ids(array: Any, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=torch.long)
 
 
-def tree_hidden(model: Any, forest: Forest, device: torch.device, *, flex: bool = False) -> Tensor:
-    """Return the last hidden states `[_T, _D]` of a forest in one pass over unique tokens."""
+def tree_hidden(
+    model: Any,
+    forest: Forest,
+    device: torch.device,
+    experts: Tensor | None = None,
+    *,
+    flex: bool = False,
+) -> Tensor:
+    """Return the last hidden states `[_T, _D]` of a forest in one pass over unique tokens.
+
+    `experts` are those that `Replay.experts` returns, for a model in which they are replayed.
+    """
     hidden: Tensor = model.base_model(
         input_ids=_ids(forest.ids, device)[None],
         position_ids=_ids(forest.positions, device)[None],
         use_cache=False,
         tree_layout=tree_layout(forest, device, flex=flex),
+        **_replayed(experts),
     ).last_hidden_state
     return hidden[0]
 
 
-def rows_hidden(model: Any, forest: Forest, device: torch.device) -> Tensor:
+def _replayed(experts: Tensor | None) -> dict[str, Tensor]:
+    return {} if experts is None else {KEYWORD: experts}
+
+
+def rows_hidden(
+    model: Any, forest: Forest, device: torch.device, experts: Tensor | None = None
+) -> Tensor:
     """Return the same, sample by sample; every sample must be an unbranched sequence.
 
     Raises:
@@ -63,7 +81,9 @@ def rows_hidden(model: Any, forest: Forest, device: torch.device) -> Tensor:
                 "would see each other. Set train.scope = 'interleave'."
             )
         row = _ids(forest.ids[first:stop], device)[None]
-        parts.append(model.base_model(input_ids=row, use_cache=False).last_hidden_state[0])
+        given = _replayed(None if experts is None else experts[first:stop])
+        output = model.base_model(input_ids=row, use_cache=False, **given)
+        parts.append(output.last_hidden_state[0])
         first = stop
     return torch.cat(parts)
 
@@ -132,7 +152,8 @@ class LogprobModel:
         chunk_rows: rows of logits that exist at the same time.
 
     The module is put into evaluation mode, in which the engine samples. `around` is opened around
-    every pass: a second reader of one module may see it another way.
+    every pass: a second reader of one module may see it another way. With `replay` a forest's
+    routed experts are replayed; without, they are left alone.
     """
 
     def __init__(
@@ -153,6 +174,7 @@ class LogprobModel:
         self.run: Callable[..., tuple[Tensor, Tensor, Tensor | None]] = self.compute
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         self.recomputes = False
+        self.replay: Replay | None = None
 
     def move(self, device: torch.device) -> None:
         """Compute on `device` from now on."""
@@ -172,7 +194,7 @@ class LogprobModel:
 
         def hidden() -> Tensor:
             with self._autocast():
-                return FORWARDS[self.forward](self.model, forest, self.device)
+                return FORWARDS[self.forward](self.model, forest, self.device, None)
 
         check_recomputation(self.model, hidden, self.context)
         self.recomputes = True
@@ -184,6 +206,8 @@ class LogprobModel:
             held.enter_context(self.around())
             if self.forward != "rows":
                 held.enter_context(tree_attention(self.model))
+            if self.replay is not None:  # inside of what is computed again
+                held.enter_context(self.replay.installed())
             if self.recomputes:
                 held.enter_context(recomputation(self.model))
             yield
@@ -227,7 +251,8 @@ class LogprobModel:
     def wanted_hidden(self, forest: Forest) -> Tensor:
         """Return the last hidden states `[_S, _D]` where a record reads logits."""
         with self._autocast():
-            hidden = FORWARDS[self.forward](self.model, forest, self.device)
+            experts = None if self.replay is None else self.replay.experts(forest, self.device)
+            hidden = FORWARDS[self.forward](self.model, forest, self.device, experts)
             return hidden.index_select(0, torch.from_numpy(forest.rows).to(self.device))
 
     def _autocast(self) -> torch.autocast:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from rolltree.errors import TokenError
 from rolltree.samples import join_samples
+from rolltree.tokens import ROUTED_EXPERTS
 from rolltree.types import Records, Sample
 
 BoolArray: TypeAlias = NDArray[np.bool_]
@@ -88,7 +89,9 @@ class Forest:
 
     `ids`, `positions`, `subtree_end` are int32 `[_T]`. `rows` are the positions whose logits are
     needed, int32 `[_S]`, each with its `row_temperature`; record r reads row `record_row[r]`.
-    `record_sample[r]` is the index of the sample that record r came from.
+    `record_sample[r]` is the index of the sample that record r came from. `routed_experts`, int32
+    `[_T, layers, experts per token]`, is what the engine's routers chose, -1 where nobody recorded
+    it; None: for no token.
     """
 
     ids: NDArray[np.int32]
@@ -99,6 +102,7 @@ class Forest:
     row_temperature: NDArray[np.float32]
     record_row: LongArray
     record_sample: LongArray
+    routed_experts: NDArray[np.int32] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -145,7 +149,24 @@ def collate(samples: Sequence[Sample]) -> Forest:
         record_sample=np.repeat(
             np.arange(len(samples)), [len(sample.records) for sample in samples]
         ),
+        routed_experts=_routed_experts(joined),
     )
+
+
+def _routed_experts(sample: Sample) -> NDArray[np.int32] | None:
+    stream = sample.info["streams"].get(ROUTED_EXPERTS)
+    if stream is None:
+        return None
+    values = stream.values
+    if isinstance(values, tuple) or values.ndim != 3 or values.dtype.kind not in "iu":
+        raise TokenError(
+            f"the stream {ROUTED_EXPERTS!r} of a sample is not one array of integers [layers, "
+            "experts per token] per token, so it cannot be replayed. Record it as the engines do, "
+            "or give the stream another name."
+        )
+    dense = np.full((len(sample.ids), *values.shape[1:]), -1, np.int32)
+    dense[stream.positions] = values
+    return dense
 
 
 def key_blocks(

@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 
 from rolltree.errors import ConfigError, TrainingError
+from rolltree.inference.local.routing import is_mixture
 from rolltree.models import load_model
+from rolltree.tokens import ROUTED_EXPERTS
 from rolltree.training.algorithms import Algorithm
 from rolltree.training.batches import Batch, Pack, build_batch, rollout_names, split_rollouts
 from rolltree.training.config import TrainConfig
@@ -42,6 +44,7 @@ from rolltree.training.objective import (
 )
 from rolltree.training.optim import Optimizer, learning_rate
 from rolltree.training.ranks import Ranks, shard
+from rolltree.training.routing import Replay
 from rolltree.types import Sample
 
 Exclusive = Callable[[], AbstractContextManager[None]]
@@ -77,6 +80,7 @@ class Trainer:
         self.model, self.config, self.ranks = model, config, ranks
         self.algorithm: Algorithm = config.algorithm.resolve()
         self.logprobs = self._reader(model)
+        self._no_replay = self._prepare_replay()
         self._whole_kl = self.algorithm.kl_coef > 0 and KLS[self.algorithm.kl].fn is None
         self.reference = self._reference(reference)
         if config.train.gradient_checkpointing:
@@ -99,6 +103,56 @@ class Trainer:
             compute_dtype=getattr(torch, self.config.model.compute_dtype),
             chunk_rows=section.chunk_rows,
         )
+
+    def _prepare_replay(self) -> str:
+        """Make the reader replay routed experts, or return why it cannot.
+
+        Raises:
+            TrainingError: it was asked for and cannot.
+        """
+        wanted = self.config.train.replay_experts
+        if wanted is False:
+            return ""
+        kind = type(self.model).__name__
+        if wanted is None and not is_mixture(self.model):
+            return (
+                f"the rollouts carry routed experts, and {kind} is no mixture: its configuration "
+                "counts no experts. Set train.replay_experts = false to leave them alone."
+            )
+        try:
+            self.logprobs.replay = Replay(self.model)
+        except TrainingError as error:
+            if wanted:
+                raise
+            return str(error)
+        return ""
+
+    def _check_routing(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Return the share of tokens whose experts are replayed, where any are.
+
+        Raises:
+            TrainingError: routed experts were recorded and cannot be replayed, or were asked for
+                and are missing.
+        """
+        wanted = self.config.train.replay_experts
+        known = [
+            len(stream.positions)
+            if (stream := s.info.get("streams", {}).get(ROUTED_EXPERTS))
+            else 0
+            for s in samples
+        ]
+        if wanted and not all(known):
+            raise TrainingError(
+                f"train.replay_experts is true, and the sample of rollouts "
+                f"{rollout_names(samples[known.index(0)])} has no routed experts, so it would be "
+                "trained on the trainer's own choice. Let the engine record them "
+                "(engine.record_experts, or the server's flag), or leave train.replay_experts out."
+            )
+        if wanted is False or not any(known):
+            return {}
+        if self.logprobs.replay is None:
+            raise TrainingError(self._no_replay)
+        return {"routing/replayed_share": sum(known) / sum(s.num_tokens for s in samples)}
 
     def _reference(self, given: Any) -> LogprobModel | None:
         """Return the frozen model that the KL is to."""
@@ -138,6 +192,7 @@ class Trainer:
     def _below_adapters(self) -> LogprobModel:
         """Return a reader of the model as it is without its adapters, which never changes."""
         reader = copy.copy(self.logprobs)
+        reader.replay = None  # it chooses its own experts, like any other reference
         reader.around = partial(adapters_off, self.model)
         return reader
 
@@ -158,6 +213,7 @@ class Trainer:
         """
         began = time.perf_counter()
         section = self.config.train
+        routing = self._check_routing(samples)
         skip = section.skip_zero_advantage and self.algorithm.only_advantage
         rank, num_ranks = (self.ranks.rank, self.ranks.size) if self.ranks else (0, 1)
         batches = [
@@ -205,6 +261,7 @@ class Trainer:
             ),
             "time/train_s": spent,
             "train/tokens_per_s": num_tokens * num_updates / len(batches) / spent,
+            **routing,
         }
 
     def _fixed_terms(self, batch: Batch, num_updates: int) -> FixedTerms | None:

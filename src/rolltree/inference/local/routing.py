@@ -1,0 +1,286 @@
+"""Which experts a mixture's routers choose: found, recorded, and forced.
+
+Every mixture of transformers chooses with `topk` over the experts' scores, in the forward pass of
+one router module per layer. `find_routers` finds these by watching a short pass; `Watched` is the
+`topk` of one router call, read or replaced. Nothing here knows a model by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from rolltree.errors import UnsupportedSetting
+
+_TOPK = (torch.topk, torch.Tensor.topk)
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_PROBE_LEN = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """A module that chooses `top_k` of `num_experts` experts for every token of decoder `layer`.
+
+    `choice`: which `topk` of its forward pass that is; `groups`: over how many groups of experts
+    the one before it is, if the choice is limited to groups.
+    """
+
+    name: str
+    module: Any
+    layer: int
+    choice: int
+    top_k: int
+    num_experts: int
+    groups: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Routers:
+    """The routers of a model of `num_layers` decoder layers, of which some may have none."""
+
+    each: tuple[Router, ...]
+    num_layers: int
+
+    @property
+    def top_k(self) -> int:
+        """Experts per token and layer."""
+        return self.each[0].top_k
+
+    @property
+    def num_experts(self) -> int:
+        """Experts to choose from, in the layer that has most."""
+        return max(router.num_experts for router in self.each)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The smallest type that holds an expert's number, as vLLM has it: uint8 or uint16."""
+        return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
+
+
+def is_mixture(model: Any) -> bool:
+    """Return whether a model's configuration counts experts."""
+    config = model.config.get_text_config(decoder=True)
+    return any((getattr(config, name, None) or 0) > 1 for name in _EXPERT_COUNTS)
+
+
+@torch.no_grad()
+def find_routers(model: Any) -> Routers:
+    """Return the routers of a causal language model, found in a pass over a few tokens.
+
+    Raises:
+        UnsupportedSetting: it has none that chooses by `topk`, or several in one layer.
+    """
+    watch = _Discovery()
+    with ExitStack() as held, watch:
+        for name, module in model.base_model.named_modules():
+            held.callback(module.register_forward_pre_hook(watch.entering(name)).remove)
+            held.callback(module.register_forward_hook(watch.leaving, always_call=True).remove)
+        model.base_model(input_ids=probe_ids(model), use_cache=False)
+    found: dict[str, list[_Topk]] = {}
+    for topk in watch.seen:
+        if len(topk.shape) == 2 and topk.shape[0] == _PROBE_LEN:
+            found.setdefault(topk.module, []).append(topk)
+    modules = dict(model.base_model.named_modules())
+    routers = []
+    for name, calls in found.items():
+        layer = next((int(part) for part in name.split(".") if part.isdigit()), None)
+        if layer is None:
+            continue
+        last, before = calls[-1], calls[-2] if len(calls) > 1 else None
+        if any(call.entry > 1 for call in calls):
+            continue  # shared by several layers
+        groups = None
+        num_experts = last.shape[1]
+        if (
+            before is not None
+            and before.shape[1] < num_experts
+            and not num_experts % before.shape[1]
+        ):
+            groups = before.shape[1]
+        routers.append(
+            Router(name, modules[name], layer, last.number, last.top_k, num_experts, groups)
+        )
+    layers = [router.layer for router in routers]
+    kind = type(model).__name__
+    if not routers:
+        raise UnsupportedSetting(
+            f"no router was found in {kind}: no part of a layer chooses experts with topk. So it "
+            "is not known which experts a token goes to."
+        )
+    if len(set(layers)) < len(layers) or len({router.top_k for router in routers}) > 1:
+        raise UnsupportedSetting(
+            f"{kind} has several routers in a layer, or another number of experts per token from "
+            "layer to layer; routed experts are recorded as [tokens, layers, experts]."
+        )
+    config = model.config.get_text_config(decoder=True)
+    return Routers(tuple(routers), int(config.num_hidden_layers))
+
+
+def probe_ids(model: Any) -> Tensor:
+    """Return token ids `[1, 7]` for a short pass."""
+    embedding = model.get_input_embeddings().weight
+    ids: Tensor = (torch.arange(_PROBE_LEN) * 7919 + 11) % int(embedding.shape[0])
+    return ids[None].to(embedding.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Topk:
+    """A `topk` in the forward pass of `module`: the `number`-th of its `entry`-th pass."""
+
+    module: str
+    entry: int
+    number: int
+    shape: tuple[int, ...]
+    top_k: int
+
+
+class _Discovery(TorchFunctionMode):
+    """Lists every `topk` of a pass with the innermost module that calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[_Topk] = []
+        self._inside: list[str] = []
+        self._entries: dict[str, int] = {}
+
+    def entering(self, name: str) -> Callable[[Any, Any], None]:
+        def enter(_module: Any, _args: Any) -> None:
+            self._inside.append(name)
+            self._entries[name] = self._entries.get(name, 0) + 1
+
+        return enter
+
+    def leaving(self, _module: Any, _args: Any, _output: Any) -> None:
+        self._inside.pop()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in _TOPK and self._inside:
+            name = self._inside[-1]
+            entry = self._entries[name]
+            number = sum(one.module == name and one.entry == entry for one in self.seen)
+            shape = tuple(_scores(args, kwargs).shape)
+            self.seen.append(_Topk(name, entry, number, shape, int(out.indices.shape[-1])))
+        return out
+
+
+def _scores(args: Any, kwargs: dict[str, Any] | None) -> Tensor:
+    scores: Tensor = args[0] if args else (kwargs or {})["input"]
+    return scores
+
+
+class Watched(TorchFunctionMode):
+    """One forward pass of a router: `chosen` `[_T, top_k]` is what it chose.
+
+    With `forced`, int64 `[_T, top_k]`, it takes these experts instead, in this order, and scores
+    that it computes itself; a row of -1 leaves a token its own.
+    """
+
+    def __init__(self, router: Router, forced: Tensor | None = None) -> None:
+        super().__init__()
+        self._router, self._forced, self._number = router, forced, 0
+        self.chosen: Tensor | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func not in _TOPK:
+            return out
+        number, router = self._number, self._router
+        self._number += 1
+        if number == router.choice:
+            indices = out.indices
+            if self._forced is not None:
+                indices = torch.where(self._forced < 0, indices, self._forced)
+                values = _scores(args, kwargs).gather(-1, indices)
+                out = torch.return_types.topk((values, indices))
+            self.chosen = indices
+        elif number == router.choice - 1 and router.groups and self._forced is not None:
+            scores = _scores(args, kwargs)
+            if scores.ndim == 2 and scores.shape[-1] == router.groups:
+                return self._their_groups(scores, out.indices)
+        return out
+
+    def _their_groups(self, scores: Tensor, own: Tensor) -> Any:
+        """Choose the groups that the forced experts are in: the others' scores are masked."""
+        assert self._forced is not None
+        size = self._router.num_experts // scores.shape[-1]
+        known = torch.zeros_like(scores).scatter_(1, self._forced.clamp(min=0) // size, 1.0)
+        theirs = known.topk(own.shape[-1], dim=-1).indices
+        indices = torch.where(self._forced[:, :1] < 0, own, theirs)
+        return torch.return_types.topk((scores.gather(-1, indices), indices))
+
+
+def replaced_forward(module: Any, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Let this one module run `forward` from now on; return what undoes that."""
+    before = vars(module).get("forward")
+    module.forward = forward
+
+    def undo() -> None:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+    return undo
+
+
+class Recorder:
+    """Notes which experts the routers of one model choose, until it is removed.
+
+    `read` returns what the last pass chose, uint8 or uint16 `[_T, layers, top_k]` (0 in layers
+    without a router).
+    """
+
+    def __init__(self, routers: Routers) -> None:
+        self.routers = routers
+        self._chosen: dict[int, Tensor] = {}
+        self._undo = [
+            replaced_forward(router.module, self._watching(router, router.module.forward))
+            for router in routers.each
+        ]
+
+    def _watching(self, router: Router, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with Watched(router) as watch:
+                out = forward(*args, **kwargs)
+            assert watch.chosen is not None
+            self._chosen[router.layer] = watch.chosen
+            return out
+
+        return watched
+
+    def remove(self) -> None:
+        """Let the routers be as they were."""
+        for undo in self._undo:
+            undo()
+
+    def read(self) -> NDArray[Any]:
+        """Return what the last forward pass chose."""
+        first = self._chosen[self.routers.each[0].layer]
+        shape = (len(first), self.routers.num_layers, self.routers.top_k)
+        found = np.zeros(shape, self.routers.dtype)
+        for layer, chosen in self._chosen.items():
+            found[:, layer] = chosen.cpu().numpy()
+        return found
+
+
+@contextmanager
+def recorded(routers: Routers) -> Iterator[Recorder]:
+    """Record while the context is open."""
+    recorder = Recorder(routers)
+    try:
+        yield recorder
+    finally:
+        recorder.remove()

@@ -1,0 +1,84 @@
+"""Routed experts: which experts of a mixture the engine sent every token of a call to.
+
+They are the stream `ROUTED_EXPERTS` of a token tree, integers `[layers, experts per token]` per
+token. A call stores those of its new tokens; its last sampled token was never the model's input, so
+the call that continues it is the first to know where that went.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rolltree.errors import TokenError
+from rolltree.tokens.streams import TokenStream
+
+if TYPE_CHECKING:
+    from rolltree.tokens.tree import TokenTree
+
+ROUTED_EXPERTS = "routed_experts"
+"""The name of the stream."""
+
+
+def checked_routing(values: Any, path_len: int) -> NDArray[Any]:
+    """Return routed experts, `[n, layers, top_k]`, of a call of `path_len` tokens.
+
+    Raises:
+        TokenError: they are no integers of that shape, or of more tokens than the model was given.
+    """
+    array = np.asarray(values)
+    if array.ndim != 3 or array.dtype.kind not in "iu" or not all(array.shape[1:]):
+        raise TokenError(
+            f"the routed experts have shape {array.shape} and type {array.dtype}; they are "
+            "integers [tokens, layers, experts per token]. Check the server."
+        )
+    if len(array) >= max(path_len, 1):
+        raise TokenError(
+            f"there are routed experts of {len(array)} tokens, and the model was given "
+            f"{max(path_len - 1, 0)} (the last sampled one is not), so they would be replayed at "
+            "the wrong tokens. Check the server."
+        )
+    return array
+
+
+def routing_streams(
+    values: NDArray[Any] | None, path_len: int, tree: TokenTree, parent: int | None
+) -> dict[str, TokenStream]:
+    """Return what a new call of `tree` adds: `values` without what its `parent` recorded.
+
+    `values`, `[n, layers, top_k]`, are those of the n tokens before the call's last one.
+
+    Raises:
+        TokenError: as `checked_routing`.
+    """
+    if values is None:
+        return {}
+    array = checked_routing(values, path_len)
+    start = path_len - 1 - len(array)
+    before = None if parent is None else tree.stream(ROUTED_EXPERTS, parent)
+    if isinstance(before, TokenStream):
+        known = (before.start or 0) + len(before.values)
+        array, start = array[max(0, known - start) :], max(start, known)
+    return {ROUTED_EXPERTS: TokenStream(array, start)}
+
+
+def recorded_routing(tree: TokenTree, call: int) -> NDArray[Any] | None:
+    """Return the routed experts of a call and of those it extends, as far back as there are some.
+
+    `[n, layers, top_k]`, of the n tokens before the call's last one; None without any.
+    """
+    parts: list[NDArray[Any]] = []
+    first, at = tree.path_len(call) - 1, call
+    while True:
+        stream = tree.stream(ROUTED_EXPERTS, at)
+        parent = tree.parent(at)
+        if not isinstance(stream, TokenStream) or (stream.start or 0) + len(stream.values) != first:
+            break
+        parts.append(stream.values)
+        first = stream.start or 0
+        if parent is None or not first:
+            break
+        at = parent
+    return np.concatenate(parts[::-1]) if parts else None

@@ -1,0 +1,181 @@
+"""Replay of routed experts: the trainer's mixture layers take the experts that the engine took.
+
+Trainer and engine round differently, so close calls of a router fall out differently, and then a
+token's logprob is that of another function. Replay (R3, Ma et al. 2025, arXiv:2510.11370) takes the
+engine's choices as given. Scores are the trainer's own at these experts, so the router learns. The
+experts travel as a keyword argument, like the layout of a tree, so that a recomputed layer finds
+them again. A reference model keeps its own router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rolltree.errors import TrainingError, UnsupportedSetting
+from rolltree.inference.local.routing import (
+    Router,
+    Watched,
+    find_routers,
+    probe_ids,
+    recorded,
+    replaced_forward,
+)
+from rolltree.training.layout import Forest
+
+KEYWORD = "routed_experts"
+_WITHOUT = "Set train.replay_experts = false to train with the trainer's own choice of experts."
+
+
+class Replay:
+    """What makes one model take given experts.
+
+    Raises:
+        TrainingError: the model's routers cannot be replayed exactly; the message says why.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._name = model, type(model).__name__
+        try:
+            self._routers = find_routers(model)
+        except UnsupportedSetting as error:
+            raise TrainingError(f"{error} {_WITHOUT}") from error
+        modules = dict(model.base_model.named_modules())
+        first = self._routers.each[0].name.split(".")
+        at = next(index for index, part in enumerate(first) if part.isdigit())
+        self._layers: list[Any] = list(modules[".".join(first[:at])])
+        self._by_layer = {router.layer: router for router in self._routers.each}
+        self._num_replayed = 0
+        self._probe()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Decoder layers, and experts per token and layer."""
+        return self._routers.num_layers, self._routers.top_k
+
+    def experts(self, forest: Forest, device: torch.device) -> Tensor | None:
+        """Return the recorded experts of a forest, int32 `[_T, layers, top_k]`, -1 where unknown.
+
+        Raises:
+            TrainingError: they cannot be this model's.
+        """
+        found = forest.routed_experts
+        if found is None:
+            return None
+        if found.shape[1:] != self.shape:
+            raise self._foreign(
+                f"has {found.shape[1]} layers with {found.shape[2]} experts each, and the model "
+                f"{self.shape[0]} with {self.shape[1]}"
+            )
+        for layer, router in self._by_layer.items():
+            chosen = np.sort(found[:, layer], axis=-1)
+            if chosen[:, -1].max(initial=-1) >= router.num_experts:
+                raise self._foreign(
+                    f"names expert {int(chosen.max())} of {router.num_experts} in layer {layer}"
+                )
+            twice = (chosen[:, 1:] == chosen[:, :-1]) & (chosen[:, 1:] >= 0)
+            if twice.any():
+                raise self._foreign(f"names an expert of layer {layer} twice for one token")
+        return torch.from_numpy(found).to(device)
+
+    def _foreign(self, what: str) -> TrainingError:
+        return TrainingError(
+            f"the recorded routing {what}: it is not that of {self._name}, so replaying it would "
+            f"train another function. Is the engine's model the trainer's? {_WITHOUT}"
+        )
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Let the model take the keyword `routed_experts` while the context is open.
+
+        Backward passes with gradient checkpointing belong inside it too.
+        """
+        with ExitStack() as held:
+            given: dict[int, Tensor] = {}
+            for index, layer in enumerate(self._layers):
+                router = self._by_layer.get(index)
+                held.callback(replaced_forward(layer, self._layer(layer.forward, router, given)))
+                if router is not None:
+                    forward = self._router(router.module.forward, router, given)
+                    held.callback(replaced_forward(router.module, forward))
+            yield
+
+    def _layer(
+        self, forward: Callable[..., Any], router: Router | None, given: dict[int, Tensor]
+    ) -> Callable[..., Any]:
+        def with_experts(*args: Any, routed_experts: Tensor | None = None, **kwargs: Any) -> Any:
+            if router is None or routed_experts is None:
+                return forward(*args, **kwargs)
+            given[router.layer] = routed_experts[:, router.layer].long()
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                del given[router.layer]
+
+        return with_experts
+
+    def _router(
+        self, forward: Callable[..., Any], router: Router, given: dict[int, Tensor]
+    ) -> Callable[..., Any]:
+        def replayed(*args: Any, **kwargs: Any) -> Any:
+            forced = given.get(router.layer)
+            if forced is None:
+                return forward(*args, **kwargs)
+            with Watched(router, forced) as watch:
+                out = forward(*args, **kwargs)
+            if watch.chosen is None or watch.chosen.shape != forced.shape:
+                raise TrainingError(
+                    f"{router.name} of {self._name} chose its experts in another way than in a "
+                    f"short pass, so what was recorded was not replayed. {_WITHOUT}"
+                )
+            self._num_replayed += 1
+            return out
+
+        return replayed
+
+    @torch.no_grad()
+    def _probe(self) -> None:
+        """Replay the model's own choices, which must change no bit, and others, which must."""
+
+        def hidden(experts: Tensor | None) -> Tensor:
+            given = {} if experts is None else {KEYWORD: experts}
+            base = self._model.base_model
+            states: Tensor = base(input_ids=ids, use_cache=False, **given).last_hidden_state[0]
+            return states
+
+        ids = probe_ids(self._model)
+        with recorded(self._routers) as recorder:
+            plain = hidden(None)
+            own = recorder.read().astype(np.int64)
+        num_experts = np.ones(self._routers.num_layers, np.int64)
+        for layer, router in self._by_layer.items():
+            num_experts[layer] = router.num_experts
+        others = (own + 1) % num_experts[:, None]
+        unknown = np.full_like(own, -1)
+        try:
+            with self.installed():
+                found = [hidden(torch.from_numpy(e).to(ids.device)) for e in (own, unknown, others)]
+                if self._num_replayed != len(found) * len(self._routers.each):
+                    raise self._refusal("it does not hand the keyword on to all of its layers")
+        except (TypeError, ValueError, RuntimeError, TrainingError) as error:
+            raise self._refusal(f"a probe failed ({error})") from error
+        same, untouched, changed = found
+        scale = float(plain.abs().max())
+        limit = 0.0 if ids.device.type == "cpu" else 1e-3 * scale  # a GPU adds up in any order
+        if any(float((states - plain).abs().max()) > limit for states in (same, untouched)):
+            raise self._refusal("replaying its own choices changes its hidden states")
+        if self._routers.num_experts > self._routers.top_k:
+            moved = float((changed - plain).abs().max())
+            if not moved > max(limit, 1e-6 * scale):
+                raise self._refusal("other experts change nothing; the experts do not reach them")
+
+    def _refusal(self, why: str) -> TrainingError:
+        return TrainingError(
+            f"the experts of {self._name} cannot be replayed: {why}. Its logprobs would not be "
+            f"those of the experts that were recorded. {_WITHOUT}"
+        )

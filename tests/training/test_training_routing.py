@@ -1,0 +1,194 @@
+"""Replayed experts: exact in every scope, refused where they cannot be, and what they mend."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from mixtures import given_experts, mixture, routed_states
+from training_kit import check_no_worse, difference, gradient_of, states, tiny_model, trainer
+
+from rolltree.errors import TokenError, TrainingError
+from rolltree.inference.local.routing import find_routers, recorded
+from rolltree.samples import build_samples
+from rolltree.tokens import ROUTED_EXPERTS
+from rolltree.training.layout import collate
+
+KINDS = ("qwen3_moe", "deepseek_v2", "deepseek_v3")
+SCOPES = ("step", "turn", "interleave", "tree")
+CROSS_ENTROPY = {"name": "sft"}
+
+
+def in_scope(rollouts, scope):
+    key = {"group_key": lambda state: 0} if scope == "tree" else {}
+    return build_samples(rollouts, scope, **key).samples
+
+
+def naive_gradient(model, kind, rollouts, known, dtype):
+    """The gradient of the mean cross-entropy, call by call, without anything of rolltree's."""
+    model = model.to(dtype)
+    before = model.config._experts_implementation
+    model.set_experts_implementation("eager")  # the other ones know no float64
+    total, count = 0.0, 0
+    for state in rollouts:
+        for step in state["trajectory"]:
+            prompt, answer = step["tokens"]["prompt_ids"], step["tokens"]["completion_ids"]
+            path = np.array(prompt + answer, np.int32)
+            ids = np.stack([known[path[: end + 1].tobytes()] for end in range(len(path) - 1)])
+            with given_experts(model, kind, ids):
+                row = torch.from_numpy(path[:-1].astype(np.int64))[None]
+                logits = model(row, use_cache=False).logits[0, len(prompt) - 1 :]
+            logprobs = (logits / 0.8).log_softmax(-1)[torch.arange(len(answer)), answer]
+            total = total - logprobs.sum()
+            count += len(answer)
+    gradient = torch.autograd.grad(total / count, list(model.parameters()), allow_unused=True)
+    model.to(torch.float32)
+    model.set_experts_implementation(before)
+    flat = [
+        (torch.zeros_like(p) if g is None else g).flatten()
+        for g, p in zip(gradient, model.parameters(), strict=True)
+    ]
+    return torch.cat(flat)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_in_every_scope_are_those_of_each_call_with_the_recorded_experts(kind):
+    model = mixture(kind)
+    rollouts, known = routed_states()
+    exact = naive_gradient(model, kind, rollouts, known, torch.float64)
+    rows = naive_gradient(model, kind, rollouts, known, torch.float32)
+    worker = trainer(model, algorithm=CROSS_ENTROPY, train={"replay_experts": True})
+    assert worker.logprobs.forward == "tree"
+    for scope in SCOPES:
+        check_no_worse(gradient_of(worker, in_scope(rollouts, scope)), rows, exact)
+    own = trainer(model, algorithm=CROSS_ENTROPY, train={"replay_experts": False})
+    assert difference(gradient_of(own, in_scope(rollouts, "tree")).double(), exact) > 0.1
+
+
+@pytest.mark.parametrize("forward", ["rows", "tree"])
+def test_a_layer_that_is_computed_again_for_its_gradient_takes_the_same_experts(forward):
+    """Each row has experts of its own, and they are recomputed after all rows were read."""
+    rollouts, _ = routed_states()
+    samples = in_scope(rollouts, "interleave" if forward == "rows" else "tree")
+    assert len(samples) > 1 or forward == "tree"
+    gradients = [
+        gradient_of(
+            trainer(
+                mixture(),
+                algorithm=CROSS_ENTROPY,
+                train={"forward": forward, "scope": "interleave", "gradient_checkpointing": again},
+            ),
+            samples,
+        )
+        for again in (False, True)
+    ]
+    assert difference(*gradients) < 5e-5
+
+
+def test_a_token_that_nobody_recorded_keeps_the_trainers_own_experts():
+    model = mixture()
+    rollouts, _ = routed_states(skip=range(1, 12))
+    worker = trainer(model, algorithm=CROSS_ENTROPY)
+    samples = in_scope(rollouts, "tree")
+    (stream,) = [sample.info["streams"][ROUTED_EXPERTS] for sample in samples]
+    assert 0 < len(stream.positions) < samples[0].num_tokens
+    some = gradient_of(worker, samples)
+    plain = gradient_of(worker, in_scope(routed_states(skip=range(12))[0], "tree"))
+    every = gradient_of(worker, in_scope(routed_states()[0], "tree"))
+    assert difference(some, plain) > 0.01
+    assert difference(some, every) > 0.01
+    metrics = worker.step(samples, 1)
+    expected = len(stream.positions) / samples[0].num_tokens
+    assert metrics["routing/replayed_share"] == pytest.approx(expected)
+
+
+def test_the_experts_of_a_shared_token_are_those_that_the_first_rollout_recorded():
+    first, second = routed_states(seed=0)[0][:1], routed_states(seed=0)[0][1:2]
+    tree = second[0]["trajectory"].tree
+    tree.extra.buffers[ROUTED_EXPERTS].view(0, 3)[:] = 7
+    (sample,) = in_scope([*first, *second], "tree")
+    (alone,) = in_scope(first, "tree")
+    joint, own = (s.info["streams"][ROUTED_EXPERTS].values[:6] for s in (sample, alone))
+    assert np.array_equal(joint, own)
+
+
+def spoiled(change):
+    rollouts, _ = routed_states()
+    samples = in_scope(rollouts, "tree")
+    for sample in samples:
+        stream = sample.info["streams"][ROUTED_EXPERTS]
+        sample.info["streams"][ROUTED_EXPERTS] = type(stream)(
+            stream.positions, change(stream.values)
+        )
+    return samples
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: v[:, :2], "has 2 layers with 3 experts each, and the model 3 with 3"),
+        (lambda v: v[..., :1], "has 3 layers with 1 experts each, and the model 3 with 3"),
+        (lambda v: v + 5, "names expert 12 of 8 in layer 0"),
+        (lambda v: np.zeros_like(v), "names an expert of layer 0 twice"),
+        (lambda v: v.astype(np.float32), "not one array of integers"),
+    ],
+)
+def test_experts_that_are_not_the_models_are_refused(change, message):
+    worker = trainer(mixture(), algorithm=CROSS_ENTROPY)
+    with pytest.raises((TrainingError, TokenError), match=message):
+        worker.step(spoiled(change), 1)
+
+
+def test_a_layer_without_a_router_may_name_any_expert():
+    """vLLM has zeros there."""
+
+    def zeros(values):
+        values = values.copy()
+        values[:, 0] = 0  # the first layer of this model is dense
+        return values
+
+    worker = trainer(mixture("deepseek_v3"), algorithm=CROSS_ENTROPY)
+    exact = gradient_of(worker, in_scope(routed_states()[0], "tree"))
+    assert torch.equal(gradient_of(worker, spoiled(zeros)), exact)
+
+
+def test_what_is_asked_for_and_missing_is_an_error():
+    worker = trainer(mixture(), algorithm=CROSS_ENTROPY, train={"replay_experts": True})
+    with pytest.raises(TrainingError, match=r"sample of rollouts r0 has no routed experts"):
+        worker.step(in_scope(states(), "interleave"), 1)
+
+
+def test_a_model_whose_router_cannot_be_replayed_is_refused_once_there_is_something_to_replay():
+    rollouts, _ = routed_states()
+    dense = trainer(tiny_model(), algorithm=CROSS_ENTROPY)
+    dense.step(in_scope(states(), "tree"), 1)
+    with pytest.raises(TrainingError, match="is no mixture"):
+        dense.step(in_scope(rollouts, "tree"), 1)
+    with pytest.raises(TrainingError, match="no router was found in Qwen3ForCausalLM"):
+        trainer(tiny_model(), algorithm=CROSS_ENTROPY, train={"replay_experts": True})
+
+
+def test_a_reference_keeps_its_own_router():
+    rollouts, _ = routed_states()
+    model = mixture()
+    worker = trainer(
+        model,
+        algorithm={"name": "grpo", "kl_coef": 0.1},
+        train={"replay_experts": True, "max_mismatch": 1e9},
+    )
+    metrics = worker.step(in_scope(rollouts, "tree"), 1)
+    assert metrics["train/kl"] > 1e-4  # one model, but two routings
+
+
+def test_replaying_its_own_choice_changes_no_bit_of_a_pass():
+    model = mixture("deepseek_v2")
+    worker = trainer(model, algorithm=CROSS_ENTROPY)
+    forest = collate(in_scope(states(), "tree"))
+    with recorded(find_routers(model)) as recorder, worker.logprobs.context():
+        again = worker.logprobs(forest).logprob
+        own = recorder.read().astype(np.int32)
+    with worker.logprobs.context():
+        replayed = worker.logprobs(replace(forest, routed_experts=own)).logprob
+        others = worker.logprobs(replace(forest, routed_experts=(own + 1) % 8)).logprob
+    assert torch.equal(again, replayed)
+    assert not torch.allclose(again, others, atol=1e-3)
