@@ -298,11 +298,6 @@ class TestSupport:
         layer.register_forward_hook(lambda m, i, out: out + out.roll(1, dims=1))  # leaks neighbours
         assert "differ" in why_not_tree(model)
 
-    def test_lengths_that_change_rotary_angles_are_refused(self):
-        model = tiny_model()
-        model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0}
-        assert "rotary" in why_not_tree(model)
-
     def test_choosing_a_forward(self):
         model = tiny_model()
         assert choose_forward(model, "auto", "interleave") == "tree"

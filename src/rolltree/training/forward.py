@@ -26,6 +26,7 @@ from rolltree.training.logprobs import (
     gather_logprobs,
 )
 from rolltree.training.recompute import check_recomputation, recomputation
+from rolltree.training.rope_lengths import check_lengths, longest_exact
 from rolltree.training.routing import KEYWORD, Replay
 from rolltree.training.tree_attention import tree_attention, tree_layout
 from rolltree.training.tree_probe import probe_forest
@@ -174,6 +175,7 @@ class LogprobModel:
         self.run: Callable[..., tuple[Tensor, Tensor, Tensor | None]] = self.compute
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         self.recomputes = False
+        self.longest = longest_exact(model)
         self.replay: Replay | None = None
 
     def move(self, device: torch.device) -> None:
@@ -249,7 +251,12 @@ class LogprobModel:
         return found.logprob, found.entropy, found.kl
 
     def wanted_hidden(self, forest: Forest) -> Tensor:
-        """Return the last hidden states `[_S, _D]` where a record reads logits."""
+        """Return the last hidden states `[_S, _D]` where a record reads logits.
+
+        Raises:
+            TrainingError: a path is so long that it changes the rotary angles of all its tokens.
+        """
+        check_lengths(self.model, forest, self.longest)
         with self._autocast():
             experts = None if self.replay is None else self.replay.experts(forest, self.device)
             hidden = FORWARDS[self.forward](self.model, forest, self.device, experts)

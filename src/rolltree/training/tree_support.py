@@ -1,8 +1,8 @@
 """For which models tree training is exact: what the configuration says, then a probe.
 
-A model whose tokens interact through anything but full attention (linear attention, a recurrent
-state, a sliding window, a short convolution, rotary angles that depend on the row's length) would
-silently train on the wrong function. Such models are refused by name and can be trained row by row.
+A model whose tokens interact through anything that has no form over a tree (a recurrence of another
+kind, keys that are chosen by their score, an attention mask of its own) would silently train on the
+wrong function. Such models are refused by name and can be trained row by row.
 """
 
 from __future__ import annotations
@@ -46,14 +46,6 @@ def _layer_types(config: Any) -> str | None:
     return next((reason for name in names if (reason := LAYER_TYPES[name](config))), None)
 
 
-def _rotary(config: Any) -> str | None:
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("dynamic", "longrope"):
-        return None
-    return f"its rotary angles ({kind}) depend on the length of the whole row"
-
-
 def _shape(config: Any) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder"
@@ -62,7 +54,7 @@ def _shape(config: Any) -> str | None:
     return None
 
 
-CONFIG_CHECKS: tuple[Check, ...] = (_shape, _layer_types, _rotary)
+CONFIG_CHECKS: tuple[Check, ...] = (_shape, _layer_types)
 """Each returns why a configuration rules tree training out, or None."""
 
 

@@ -1,0 +1,56 @@
+"""Rotary angles that depend on how long the sequence is: up to which length they do not.
+
+`longrope` takes another set of frequencies for every token once a sequence is longer than the
+length it was pretrained with, and `dynamic` NTK stretches all of them. A call of an interleaved
+row or of a tree was sampled in a shorter context than the row's, with keys rotated as they were
+then, so beyond that length no row gives back what was sampled. Up to it, every scope is exact.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rolltree.errors import TrainingError
+from rolltree.training.layout import Forest
+
+
+def longest_exact(model: Any) -> tuple[int, str] | None:
+    """Return the most tokens for which a model's rotary angles are fixed, and its kind of them.
+
+    None: they never depend on the length.
+    """
+    found = []
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        config = getattr(module, "config", None)
+        if kinds is None or config is None:
+            continue
+        named = kinds.items() if isinstance(kinds, dict) else [(None, kinds)]
+        for layer_type, kind in named:
+            if kind == "longrope":
+                settings = config.rope_parameters
+                settings = settings if layer_type is None else settings[layer_type]
+                found.append((int(settings["original_max_position_embeddings"]), kind))
+            elif "dynamic" in str(kind):
+                found.append((int(config.max_position_embeddings), kind))
+    return min(found, default=None)
+
+
+def check_lengths(model: Any, forest: Forest, longest: tuple[int, str] | None) -> None:
+    """Refuse a forest with a path that is longer than `longest`, what `longest_exact` returned.
+
+    Raises:
+        TrainingError: what was sampled on it is not what any forward pass gives.
+    """
+    if longest is None:
+        return
+    limit, kind = longest
+    length = int(forest.positions.max()) + 1
+    if length > limit:
+        raise TrainingError(
+            f"a path to train on has {length} tokens, and beyond {limit} tokens the rotary angles "
+            f"of {type(model).__name__} ({kind}) change with the length of the whole sequence, so "
+            "its logprobs would not be those it was sampled with, in any scope. Keep contexts "
+            f"within {limit} tokens: set train.max_seq_len = {limit}, and the engine's longest "
+            f"context (vLLM: --max-model-len {limit}) likewise."
+        )
