@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rolltree.errors import ConfigError, TrainingError
-from rolltree.training.head import check_head, head_logits
+from rolltree.training.head import body_of, check_head, head_logits
 from rolltree.training.layout import Forest
 from rolltree.training.logprobs import (
     DEFAULT_CHUNK_ROWS,
@@ -51,7 +51,7 @@ def tree_hidden(
 
     `experts` are those that `Replay.experts` returns, for a model in which they are replayed.
     """
-    hidden: Tensor = model.base_model(
+    hidden: Tensor = body_of(model)(
         input_ids=_ids(forest.ids, device)[None],
         position_ids=_ids(forest.positions, device)[None],
         use_cache=False,
@@ -83,7 +83,7 @@ def rows_hidden(
             )
         row = _ids(forest.ids[first:stop], device)[None]
         given = _replayed(None if experts is None else experts[first:stop])
-        output = model.base_model(input_ids=row, use_cache=False, **given)
+        output = body_of(model)(input_ids=row, use_cache=False, **given)
         parts.append(output.last_hidden_state[0])
         first = stop
     return torch.cat(parts)

@@ -50,17 +50,37 @@ _INNER = "decoder"
 """Where a body keeps what computes the hidden states, if a model calls that and not the body."""
 
 
+def body_name(model: Any) -> str:
+    """Return the name of the module that computes the last hidden states.
+
+    Raises:
+        TrainingError: there is none apart from the whole model.
+    """
+    for name in (model.base_model_prefix, "model"):
+        if name in model._modules:
+            return str(name)
+    raise TrainingError(
+        f"{type(model).__name__} has no body apart from its output head, so its logits cannot be "
+        "computed in chunks, and it cannot be trained. Use a causal language model of transformers."
+    )
+
+
+def body_of(model: Any) -> Any:
+    """Return the module that computes the last hidden states; see `body_name`."""
+    return model._modules[body_name(model)]
+
+
 def head_logits(model: Any, hidden: Tensor) -> Tensor:
     """Return the logits `[_S, _V]` that `model` makes of its last hidden states `[_S, _D]`.
 
     Caps, scales and biases are applied as the model's `forward` does. `model` is not changed, so
     another thread may use it meanwhile.
     """
-    body = _Body(model.base_model, hidden[None])
+    body = _Body(body_of(model), hidden[None])
     own = object.__new__(type(model))  # sharded modules do not take `copy`
     own.__dict__ = {
         **model.__dict__,
-        "_modules": {**model._modules, model.base_model_prefix: body},
+        "_modules": {**model._modules, body_name(model): body},
     }
     ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
     logits: Tensor = type(own).forward(own, input_ids=ids).logits
@@ -76,6 +96,8 @@ def check_head(model: Any) -> None:
     """
     try:
         reason = _probe(model)
+    except TrainingError:
+        raise
     except Exception as error:  # noqa: BLE001  (a model is a program, and this one is unknown)
         reason = f"asking it for the logits of hidden states fails with {error!r}"
     if reason:
@@ -88,9 +110,7 @@ def check_head(model: Any) -> None:
 
 def _probe(model: Any) -> str | None:
     """Scale the last hidden states inside the whole model, and compare its logits with ours."""
-    body = model.base_model
-    if body is model or model.base_model_prefix not in model._modules:
-        return "it has no body apart from its output head"
+    body = body_of(model)
     ids = torch.tensor([[3, 1, 2]], device=model.get_input_embeddings().weight.device)
     found = body(input_ids=ids, use_cache=False).last_hidden_state[0]
     factor = 1.0

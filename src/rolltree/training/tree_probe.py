@@ -1,14 +1,52 @@
-"""Small forests that show whether a model computes the same on a tree as on its rows."""
+"""Whether a model computes the same, and has the same gradient, on a tree and on its rows.
+
+Asked of a copy of its first layers with weights moved away from initialisation and short windows,
+so that gates, sinks, sparse attention and states show. The model itself, which an engine may be
+serving, is not touched.
+"""
 
 from __future__ import annotations
 
+import copy
+import sys
+from itertools import chain
+from typing import Any, TypeAlias
+
 import numpy as np
+import torch
+from torch import Tensor, nn
 
+from rolltree.errors import TrainingError
+from rolltree.inference.local.shell import trial_copy
+from rolltree.training.head import body_of
 from rolltree.training.layout import Forest, collate
-from rolltree.types import Records, Sample
+from rolltree.training.tree_attention import tree_attention, tree_layout
+from rolltree.types import IntArray, Records, Sample
 
-Shape = tuple[int, tuple["Shape", ...]]
+Shape: TypeAlias = tuple[int, tuple["Shape", ...]]
 """A segment of a tree: how many tokens it has, and the segments that follow it."""
+SHAPE: Shape = (37, ((29, ((33, ()), (5, ()))), (31, ()), (1, ())))
+"""Longer than a block of keys, a chunk of a recurrence, and many short windows."""
+TOLERANCE = 1e-4
+"""Largest difference of last hidden states, relative to the largest one."""
+GRADIENT_TOLERANCE = 3e-4
+"""Largest difference of one parameter's gradient, relative to its norm and 1 % of the whole's."""
+
+
+def why_tree_differs(model: Any) -> str | None:
+    """Return why a tree would not be trained as its rows, or None when it is.
+
+    A model that fails in any way on a tree is not trained on trees.
+    """
+    reason = None
+    for shorten in (first_layers, _whole):
+        try:
+            return _compare(trial_copy(shorten(model), max_context=sys.maxsize))
+        except TrainingError as error:
+            return str(error)
+        except Exception as error:  # noqa: BLE001  (a model is a program; a part of it may fail)
+            reason = f"it fails on a small tree with {error!r}"
+    return reason
 
 
 def probe_forest(vocabulary: int, shape: Shape) -> Forest:
@@ -32,7 +70,118 @@ def probe_forest(vocabulary: int, shape: Shape) -> Forest:
     return collate([Sample(row, depth, end, _one_record(count - 1), ())])
 
 
+def paths_of(forest: Forest) -> list[IntArray]:
+    """Return the positions of each path from the root to a leaf, int32."""
+    places = np.arange(forest.num_tokens, dtype=np.int32)
+    leaves = places[forest.subtree_end == places + 1]
+    return [places[(places <= leaf) & (leaf < forest.subtree_end)] for leaf in leaves]
+
+
 def _one_record(source: int) -> Records:
     ints, floats = np.zeros(1, np.int32), np.ones(1, np.float32)
     at = np.full(1, source, np.int32)
     return Records(at, ints, floats, floats, floats, floats, ints, ints, ints, ints)
+
+
+@torch.enable_grad()
+def _compare(trial: Any) -> str | None:
+    """Read a tree as a tree and row by row, and compare hidden states and gradients."""
+    embedding = trial.get_input_embeddings().weight
+    forest = probe_forest(embedding.shape[0], SHAPE)
+    device, body = embedding.device, body_of(trial)
+    ids = torch.from_numpy(forest.ids).long().to(device)
+    trial.requires_grad_(False)
+    learned = [p for p in body.parameters() if p is not embedding and p.is_floating_point()]
+    for parameter in learned:
+        parameter.requires_grad_(True)
+    weights: Tensor | None = None
+
+    def gradient(hidden: Tensor, at: Tensor) -> list[Tensor]:
+        """Return that of a fixed linear function of the hidden states of tokens `at`."""
+        nonlocal weights
+        if weights is None:
+            drawn = torch.Generator().manual_seed(0)
+            weights = torch.randn(len(ids), hidden.shape[-1], generator=drawn).to(device)
+        total = (hidden.float() * weights[at]).sum()
+        found = torch.autograd.grad(total, learned, allow_unused=True)
+        pairs = zip(found, learned, strict=True)
+        return [torch.zeros_like(p) if g is None else g for g, p in pairs]
+
+    with tree_attention(trial):
+        tree = body(
+            input_ids=ids[None],
+            position_ids=torch.from_numpy(forest.positions).long().to(device)[None],
+            use_cache=False,
+            tree_layout=tree_layout(forest, device),
+        ).last_hidden_state[0]
+        of_tree = gradient(tree, torch.arange(len(ids), device=device))
+    of_rows = [torch.zeros_like(parameter) for parameter in learned]
+    seen = np.zeros(len(ids), np.bool_)
+    for path in paths_of(forest):
+        places = torch.from_numpy(path).long().to(device)
+        row = body(input_ids=ids[places][None], use_cache=False).last_hidden_state[0]
+        difference = _apart(tree.detach()[places], row.detach())
+        if not difference <= TOLERANCE:
+            return f"on a small tree, its tree and its rows differ by {difference:.2g}"
+        new = torch.from_numpy(~seen[path]).to(device)
+        seen[path] = True
+        for total, part in zip(of_rows, gradient(row[new], places[new]), strict=True):
+            total += part
+    difference = _widest(of_tree, of_rows)
+    if not difference <= GRADIENT_TOLERANCE:
+        return (
+            f"on a small tree, the gradients of its tree and of its rows differ by {difference:.2g}"
+        )
+    return None
+
+
+def _apart(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def _widest(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """Return the largest relative difference of a pair of gradients."""
+    norms = [float(gradient.norm()) for gradient in theirs]
+    floor = 0.01 * sum(norm**2 for norm in norms) ** 0.5
+    pairs = zip(ours, theirs, norms, strict=True)
+    return max((float((a - b).norm()) / (norm + floor) for a, b, norm in pairs), default=0.0)
+
+
+def _whole(model: Any) -> Any:
+    return model
+
+
+def first_layers(model: Any) -> Any:
+    """Return a module tree around the same tensors, with the first layers only.
+
+    They are as many as it takes to have a layer of every kind, and at least two; all of them where
+    it is not known which modules the layers are.
+    """
+    config = model.config.get_text_config(decoder=True)
+    count = getattr(config, "num_hidden_layers", 0)
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if len(lists) != 1 or count <= 2:
+        return model
+    kinds = [_kind(layer, index, config) for index, layer in enumerate(lists[0])]
+    kept = max(2, 1 + max(kinds.index(kind) for kind in kinds))
+    memo: dict[int, Any] = {id(t): t for t in chain(model.parameters(), model.buffers())}
+    memo[id(lists[0])] = nn.ModuleList(copy.deepcopy(layer, memo) for layer in lists[0][:kept])
+    short = copy.deepcopy(model, memo)
+    short.config.get_text_config(decoder=True).num_hidden_layers = kept
+    return short
+
+
+def _kind(layer: nn.Module, index: int, config: Any) -> tuple[Any, ...]:
+    """Return what tells one layer from another: its modules, their settings, and its entries."""
+    count = config.num_hidden_layers
+    listed = [v[index] for v in vars(config).values() if isinstance(v, list) and len(v) == count]
+    parts: list[Any] = [repr(listed)]
+    for name, module in layer.named_modules():
+        plain = {
+            key: value
+            for key, value in vars(module).items()
+            if isinstance(value, bool | int | float | str) and "idx" not in key
+        }
+        shapes = [tuple(p.shape) for p in module.parameters(recurse=False)]
+        parts.append((name, type(module).__name__, sorted(plain.items()), shapes))
+    return tuple(map(repr, parts))

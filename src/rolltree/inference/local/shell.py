@@ -15,7 +15,10 @@ import torch
 
 SHORT = 8
 """The window and chunk of a trial copy, in tokens, where the model's own are longer."""
-_WINDOWS = ("sliding_window", "attention_chunk_size", "floor_scale", "window_size")
+_WINDOWS = (
+    *("sliding_window", "attention_chunk_size", "floor_scale", "window_size"),
+    *("attention_window_size", "keep_window_size", "index_topk"),
+)
 """Settings that only matter to tokens further than this from another, or from the start."""
 MOVING_ROPE = ("dynamic", "longrope")
 _FULL_COPY_BYTES = 2**31
