@@ -95,7 +95,7 @@ SIZES: dict[str, Any] = {
     "v_head_dim": 8,
     "qk_head_dim": 16,
     "index_topk": 8,
-    "index_n_heads": 2,
+    "index_n_heads": 16,  # with few, most scores are 0, and which of equals is taken is chance
     "index_head_dim": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -119,7 +119,164 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.1,
     "rotary_dim": 8,
 }
-EXCEPTIONS: dict[str, dict[str, Any]] = {}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_LINEAR = "linear_attention"
+_DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+_PARTS: dict[str, Any] = {  # of BLT, which is made of four models
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "intermediate_size": 48,
+    "vocab_size": 128,
+    "hidden_size_global": 32,
+    "max_position_embeddings": 256,
+}
+
+OFF_BY_DEFAULT = {
+    *("sliding_window", "q_lora_rank", "n_group", "topk_group"),
+    *("final_logit_softcapping", "attn_logit_softcapping"),
+}
+"""Fields that stay None where that is the architecture's default."""
+
+EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "apertus": {"rope_parameters": _DEFAULT_ROPE},
+    "bamba": {"attn_layer_indices": [1]},
+    "blt": {
+        "patcher_config": {**_PARTS, "hidden_size_global": ..., "sliding_window": 8},
+        "encoder_config": _PARTS,
+        "decoder_config": _PARTS,
+        "global_config": _PARTS,
+        "encoder_hash_byte_group_size": [3],
+        "encoder_hash_byte_group_vocab": 64,
+    },
+    "cohere_compass_text": {"rope_parameters": {_FULL: _DEFAULT_ROPE, _SLIDING: _DEFAULT_ROPE}},
+    "cpmant": {
+        "dim_head": 8,
+        "dim_ff": 48,
+        "prompt_length": 4,
+        "prompt_types": 4,
+        "position_bias_num_buckets": 16,
+        "segment_types": 4,
+    },
+    "ctrl": {"dff": 48},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 2.0},
+        "ffn_config": {
+            "hidden_size": 32,
+            "ffn_hidden_size": 16,
+            "moe_num_experts": 8,
+            "moe_top_k": 2,
+        },
+    },
+    "deepseek_v4": {
+        "o_groups": 2,
+        "o_lora_rank": 8,
+        "partial_rotary_factor": 0.5,
+        "compress_rates": {
+            "compressed_sparse_attention": 4,
+            "heavily_compressed_attention": 16,
+        },
+    },
+    "dots1": {"n_shared_experts": 1, "layer_types": [_SLIDING, _FULL]},
+    "dots3_note_text": {
+        "layer_types": ["indexed_attention", _SLIDING, "indexed_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 16,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 8,
+        "shared_experts_intermediate_size": 16,
+    },
+    "emu3": {
+        "text_config": {
+            "vocab_size": VOCAB,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 256,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "attention_dropout": 0.0,
+        },
+        "vocabulary_map": {"<image>": 5},
+    },
+    "falcon_h1": {
+        "mamba_d_ssm": 64,
+        "lm_head_multiplier": 0.5,
+        "embedding_multiplier": 2.0,
+        "key_multiplier": 0.7,
+        "attention_out_multiplier": 1.3,
+        "ssm_out_multiplier": 0.8,
+    },
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL],
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 8,
+    },
+    "gemma4_text": {
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 8,
+        "global_head_dim": 16,
+        "final_logit_softcapping": 6.0,
+    },
+    "gpt_neo": {
+        "attention_types": [[["global", "local"], 1]],
+        "num_layers": 2,
+        "window_size": 8,
+    },
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.7},
+    "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4},
+    "lfm2_moe": {"layer_types": ["conv", _FULL], "num_dense_layers": 1},
+    "mamba2": {"head_dim": 16, "n_groups": 2},
+    "nemotron": {"head_dim": 8},
+    "nemotron_h": {
+        "layers_block_type": [_LINEAR, "moe", _FULL, "mlp"],
+        "ssm_state_size": 8,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "moe_shared_expert_intermediate_size": 16,
+    },
+    "qwen4_exp_text": {
+        "indexer_n_heads": 16,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+        "hc_lowrank": 8,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 64,
+        "split_ngram_parts": 2,
+    },
+    "recurrent_gemma": {
+        "block_types": ("recurrent", "attention"),
+        "lru_width": 32,
+        "logits_soft_cap": 6.0,
+    },
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layers_block_type": [_LINEAR, "hybrid", _LINEAR, "hybrid"],
+    },
+    "zaya": {
+        "num_experts_per_tok": 1,
+        "router_hidden_size": 16,
+        "layer_types": ["hybrid", "hybrid_sliding"],
+        "num_hidden_layers": 2,
+        "sliding_window": 8,
+    },
+}
 """Architecture -> fields besides `SIZES`; a field that is `...` keeps the default."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -162,6 +319,12 @@ def _known(config_class: type) -> frozenset[str]:
     return frozenset({*names, *getattr(config_class, "attribute_map", {})})
 
 
+def _is_fixed(config_class: type, key: str) -> bool:
+    """Whether a field follows from others."""
+    key = getattr(config_class, "attribute_map", {}).get(key, key)
+    return isinstance(getattr(config_class, key, None), property)
+
+
 def make_config(row: str) -> Any:
     """Return the tiny config of a row."""
     name, changes = VARIANTS.get(row, (row, {}))
@@ -177,16 +340,8 @@ def make_config(row: str) -> Any:
     except Exception:
         default = None
     depth = {"num_hidden_layers", "n_layer", "n_layers", "num_layers"} & known
-    for key in (
-        "sliding_window",
-        "q_lora_rank",
-        "n_group",
-        "topk_group",
-        "final_logit_softcapping",
-        "attn_logit_softcapping",
-        "num_key_value_heads",
-    ):
-        if getattr(default, key, 0) is None:
+    for key in OFF_BY_DEFAULT & known:
+        if default is not None and default.to_dict().get(key, 0) is None:
             fields.pop(key, None)
     if getattr(default, "n_group", 0) == 1:
         fields.pop("n_group", None)
@@ -194,8 +349,11 @@ def make_config(row: str) -> Any:
     kinds = {
         key: list(dict.fromkeys(getattr(default, key, None) or []))
         for key in ("layer_types", "mlp_layer_types", "layers_block_type")
-        if key in known
+        if key in known and not _is_fixed(config_class, key)
     }
+    if kinds.get("layer_types") == ["full_attention"] and "sliding_window" in fields:
+        if "use_sliding_window" not in known:
+            kinds["layer_types"] = ["sliding_attention", "full_attention"]
     num_layers = max([2, *map(len, kinds.values())])
     if depth and not depth & changes.keys():
         fields |= dict.fromkeys(depth, num_layers)

@@ -285,12 +285,16 @@ def check_engine(model: Any, exact_model: Any, vocab_size: int, out: Outcome) ->
     out.engine = attempt(out, "engine", run, math.inf)
 
 
+def _embeddings(model: Any) -> list[Any]:
+    return [model.get_input_embeddings(), model.get_output_embeddings()]
+
+
 def check_model(make: Callable[[int], Any], seeds: int = 8) -> Outcome:
     """Check the model that `make` returns for a seed; the first seed without near ties counts."""
     began = time.perf_counter()
     for seed in range(seeds):
         model = make(seed)
-        vocab_size = model.get_input_embeddings().weight.shape[0]
+        vocab_size = min(len(m.weight) for m in _embeddings(model))
         calls = make_calls(vocab_size, seed)
         exact_model = double(model)
         with in_double() as mode:
