@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm test-compat check bench format clean
+.PHONY: help demo test test-vllm test-compat test-models check bench format clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -27,6 +27,9 @@ test-vllm: $(VENV)/.train $(VLLM_VENV)/.vllm ## run the tests against real vLLM 
 
 test-compat: $(VENV)/.dev $(VF_VENV)/.verifiers ## play environments on the real verifiers 0.1.8 and on rolltree, and compare (its own environment, 1 GB)
 	ROLLTREE_VERIFIERS=$(abspath $(VF_VENV)) $(BIN)/python -m pytest tests_compat $(ARGS)
+
+test-models: $(VENV)/.dev ## compare training and the engine with float64 on every architecture of transformers (3 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests_models $(ARGS)
 
 check: $(VENV)/.dev ## lint, format, types, room contract
 	$(BIN)/ruff format --check .

@@ -281,6 +281,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, windowed": ("mistral", {"sliding_window": 8}),
+    "mistral, full": ("mistral", {"sliding_window": None}),
     "qwen2, windowed": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
     "llama, dynamic NTK": (
         "llama",
@@ -289,6 +290,60 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
         },
     ),
+    "llama, longrope": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "short_factor": [1.0, 1.1, 1.2, 1.3],
+                "long_factor": [2.0, 3.0, 4.0, 5.0],
+                "original_max_position_embeddings": 48,
+            },
+        },
+    ),
+    "qwen3, three heads": (
+        "qwen3",
+        {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 10},
+    ),
+    "phi3, longrope": (
+        "phi3",
+        {
+            "sliding_window": None,
+            "original_max_position_embeddings": 48,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0, 1.1, 1.2, 1.3],
+                "long_factor": [2.0, 3.0, 4.0, 5.0],
+                "original_max_position_embeddings": 48,
+            },
+        },
+    ),
+    "gemma4_text, shared keys": (
+        "gemma4_text",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL],
+            "num_kv_shared_layers": 2,
+        },
+    ),
+    "gemma4_text, experts": (
+        "gemma4_text",
+        {
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 8,
+        },
+    ),
+    "gemma4_text, keys are values": (
+        "gemma4_text",
+        {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+    "mixtral, windowed": ("mixtral", {"sliding_window": 8}),
+    "qwen3, windowed": ("qwen3", {"use_sliding_window": True, "max_window_layers": 1}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
     "llama, yarn": (
         "llama",
@@ -351,9 +406,9 @@ def make_config(row: str) -> Any:
         for key in ("layer_types", "mlp_layer_types", "layers_block_type")
         if key in known and not _is_fixed(config_class, key)
     }
-    if kinds.get("layer_types") == ["full_attention"] and "sliding_window" in fields:
-        if "use_sliding_window" not in known:
-            kinds["layer_types"] = ["sliding_attention", "full_attention"]
+    has_switch = "use_sliding_window" in known  # then a variant turns it on
+    if kinds.get("layer_types") == [_FULL] and "sliding_window" in fields and not has_switch:
+        kinds["layer_types"] = [_SLIDING, _FULL]
     num_layers = max([2, *map(len, kinds.values())])
     if depth and not depth & changes.keys():
         fields |= dict.fromkeys(depth, num_layers)
