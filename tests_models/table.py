@@ -85,7 +85,8 @@ def reason(refusal: str) -> str:
     found = re.search(r"(?:cannot be trained[^:]*|cannot run \w+): (.*?)\.(?: |$)", text)
     text = found[1] if found else text.partition(". ")[0]
     text = re.sub(r" \((?:by|in|of)[^)]*\d[^)]*\)", "", text)
-    return text[:160].rstrip()
+    text = re.sub(r"<[^<>]*>", "...", text)
+    return text if len(text) <= 160 else text[:160].rpartition(" ")[0] + " ..."
 
 
 def read(page: str) -> dict[str, Line]:
