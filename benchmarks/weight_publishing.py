@@ -120,9 +120,8 @@ async def measure(name: str, url: str, options: argparse.Namespace) -> dict[str,
         logprobs_mode="processed",
     )
     folder = Path(tempfile.mkdtemp())
-    method = "reload_all_weights" if name == "vLLM" else "reload_weights"
     targets = {
-        "disk": ServerTarget(model, [client], folder, method=method),
+        "disk": ServerTarget(model, [client], folder),
         "transfer": TransferTarget(model, [client], address="127.0.0.1"),
     }
     times: dict[str, list[float]] = {way: [] for way in targets}

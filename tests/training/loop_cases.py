@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import torch
 from loop_kit import METRICS, make_config, make_model, start
 from ranks_kit import fork_world
 from training_kit import LetterSource
@@ -65,6 +66,30 @@ def runs(ranks, folder):
     return results
 
 
+def corrupted(ranks, folder):
+    """The copy that is sampled from keeps a weight: the probe of all ranks finds it."""
+    import rolltree.training.loop as loop
+
+    wanted = loop.renew_copy
+
+    def renew(model, served, ranks):
+        weight = served.model.layers[0].mlp.up_proj.weight
+        before = weight.clone()
+        wanted(model, served, ranks)
+        with torch.no_grad():
+            weight.copy_(before)
+
+    loop.renew_copy = renew
+    try:
+        together(config_of("plain", folder, "corrupted"), ranks)
+    except TrainingError as error:
+        ranks.tell(STOP)
+        return str(error)
+    finally:
+        loop.renew_copy = wanted
+    return ""
+
+
 class Dying(Silent):
     """Waits until the follower is dead, after two steps."""
 
@@ -112,4 +137,4 @@ def loses_a_follower(ranks, folder):
     }
 
 
-WORLDS = [(1, runs), (2, runs), (1, loses_a_follower)]
+WORLDS = [(1, runs), (2, runs), (2, corrupted), (1, loses_a_follower)]

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 import torch
 from loop_kit import make_config, start
-from training_kit import LetterSource, tiny_model
+from training_kit import LetterSource, flat, group, tiny_model
 
 from rolltree.errors import ConfigError, TrainingError
 from rolltree.inference.local import local_client
 from rolltree.inference.publish import call
 from rolltree.models import load_model
-from rolltree.training import build_parts, load_train_config, open_run, run_training
-from rolltree.training.publishing import Publisher
+from rolltree.training import Trainer, build_parts, load_train_config, open_run, run_training
+from rolltree.training.lora import add_adapter, plain_tensors
+from rolltree.training.publishing import Publisher, next_logprobs
 from rolltree.training.servers import TransferTarget
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "inference" / "server"))
@@ -51,34 +52,117 @@ class TestMemory:
             assert addresses == {p.data_ptr() for p in trained.parameters()}
 
 
-class TestProbe:
-    async def served(self, model, change=0.0):
-        """Return a publisher over an engine with a copy of the weights, `change` away."""
-        trained, tokenizer = load_model(str(model))
-        copied = copy.deepcopy(trained)
-        client = local_client(copied, tokenizer, max_batch=2, max_context=64)
-        async with client.engine.paused():
+class Served:
+    """A tiny model that is trained, and an engine with a copy of it."""
+
+    def __init__(self, model, kind="qwen3", lr=1e-5, tolerance=0.01, **section):
+        _, tokenizer = load_model(str(model))
+        self.trained = tiny_model(kind, vocab_size=len(tokenizer))
+        self.copied = copy.deepcopy(self.trained)
+        config = load_train_config(
+            {
+                "model": section,
+                "optim": {"lr": lr},
+                "train": {"max_mismatch": 1e9, "max_tokens": 64},
+            }
+        )
+        if section:
+            add_adapter(self.trained, config.model, 0)
+        self.trainer = Trainer(self.trained, config)
+        self.client = local_client(self.copied, tokenizer, max_batch=8, max_context=64)
+        self.publisher = Publisher(
+            self.trained, self.client.engine, self.client, tolerance=tolerance
+        )
+        self.version = 0
+
+    async def step(self, keep=(), change=lambda tensor: tensor):
+        """Take a step, and publish all but the tensors whose names have one of `keep`."""
+        self.version += 1
+        samples = [flat(call) for call in group(seed=self.version)]
+        self.publisher.expect(samples)
+        self.trainer.step(samples, self.version)
+        await self.give(keep, change)
+        return await self.publisher.verify(self.version)
+
+    async def give(self, keep=(), change=lambda tensor: tensor):
+        async with self.client.engine.paused():
             with torch.no_grad():
-                copied.model.layers[1].mlp.down_proj.weight.add_(change)
-            client.engine.publish(3)
-        return Publisher(trained, client.engine, client, tolerance=0.01), client
+                targets = dict(self.copied.named_parameters())
+                for name, tensor in plain_tensors(self.trained):
+                    if not any(part in name for part in keep):
+                        targets[name].copy_(change(tensor))
+            self.client.engine.publish(self.version)
 
-    async def test_a_copy_that_is_equal_passes(self, model):
-        publisher, client = await self.served(model)
-        assert (await publisher.verify(3))["publish/probe_error"] < 1e-4
-        await client.aclose()
 
-    async def test_one_changed_matrix_is_found(self, model):
-        publisher, client = await self.served(model, change=0.05)
-        with pytest.raises(TrainingError, match=r"serves other weights: the logprobs of a probe"):
-            await publisher.verify(3)
-        await client.aclose()
+def rounded(tensor):
+    """Return what a server in bfloat16 has of a weight."""
+    return tensor.bfloat16().float()
+
+
+class TestProbe:
+    """Every part that keeps its old weights is found, at a learning rate of 1e-5."""
+
+    @pytest.mark.parametrize(
+        ("kind", "keep"),
+        [
+            ("qwen3", "embed_tokens"),  # tied to the head
+            ("llama", "embed_tokens"),
+            ("llama", "lm_head"),
+            ("qwen3", "layers.0."),
+            ("qwen3", "layers.1."),
+            ("qwen3", "layers.1.mlp.down_proj"),
+            ("llama", "layers.0.self_attn.v_proj"),
+            ("llama", "model."),
+            ("llama", ""),
+        ],
+    )
+    async def test_a_part_that_stays_as_it_was_is_found(self, model, kind, keep):
+        served = Served(model, kind)
+        await served.publisher.verify(0)
+        found = await served.step()
+        assert found["publish/probe_error"] < 1e-5 < found["publish/probe_step"]
+        with pytest.raises(TrainingError, match=r"with the first weights it was"):
+            await served.step(keep=[keep])
+        await served.client.aclose()
+
+    @pytest.mark.parametrize("lr", [1e-5, 1e-3])
+    async def test_an_honest_server_in_16_bits_passes(self, model, lr):
+        served = Served(model, lr=lr, tolerance=0.5)
+        await served.give(change=rounded)
+        assert (await served.publisher.verify(0))["publish/probe_error"] > 1e-4
+        for _ in range(4):
+            await served.step(change=rounded)
+        await served.client.aclose()
+
+    async def test_one_in_16_bits_that_stays_where_it_was_is_found(self, model):
+        served = Served(model, lr=3e-3, tolerance=10.0)
+        await served.give(change=rounded)
+        await served.publisher.verify(0)
+        with pytest.raises(TrainingError, match=r"serves other weights: "):
+            await served.step(keep=[""])
+        await served.client.aclose()
+
+    async def test_a_copy_is_compared_with_the_adapters(self, model):
+        served = Served(model, lr=1e-3, lora_rank=2)
+        await served.publisher.verify(0)
+        assert (await served.step())["publish/probe_error"] < 1e-5
+        with pytest.raises(TrainingError, match="serves other weights"):
+            await served.step(keep=["layers.1.mlp.up_proj"])
+        await served.client.aclose()
+
+    async def test_other_weights_are_found_at_the_start(self, model):
+        served = Served(model)
+        with torch.no_grad():
+            served.copied.model.layers[1].mlp.down_proj.weight.add_(0.05)
+        with pytest.raises(TrainingError, match=r"engine.probe_tolerance is 0.01"):
+            await served.publisher.verify(0)
+        await served.client.aclose()
 
     async def test_another_version_is_found(self, model):
-        publisher, client = await self.served(model)
-        with pytest.raises(TrainingError, match="sampled with version 3 after version 4"):
-            await publisher.verify(4)
-        await client.aclose()
+        served = Served(model)
+        with pytest.raises(TrainingError, match="sampled with version 0 after version 4"):
+            await served.publisher.verify(4)
+        await served.client.aclose()
 
     async def test_an_engine_that_keeps_its_version_is_found(self, model):
         trained, _ = load_model(str(model))
@@ -104,6 +188,26 @@ class TestProbe:
 
         with pytest.raises(TrainingError, match="returns no token ids or no logprobs"):
             await Publisher(trained, object(), Mute(), tolerance=0.01).verify(0)
+
+    def adapted(self, model, path):
+        data = make_config(model, path).as_dict()
+        return load_train_config({**data, "model": {**data["model"], "lora_rank": 2}})
+
+    def test_a_corrupted_copy_stops_the_run(self, model, tmp_path, monkeypatch):
+        import rolltree.training.loop as loop
+
+        def renew(trained, served, ranks, wanted=loop.renew_copy):
+            before = served.model.layers[0].mlp.up_proj.weight.clone()
+            wanted(trained, served, ranks)
+            with torch.no_grad():
+                served.model.layers[0].mlp.up_proj.weight.copy_(before)
+
+        config = self.adapted(model, tmp_path / "run")
+        assert start(config).metrics[0]["publish/probe_error"] < 1e-4
+        monkeypatch.setattr(loop, "renew_copy", renew)
+        config = self.adapted(model, tmp_path / "bad")
+        with pytest.raises(TrainingError, match=r"version 1 .* it serves other weights"):
+            start(config)
 
 
 class TestServers:
@@ -237,15 +341,11 @@ class TestServers:
             asyncio.run(main(run))
 
 
-def test_the_trainers_own_logprobs_are_those_of_teacher_forcing():
+def test_the_trainers_own_logprobs_are_those_of_what_follows():
     trained = tiny_model()
-    publisher = Publisher(trained, object(), None, tolerance=1)
-
-    class Answer:
-        completion_ids = np.array([3, 1], np.int32)
-
-    path = [*publisher._prompt.tolist(), 3, 1]
+    prompts = np.arange(12, dtype=np.int32).reshape(3, 4)
     with torch.no_grad():
-        logits = trained(input_ids=torch.tensor([path])).logits[0]
-    expected = [float(logits[at].log_softmax(-1)[path[at + 1]]) for at in (-3, -2)]
-    assert publisher._own_logprobs(Answer()) == pytest.approx(expected, abs=1e-4)
+        logits = trained(input_ids=torch.from_numpy(prompts).long()).logits[:, -1]
+    assert next_logprobs(trained, prompts) == pytest.approx(
+        logits.log_softmax(-1).numpy(), abs=1e-5
+    )

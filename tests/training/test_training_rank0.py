@@ -49,6 +49,9 @@ class TestRanks:
             for name, steps in results[f"runs/{size}"].items():
                 assert all(step[-1] < 1e-4 for step in steps), (size, name)
 
+    def test_a_copy_that_differs_from_the_shards_is_found(self, results):
+        assert "it serves other weights" in results["corrupted/2"]
+
     def test_generation_goes_on_while_two_ranks_step(self, results):
         assert len(results["runs/2"]["asynchronous"]) == 4
 
@@ -74,7 +77,7 @@ class TestRanks:
         assert found["steps"] == 4
 
     def test_every_command_has_a_row(self):
-        assert set(COMMANDS) == {"step", "save", "load", "copy", "export"}
+        assert set(COMMANDS) == {"step", "save", "load", "copy", "score", "export"}
 
 
 class TestLora:

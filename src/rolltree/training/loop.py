@@ -40,6 +40,7 @@ from rolltree.training.rank0 import (
     make_checkpoints,
     make_trainer,
     renew_copy,
+    score_together,
 )
 from rolltree.training.ranks import Ranks
 from rolltree.training.reporter import Reporter, Silent, TrainReport, TrainStart
@@ -111,10 +112,11 @@ async def run_training(
         checkpoints=make_checkpoints(run.checkpoints, config, ranks),
         rollouts=rollouts,
         publisher=Publisher(
-            parts.served,
+            parts.model,
             parts.engine,
             rollouts.client,
             tolerance=config.engine.probe_tolerance,
+            score=lambda prompts: score_together(parts.model, prompts, ranks),
             renew=lambda: renew_copy(parts.model, parts.served, ranks),
         ),
     )
@@ -291,6 +293,7 @@ class _Loop:
         """Train on the samples, publish the weights as version `step`, and verify that."""
         if not self.config.train.async_steps:
             async with self.parts.engine.paused():
+                self.publisher.expect(batch.samples)
                 trained = self.trainer.step(batch.samples, step)
                 await self.publisher.publish(step)
             return trained | await self.publisher.verify(step)
@@ -298,8 +301,12 @@ class _Loop:
         self.weight_lock = lock = WeightLock(
             self.parts.engine.paused, lambda: self.publisher.publish(step)
         )
-        step_in_thread = asyncio.to_thread(self.trainer.step, samples, step, exclusive=lock)
-        trained = await uninterrupted(step_in_thread)
+
+        def train() -> dict[str, float]:
+            self.publisher.expect(samples)
+            return self.trainer.step(samples, step, exclusive=lock)
+
+        trained = await uninterrupted(asyncio.to_thread(train))
         self.weight_lock = None
         verified = await self.publisher.verify(step)
         return trained | stale | verified | {"time/paused_s": lock.paused_s}

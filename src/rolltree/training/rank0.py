@@ -26,9 +26,10 @@ from rolltree.training.checkpoint_formats import export_model
 from rolltree.training.config import TrainConfig
 from rolltree.training.lora import add_adapter, copy_weights
 from rolltree.training.optim import Optimizer
+from rolltree.training.publishing import next_logprobs
 from rolltree.training.ranks import STOP, Ranks, samples_from_data, samples_to_data
 from rolltree.training.trainer import Exclusive, Trainer
-from rolltree.types import Sample
+from rolltree.types import FloatArray, IntArray, Sample
 
 
 def load_trained(config: TrainConfig, ranks: Ranks | None) -> tuple[Any, Any]:
@@ -107,6 +108,13 @@ def renew_copy(model: Any, served: Any, ranks: Ranks | None) -> None:
     copy_weights(model, served)
 
 
+def score_together(model: Any, prompts: IntArray, ranks: Ranks | None) -> FloatArray:
+    """Do what `next_logprobs` does, with all ranks."""
+    if ranks is not None:
+        ranks.tell("score", {"prompts": prompts})
+    return next_logprobs(model, prompts)
+
+
 def export_together(
     model: Any, tokenizer: Any, path: Path, config: TrainConfig, ranks: Ranks | None
 ) -> Path:
@@ -139,6 +147,9 @@ class _Follower:
     def copy(self, data: Mapping[str, Any]) -> None:
         copy_weights(self.trainer.model, None)
 
+    def score(self, data: Mapping[str, Any]) -> None:
+        next_logprobs(self.trainer.model, data["prompts"])
+
     def export(self, data: Mapping[str, Any]) -> None:
         export_model(self.trainer.model, None, Path(data["path"]), ranks=self.ranks)
 
@@ -148,6 +159,7 @@ COMMANDS: dict[str, Callable[[_Follower, Mapping[str, Any]], None]] = {
     "save": _Follower.save,
     "load": _Follower.load,
     "copy": _Follower.copy,
+    "score": _Follower.score,
     "export": _Follower.export,
 }
 

@@ -81,9 +81,9 @@ class EngineSection(Section, frozen=True):
     - `served_model`: the model's name on the servers (None: `model.name`). `api_key_env`: the
       environment variable with their API key; `admin_key_env`: with the key that publishes weights,
       if that is another one. `reload_method`: see `publish_weights`.
-    - `probe_tolerance`: after every publish a short probe is sampled from engines that hold a copy
-      of the weights; its logprobs may differ from the trainer's by this much (16-bit servers need
-      about 0.5).
+    - `probe_tolerance`: after every publish engines that hold a copy of the weights are probed. The
+      bound follows from the step and from what the engine differed by at first; it is never more
+      than this (16-bit servers need about 0.5).
     - `away_limit_s`: the run waits for servers that do not answer; when none has for so long, it
       ends, and the same command continues it.
     - `max_batch`: sequences decoded together. `max_context`: tokens of prompt and completion (None:

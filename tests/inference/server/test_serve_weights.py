@@ -237,7 +237,7 @@ def test_what_the_weight_endpoints_refuse(server: Served) -> None:
     with httpx.Client(base_url=server.root, headers=headers) as http:
         for path, body, said in [
             ("/pause", {}, "mode=keep"),
-            ("/collective_rpc", {"method": "exec"}, "only method"),
+            ("/collective_rpc", {"method": "exec"}, "only methods"),
             ("/collective_rpc", {"method": "reload_weights", "kwargs": {}}, "weights_path"),
             ("/update_weight_version", {"new_version": "next"}, "not a whole number"),
             ("/update_weight_version", {"new_version": 3}, "not a whole number"),

@@ -86,15 +86,21 @@ class WeightHandlers:
         return json_response({"is_paused": self._served.is_paused})
 
     async def collective_rpc(self, request: Request) -> Response:
-        """Load the weights of a folder: method `reload_weights`, kwargs `{"weights_path": DIR}`."""
+        """Load the weights of a folder, with kwargs `{"weights_path": DIR}`.
+
+        vLLM's `reload_weights` and the worker extension's `reload_all_weights` are the same here.
+        """
         body = await json_body(request)
         kwargs = body.get("kwargs", {})
-        if body.get("method") != "reload_weights":
-            raise RequestError("the only method here is reload_weights.", param="method")
+        method = body.get("method")
+        if method not in ("reload_weights", "reload_all_weights"):
+            raise RequestError(
+                "the only methods here are reload_weights and reload_all_weights.", param="method"
+            )
         given = kwargs.get("weights_path") if isinstance(kwargs, dict) else None
         if not isinstance(given, str) or kwargs.keys() != {"weights_path"} or body.get("args"):
             raise RequestError(
-                'reload_weights takes kwargs {"weights_path": DIR} and nothing else.',
+                f'{method} takes kwargs {{"weights_path": DIR}} and nothing else.',
                 param="kwargs",
             )
         if not self._served.can_reload:
