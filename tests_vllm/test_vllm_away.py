@@ -77,7 +77,6 @@ async def train(folder, path, url, reporter):
                 "kind": "servers",
                 "urls": [url],
                 "served_model": "m",
-                "reload_method": "reload_all_weights",
                 "max_concurrent": 4,
             },
             "algorithm": {"groups_per_step": 2, "group_size": 6},

@@ -224,7 +224,7 @@ async def publish(by_token, published, folder, loaded):
     async def publish(way, which, version):
         model, path = published if which == "new" else (loaded[0], folder)
         if way == "disk":
-            await publish_weights([by_token], path, version, method="reload_all_weights")
+            await publish_weights([by_token], path, version)
         else:
             await transfer.publish(model.named_parameters(), version)
 
@@ -288,7 +288,7 @@ async def test_a_transfer_that_fails_leaves_a_server_that_the_next_one_renews(
     await transfer.aclose()
 
 
-@pytest.mark.parametrize("way", [{"publish": "transfer"}, {"reload_method": "reload_all_weights"}])
+@pytest.mark.parametrize("way", [{"publish": "transfer"}, {"publish": "disk"}])
 async def test_training_against_a_server(url, folder, tmp_path, way):
     """Two asynchronous steps, by transfer and by disk; the version is verified by a probe."""
 

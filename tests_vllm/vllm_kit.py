@@ -16,7 +16,7 @@ import torch
 import rolltree as rt
 from rolltree.models.made import CHAT_TEMPLATE
 
-START_S = 300.0
+START_S = 600.0
 SETTINGS = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",

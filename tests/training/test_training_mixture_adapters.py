@@ -1,15 +1,26 @@
 """Adapters in mixtures and in GPT-2: what is served and exported is what is trained."""
 
+import asyncio
 import copy
 
+import numpy as np
 import pytest
 import torch
-from training_kit import FLOAT32
+from loop_kit import make_config, make_model
+from training_kit import FLOAT32, LetterSource
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rolltree.errors import ConfigError, TrainingError
-from rolltree.training import export_model, load_train_config
+from rolltree.models import load_model
+from rolltree.training import (
+    build_parts,
+    export_model,
+    load_train_config,
+    open_run,
+    run_training,
+)
 from rolltree.training.lora import add_adapter, check_copy, copy_weights, plain_tensors
+from rolltree.types import GenerateRequest, SamplingParams
 
 VOCAB = 99
 SIZES = {
@@ -172,3 +183,40 @@ def test_an_adapter_of_a_tied_layer_is_refused():
 def test_what_can_have_an_adapter_is_said():
     with pytest.raises(ConfigError, match=r"'gate_proj', which is not .* of experts of Qwen3Moe"):
         adapted("qwen3_moe", "gate_proj")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
+def test_after_a_run_the_exported_model_says_what_the_engine_says(kind, tmp_path):
+    folder = make_model(tmp_path / "model")
+    tokenizer = load_model(str(folder))[1]
+    made(kind, vocab_size=len(tokenizer)).save_pretrained(folder)
+    data = make_config(folder, tmp_path / "run").as_dict()
+    data["model"] |= {"lora_rank": 4}
+    data["train"] |= {"num_steps": 2}
+    data["checkpoint"] |= {"export": True}
+    config = load_train_config(data)
+    parts = build_parts(config)
+    prompt = np.arange(10, 30, dtype=np.int32)
+
+    async def main():
+        with open_run(config) as run:
+            try:
+                report = await run_training(config, parts, source=LetterSource(), run=run)
+                request = GenerateRequest(prompt, SamplingParams(max_tokens=12, seed=1))
+                return report, await parts.client.generate(request)
+            finally:
+                await parts.aclose()
+
+    report, answer = asyncio.run(main())
+    assert (
+        report.metrics[-1]["publish/probe_error"] < 1e-5 < report.metrics[-1]["publish/probe_step"]
+    )
+    moved = [t for n, t in parts.model.named_parameters() if ".experts." in n and ".lora_B." in n]
+    assert moved
+    assert all(tensor.abs().max() > 1e-3 for tensor in moved)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()
+    ids = torch.tensor([[*prompt.tolist(), *answer.completion_ids.tolist()]])
+    with torch.no_grad():
+        logprobs = exported(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    wanted = logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+    assert np.abs(wanted - answer.logprobs).max() < 1e-5

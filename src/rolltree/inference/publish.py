@@ -22,6 +22,8 @@ from rolltree.inference.http import HttpServer
 from rolltree.inference.retry import RetryPolicy
 from rolltree.inference.wire import UNREADABLE
 
+RELOAD_METHOD = "reload_all_weights"
+"""The worker's method that reloads every part: `rolltree serve` has it, vLLM by an extension."""
 Update = Callable[[HttpServer], Awaitable[None]]
 """Something that is done to one server; it raises `ModelError` where that fails."""
 
@@ -38,25 +40,38 @@ class HasServer(Protocol):
 
 
 async def publish_weights(
-    clients: Sequence[HasServer], folder: Path, version: int, *, method: str = "reload_weights"
+    clients: Sequence[HasServer], folder: Path, version: int, *, method: str = RELOAD_METHOD
 ) -> None:
     """Make every server answer with the weights in `folder`, as policy `version`.
 
     `folder` holds `*.safetensors` (and is in Hugging Face's layout) under the same path for the
     servers. When this returns, each server has said that it has `version`, and each client's
     `version` is set. Servers are updated at the same time. `method` is the worker's method that
-    reloads: vLLM on a CPU needs `"reload_all_weights"` (see `rolltree.inference.vllm.worker`) for
-    models whose output layer is tied to the embedding.
+    reloads. vLLM's own, `"reload_weights"`, leaves a tied output layer as it was on a CPU; the
+    default renews everything, and vLLM has it from `rolltree.inference.vllm.worker`.
 
     Raises:
-        ConfigError: the folder has no safetensors, the version is negative, or there is no server.
+        ConfigError: the folder has no safetensors, the version is negative, there is no server, or
+            a server has no such method (it goes on with the weights it had).
         PublishFailed: servers failed; it names each one and says which are left paused. All others
             have the new weights.
     """
     body = {"method": method, "kwargs": {"weights_path": str(_weights_in(folder))}}
 
     async def load(server: HttpServer) -> None:
-        await call(server, "/collective_rpc", body)
+        try:
+            await call(server, "/collective_rpc", body)
+        except ServerError as error:
+            if f"no attribute '{method}'" not in str(error):
+                raise
+            await call(server, "/resume", {})
+            raise ConfigError(
+                f"the workers of {server.root_url} have no method {method!r}, so no weights were "
+                "loaded. Start vLLM with --worker-extension-cls "
+                "rolltree.inference.vllm.worker.WeightReload. Without it there is only vLLM's own "
+                "method 'reload_weights' (engine.reload_method), which leaves a tied output layer "
+                "as it was on a CPU."
+            ) from error
 
     await publish_by(lambda server: update_server(server, load, version), clients, version)
 

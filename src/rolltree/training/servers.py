@@ -30,7 +30,7 @@ from rolltree.errors import (
 from rolltree.inference import WeightTransfer, publish_weights
 from rolltree.inference.client_base import ModelCall
 from rolltree.inference.openai_client import OpenAIClient, OpenAIMemory
-from rolltree.inference.publish import HasServer, served_version
+from rolltree.inference.publish import RELOAD_METHOD, HasServer, served_version
 from rolltree.inference.retry import RetryPolicy
 from rolltree.rollouts.requests import current_episode
 from rolltree.training.checkpoint_formats import export_model
@@ -380,7 +380,7 @@ class ServerTarget(Servers):
         clients: Sequence[HasServer],
         folder: Path,
         *,
-        method: str,
+        method: str = RELOAD_METHOD,
         away_limit_s: float = 1800.0,
     ) -> None:
         super().__init__(clients, away_limit_s=away_limit_s)

