@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from rolltree.errors import ConfigError, TrainingError
-from rolltree.training.head import body_of, check_head, head_logits
+from rolltree.inference.local.body import body_of
+from rolltree.training.head import check_head, head_logits
 from rolltree.training.layout import Forest
 from rolltree.training.logprobs import (
     DEFAULT_CHUNK_ROWS,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rolltree.errors import TrainingError
+from rolltree.inference.local.body import body_name, body_of
 
 LARGE_LOGIT = 200.0
 """What the probe scales logits to: several times the largest cap of any known model."""
@@ -50,26 +51,6 @@ _INNER = "decoder"
 """Where a body keeps what computes the hidden states, if a model calls that and not the body."""
 
 
-def body_name(model: Any) -> str:
-    """Return the name of the module that computes the last hidden states.
-
-    Raises:
-        TrainingError: there is none apart from the whole model.
-    """
-    for name in (model.base_model_prefix, "model"):
-        if name in model._modules:
-            return str(name)
-    raise TrainingError(
-        f"{type(model).__name__} has no body apart from its output head, so its logits cannot be "
-        "computed in chunks, and it cannot be trained. Use a causal language model of transformers."
-    )
-
-
-def body_of(model: Any) -> Any:
-    """Return the module that computes the last hidden states; see `body_name`."""
-    return model._modules[body_name(model)]
-
-
 def head_logits(model: Any, hidden: Tensor) -> Tensor:
     """Return the logits `[_S, _V]` that `model` makes of its last hidden states `[_S, _D]`.
 
@@ -96,8 +77,6 @@ def check_head(model: Any) -> None:
     """
     try:
         reason = _probe(model)
-    except TrainingError:
-        raise
     except Exception as error:  # noqa: BLE001  (a model is a program, and this one is unknown)
         reason = f"asking it for the logits of hidden states fails with {error!r}"
     if reason:
@@ -111,6 +90,8 @@ def check_head(model: Any) -> None:
 def _probe(model: Any) -> str | None:
     """Scale the last hidden states inside the whole model, and compare its logits with ours."""
     body = body_of(model)
+    if body is model:
+        return "it has no body apart from its output head"
     ids = torch.tensor([[3, 1, 2]], device=model.get_input_embeddings().weight.device)
     found = body(input_ids=ids, use_cache=False).last_hidden_state[0]
     factor = 1.0

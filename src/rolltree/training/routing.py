@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rolltree.errors import TrainingError, UnsupportedSetting
+from rolltree.inference.local.body import body_of
 from rolltree.inference.local.routing import (
     Router,
     Watched,
@@ -45,7 +46,7 @@ class Replay:
             self._routers = find_routers(model)
         except UnsupportedSetting as error:
             raise TrainingError(f"{error} {_WITHOUT}") from error
-        modules = dict(model.base_model.named_modules())
+        modules = dict(body_of(model).named_modules())
         first = self._routers.each[0].name.split(".")
         at = next(index for index, part in enumerate(first) if part.isdigit())
         self._layers: list[Any] = list(modules[".".join(first[:at])])
@@ -144,7 +145,7 @@ class Replay:
 
         def hidden(experts: Tensor | None) -> Tensor:
             given = {} if experts is None else {KEYWORD: experts}
-            base = self._model.base_model
+            base = body_of(self._model)
             states: Tensor = base(input_ids=ids, use_cache=False, **given).last_hidden_state[0]
             return states
 

@@ -133,7 +133,8 @@ def _attention(
             module, query, key, value, attention_mask, **kwargs
         )
         return result
-    return _tree_attention(module, query, key, value, attention_mask, tree_layout, **kwargs), None
+    out = _tree_attention(module, query, key, value, attention_mask, tree_layout, **kwargs)
+    return out.contiguous(), None  # as models expect that reshape it in place
 
 
 def _tree_attention(

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from rolltree.errors import TrainingError
+from rolltree.inference.local.body import body_of
 from rolltree.inference.local.shell import trial_copy
-from rolltree.training.head import body_of
 from rolltree.training.layout import Forest, collate
 from rolltree.training.tree_attention import tree_attention, tree_layout
 from rolltree.types import IntArray, Records, Sample

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from rolltree.errors import UnsupportedSetting
+from rolltree.inference.local.body import body_of
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -80,15 +81,15 @@ def find_routers(model: Any) -> Routers:
     """
     watch = _Discovery()
     with ExitStack() as held, watch:
-        for name, module in model.base_model.named_modules():
+        for name, module in body_of(model).named_modules():
             held.callback(module.register_forward_pre_hook(watch.entering(name)).remove)
             held.callback(module.register_forward_hook(watch.leaving, always_call=True).remove)
-        model.base_model(input_ids=probe_ids(model), use_cache=False)
+        body_of(model)(input_ids=probe_ids(model), use_cache=False)
     found: dict[str, list[_Topk]] = {}
     for topk in watch.seen:
         if len(topk.shape) == 2 and topk.shape[0] == _PROBE_LEN:
             found.setdefault(topk.module, []).append(topk)
-    modules = dict(model.base_model.named_modules())
+    modules = dict(body_of(model).named_modules())
     routers = []
     for name, calls in found.items():
         layer = next((int(part) for part in name.split(".") if part.isdigit()), None)
