@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -88,3 +89,14 @@ def teacher_forced(
     logits = model(whole, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
     scored = (logits / temperature).log_softmax(-1)
     return scored.gather(-1, whole[0, len(prompt) :, None])[:, 0].numpy()
+
+
+def check(model: Any, outputs: list[Any], prompts: list[Any]) -> None:
+    """Check that logprobs are as near to a float64 pass as the model's own float32 pass is."""
+    exact = copy.deepcopy(model).double()
+    exact.config._experts_implementation = "eager"  # torch's grouped product has no float64
+    for out, prompt in zip(outputs, prompts, strict=True):
+        expected = teacher_forced(exact, prompt, out.completion_ids)
+        plain = teacher_forced(model, prompt, out.completion_ids)
+        slack = 10 * np.abs(plain - expected).max() + 2e-5
+        assert np.abs(out.logprobs - expected).max() < slack

@@ -1,13 +1,27 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.masking_utils import (
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
 
 from rolltree.errors import UnsupportedSetting
-from rolltree.inference.local.attention import AttentionPlan, attend, make_plan, slot_attention
+from rolltree.inference.local.attention import (
+    Extras,
+    SeenBy,
+    attend,
+    planned,
+    slot_attention,
+    slot_mask,
+)
+from rolltree.inference.local.plan import AttentionPlan, invariant_plans, make_plan
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -43,21 +57,31 @@ def test_rows_without_a_gap_need_no_index() -> None:
     assert (plan.decode.hidden[:, 0, 0] == 0).sum(-1).tolist() == [4, 5, 6]
 
 
+Seen = Callable[[int, int], bool]
+
+
 def slow_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     plan: AttentionPlan,
     scaling: float,
+    seen: Seen = lambda query, key: True,
+    extras: Extras | None = None,
 ) -> torch.Tensor:
     """One query, one head at a time."""
     group = query.shape[1] // keys.shape[1]
-    out = torch.empty_like(query)
+    out = query.new_empty(*query.shape[:2], values.shape[-1])
     for token, (row, position) in enumerate(zip(plan.rows, plan.positions, strict=True)):
+        at = [key for key in range(int(position) + 1) if seen(int(position), key)]
         for head in range(query.shape[1]):
-            seen = keys[row, head // group, : position + 1]
-            weights = (seen @ query[token, head] * scaling).softmax(-1)
-            out[token, head] = weights @ values[row, head // group, : position + 1]
+            scores = keys[row, head // group, at] @ query[token, head] * scaling
+            if extras is not None and extras.softcap is not None:
+                scores = torch.tanh(scores / extras.softcap) * extras.softcap
+            if extras is not None and extras.sinks is not None:
+                scores = torch.cat([scores, extras.sinks[head, None]])
+            weights = scores.softmax(-1)[: len(at)]
+            out[token, head] = weights @ values[row, head // group, at]
     return out
 
 
@@ -68,15 +92,59 @@ def test_attention_over_any_plan_is_attention(data: st.DataObject, group: int) -
     counts = [data.draw(st.sampled_from([1, 1, 2, 5])) for _ in rows]
     start = [data.draw(st.sampled_from([0, 0, 3, 11])) for _ in rows]
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
-    keys, values = torch.randn(2, 6, 2, 100, 4, generator=generator)
+    keys = torch.randn(6, 2, 100, 4, generator=generator)
+    values = torch.randn(6, 2, 100, data.draw(st.sampled_from([4, 3])), generator=generator)
     query = torch.randn(sum(counts), 2 * group, 4, generator=generator)
-    plan = plan_of(rows, counts, start)
-    found = attend(query, keys, values, plan, 0.5)
-    assert torch.allclose(found, slow_attention(query, keys, values, plan, 0.5), atol=1e-4)
-    through, _ = slot_attention(
-        None, query.transpose(0, 1)[None], keys, values, None, scaling=0.5, plan=plan
+    extras = data.draw(
+        st.sampled_from([None, Extras(0.7, None), Extras(None, torch.randn(2 * group))])
     )
+    mask, seen = data.draw(st.sampled_from(MASKS))
+    plan = plan_of(rows, counts, start)
+    if data.draw(st.booleans()):
+        ids = np.zeros((6, 100), np.int32)
+        ((plan, _),) = invariant_plans(rows, np.array(counts), np.array(start), ids, CPU)
+        query = torch.cat([query, query[-1:].expand(32 - len(query), -1, -1)])
+    expected = slow_attention(query, keys, values, plan, 0.5, seen, extras)
+    masked = plan if mask is None else mask.applied(plan)
+    found = attend(query, keys, values, masked, 0.5, extras)
+    assert torch.allclose(found, expected, atol=1e-4)
+    named = {} if extras is None else {"softcap": extras.softcap, "s_aux": extras.sinks}
+    with planned(plan):
+        through, _ = slot_attention(
+            None, query.transpose(0, 1)[None], keys, values, mask, scaling=0.5, **named
+        )
     assert torch.equal(through[0], found)
+
+
+MASKS: list[tuple[SeenBy | None, Seen]] = [
+    (None, lambda query, key: True),
+    (SeenBy(sliding_window_causal_mask_function(4), 4), lambda query, key: query - key < 4),
+    (SeenBy(sliding_window_causal_mask_function(1), 1), lambda query, key: query == key),
+    (
+        SeenBy(chunked_causal_mask_function(6, torch.zeros(1, dtype=torch.int64)), 6),
+        lambda query, key: query // 6 == key // 6,
+    ),
+]
+
+
+def test_positions_before_a_window_are_not_read() -> None:
+    plan = plan_of([0, 2, 3], [1, 1, 4], [30, 40, 20])
+    masked = SeenBy(sliding_window_causal_mask_function(4), 4).applied(plan)
+    assert masked.decode is not None
+    assert (masked.decode.first, masked.decode.length) == (27, 41)
+    assert (masked.prefills[0].first, masked.prefills[0].length) == (17, 24)
+    assert SeenBy(sliding_window_causal_mask_function(41), 41).applied(plan) is plan
+
+
+def test_a_mask_of_more_than_positions_is_refused() -> None:
+    window = sliding_window_causal_mask_function(4)
+    for options in (
+        {"mask_function": window, "local_size": 4, "use_vmap": True},
+        {"mask_function": window, "local_size": 4, "attention_mask": torch.ones(1, 4)},
+        {"mask_function": window},
+    ):
+        with pytest.raises(UnsupportedSetting, match="its mask"):
+            slot_mask(**options)
 
 
 def test_what_lies_behind_a_rows_last_token_does_not_matter() -> None:
@@ -90,11 +158,16 @@ def test_what_lies_behind_a_rows_last_token_does_not_matter() -> None:
     assert torch.equal(attend(query, keys, values, plan, 0.5), before)
 
 
-@pytest.mark.parametrize("special", [{"softcap": 30.0}, {"s_aux": torch.ones(2)}])
+@pytest.mark.parametrize(
+    "special", [{"position_bias": torch.ones(2)}, {"is_causal": False}, {"new_idea": 1}]
+)
 def test_attention_that_is_not_plain_is_refused(special: dict[str, object]) -> None:
     tensor = torch.zeros(1, 2, 1, 4)
-    with pytest.raises(UnsupportedSetting, match="not plain"):
-        slot_attention(None, tensor, tensor, tensor, None, plan=plan_of([0], [1], [0]), **special)
+    with (
+        planned(plan_of([0], [1], [0])),
+        pytest.raises(UnsupportedSetting, match="not plain"),
+    ):
+        slot_attention(None, tensor, tensor, tensor, None, **special)
 
 
 def test_attention_without_a_plan_is_refused() -> None:

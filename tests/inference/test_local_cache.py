@@ -7,29 +7,41 @@ import numpy as np
 import pytest
 import torch
 
-from rolltree.inference.local.attention import make_plan
-from rolltree.inference.local.slots import KvShape, SlotCache
+from rolltree.inference.local.plan import make_plan
+from rolltree.inference.local.slots import KvShape, LayerShape, SlotCache
 
 torch.set_num_threads(1)
-SHAPE = KvShape(2, 3, 4, torch.float32, torch.device("cpu"))
+CPU = torch.device("cpu")
+SHAPES = {
+    "alike": KvShape((LayerShape(3, 4, 4),) * 2, torch.float32, CPU),
+    "apart": KvShape((LayerShape(1, 4, 2), None, LayerShape(3, 5, 5)), torch.float32, CPU),
+}
+SHAPE = SHAPES["alike"]
 
 
-def cache_with(num_slots: int = 4, capacity: int = 8) -> SlotCache:
-    cache = SlotCache(SHAPE, num_slots, capacity)
-    for slot in range(num_slots):
-        cache.data[slot] = slot + 1
+@pytest.fixture(params=SHAPES)
+def cache(request: pytest.FixtureRequest) -> SlotCache:
+    cache = SlotCache(SHAPES[request.param], 4, 8)
+    for data in cache.data:
+        for slot in range(4):
+            data[slot] = slot + 1
     return cache
 
 
 def first(cache: SlotCache, slot: int) -> list[float]:
     """Return what a slot holds, one number per position, and check that all layers agree."""
-    values = cache.data[slot].flatten(0, 2)
-    assert bool((values == values[:1, :, :1]).all())
-    return values[0, :, 0].tolist()
+    found = cache.data[0][slot, 0, 0, :, 0]
+    for data in cache.data:
+        assert bool((data[slot] == found[:, None]).all())
+    return found.tolist()
 
 
 def test_token_bytes_count_keys_and_values_of_all_layers() -> None:
     assert SHAPE.token_bytes == 2 * 2 * 3 * 4 * 4
+    assert SHAPES["apart"].token_bytes == (1 * (4 + 2) + 3 * (5 + 5)) * 4
+    cache = SlotCache(SHAPES["apart"], 2, 8)
+    assert sum(data.nbytes for data in cache.data) == 2 * 8 * SHAPES["apart"].token_bytes
+    assert cache.layers[0].values.shape == (2, 1, 8, 2)
 
 
 def test_states_are_written_where_the_plan_says() -> None:
@@ -40,15 +52,16 @@ def test_states_are_written_where_the_plan_says() -> None:
     )
     keys, values = torch.randn(2, 1, 3, 3, 4)
     all_keys, all_values = cache.update(keys, values, 1)
+    assert all_keys.shape == (4, 3, 6, 4)  # as far as the plan reaches
     assert torch.equal(all_keys[1, :, 5], keys[0, :, 0])
     assert torch.equal(all_keys[3, :, :2], keys[0, :, 1:])
     assert torch.equal(all_values[3, :, :2], values[0, :, 1:])
-    assert int((cache.data != 0).any(-1).sum()) == 3 * 3 * 2  # tokens x heads x (keys, values)
-    assert bool((cache.data[:, 0] == 0).all())  # the other layer
+    (data,) = cache.data
+    assert int((data != 0).any(-1).sum()) == 3 * 3 * 2  # tokens x heads x (keys, values)
+    assert not cache.layers[0].keys.any()
 
 
-def test_copy_takes_a_prefix() -> None:
-    cache = cache_with()
+def test_copy_takes_a_prefix(cache: SlotCache) -> None:
     cache.copy(0, 2, 3)
     assert first(cache, 2) == [1, 1, 1, 3, 3, 3, 3, 3]
     assert first(cache, 0) == [1] * 8
@@ -57,16 +70,14 @@ def test_copy_takes_a_prefix() -> None:
 
 
 @pytest.mark.parametrize(("num_one", "num_two"), [(3, 5), (5, 3), (3, 0), (0, 3), (0, 0)])
-def test_swap_keeps_what_is_worth_keeping(num_one: int, num_two: int) -> None:
-    cache = cache_with()
+def test_swap_keeps_what_is_worth_keeping(cache: SlotCache, num_one: int, num_two: int) -> None:
     cache.swap(0, 1, num_one, num_two)
     assert first(cache, 0)[:num_two] == [2] * num_two
     assert first(cache, 1)[:num_one] == [1] * num_one
     assert first(cache, 2) == [3] * 8
 
 
-def test_clear_zeroes_a_prefix() -> None:
-    cache = cache_with()
+def test_clear_zeroes_a_prefix(cache: SlotCache) -> None:
     cache.clear(1, 3)
     assert first(cache, 1) == [0, 0, 0, 2, 2, 2, 2, 2]
 
@@ -76,12 +87,13 @@ def test_memory_is_taken_when_it_is_used() -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    shape = KvShape(8, 4, 64, torch.float32, torch.device("cpu"))
+    shape = KvShape((LayerShape(4, 64, 64),) * 8, torch.float32, CPU)
     before = resident()
     cache = SlotCache(shape, 64, 1024)
     size = 64 * 1024 * shape.token_bytes
-    assert cache.data.numel() * 4 == size == 2**30
+    (data,) = cache.data
+    assert data.nbytes == size == 2**30
     assert resident() - before < 2**25
-    cache.data[:4, :, :, :, :128] = 1.0
+    data[:4, :, :, :128] = 1.0
     used = 4 * 128 * shape.token_bytes
     assert used * 0.9 < resident() - before < used + 2**25

@@ -261,7 +261,8 @@ async def test_the_memory_budget_is_kept_and_used() -> None:
     slot_bytes = 2 * 2 * 2 * 8 * 4 * 128  # layers, keys and values, heads, width, fp32, tokens
     async with engine_of(kv_budget_bytes=20 * slot_bytes + 1) as engine:
         assert engine.kv_bytes == 20 * slot_bytes
-        assert engine._decoder.runner.cache.data.nbytes == engine.kv_bytes
+        (data,) = engine._decoder.runner.cache.data
+        assert data.nbytes == engine.kv_bytes
     async with engine_of() as engine:
         assert engine.kv_bytes == 8 * slot_bytes
 

@@ -16,7 +16,7 @@ from rolltree.errors import UnsupportedSetting
 from rolltree.inference.engine import EngineOutput
 from rolltree.inference.local import LocalEngine
 from rolltree.inference.local import probe as probe_module
-from rolltree.inference.local.attention import BLOCK, invariant_plans
+from rolltree.inference.local.plan import BLOCK, invariant_plans
 
 
 @given(
@@ -31,14 +31,14 @@ def test_every_token_is_in_one_block_behind_what_it_attends_to(work: list[tuple[
     for plan, ending in invariant_plans(rows, counts, start, ids, torch.device("cpu")):
         assert len(plan.tokens) == len(plan.rows) == len(plan.positions) == BLOCK
         assert len(plan.newest) == (BLOCK if ending else 0)
-        for index, (row, length) in enumerate(plan.alone):
+        for index, (row, length, _) in enumerate(plan.alone):
             assert int(plan.positions[index]) == length - 1
             assert int(plan.tokens[index]) == ids[row, length - 1]
             assert length - 1 not in computed[row]
             computed[row].add(length - 1)
             assert computed[row] == set(range(length))
         for index, row in zip(plan.newest.tolist(), ending, strict=False):
-            assert plan.alone[index] == (row, start[row] + counts[row])
+            assert plan.alone[index] == (row, start[row] + counts[row], 0)
         ended += ending
     assert ended == rows
     assert [len(seen) for seen in computed] == (start + counts).tolist()

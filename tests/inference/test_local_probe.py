@@ -11,6 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, T5ForConditionalGener
 from rolltree.errors import UnsupportedSetting
 from rolltree.inference.local import LocalEngine
 from rolltree.inference.local.probe import choose_route
+from rolltree.inference.local.shell import trial_copy
+from rolltree.inference.local.slots import LayerShape
 
 torch.set_num_threads(1)
 SMALL: dict[str, Any] = {
@@ -34,6 +36,11 @@ def make(kind: str, **changes: Any) -> Any:
     if kind == "t5":
         return T5ForConditionalGeneration(config).eval()
     return AutoModelForCausalLM.from_config(config).eval()
+
+
+def moved(kind: str, **changes: Any) -> Any:
+    """Return a model whose weights do not look like fresh ones."""
+    return trial_copy(make(kind, **changes), max_context=0)
 
 
 LEAN: dict[str, dict[str, Any]] = {
@@ -60,7 +67,7 @@ async def test_any_plain_model_decodes_as_without_a_cache(kind: str) -> None:
     route = choose_route(model, 64)
     assert route.lean == (kind in LEAN)
     assert route.shape is not None
-    assert route.shape.num_layers == model.config.num_hidden_layers
+    assert len(route.shape.layers) == model.config.num_hidden_layers
     engine = LocalEngine(model, max_context=64, max_batch=2)
     rng = np.random.default_rng(0)
     for length in (1, 4, 9):
@@ -85,7 +92,8 @@ def test_the_shape_of_the_cache_is_read_off_the_model() -> None:
     route = choose_route(make("qwen3", head_dim=16).to(torch.bfloat16), 64)
     shape = route.shape
     assert shape is not None
-    assert (shape.num_heads, shape.head_dim, shape.dtype) == (2, 16, torch.bfloat16)
+    assert shape.layers == (LayerShape(2, 16, 16),) * 2
+    assert shape.dtype is torch.bfloat16
     assert route.lean
 
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from local_models import ask, random_prompt, teacher_forced
-from test_local_probe import make
+from local_models import ask, check, random_prompt
+from test_local_probe import moved
 
 from rolltree.errors import ConfigError, UnsupportedSetting
 from rolltree.inference.local import LocalEngine
 from rolltree.inference.local.probe import choose_route
 from rolltree.inference.local.rows import RowMode
-from rolltree.inference.local.shell import trial_copy
 
 torch.set_num_threads(1)
 QWEN3_NEXT: dict[str, Any] = {
@@ -43,25 +41,13 @@ ROWS: dict[str, tuple[RowMode, dict[str, Any]]] = {
         RowMode.WHOLE,
         {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 16, "head_dim": 8},
     ),
+    "llama4_text": (  # attention that sharpens with the position, which it takes from the cache
+        RowMode.PIECES,
+        {"num_hidden_layers": 4, "head_dim": 8, "floor_scale": 8, "intermediate_size_mlp": 48},
+    ),
     "bloom": (RowMode.PIECES, {"n_layer": 2, "n_head": 4}),
     "mpt": (RowMode.PIECES, {"d_model": 32, "n_heads": 4, "n_layers": 2}),
 }
-
-
-def moved(kind: str, **changes: Any) -> Any:
-    """Return a model whose weights do not look like fresh ones."""
-    return trial_copy(make(kind, **changes), 2048)
-
-
-def check(model: Any, outputs: list[Any], prompts: list[Any]) -> None:
-    """Check that logprobs are as near to a float64 pass as the model's own float32 pass is."""
-    exact = copy.deepcopy(model).double()
-    exact.config._experts_implementation = "eager"  # torch's grouped product has no float64
-    for out, prompt in zip(outputs, prompts, strict=True):
-        expected = teacher_forced(exact, prompt, out.completion_ids)
-        plain = teacher_forced(model, prompt, out.completion_ids)
-        slack = 10 * np.abs(plain - expected).max() + 2e-5
-        assert np.abs(out.logprobs - expected).max() < slack
 
 
 @pytest.mark.parametrize("kind", ROWS)

@@ -1,150 +1,153 @@
 """Attention of one flat batch of tokens over the slots they belong to.
 
-A forward pass is one sequence of tokens, `[1, _T]`: the next token of every decoding row, then the
-new tokens of rows whose prompts are being computed. Nothing is padded. An `AttentionPlan` says
-which token belongs to which slot and position; `attend` computes attention from it, the decoding
-rows together and the others by equal shape. transformers calls it under the name `NAME`. Sliding
-windows, soft caps and sinks are not supported.
+`attend` computes it from an `AttentionPlan`: the decoding rows together, the others by equal shape.
+transformers calls it under the name `NAME`. Which tokens a layer's queries see (all, a sliding
+window, a chunk) is what the model asks transformers' masks for; soft caps of scores and attention
+sinks come with the call. Anything else that a layer passes is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from rolltree.errors import UnsupportedSetting
-from rolltree.types import IntArray
+from rolltree.inference.local.plan import Alone, AttentionPlan
 
 NAME = "rolltree_slots"
-BLOCK = 32
-"""Tokens of one batch-invariant pass: fewer cost more passes for a full batch, more cost more for a
-small one."""
+_plan: ContextVar[AttentionPlan] = ContextVar("rolltree_slots_plan")
+_IGNORABLE = frozenset(
+    {"dropout", "is_causal", "sliding_window", "position_ids", "use_cache", "output_attentions"}
+    | {"output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"}
+    | {"logits_to_keep", "cache_position", "past_key_values", "layer_idx"}
+)
+"""What does not change the result here: the mask says what is causal and how wide a window is."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prefill:
-    """Rows of which the same number of tokens, from the same position, is computed."""
-
-    rows: list[int]
-    tokens: slice  # of the flat batch
-    length: int  # visible positions
-    hidden: Tensor | None  # additive mask [count, length]; None: plainly causal from 0
-
-
-@dataclass(frozen=True, slots=True)
-class Decode:
-    """Rows of which one token is computed: the first `num_tokens` of the flat batch."""
-
-    num_tokens: int
-    num_rows: int  # highest row + 1
-    rows: Tensor | None  # int64 [num_tokens]; None: all the rows, without a gap
-    length: int  # visible positions of the longest row
-    hidden: Tensor  # additive mask [num_rows, 1, 1, length]
+@contextmanager
+def planned(plan: AttentionPlan) -> Iterator[None]:
+    """Let transformers' attention modules attend by `plan`."""
+    token = _plan.set(plan)
+    try:
+        yield
+    finally:
+        _plan.reset(token)
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """Where each token of a flat batch belongs. Tensors are int64."""
+@dataclass(slots=True, eq=False)
+class SeenBy:
+    """A layer's mask: which earlier positions a query sees, by transformers' own function of both.
 
-    tokens: Tensor  # [_T] ids
-    rows: Tensor  # [_T]
-    positions: Tensor  # [_T]
-    newest: Tensor  # [_B], the flat index of each row's last token
-    in_order: Tensor | None  # [_B], puts what belongs to `newest` in the caller's order of rows
-    decode: Decode | None
-    prefills: tuple[Prefill, ...]
-    alone: tuple[tuple[int, int], ...] = ()  # row and visible positions of each token (`invariant`)
-
-
-def make_plan(
-    rows: list[int],
-    counts: NDArray[np.int64],
-    start: NDArray[np.int64],
-    ids: IntArray,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> AttentionPlan:
-    """Lay out `counts[i]` new tokens of `rows[i]` from position `start[i]`; `rows` ascend.
-
-    `ids` is int32 `[slots, capacity]`. The flat order is: rows with one token, ascending; then the
-    others, equal shapes together.
+    `reach`: a query sees less than this many positions back.
     """
-    index = np.array(rows)
-    single = counts == 1
-    prefills: tuple[Prefill, ...] = ()
-    if single.all():
-        flat_rows, flat_positions = index, start
-        newest, in_order = np.arange(len(index)), None
-    else:
-        shapes: dict[tuple[int, int], list[int]] = {}
-        for at in (~single).nonzero()[0]:
-            shapes.setdefault((int(start[at]), int(counts[at])), []).append(int(at))
-        order = [*single.nonzero()[0], *(at for group in shapes.values() for at in group)]
-        flat_rows = np.repeat(index[order], counts[order])
-        flat_positions = np.concatenate([start[at] + np.arange(counts[at]) for at in order])
-        newest, in_order = np.cumsum(counts[order]) - 1, np.argsort(order)
-        prefills = _make_prefills(shapes, rows, int(single.sum()), dtype, device)
-    tokens = ids[flat_rows, flat_positions].astype(np.int64)
-    return AttentionPlan(
-        tokens=torch.from_numpy(tokens).to(device),
-        rows=torch.from_numpy(flat_rows).to(device),
-        positions=torch.from_numpy(flat_positions).to(device),
-        newest=torch.from_numpy(newest).to(device),
-        in_order=None if in_order is None else torch.from_numpy(in_order).to(device),
-        decode=_make_decode(index[single], start[single], dtype, device) if single.any() else None,
-        prefills=prefills,
-    )
+
+    function: Callable[..., Tensor]
+    reach: int
+    _of: tuple[AttentionPlan, AttentionPlan] | None = field(default=None, init=False)
+
+    def applied(self, plan: AttentionPlan) -> AttentionPlan:
+        """Return `plan` with this mask in place of the plainly causal one."""
+        if self._of is None or self._of[0] is not plan:
+            self._of = plan, self._apply(plan)
+        return self._of[1]
+
+    def _apply(self, plan: AttentionPlan) -> AttentionPlan:
+        if plan.extent[1] <= self.reach:
+            return plan
+        device = plan.positions.device
+        decode = plan.decode
+        if decode is not None:
+            first = max(0, decode.oldest + 1 - self.reach)
+            queries = torch.from_numpy(decode.start).to(device)
+            hidden = self._hidden(queries, first, decode.length, decode.hidden.dtype)
+            decode = replace(decode, first=first, hidden=hidden[:, None, None])
+        prefills = []
+        for prefill in plan.prefills:
+            count = (prefill.tokens.stop - prefill.tokens.start) // len(prefill.rows)
+            begin = prefill.length - count
+            first = max(0, begin + 1 - self.reach)
+            queries = torch.arange(begin, prefill.length, device=device)
+            hidden = self._hidden(queries, first, prefill.length, plan.dtype)
+            prefills.append(replace(prefill, first=first, hidden=hidden))
+        alone = tuple(self._first(token, device) for token in plan.alone)
+        return replace(plan, decode=decode, prefills=tuple(prefills), alone=alone)
+
+    def _hidden(self, queries: Tensor, first: int, length: int, dtype: torch.dtype) -> Tensor:
+        seen = self._seen(queries[:, None], first, length)
+        hidden = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        return hidden.masked_fill_(~seen, torch.finfo(dtype).min)
+
+    def _first(self, token: Alone, device: torch.device) -> Alone:
+        first = max(0, token.length - self.reach)
+        query = torch.tensor(token.length - 1, device=device)
+        seen = self._seen(query, first, token.length).tolist()
+        if False in seen[seen.index(True) :]:
+            raise UnsupportedSetting("its mask has holes")
+        return token._replace(first=first + seen.index(True))
+
+    def _seen(self, queries: Tensor, first: int, length: int) -> Tensor:
+        keys = torch.arange(first, length, device=queries.device)
+        return self.function(0, 0, queries, keys) & (keys <= queries)
 
 
-def _make_decode(
-    rows: NDArray[np.int64], start: NDArray[np.int64], dtype: torch.dtype, device: torch.device
-) -> Decode:
-    num_rows, length = int(rows[-1]) + 1, int(start.max()) + 1
-    visible = np.ones(num_rows, np.int64)
-    visible[rows] = start + 1
-    hidden = _additive(np.arange(length) >= visible[:, None], dtype, device)[:, None, None]
-    gaps = None if len(rows) == num_rows else torch.from_numpy(rows).to(device)
-    return Decode(len(rows), num_rows, gaps, length, hidden)
+def slot_mask(
+    *,
+    mask_function: Callable[..., Tensor],
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **others: Any,
+) -> SeenBy | None:
+    """Return what a layer asks of its mask, for transformers; None is plainly causal.
+
+    Raises:
+        UnsupportedSetting: the mask does not follow from positions alone.
+    """
+    if attention_mask is not None or use_vmap:
+        raise UnsupportedSetting("its mask depends on more than positions")
+    if mask_function is causal_mask_function:
+        return None
+    if local_size is None:
+        raise UnsupportedSetting("its mask is neither causal nor a window")
+    return SeenBy(mask_function, local_size)
 
 
-def _make_prefills(
-    shapes: dict[tuple[int, int], list[int]],
-    rows: list[int],
-    offset: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[Prefill, ...]:
-    prefills = []
-    for (start, count), group in shapes.items():
-        stop = offset + count * len(group)
-        hidden = None
-        if start:
-            seen = start + np.arange(count)
-            hidden = _additive(np.arange(start + count) > seen[:, None], dtype, device)
-        chosen = [rows[at] for at in group]
-        prefills.append(Prefill(chosen, slice(offset, stop), start + count, hidden))
-        offset = stop
-    return tuple(prefills)
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What some models do to scores `s` before the softmax.
+
+    `softcap` c makes them `c * tanh(s / c)` (Gemma 2). `sinks` `[_H]` are one more logit per head
+    that takes weight and gives nothing (GPT-OSS).
+    """
+
+    softcap: float | None
+    sinks: Tensor | None
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, scaling: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    scaling: float,
+    extras: Extras | None = None,
 ) -> Tensor:
     """Attend from `query` `[_T, _H, head_dim]` to slots `[slots, heads, capacity, head_dim]`.
 
-    Returns `[_T, _H, head_dim]`. Each query head shares the keys of `heads / _H` others.
+    Returns `[_T, _H, value_dim]`. Each query head shares the keys of `heads / _H` others.
     """
     group = query.shape[1] // keys.shape[1]
     if plan.alone:
-        return _attend_alone(query, keys, values, plan, scaling)
+        return _attend_alone(query, keys, values, plan, scaling, extras)
     parts = []
     if plan.decode is not None:
         decode = plan.decode
@@ -152,46 +155,94 @@ def attend(
         if decode.rows is not None:
             spread = query.new_zeros((decode.num_rows, *query.shape[1:]))
             asked = spread.index_copy_(0, decode.rows, asked)
-        found = scaled_dot_product_attention(
+        found = _softmax_attention(
             asked.view(decode.num_rows, -1, group, query.shape[2]),
-            keys[: decode.num_rows, :, : decode.length],
-            values[: decode.num_rows, :, : decode.length],
-            attn_mask=decode.hidden,
-            scale=scaling,
-        ).view(asked.shape)
+            keys[: decode.num_rows, :, decode.first : decode.length],
+            values[: decode.num_rows, :, decode.first : decode.length],
+            decode.hidden,
+            scaling,
+            extras,
+        ).view(*asked.shape[:2], -1)
         parts.append(found if decode.rows is None else found[decode.rows])
     for prefill in plan.prefills:
         num_rows = len(prefill.rows)
         asked = query[prefill.tokens].view(num_rows, -1, *query.shape[1:]).transpose(1, 2)
-        found = scaled_dot_product_attention(
+        seen = slice(prefill.first, prefill.length)
+        found = _softmax_attention(
             asked,
-            _repeated(keys[:, :, : prefill.length], prefill.rows, group),
-            _repeated(values[:, :, : prefill.length], prefill.rows, group),
-            attn_mask=prefill.hidden,
-            is_causal=prefill.hidden is None,
-            scale=scaling,
+            _repeated(keys[:, :, seen], prefill.rows, group),
+            _repeated(values[:, :, seen], prefill.rows, group),
+            prefill.hidden,
+            scaling,
+            extras,
         )
         parts.append(found.transpose(1, 2).flatten(0, 1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _attend_alone(
-    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, scaling: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    scaling: float,
+    extras: Extras | None,
 ) -> Tensor:
     """Attend token by token, in shapes that depend on each token's position only.
 
     Tokens behind those in `plan.alone` repeat the last one, and so does what they find.
     """
-    found = torch.empty_like(query, memory_format=torch.contiguous_format)
-    for index, (row, length) in enumerate(plan.alone):
-        found[index] = scaled_dot_product_attention(
+    found = query.new_empty((*query.shape[:2], values.shape[3]))
+    for index, (row, length, first) in enumerate(plan.alone):
+        found[index] = _softmax_attention(
             query[index].view(1, keys.shape[1], -1, query.shape[2]),
-            keys[row, None, :, :length],
-            values[row, None, :, :length],
-            scale=scaling,
+            keys[row, None, :, first:length],
+            values[row, None, :, first:length],
+            query.new_zeros(1) if extras else None,
+            scaling,
+            extras,
+            causal=False,
         ).flatten(0, 2)
     found[len(plan.alone) :] = found[len(plan.alone) - 1]
     return found
+
+
+def _softmax_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    hidden: Tensor | None,
+    scaling: float,
+    extras: Extras | None,
+    *,
+    causal: bool = True,
+) -> Tensor:
+    """Attend from `[n, heads, queries, dim]` to `[n, heads, keys, dim]`.
+
+    `hidden` is added to the scores; without it, query i sees the keys up to i if `causal`.
+    """
+    if extras is None:
+        return scaled_dot_product_attention(
+            query,
+            keys,
+            values,
+            attn_mask=hidden,
+            is_causal=causal and hidden is None,
+            scale=scaling,
+        )
+    scores = (query @ keys.transpose(2, 3)).float() * scaling
+    if extras.softcap is not None:
+        scores = (scores / extras.softcap).tanh_() * extras.softcap
+    if hidden is None:
+        later = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu_(1)
+        scores.masked_fill_(later, float("-inf"))
+    else:
+        scores += hidden
+    if extras.sinks is None:
+        return scores.softmax(-1).to(values.dtype) @ values
+    sinks = extras.sinks.float().view(1, query.shape[1], -1, 1).expand(*scores.shape[:3], 1)
+    weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+    return weights.to(values.dtype) @ values
 
 
 def _repeated(states: Tensor, rows: list[int], group: int) -> Tensor:
@@ -201,85 +252,36 @@ def _repeated(states: Tensor, rows: list[int], group: int) -> Tensor:
     return chosen if group == 1 else chosen.repeat_interleave(group, dim=1)
 
 
-def _additive(hidden: NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> Tensor:
-    mask = torch.from_numpy(hidden).to(device)
-    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(
-        mask, torch.finfo(dtype).min
-    )
-
-
 def slot_attention(
     module: Any,
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: SeenBy | Tensor | None,
     *,
     scaling: float | None = None,
-    plan: AttentionPlan | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Do `attend` for transformers' attention modules: query `[1, _H, _T, head_dim]`.
 
     Raises:
-        UnsupportedSetting: the model's attention is not plain.
+        UnsupportedSetting: the layer asks for something that `attend` does not do.
     """
-    special = [name for name in _SPECIAL if others.get(name) is not None]
-    if plan is None or special:
-        raise UnsupportedSetting(f"its attention is not plain: {special or 'it gets no plan'}")
+    plan = _plan.get(None)
+    unknown = [n for n, value in others.items() if n not in _IGNORABLE and value is not None]
+    if plan is None or unknown or others.get("is_causal") is False:
+        raise UnsupportedSetting(f"its attention is not plain: {unknown or 'it has no plan'}")
+    if isinstance(attention_mask, Tensor):
+        raise UnsupportedSetting("it makes its masks itself")
+    if attention_mask is not None:
+        plan = attention_mask.applied(plan)
+    extras = None if softcap is None and s_aux is None else Extras(softcap, s_aux)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     flat = query[0].transpose(0, 1).contiguous()
-    return attend(flat, keys, values, plan, scale)[None], None
+    return attend(flat, keys, values, plan, scale, extras)[None], None
 
-
-def invariant_plans(
-    rows: list[int],
-    counts: NDArray[np.int64],
-    start: NDArray[np.int64],
-    ids: IntArray,
-    device: torch.device,
-) -> Iterator[tuple[AttentionPlan, list[int]]]:
-    """Lay out new tokens in passes whose logits do not depend on what else is computed.
-
-    A matrix product may add up in another order when it has another number of rows, so logits
-    differ in their last bits between a batch of 3 and one of 64. Here every pass has exactly
-    `BLOCK` tokens (the last one repeated to fill it), and attention runs token by token. What
-    remains is that a product must treat its rows alike, which `check_invariance` tries out. See He
-    et al. 2025, "Defeating nondeterminism in LLM inference".
-
-    With each plan comes which of `rows` (by index) have their last token in it; these are the first
-    of the plan's `newest`.
-    """
-    owners = np.repeat(np.arange(len(rows)), counts)
-    positions = np.concatenate(
-        [first + np.arange(count) for first, count in zip(start, counts, strict=True)]
-    )
-    flat_rows = np.array(rows)[owners]
-    last = np.cumsum(counts) - 1
-    for begin in range(0, len(owners), BLOCK):
-        chosen = np.arange(begin, min(begin + BLOCK, len(owners)))
-        filled = np.pad(chosen, (0, BLOCK - len(chosen)), mode="edge")
-        ending = ((last >= begin) & (last < begin + BLOCK)).nonzero()[0]
-        newest = np.zeros(BLOCK if len(ending) else 0, np.int64)
-        newest[: len(ending)] = last[ending] - begin
-        lengths = (positions[chosen] + 1).tolist()
-        plan = AttentionPlan(
-            tokens=_tensor(ids[flat_rows[filled], positions[filled]], device),
-            rows=_tensor(flat_rows[filled], device),
-            positions=_tensor(positions[filled], device),
-            newest=_tensor(newest, device),
-            in_order=None,
-            decode=None,
-            prefills=(),
-            alone=tuple(zip(flat_rows[chosen].tolist(), lengths, strict=True)),
-        )
-        yield plan, ending.tolist()
-
-
-def _tensor(values: NDArray[np.integer], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.int64)).to(device)
-
-
-_SPECIAL = ("softcap", "s_aux", "position_bias")
 
 AttentionInterface.register(NAME, slot_attention)
+AttentionMaskInterface.register(NAME, slot_mask)

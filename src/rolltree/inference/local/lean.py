@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rolltree.inference.local.attention import AttentionPlan, attend
+from rolltree.inference.local.attention import attend
+from rolltree.inference.local.plan import AttentionPlan
 from rolltree.inference.local.slots import SlotCache
 
 _PARTS = {
@@ -103,6 +104,7 @@ class _Layer:
     before: _Norm
     attention: _Linear  # query, key and value heads
     num_heads: int  # of the query
+    head_dim: int
     norms: _HeadNorms | None
     output: _Linear
     scaling: float
@@ -162,7 +164,7 @@ class LeanForward:
         cosine, sine = (table[plan.positions] for table in self._angles)
         half = sine.shape[-1] // 2
         for layer, slot in zip(self._layers, cache.layers, strict=True):
-            heads = layer.attention(layer.before(states)).view(len(states), -1, cache.head_dim)
+            heads = layer.attention(layer.before(states)).view(len(states), -1, layer.head_dim)
             num_keys = (heads.shape[1] - layer.num_heads) // 2
             turned, value = heads[:, :-num_keys], heads[:, -num_keys:]
             if layer.norms is not None:
@@ -200,6 +202,7 @@ def _read_layer(layer: Any, packed: bool) -> _Layer:
         before=_read_norm(layer.input_layernorm),
         attention=_Linear(attention.q_proj, attention.k_proj, attention.v_proj, packed=packed),
         num_heads=attention.q_proj.out_features // attention.head_dim,
+        head_dim=attention.head_dim,
         norms=norms,
         output=_Linear(attention.o_proj, packed=packed),
         scaling=float(attention.scaling),

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from rolltree.errors import UnsupportedSetting
 from rolltree.inference.local.rows import RowMode, RowRunner, state_bytes
 from rolltree.inference.local.runner import ModelRunner
 from rolltree.inference.local.shell import MOVING_ROPE, SHORT, shell_of, trial_copy
-from rolltree.inference.local.slots import KvShape
+from rolltree.inference.local.slots import KvShape, LayerShape
 from rolltree.types import IntArray
 
 _EXACT, _ROUNDED = 1e-4, 0.1  # largest relative difference of logits in fp32 and in fewer bits
@@ -187,15 +187,21 @@ def _kv_shape(model: Any) -> KvShape:
     ids = torch.arange(4, device=model.device)[None] % model.config.get_text_config().vocab_size
     output = model(input_ids=ids, use_cache=True)
     layers = getattr(getattr(output, "past_key_values", None), "layers", [])
-    for index, layer in enumerate(layers):
-        if type(layer) is not DynamicLayer:
-            raise ValueError(f"keeps a {type(layer).__name__} in layer {index}")
-        if not layer.keys.shape == layer.values.shape == layers[0].keys.shape:
-            raise ValueError(f"keeps other shapes in layer {index} than in the first")
-    if not layers:
+    if not any(isinstance(layer, DynamicLayer) for layer in layers):
         raise ValueError("returned no cache of keys and values")
-    keys = layers[0].keys
-    return KvShape(len(layers), keys.shape[1], keys.shape[3], keys.dtype, keys.device)
+    shapes: list[LayerShape | None] = []
+    for index, layer in enumerate(layers):
+        if type(layer) is DummyLayer:
+            shapes.append(None)
+        elif type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+            (_, num_heads, _, key_dim), value_dim = layer.keys.shape, layer.values.shape[3]
+            if layer.values.shape[1] != num_heads:
+                raise ValueError(f"has more keys than values in layer {index}")
+            shapes.append(LayerShape(num_heads, key_dim, value_dim))
+        else:
+            raise ValueError(f"keeps a {type(layer).__name__} in layer {index}")
+    keys = next(layer.keys for layer in layers if type(layer) is not DummyLayer)
+    return KvShape(tuple(shapes), keys.dtype, keys.device)
 
 
 def _row_bytes(model: Any, mode: RowMode, max_context: int) -> int:

@@ -7,14 +7,16 @@ while an optimizer step is seen at once. `probe.py` finds out whether a model ca
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rolltree.inference.local.attention import NAME, AttentionPlan, invariant_plans, make_plan
+from rolltree.inference.local.attention import NAME, planned
 from rolltree.inference.local.lean import LeanForward
+from rolltree.inference.local.plan import AttentionPlan, invariant_plans, make_plan
 from rolltree.inference.local.shell import shell_of
 from rolltree.inference.local.slots import KvShape, SlotCache
 from rolltree.types import IntArray
@@ -79,13 +81,14 @@ class ModelRunner:
         Returns:
             float32 `[_B, _V]`, after the last computed token of each row; the caller's to change.
         """
-        data = self.cache.data
+        device, dtype = self.cache.device, self.cache.dtype
         if self._invariant:
-            logits = data.new_empty((len(rows), self._source.config.vocab_size))
-            for plan, ending in invariant_plans(rows, counts, start, ids, data.device):
+            size = len(rows), self._source.config.get_text_config().vocab_size
+            logits = torch.empty(size, dtype=dtype, device=device)
+            for plan, ending in invariant_plans(rows, counts, start, ids, device):
                 logits[ending] = self._logits(plan)[: len(ending)]
             return logits.float()
-        plan = make_plan(rows, counts, start, ids, data.dtype, data.device)
+        plan = make_plan(rows, counts, start, ids, dtype, device)
         logits = self._logits(plan).float()
         return logits if plan.in_order is None else logits[plan.in_order]
 
@@ -93,16 +96,16 @@ class ModelRunner:
         if isinstance(self._model, LeanForward):
             return self._model(plan, self.cache)
         self.cache.plan = plan
-        output = self._model(
-            input_ids=plan.tokens[None],
-            position_ids=plan.positions[None],
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=plan.newest,
-            plan=plan,
-        )
+        with planned(plan):
+            output = self._model(
+                input_ids=plan.tokens[None],
+                position_ids=plan.positions[None],
+                past_key_values=self.cache,
+                use_cache=True,
+                **({"logits_to_keep": plan.newest} if self._keeps else {}),
+            )
         logits: torch.Tensor = output.logits[0]
-        return logits
+        return logits if self._keeps else logits[plan.newest]
 
     def _read_model(self) -> None:
         self._parameters = [id(parameter) for parameter in self._source.parameters()]
@@ -111,6 +114,7 @@ class ModelRunner:
             if self.lean
             else _slot_shell(self._source)
         )
+        self._keeps = "logits_to_keep" in inspect.signature(self._source.forward).parameters
 
 
 def _slot_shell(model: Any) -> Any:

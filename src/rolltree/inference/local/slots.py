@@ -2,24 +2,25 @@
 
 `SlotTable` is numpy bookkeeping, one row per slot. A slot keeps its ids when its request is done,
 so later prompts find their longest known prefix there. Requests that decode occupy the lowest rows,
-so that attention reads the cache in place. `SlotCache` holds the keys and values in one tensor
-`[slots, layers, 2, heads, capacity, head_dim]`, behind transformers' cache interface. Sliding
-windows and compressed or recurrent caches are not supported.
+so that attention reads the cache in place. `SlotCache` holds the keys and values, in tensors
+`[slots, keys or values of layers, heads, capacity, width]`, behind transformers' cache interface.
+Layers with sliding windows keep all tokens, too. Recurrent states are not supported.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 
-from rolltree.inference.local.attention import AttentionPlan
+from rolltree.inference.local.plan import AttentionPlan
 from rolltree.types import FloatArray, IntArray
 
 if TYPE_CHECKING:
@@ -113,34 +114,58 @@ class SlotTable:
         self.last_used[row] = self._clock
 
 
+class LayerShape(NamedTuple):
+    """What one token's keys and values look like in a layer."""
+
+    num_heads: int  # key/value heads
+    key_dim: int
+    value_dim: int
+
+
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What one token's keys and values look like in every layer of a model."""
+    """What one token's keys and values look like in every layer of a model.
 
-    num_layers: int
-    num_heads: int  # key/value heads
-    head_dim: int
+    None is a layer that keeps none of its own.
+    """
+
+    layers: tuple[LayerShape | None, ...]
     dtype: torch.dtype
     device: torch.device
 
     @property
     def token_bytes(self) -> int:
         """Memory of one cached token over all layers."""
-        return self.num_layers * 2 * self.num_heads * self.head_dim * self.dtype.itemsize
+        sizes = (heads * (key + value) for heads, key, value in filter(None, self.layers))
+        return sum(sizes) * self.dtype.itemsize
 
 
 class SlotCache(Cache):  # type: ignore[misc]
     """Keys and values of `num_slots` sequences of up to `capacity` tokens each.
 
-    `plan` says which rows and positions the next forward pass writes and reads.
+    `data` has one tensor for all keys and values of one shape. `plan` says which rows and positions
+    the next forward pass writes and reads.
     """
 
     def __init__(self, shape: KvShape, num_slots: int, capacity: int) -> None:
-        full = (num_slots, shape.num_layers, 2, shape.num_heads, capacity, shape.head_dim)
-        self.data = _zeros(full, shape)
-        self.capacity, self.head_dim = capacity, shape.head_dim
+        own = [layer for layer in shape.layers if layer is not None]
+        kinds = Counter((heads, dim) for heads, *dims in own for dim in dims)
+        tensors = {
+            kind: _zeros((num_slots, count, kind[0], capacity, kind[1]), shape)
+            for kind, count in kinds.items()
+        }
+        self.data = list(tensors.values())
+        self.capacity, self.device, self.dtype = capacity, shape.device, shape.dtype
         self.plan: AttentionPlan | None = None
-        super().__init__(layers=[_SlotLayer(self, index) for index in range(shape.num_layers)])
+        parts = {kind: iter(tensor.unbind(1)) for kind, tensor in tensors.items()}
+        layers: list[CacheLayerMixin | DummyLayer] = []
+        for layer in shape.layers:
+            if layer is None:
+                layers.append(DummyLayer())
+            else:
+                heads, *dims = layer
+                layers.append(_SlotLayer(self, *(next(parts[heads, dim]) for dim in dims)))
+        super().__init__(layers=layers)
 
     def ready(self, slots: SlotTable, common: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return, per row, how many of its first `common` ids a new request could take over."""
@@ -153,30 +178,31 @@ class SlotCache(Cache):  # type: ignore[misc]
     def copy(self, source: int, target: int, num_tokens: int) -> None:
         """Copy the first `num_tokens` positions of one slot to another."""
         if num_tokens and source != target:
-            self.data[target, :, :, :, :num_tokens] = self.data[source, :, :, :, :num_tokens]
+            for data in self.data:
+                data[target, :, :, :num_tokens] = data[source, :, :, :num_tokens]
 
     def swap(self, one: int, two: int, num_one: int, num_two: int) -> None:
         """Exchange two slots of which `num_one` and `num_two` positions are worth keeping."""
         both = num_one and num_two
-        kept = self.data[one, :, :, :, :num_one].clone() if both else None
-        if kept is None:
+        kept = [data[one, :, :, :num_one].clone() for data in self.data] if both else []
+        if not both:
             self.copy(one, two, num_one)
         self.copy(two, one, num_two)
-        if kept is not None:
-            self.data[two, :, :, :, :num_one] = kept
+        for data, states in zip(self.data, kept, strict=False):
+            data[two, :, :, :num_one] = states
 
     def clear(self, row: int, num_tokens: int) -> None:
         """Zero a slot's first positions: a NaN in them would pass through a later mask."""
-        self.data[row, :, :, :, :num_tokens] = 0
+        for data in self.data:
+            data[row, :, :, :num_tokens] = 0
 
 
 class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer's view of a `SlotCache`, as attention modules call it."""
 
-    def __init__(self, owner: SlotCache, index: int) -> None:
+    def __init__(self, owner: SlotCache, keys: torch.Tensor, values: torch.Tensor) -> None:
         super().__init__()
-        self.owner = owner
-        self.keys, self.values = owner.data[:, index, 0], owner.data[:, index, 1]
+        self.owner, self.keys, self.values = owner, keys, values
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -185,11 +211,12 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write `[1, _H, _T, _D]` states to the plan's places; return all slots' tensors."""
+        """Write `[1, _H, _T, _D]` states to the plan's places; return all that it reads."""
         plan = self.owner.plan
         assert plan is not None
         self.write(key_states[0].transpose(0, 1), value_states[0].transpose(0, 1), plan)
-        return self.keys, self.values
+        num_rows, length = plan.extent
+        return self.keys[:num_rows, :, :length], self.values[:num_rows, :, :length]
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, plan: AttentionPlan) -> None:
         """Write `[_T, heads, head_dim]` keys and values to the plan's places."""
