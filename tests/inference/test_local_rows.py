@@ -41,10 +41,6 @@ ROWS: dict[str, tuple[RowMode, dict[str, Any]]] = {
         RowMode.WHOLE,
         {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 16, "head_dim": 8},
     ),
-    "llama4_text": (  # attention that sharpens with the position, which it takes from the cache
-        RowMode.PIECES,
-        {"num_hidden_layers": 4, "head_dim": 8, "floor_scale": 8, "intermediate_size_mlp": 48},
-    ),
     "bloom": (RowMode.PIECES, {"n_layer": 2, "n_head": 4}),
     "mpt": (RowMode.PIECES, {"d_model": 32, "n_heads": 4, "n_layers": 2}),
 }

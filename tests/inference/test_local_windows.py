@@ -57,6 +57,7 @@ SLOTS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "head_dim": 8,
         "attention_chunk_size": 8,
+        "floor_scale": 8,  # attention that sharpens with the position, counted from the cache
         "intermediate_size_mlp": 48,
         **EXPERTS,
     },

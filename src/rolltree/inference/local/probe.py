@@ -8,7 +8,7 @@ own cache. The first whose logits are those of plain teacher-forced passes is ta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -92,25 +92,24 @@ def choose_route(model: Any, max_context: int, packed: bool = False) -> Route:
             trials.append((plain, _Expected(plain)))
     except _FAILURES as error:
         raise _refusal(model, f"does not run on token ids alone ({error})") from error
-    reason = _slots_reason(trials, lean=True, packed=packed)
-    lean = reason is None
-    if reason is not None:
-        reason = _slots_reason(trials, lean=False)
-    if reason is None:
-        return Route(_kv_shape(shell_of(model)), lean)
+    for lean, counts in ((True, False), (False, True), (False, False)):
+        reason = _slots_reason(trials, lean=lean, counts=counts, packed=packed)
+        if reason is None:
+            return Route(replace(_kv_shape(shell_of(model)), counts=counts), lean)
     for mode in RowMode:
         makers = [partial(RowRunner, tried, mode, 3) for tried, _ in trials]
         slow_reason = _first_reason(trials, makers)
         if slow_reason is None:
             row_bytes = _row_bytes(model, mode, max_context)
-            return Route(None, row_mode=mode, row_bytes=row_bytes, reason=reason)
-    raise _refusal(model, slow_reason or reason)
+            return Route(None, row_mode=mode, row_bytes=row_bytes, reason=reason or "")
+    raise _refusal(model, slow_reason or "")
 
 
-def _slots_reason(trials: list[_Trial], *, lean: bool, packed: bool = False) -> str | None:
+def _slots_reason(trials: list[_Trial], *, lean: bool, counts: bool, packed: bool) -> str | None:
     """Return why slots do not give the logits of the trials, or None."""
     try:
-        routes = [Route(_kv_shape(tried), lean) for tried, _ in trials]
+        shapes = [replace(_kv_shape(tried), counts=counts) for tried, _ in trials]
+        routes = [Route(shape, lean) for shape in shapes]
     except _FAILURES as error:
         return str(error)
     makers = [

@@ -126,12 +126,14 @@ class LayerShape(NamedTuple):
 class KvShape:
     """What one token's keys and values look like in every layer of a model.
 
-    None is a layer that keeps none of its own.
+    None is a layer that keeps none of its own. `counts`: the cache's length is a tensor, for
+    models that count positions from it rather than take those that they are given.
     """
 
     layers: tuple[LayerShape | None, ...]
     dtype: torch.dtype
     device: torch.device
+    counts: bool = False
 
     @property
     def token_bytes(self) -> int:
@@ -155,6 +157,7 @@ class SlotCache(Cache):  # type: ignore[misc]
             for kind, count in kinds.items()
         }
         self.data = list(tensors.values())
+        self.counts = shape.counts
         self.capacity, self.device, self.dtype = capacity, shape.device, shape.dtype
         self.plan: AttentionPlan | None = None
         parts = {kind: iter(tensor.unbind(1)) for kind, tensor in tensors.items()}
@@ -227,9 +230,12 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         """Return the size and offset of a mask; no mask is made, so only the types matter."""
         return self.owner.capacity, 0
 
-    def get_seq_length(self) -> int:
-        """Return 0: positions are always given, never counted from here."""
-        return 0
+    def get_seq_length(self) -> int | torch.Tensor:
+        """Return 0, or `[_T]`: what to add to 0, 1, 2, ... for the positions of the flat batch."""
+        plan = self.owner.plan
+        if plan is None or not self.owner.counts:
+            return 0
+        return plan.positions - torch.arange(len(plan.positions), device=plan.positions.device)
 
     def get_max_length(self) -> int:
         """Return how many tokens a slot holds."""
