@@ -1,17 +1,18 @@
 import numpy as np
 import pytest
 import torch
-from hybrid_kit import HYBRIDS, bushy, tiny_hybrid, without_casts
+from hybrid_kit import HYBRIDS, ONE_PER_KERNEL, bushy, tiny_hybrid, without_casts
 from training_kit import FLOAT32, Call, check_no_worse, difference, flat, tree
 
 from rolltree.errors import TrainingError
-from rolltree.training.forward import LogprobModel, enable_checkpointing
+from rolltree.training.forward import LogprobModel
 from rolltree.training.layout import collate
+from rolltree.training.recompute import recomputation
 from rolltree.training.tree_attention import tree_attention
 from rolltree.training.tree_recurrence import recurrent_layers
 from rolltree.training.tree_support import why_not_tree
 
-pytestmark = pytest.mark.parametrize("kind", HYBRIDS)
+one_per_kernel = pytest.mark.parametrize("kind", ONE_PER_KERNEL)
 
 
 def gradient(model, packs, forward="tree"):
@@ -30,12 +31,13 @@ def joined(gradients):
     return torch.cat([gradient.flatten().double() for gradient in gradients.values()])
 
 
+@pytest.mark.parametrize("kind", HYBRIDS)
 def test_gradients_are_those_of_each_call_alone(kind, monkeypatch):
     model = tiny_hybrid(kind)
     assert why_not_tree(model) is None
-    calls = bushy()
+    calls = bushy() if kind in ONE_PER_KERNEL else bushy(8)[2:9]
     one_by_one = [[flat(call)] for call in calls]
-    forest = [[tree(calls[:9]), flat(calls[9]), tree(calls[10:])]]
+    forest = [[tree(calls[:-3]), flat(calls[-3]), tree(calls[-2:])]]
     rows, ours = gradient(model, one_by_one, "rows"), gradient(model, forest)
     model.double()
     ours64 = gradient(model, forest)
@@ -48,13 +50,16 @@ def test_gradients_are_those_of_each_call_alone(kind, monkeypatch):
             assert difference(ours64[name], exact[name]) < 1e-5, name
 
 
+@one_per_kernel
 def test_gradient_checkpointing_gives_the_same_gradient(kind):
     model = tiny_hybrid(kind)
     plain = gradient(model, [[tree(bushy())]])
-    enable_checkpointing(model)
-    assert difference(joined(gradient(model, [[tree(bushy())]])), joined(plain)) < FLOAT32
+    with recomputation(model):
+        again = gradient(model, [[tree(bushy())]])
+    assert difference(joined(again), joined(plain)) < FLOAT32
 
 
+@one_per_kernel
 def test_a_branch_is_blind_to_its_siblings(kind):
     model = tiny_hybrid(kind)
     run = LogprobModel(model)
@@ -70,6 +75,7 @@ def test_a_branch_is_blind_to_its_siblings(kind):
         np.testing.assert_allclose(got[-3:], logprobs([flat(right)]), atol=1e-4)
 
 
+@one_per_kernel
 def test_the_model_is_itself_again_afterwards(kind):
     model = tiny_hybrid(kind)
     ids = torch.tensor([[1, 2, 3, 4]])
@@ -79,6 +85,7 @@ def test_the_model_is_itself_again_afterwards(kind):
     assert torch.equal(model(ids, use_cache=False).logits, before)
 
 
+@one_per_kernel
 def test_a_layer_without_the_layout_does_not_run(kind):
     model = tiny_hybrid(kind)
     with tree_attention(model), pytest.raises(TrainingError, match="did not"):

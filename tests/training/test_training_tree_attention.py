@@ -275,6 +275,16 @@ def test_attention_extras_are_refused():
         room._attention(model, q, q, q, None, own="sdpa", tree_layout=layout, sliding_window=2)
 
 
+def recurrent():
+    """A model whose states are computed token by token inside its own code."""
+    from transformers import AutoModelForCausalLM, RwkvConfig
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}
+    sizes |= {"attention_hidden_size": 32, "intermediate_size": 48, "context_length": 256}
+    return AutoModelForCausalLM.from_config(RwkvConfig(**sizes)).eval()
+
+
 class TestSupport:
     def test_plain_models_are_supported(self):
         assert why_not_tree(tiny_model("qwen3")) is None
@@ -286,11 +296,8 @@ class TestSupport:
         with pytest.raises(TrainingError, match=r"heavily_compressed_attention.*interleave"):
             check_tree_support(model)
 
-    def test_recurrent_models_are_refused(self):
-        from transformers import AutoModelForCausalLM, MambaConfig
-
-        config = MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, state_size=4)
-        assert why_not_tree(AutoModelForCausalLM.from_config(config)) is not None
+    def test_states_that_do_not_follow_a_tree_are_refused(self):
+        assert "carry a state" in why_not_tree(recurrent())
 
     def test_the_probe_finds_what_the_configuration_hides(self):
         model = tiny_model()
@@ -317,15 +324,8 @@ class TestSupport:
 class TestOtherModels:
     """State that is not attention alone: refused for trees, trained in `interleave`."""
 
-    def recurrent(self):
-        from transformers import AutoModelForCausalLM, MambaConfig
-
-        torch.manual_seed(0)
-        sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
-        return AutoModelForCausalLM.from_config(MambaConfig(**sizes)).eval()
-
     def test_interleaved_rows_give_the_gradient_of_each_call_alone(self):
-        model = self.recurrent()
+        model = recurrent()
         with pytest.raises(TrainingError, match=r"cannot be trained on token trees.*'interleave'"):
             trainer(model)
         rollouts = states(3)

@@ -15,19 +15,20 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import conv1d
+from torch.nn.functional import conv1d, silu, softplus
 from transformers.activations import ACT2FN
 
 from rolltree.errors import TrainingError
 from rolltree.training.recurrence_layout import Chunks, RecurrenceLayout
 
-CHUNK = 64
-"""Tokens per chunk, as in the model's own kernels (design/0021)."""
+CHUNK, CHANNEL_CHUNK = 64, 16
+"""Tokens per chunk, with one decay per head and with one per channel (design/0021)."""
 
 
 class _Gather(torch.autograd.Function):
@@ -70,7 +71,8 @@ def linear_attention(
     Args:
         query, key: `[_T, _G, d]`; `_G` divides `_H`, each head serves consecutive value heads.
         value: `[_T, _H, w]`.
-        log_decay: `[_T, _H]`, at most 0.
+        log_decay: `[_T, _H]`, at most 0; `[_T, _H, d]` decays each channel of the keys by itself
+            (Kimi Delta Attention: arXiv:2510.26692), at a cost in memory of `size` times as much.
         beta: `[_T, _H]`, or None.
         layout: the forest.
         size: tokens per chunk; it changes the time, not the result.
@@ -80,25 +82,34 @@ def linear_attention(
     """
     chunks = layout.chunks(size)
     q, k, v = (_gather(rows, chunks) for rows in (query, key, value))
-    num_heads = v.shape[1]
-    heads = partial(_repeat, count=num_heads // q.shape[1])
-    seen = chunks.seen[:, None]
-    decay = _gather(log_decay[..., None], chunks)
-    total = seen.to(decay.dtype) @ decay  # [_N, _H, _C, 1], from the chunk's start
-    between = (total - total.transpose(2, 3)).masked_fill(~seen, float("-inf")).exp()
-    grown = total.exp()
-    scores = heads(q @ k.transpose(2, 3)) * between
+    heads = partial(_repeat, count=v.shape[1] // q.shape[1])
+    per_head = log_decay.ndim == 2
+    decay = _gather(log_decay[..., None] if per_head else log_decay, chunks)
+    if per_head:  # sums over a chunk can be large and their differences small
+        decay = decay.double()
+    total = chunks.seen[:, None].to(decay.dtype) @ decay  # [_N, _H, _C, 1 or d], from the start
+    grown = total.to(v.dtype).exp()
+    unseen = ~chunks.seen[:, None, :, :, None]
+    between = (total[..., None, :] - total[..., None, :, :]).masked_fill(unseen, float("-inf"))
+    between = between.to(v.dtype).exp()  # [_N, _H, _C, _C, 1 or d]
+
+    def products(left: Tensor, right: Tensor) -> Tensor:
+        if per_head:
+            return heads(left @ right.transpose(2, 3)) * between[..., 0]
+        return (heads(left)[..., None, :] * heads(right)[..., None, :, :] * between).sum(-1)
+
+    scores = products(q, k)
     k_heads = heads(k)
     reads = None
     if beta is not None:
         rate = _gather(beta[..., None], chunks)
-        system = heads(k @ k.transpose(2, 3)) * between * rate
         right = torch.cat([v * rate, k_heads * (rate * grown)], -1)
+        system = products(k, k) * rate
         solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-        v, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
+        v, reads = torch.split(solved, [v.shape[-1], k.shape[-1]], -1)
     exits = chunks.exit_place
     chunk, offset = exits // chunks.token.shape[1], exits % chunks.token.shape[1]
-    writes = (k_heads[chunk] * between[chunk, :, offset][..., None]).transpose(2, 3)
+    writes = (k_heads[chunk] * between[chunk, :, offset]).transpose(2, 3)
     kept = grown[chunk, :, offset][..., None]
     state, v = _scan(v, reads, writes, kept, chunks)
     out = scores @ v
@@ -121,23 +132,32 @@ def _scan(
     Returns the states that the chunks of all levels but the first start from, and the values that
     are written.
     """
+    widths = [level.stop - level.first for level in chunks.levels]
+    exits = [level.exit_stop - level.exit_first for level in chunks.levels]
+    parts = zip(
+        chunks.levels,
+        torch.split(
+            v, widths
+        ),  # by slices, the backward pass would add up a whole tensor per level
+        torch.split(v if reads is None else reads, widths),
+        torch.split(writes, exits),
+        torch.split(kept, exits),
+        strict=True,
+    )
     states: list[Tensor] = []
     values: list[Tensor] = []
-    ends = v.new_empty(0)
-    for level in chunks.levels:
-        new = v[level.first : level.stop]
-        start = None
-        if level.entry is not None:
+    ends = start = None
+    for level, new, read, write, keep in parts:
+        if level.entry is not None and ends is not None:
             start = ends.index_select(0, level.entry)
             states.append(start)
             if reads is not None:
-                new = new - reads[level.first : level.stop] @ start
+                new = new - read @ start
         values.append(new)
-        if level.exit_first < level.exit_stop:
-            part = slice(level.exit_first, level.exit_stop)
-            ends = writes[part] @ new.index_select(0, level.exit_chunk)
+        if len(level.exit_chunk):
+            ends = write @ new.index_select(0, level.exit_chunk)
             if start is not None:
-                ends = ends + kept[part] * start.index_select(0, level.exit_chunk)
+                ends = ends + keep * start.index_select(0, level.exit_chunk)
     return (torch.cat(states) if states else None), torch.cat(values)
 
 
@@ -195,13 +215,108 @@ def _convolution(
     return out.to(hidden_states.dtype)
 
 
+def _kimi_delta_attention(
+    layout: RecurrenceLayout,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    g: Tensor,
+    beta: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    q, k, v, decay, rate = _exact(query, key, value, g, beta)
+    if use_qk_l2norm_in_kernel:
+        q, k = _unit(q), _unit(k)
+    out = linear_attention(q * q.shape[-1] ** -0.5, k, v, decay, rate, layout, CHANNEL_CHUNK)
+    return out[None].to(query.dtype), None
+
+
+def _state_space(
+    layout: RecurrenceLayout,
+    hidden_states: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    *,
+    D: Tensor | None = None,  # noqa: N803  (as it is called)
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **_: Any,
+) -> Tensor:
+    """Mamba-2: keys `b`, queries `c`, values `dt * x`, decay `dt * a`."""
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dt.dtype)
+    if dt_softplus:
+        dt = softplus(dt)
+    x, step, keys, queries = _exact(hidden_states, dt.clamp(*dt_limit), b, c)
+    out = linear_attention(queries, keys, x * step[..., None], step * a, None, layout)
+    if D is not None:
+        out = out + x * D[:, None]
+    return out[None]
+
+
+def _selective_scan(
+    layout: RecurrenceLayout,
+    hidden_states: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    *,
+    D: Tensor | None = None,  # noqa: N803  (as it is called)
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    **_: Any,
+) -> Tensor:
+    """Mamba-1: each of `channels x states` numbers decays by itself, token by token.
+
+    `hidden_states`, `dt` and `z` are `[1, channels, _T]`, `a` `[channels, states]`, `b` and `c`
+    `[1, states, _T]`. Tokens of one depth are one step.
+    """
+    if delta_bias is not None:
+        dt = dt + delta_bias.to(dt.dtype)[:, None]
+    if delta_softplus:
+        dt = softplus(dt)
+    rows = (tensor.transpose(1, 2) for tensor in (hidden_states, dt, b, c))
+    steps = layout.steps
+    x, step, keys, queries = (rows.index_select(0, steps.tokens) for rows in _exact(*rows))
+    sizes = [stop - start for start, stop in pairwise(steps.start)]
+    kept = torch.split((step[..., None] * a).exp(), sizes)
+    added = torch.split((step * x)[..., None] * keys[:, None], sizes)
+    states = [added[0]]
+    for keep, new, entry in zip(kept[1:], added[1:], steps.entry, strict=True):
+        states.append(keep * states[-1].index_select(0, entry) + new)
+    out = (torch.cat(states) @ queries[..., None])[..., 0]
+    if D is not None:
+        out = out + x * D
+    out = out.index_select(0, steps.place).T[None].to(hidden_states.dtype)
+    return out if z is None else out * silu(z)
+
+
+def _not_fused(*_: Any, **__: Any) -> None:
+    """Answer for a whole layer in one kernel: what transformers' own stand-in answers."""
+
+
 KERNELS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _gated_delta_rule,
+    "chunk_kimi_delta_attention": _kimi_delta_attention,
+    "mamba2_chunk_scan": _state_space,
+    "mamba2_split_conv1d_scan_combined": _not_fused,
+    "mamba_selective_scan": _selective_scan,
+    "mamba_inner_fn": _not_fused,
 }
 """The name a layer's forward calls -> what takes its place over a forest, layout first."""
 
-_ONE_TOKEN = frozenset({"causal_conv1d_update", "torch_recurrent_gated_delta_rule"})
+_ONE_TOKEN = frozenset(
+    {"causal_conv1d_update", "torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention"}
+    | {"mamba2_selective_state_update", "mamba_selective_state_update"}
+)
 """What the same layers call only for one token with a cache, so never here."""
 
 _MIXES = re.compile(r"conv1d|scan|delta|recurren|mamba|kda")
@@ -267,29 +382,50 @@ def tree_recurrence(model: Any, active: Callable[[], bool]) -> Iterator[None]:
     """
     layers = recurrent_layers(model)
     before = [vars(layer).get("forward") for layer in layers]
+    last = _LastLayout()
+    inside = {id(layer) for layer in layers}
+    paths = [name.split(".") for name, layer in model.named_modules() if id(layer) in inside]
+    around = {".".join(path[:count]) for path in paths for count in range(len(path))}
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(last.read, with_kwargs=True)
+        for name in around
+    ]
     for layer in layers:
-        layer.forward = _patched(layer, layer.forward, active)
+        layer.forward = _patched(layer, layer.forward, last, active)
     try:
         yield
     finally:
+        for hook in hooks:
+            hook.remove()
         for layer, forward in zip(layers, before, strict=True):
             del layer.forward
             if forward is not None:
                 layer.forward = forward
 
 
-def _patched(module: Any, original: Any, active: Callable[[], bool]) -> Any:
+class _LastLayout:
+    """The layout that a module around a recurrent layer got, if it did not pass it on."""
+
+    def __init__(self) -> None:
+        self.layout: Any = None
+
+    def read(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Take the layout from the arguments of `module`; ids without one start anew."""
+        if "tree_layout" in kwargs or "input_ids" in kwargs:
+            self.layout = kwargs.get("tree_layout")
+
+
+def _patched(module: Any, original: Any, last: _LastLayout, active: Callable[[], bool]) -> Any:
     def forward(*args: Any, tree_layout: Any = None, **kwargs: Any) -> Any:
-        if tree_layout is None:
-            if active():
-                raise TrainingError(
-                    f"{type(module).__name__} did not get the tree layout, so its state would run "
-                    "from one branch into the next. This model cannot be trained on trees: train "
-                    "it with train.forward = 'rows' and scope 'interleave'."
-                )
+        layout = tree_layout or last.layout
+        if layout is None and active():
+            raise TrainingError(
+                f"{type(module).__name__} did not get the tree layout, so its state would run "
+                "from one branch into the next. This model cannot be trained on trees: train "
+                "it with train.forward = 'rows' and scope 'interleave'."
+            )
+        if layout is None or layout.is_path:
             return original(*args, **kwargs)
-        if tree_layout.is_path:
-            return original(*args, **kwargs)
-        return _over_forest(module.__class__, tree_layout.recurrence)(module, *args, **kwargs)
+        return _over_forest(module.__class__, layout.recurrence)(module, *args, **kwargs)
 
     return forward
