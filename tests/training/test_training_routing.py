@@ -186,7 +186,7 @@ def test_replaying_its_own_choice_changes_no_bit_of_a_pass():
     forest = collate(in_scope(states(), "tree"))
     with recorded(find_routers(model)) as recorder, worker.logprobs.context():
         again = worker.logprobs(forest).logprob
-        own = recorder.read().astype(np.int32)
+        own = recorder.take().astype(np.int32)
     with worker.logprobs.context():
         replayed = worker.logprobs(replace(forest, routed_experts=own)).logprob
         others = worker.logprobs(replace(forest, routed_experts=(own + 1) % 8)).logprob

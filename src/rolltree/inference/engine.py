@@ -53,6 +53,7 @@ class EngineOutput:
     `logprobs` are those of the distribution sampled from (at temperature 0, of temperature 1),
     `raw_logprobs` those of the model's own softmax, where the engine has them. `stop` is the stop
     string, or the id in `stop_token_ids`, that ended it; None when an end token or the length did.
+    `routed_experts` are those of `ModelResponse`, where the engine records them.
     """
 
     completion_ids: IntArray
@@ -64,6 +65,7 @@ class EngineOutput:
     num_cached_tokens: int  # of the prompt, found in the prefix cache
     wait_s: float  # before it was admitted, and while the engine was paused
     raw_logprobs: FloatArray | None = None
+    routed_experts: Any = None
 
 
 class SampledToken(NamedTuple):

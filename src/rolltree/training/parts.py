@@ -61,6 +61,12 @@ def build_parts(
         ConfigError: the model, its adapters or the engine's settings cannot be used, or vLLM is not
             installed.
     """
+    recorded = config.engine.record_experts or config.engine.kind == "servers"
+    if config.train.replay_experts and not recorded:
+        raise ConfigError(
+            "train.replay_experts is true and engine.record_experts is not, so there would be "
+            "nothing to replay. Set engine.record_experts = true too."
+        )
     if model is None:
         model, tokenizer = load_trained(config, ranks)
     served = model
@@ -83,6 +89,7 @@ def _options(config: TrainConfig) -> dict[str, Any]:
         "kv_budget_bytes": section.kv_budget_bytes,
         "prefill_chunk": section.prefill_chunk,
         "seed": config.run.seed,
+        "record_experts": section.record_experts,
     }
 
 

@@ -152,7 +152,7 @@ class Replay:
         ids = probe_ids(self._model)
         with recorded(self._routers) as recorder:
             plain = hidden(None)
-            own = recorder.read().astype(np.int64)
+            own = recorder.take().astype(np.int64)
         num_experts = np.ones(self._routers.num_layers, np.int64)
         for layer, router in self._by_layer.items():
             num_experts[layer] = router.num_experts

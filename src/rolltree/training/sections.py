@@ -91,6 +91,8 @@ class EngineSection(Section, frozen=True):
       sequences; `vllm`: 1 GiB). `prefill_chunk`: most prompt tokens in one forward pass.
     - `batch_invariant`: the embedded engine gives a request the same bits in any batch, so a run
       that was killed and continued equals one that was not, bit for bit.
+    - `record_experts`: the engine in this process keeps which experts of a mixture every token went
+      to, for `train.replay_experts`. (Servers do it if they were started so.)
     - `max_concurrent`: rollouts in flight. `time_limit_s`: time limit of a rollout, without waiting
       for the server; `deadline_s`: in all. `retries`: how often a rollout is repeated that a
       server or a sandbox failed.
@@ -111,6 +113,7 @@ class EngineSection(Section, frozen=True):
     kv_budget_bytes: int | None = None
     prefill_chunk: AtLeast1 = 2048
     batch_invariant: bool = False
+    record_experts: bool = False
     max_concurrent: AtLeast1 = 64
     time_limit_s: float | None = None
     deadline_s: float | None = None
@@ -129,6 +132,12 @@ class EngineSection(Section, frozen=True):
                 "(`rolltree serve --batch-invariant`), and leave it out here."
             )
         ignored = ("max_batch", "max_context", "kv_budget_bytes", "prefill_chunk")
+        if self.kind == "servers" and self.record_experts:
+            raise ConfigError(
+                "engine.record_experts is set, and servers record routed experts only if they were "
+                "started so. Start them with it (`vllm serve --enable-return-routed-experts`, "
+                "`rolltree serve --record-experts`), and leave it out here."
+            )
         others = (
             *("served_model", "api_key_env", "admin_key_env", "away_limit_s"),
             *("reload_method", "publish", "transfer_address"),

@@ -62,6 +62,7 @@ class LocalClient(TokenClient):
             "versions": output.versions,
             "text": self.renderer.answer_text(ids, request.sampling) if stopped else None,
             "wait_s": output.wait_s,
+            "routed_experts": output.routed_experts,
             "info": {"num_cached_tokens": output.num_cached_tokens},
         }
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from rolltree.errors import ModelError
 from rolltree.inference.engine import EngineOutput, EngineRequest, EngineStats, SampledToken
+from rolltree.inference.local.recording import ExpertTable
 from rolltree.inference.local.rows import RowRunner
 from rolltree.inference.local.runner import ModelRunner
 from rolltree.inference.local.sampling import Adjusted, Processors, sample
@@ -65,11 +66,12 @@ class Decoder:
         is_end: NDArray[np.bool_],
         decode_text: Callable[[list[int]], str] | None,
         counts: EngineStats | None = None,
+        experts: ExpertTable | None = None,
     ) -> None:
         self.runner, self.slots = runner, slots
         self.max_batch, self.prefill_chunk = max_batch, prefill_chunk
         self.decode_text = decode_text
-        self.is_end = is_end
+        self.is_end, self.experts = is_end, experts
         self.waiting: deque[LocalRequest] = deque()
         self.counts = counts or EngineStats()
 
@@ -214,7 +216,8 @@ class Decoder:
         self, row: int, request: LocalRequest, reason: FinishReason, stop: str | int | None
     ) -> None:
         slots = self.slots
-        span = slice(len(request.prompt), int(slots.length[row]))
+        length = int(slots.length[row])
+        span = slice(len(request.prompt), length)
         output = EngineOutput(
             completion_ids=slots.ids[row, span].copy(),
             logprobs=slots.logprobs[row, span].copy(),
@@ -225,6 +228,7 @@ class Decoder:
             num_prompt_tokens=len(request.prompt),
             num_cached_tokens=request.num_cached,
             wait_s=request.wait_s,
+            routed_experts=None if self.experts is None else self.experts.read(row, length - 1),
         )
         slots.release(row)
         request.settle(output)

@@ -15,6 +15,7 @@ from rolltree.errors import ConfigError, UnsupportedSetting
 from rolltree.inference.engine import DEFAULT_MAX_CONTEXT, EngineThread
 from rolltree.inference.local.decoder import Decoder, LocalRequest
 from rolltree.inference.local.probe import check_invariance, choose_route, steady_positions
+from rolltree.inference.local.recording import ExpertTable
 from rolltree.inference.local.sampling import PROCESSED, make_processors
 from rolltree.inference.local.slots import SlotTable
 from rolltree.types import IntArray, SamplingParams
@@ -41,12 +42,15 @@ class LocalEngine(EngineThread[LocalRequest]):
         batch_invariant: the same request gives the same ids and bit-equal logprobs whatever else
             is in the batch or in the prefix cache (and pays for it, see docs/engine.md).
 
+        record_experts: keep which experts of a mixture each token goes to, for a trainer that
+            replays them.
+
     The other arguments are `EngineThread`'s.
 
     Raises:
         ConfigError: the budget does not hold `max_batch` slots, or a number is out of range.
         UnsupportedSetting: the model's cache is not plain keys and values, or the device's products
-            depend on the batch and it must not matter.
+            depend on the batch and it must not matter, or there are no experts to record.
     """
 
     label = "the embedded engine"
@@ -65,6 +69,7 @@ class LocalEngine(EngineThread[LocalRequest]):
         prefill_chunk: int | None = None,
         pack_weights: bool = False,
         batch_invariant: bool = False,
+        record_experts: bool = False,
         version: int = 0,
         seed: int = 0,
     ) -> None:
@@ -115,6 +120,7 @@ class LocalEngine(EngineThread[LocalRequest]):
         self._device = model.device
         capacity = self.max_context
         runner = route.runner(model, num_slots, capacity, packed=packed, invariant=batch_invariant)
+        experts = ExpertTable(model, runner, num_slots, capacity) if record_experts else None
         self.route = route
         self._decoder = Decoder(
             runner,
@@ -124,6 +130,7 @@ class LocalEngine(EngineThread[LocalRequest]):
             is_end=is_end,
             decode_text=decode_text,
             counts=self._counts,
+            experts=experts,
         )
         self._outdated = False
         self._start("rolltree-engine")

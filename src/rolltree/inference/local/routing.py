@@ -238,15 +238,11 @@ def replaced_forward(module: Any, forward: Callable[..., Any]) -> Callable[[], N
 
 
 class Recorder:
-    """Notes which experts the routers of one model choose, until it is removed.
-
-    `read` returns what the last pass chose, uint8 or uint16 `[_T, layers, top_k]` (0 in layers
-    without a router).
-    """
+    """Notes which experts the routers of one model choose, until it is removed."""
 
     def __init__(self, routers: Routers) -> None:
         self.routers = routers
-        self._chosen: dict[int, Tensor] = {}
+        self._chosen: dict[int, list[Tensor]] = {router.layer: [] for router in routers.each}
         self._undo = [
             replaced_forward(router.module, self._watching(router, router.module.forward))
             for router in routers.each
@@ -257,7 +253,7 @@ class Recorder:
             with Watched(router) as watch:
                 out = forward(*args, **kwargs)
             assert watch.chosen is not None
-            self._chosen[router.layer] = watch.chosen
+            self._chosen[router.layer].append(watch.chosen)
             return out
 
         return watched
@@ -267,13 +263,22 @@ class Recorder:
         for undo in self._undo:
             undo()
 
-    def read(self) -> NDArray[Any]:
-        """Return what the last forward pass chose."""
-        first = self._chosen[self.routers.each[0].layer]
-        shape = (len(first), self.routers.num_layers, self.routers.top_k)
+    def clear(self) -> None:
+        """Forget what was chosen so far."""
+        for passes in self._chosen.values():
+            passes.clear()
+
+    def take(self) -> NDArray[Any]:
+        """Return what they chose since `clear`, uint8 or uint16 `[_T, layers, top_k]`.
+
+        It is 0 in layers without a router.
+        """
+        layers = list(self._chosen)
+        chosen = torch.stack([torch.cat(self._chosen[layer]) for layer in layers], dim=1)
+        self.clear()
+        shape = (len(chosen), self.routers.num_layers, self.routers.top_k)
         found = np.zeros(shape, self.routers.dtype)
-        for layer, chosen in self._chosen.items():
-            found[:, layer] = chosen.cpu().numpy()
+        found[:, layers] = chosen.cpu().numpy()
         return found
 
 

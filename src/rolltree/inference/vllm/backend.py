@@ -21,7 +21,11 @@ Weights = Iterable[tuple[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step added to one request, and whether that is done."""
+    """What one step added to one request, and whether that is done.
+
+    The last one has the request's `routed_experts`, `[tokens, layers, top_k]` of all its tokens but
+    the last, where vLLM records them.
+    """
 
     request_id: str
     ids: Sequence[int]
@@ -30,6 +34,7 @@ class StepOutput:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     num_cached: int = 0
+    routed_experts: Any = None
 
 
 class Backend(Protocol):
@@ -180,6 +185,7 @@ def _step_output(output: Any) -> StepOutput:
         finish_reason=completion.finish_reason,
         stop_reason=completion.stop_reason,
         num_cached=output.num_cached_tokens or 0,
+        routed_experts=getattr(completion, "routed_experts", None),
     )
 
 

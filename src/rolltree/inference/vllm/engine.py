@@ -39,6 +39,7 @@ class VllmRequest(EngineRequest):
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routed_experts: Any = None
 
     def extend(self, added: StepOutput, version: int) -> None:
         """Take what one step added, and tell of every token but an answer's last."""
@@ -46,6 +47,7 @@ class VllmRequest(EngineRequest):
         self.logprobs.extend(added.logprobs)
         self.versions.extend([version] * len(added.ids))
         self.num_cached = max(self.num_cached, added.num_cached)
+        self.routed_experts = added.routed_experts
         if self.on_token is not None:
             told = len(added.ids) - added.finished
             for token, logprob in list(zip(added.ids, added.logprobs, strict=True))[:told]:
@@ -67,6 +69,7 @@ class VllmRequest(EngineRequest):
             num_prompt_tokens=len(self.prompt),
             num_cached_tokens=self.num_cached,
             wait_s=self.wait_s,
+            routed_experts=self.routed_experts,
         )
 
 
@@ -271,6 +274,7 @@ def vllm_client(
     prefill_chunk: int | None = None,
     version: int = 0,
     seed: int = 0,
+    record_experts: bool = False,
     **options: Any,
 ) -> LocalClient:
     """Return a client over a new vLLM engine that samples with `model`'s weights.
@@ -278,12 +282,15 @@ def vllm_client(
     vLLM reads `folder` (the model's config, tokenizer and first weights) and takes over the current
     weights of `model` at every `client.engine.publish(version)`; they are in memory twice. None is
     2,048 tokens for `max_context`, or the model's own limit if that is less, and 1 GiB for
-    `kv_budget_bytes`. `options` go to `VllmBackend`. Closing the client closes the engine.
+    `kv_budget_bytes`. `record_experts`: which experts of a mixture each token goes to (vLLM 0.32
+    needs a GPU for it). `options` go to `VllmBackend`. Closing the client closes the engine.
 
     Raises:
         ConfigError: vLLM is not installed, or cannot serve the model as asked.
     """
     ends = configured_end_ids(model)
+    if record_experts:
+        options["enable_return_routed_experts"] = True
     renderer = renderer or ChatRenderer(tokenizer, end_ids=ends)
     own_limit = getattr(model.config, "max_position_embeddings", None) or DEFAULT_MAX_CONTEXT
     context = max_context or min(own_limit, DEFAULT_MAX_CONTEXT)
