@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rolltree.inference.local.attention import AttentionPlan
+from rolltree.inference.local.plan import AttentionPlan
 from rolltree.inference.local.routing import Recorder, Routers, find_routers
 from rolltree.inference.local.rows import RowRunner
 from rolltree.inference.local.runner import ModelRunner
