@@ -42,6 +42,7 @@ def client(folder, model, loaded):
         max_batch=8,
         max_context=1024,
         kv_budget_bytes=2**28,
+        prefill_chunk=128,
     )
     # vLLM seeds the process and takes its threads; the trainer must not notice.
     assert torch.equal(torch.get_rng_state(), state)
@@ -90,6 +91,15 @@ async def test_seeds_repeat_whatever_else_is_in_the_batch(client):
     others = [client.chat(STORY, sampling=SamplingParams(max_tokens=10)) for _ in range(3)]
     again, *_ = await asyncio.gather(client.chat(HELLO, sampling=sampling), *others)
     assert again.completion_ids.tolist() == alone.completion_ids.tolist()
+
+
+async def test_prompts_longer_than_a_chunk(client, loaded):
+    """On a CPU vLLM dies of a request with a seed whose prompt it cuts."""
+    prompts = [np.arange(100, 700, dtype=np.int32) + n for n in range(3)]
+    sampling = SamplingParams(temperature=1.0, seed=7, max_tokens=4)
+    requests = (client.generate(GenerateRequest(prompt, sampling)) for prompt in prompts)
+    for answer in await asyncio.gather(*requests):
+        assert off_by(loaded[0], answer) < 1e-4
 
 
 async def test_ends(client):

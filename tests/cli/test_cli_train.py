@@ -70,7 +70,7 @@ def invoke(*words):
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
-def test_train_report_and_going_on(config, tmp_path):
+def test_train_report_and_going_on(config, tmp_path, monkeypatch):
     result = invoke("train", config, "optim.lr=1e-4", "--transcripts", 1)
     assert result.exit_code == 0, result.output
     assert "held out, eval_before (step 0)" in result.stderr
@@ -89,8 +89,10 @@ def test_train_report_and_going_on(config, tmp_path):
         assert run.num_rollouts(status="error") == 0
         assert max(step.metrics["mismatch/abs_mean"] for step in run.steps()) < 1e-4
 
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     again = invoke("train", config, "optim.lr=1e-4", "train.num_steps=4", "--transcripts", 0)
     assert again.exit_code == 0, again.output
+    assert "curve  matplotlib is not installed" in again.stdout
     assert "continued at step 4" in again.stderr
     assert "step 3/4" not in again.stderr
     with Run.open(tmp_path / "run", mode="r") as run:

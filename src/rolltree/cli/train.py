@@ -69,6 +69,7 @@ def fork_run(
 
 def _train(config: TrainConfig, words: Sequence[str], transcripts: int) -> None:
     """Train, and print the report; `words` are the command."""
+    from rolltree.errors import ConfigError
     from rolltree.launch import train
     from rolltree.reports import (
         SafeConsole,
@@ -91,7 +92,11 @@ def _train(config: TrainConfig, words: Sequence[str], transcripts: int) -> None:
     with report.run as run:
         for part in training_report(run, num_transcripts=transcripts):
             out.print(part)
-        curve = save_reward_curve(run)
+        curve: object
+        try:
+            curve = save_reward_curve(run)
+        except ConfigError as error:  # no matplotlib, and the run is done
+            curve = error
         say(out, f"run    {run.path}")
         if curve is not None:
             say(out, f"curve  {curve}")
