@@ -242,9 +242,9 @@ def steady_positions(model: Any) -> int | None:
     found = getattr(config, "rope_parameters", None) or {}
     limits = []
     for rope in (found, *(part for part in found.values() if isinstance(part, dict))):
-        original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
         if rope.get("rope_type") in MOVING_ROPE:
-            limits.append(int(original))
+            original = rope.get("original_max_position_embeddings")
+            limits.append(int(original or config.max_position_embeddings))
     return min(limits, default=None)
 
 
