@@ -299,3 +299,11 @@ async def test_training_against_a_server(url, folder, tmp_path, way):
     report = await train_two_steps(folder, tmp_path / "run", engine, ahead=1, after=check)
     assert len(report.metrics) == 2
     assert all(step["publish/probe_error"] < 1e-3 for step in report.metrics)
+
+
+async def test_a_reload_that_leaves_the_output_layer_as_it_was_stops_the_run(url, folder, tmp_path):
+    """vLLM's own reload on a CPU, at a learning rate of 1e-5."""
+    engine = {"kind": "servers", "urls": [f"{url}/v1"], "served_model": "m"}
+    engine["reload_method"] = "reload_weights"
+    with pytest.raises(rt.TrainingError, match=r"version 1 .* it serves other weights"):
+        await train_two_steps(folder, tmp_path / "run", engine, ahead=0, optim={"lr": 1e-5})

@@ -13,13 +13,21 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rolltree.errors import ConfigError, TrainingError
 from rolltree.models import load_model
 from rolltree.training import (
+    Checkpoints,
+    Trainer,
     build_parts,
     export_model,
     load_train_config,
     open_run,
     run_training,
 )
-from rolltree.training.lora import add_adapter, check_copy, copy_weights, plain_tensors
+from rolltree.training.lora import (
+    adapters_off,
+    add_adapter,
+    check_copy,
+    copy_weights,
+    plain_tensors,
+)
 from rolltree.types import GenerateRequest, SamplingParams
 
 VOCAB = 99
@@ -108,6 +116,8 @@ def test_the_copy_and_the_export_compute_what_is_trained(kind, tmp_path):
         assert (wanted - before).abs().amax() > 0.05
         base = tmp_path / f"base-{number}"
         served.save_pretrained(base)
+        with adapters_off(model):
+            assert torch.allclose(logits(model), before, atol=FLOAT32, rtol=0)
         copy_weights(model, served)
         assert torch.allclose(logits(served), wanted, atol=FLOAT32, rtol=0)
         if number:
@@ -214,6 +224,13 @@ def test_after_a_run_the_exported_model_says_what_the_engine_says(kind, tmp_path
     moved = [t for n, t in parts.model.named_parameters() if ".experts." in n and ".lora_B." in n]
     assert moved
     assert all(tensor.abs().max() > 1e-3 for tensor in moved)
+    again = build_parts(config).model
+    store = Checkpoints(tmp_path / "run" / "checkpoints")
+    store.load(store.latest(), again, Trainer(again, config).optimizer)
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(again.parameters(), parts.model.parameters(), strict=True)
+    )
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()
     ids = torch.tensor([[*prompt.tolist(), *answer.completion_ids.tolist()]])
     with torch.no_grad():

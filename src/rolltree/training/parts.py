@@ -25,7 +25,13 @@ from rolltree.training.lora import check_copy
 from rolltree.training.publishing import WeightTarget
 from rolltree.training.rank0 import adapt, load_trained
 from rolltree.training.ranks import Ranks
-from rolltree.training.servers import Servers, ServerTarget, TrainedServer, TransferTarget
+from rolltree.training.servers import (
+    Servers,
+    ServerTarget,
+    TrainedServer,
+    TransferTarget,
+    check_names,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,7 @@ def _local(config: TrainConfig, model: Any, tokenizer: Any) -> tuple[Any, Weight
 
 
 def _vllm(config: TrainConfig, model: Any, tokenizer: Any) -> tuple[Any, WeightTarget]:
+    check_names(model, "engine.kind = 'servers' with engine.publish = 'disk'")
     folder = resolve_model(config.model.name)
     client = vllm_client(folder, model, tokenizer, **_options(config))
     return client, client.engine

@@ -100,6 +100,8 @@ class Publisher:
         ends = np.concatenate(
             [first + s.records.source for first, s in zip(firsts, samples, strict=True)]
         )
+        if not len(ends):
+            ends = np.arange(len(ids))
         ends = ends[np.linspace(0, len(ends) - 1, _NUM_PROMPTS).astype(np.int64)]
         self._prompts = ids[(ends[:, None] + np.arange(1 - _PROMPT_TOKENS, 1)) % len(ids)]
         self._before = self._score(self._prompts)

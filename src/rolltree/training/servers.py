@@ -423,12 +423,7 @@ class TransferTarget(Servers):
         address: str,
         away_limit_s: float = 1800.0,
     ) -> None:
-        if getattr(model, "_weight_conversions", None):
-            raise ConfigError(
-                f"the tensors of {type(model).__name__} were renamed or fused when its checkpoint "
-                "was read, so servers would not know what is sent. Use engine.publish = 'disk', "
-                "which writes them as they were."
-            )
+        check_names(model, "engine.publish = 'disk'")
         super().__init__(clients, away_limit_s=away_limit_s)
         device = next(model.parameters()).device
         on_gpu = device.type == "cuda"
@@ -450,6 +445,20 @@ class TransferTarget(Servers):
         """Close the connections to the servers."""
         await super().aclose()
         await self._transfer.aclose()
+
+
+def check_names(model: Any, way_out: str) -> None:
+    """Refuse a model whose tensors vLLM does not know by their names.
+
+    Raises:
+        ConfigError: naming the way out.
+    """
+    if getattr(model, "_weight_conversions", None):
+        raise ConfigError(
+            f"the tensors of {type(model).__name__} were renamed or fused when its checkpoint "
+            f"was read, so vLLM would not know what it is given. Use {way_out}, which writes them "
+            "as they were."
+        )
 
 
 def _retrieved(task: asyncio.Task[Any]) -> None:

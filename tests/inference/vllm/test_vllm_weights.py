@@ -1,11 +1,13 @@
 """The weights that are handed over, and what is said where vLLM is not installed."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from rolltree.errors import ConfigError
+from rolltree.errors import ConfigError, ServerError
+from rolltree.inference.publish import publish_weights
 from rolltree.inference.vllm import VllmBackend
 from rolltree.inference.vllm.engine import parameters_of
 
@@ -46,3 +48,36 @@ def test_the_config_names_the_engine():
     assert load_train_config({}).engine.kind == "local"
     with pytest.raises(ConfigError, match=r"engine\.kind"):
         load_train_config({"engine": {"kind": "sglang"}})
+
+
+class Unextended:
+    """vLLM 0.32.0 without the worker extension: `asked` is what it was asked, in order."""
+
+    root_url = "http://vllm"
+    version = 0
+
+    def __init__(self):
+        self.asked = []
+
+    @property
+    def server(self):
+        return self
+
+    async def post(self, path, body, decode, **options):
+        self.asked.append(path)
+        if path == "/collective_rpc":
+            raise ServerError(
+                "Call to collective_rpc method failed: Worker failed with error ''CPUWorker' "
+                f"object has no attribute '{body['method']}'', please check the stack trace",
+                status=500,
+                retryable=False,
+            )
+        return SimpleNamespace(value={"success": True})
+
+
+async def test_a_server_without_the_extension_is_told_how_to_start(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    server = Unextended()
+    with pytest.raises(ConfigError, match=r"reload_all_weights.*--worker-extension-cls rolltree"):
+        await publish_weights([server], tmp_path, 1)
+    assert server.asked == ["/pause?mode=keep", "/collective_rpc", "/resume"]
