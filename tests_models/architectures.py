@@ -279,6 +279,13 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 }
 """Architecture -> fields besides `SIZES`; a field that is `...` keeps the default."""
 
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+}
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, windowed": ("mistral", {"sliding_window": 8}),
     "mistral, full": ("mistral", {"sliding_window": None}),
@@ -286,21 +293,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, dynamic NTK": (
         "llama",
         {
-            "max_position_embeddings": 32,
+            "max_position_embeddings": 128,
             "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
         },
     ),
-    "llama, longrope": (
+    "llama, dynamic NTK, beyond": (
         "llama",
         {
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "factor": 4.0,
-                "short_factor": [1.0, 1.1, 1.2, 1.3],
-                "long_factor": [2.0, 3.0, 4.0, 5.0],
-                "original_max_position_embeddings": 48,
-            },
+            "max_position_embeddings": 48,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
         },
     ),
     "qwen3, three heads": (
@@ -311,14 +312,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "phi3",
         {
             "sliding_window": None,
+            "original_max_position_embeddings": 128,
+            "rope_parameters": {**_LONGROPE, "original_max_position_embeddings": 128},
+        },
+    ),
+    "phi3, longrope, beyond": (
+        "phi3",
+        {
+            "sliding_window": None,
             "original_max_position_embeddings": 48,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "short_factor": [1.0, 1.1, 1.2, 1.3],
-                "long_factor": [2.0, 3.0, 4.0, 5.0],
-                "original_max_position_embeddings": 48,
-            },
+            "rope_parameters": {**_LONGROPE, "original_max_position_embeddings": 48},
         },
     ),
     "gemma4_text, shared keys": (

@@ -31,7 +31,7 @@ from rolltree.training.rope_lengths import check_lengths, longest_exact
 from rolltree.training.routing import KEYWORD, Replay
 from rolltree.training.tree_attention import tree_attention, tree_layout
 from rolltree.training.tree_probe import probe_forest
-from rolltree.training.tree_support import check_tree_support, why_not_tree
+from rolltree.training.tree_support import check_row_support, check_tree_support, why_not_tree
 
 HiddenFn = Callable[[Any, Forest, torch.device, Tensor | None], Tensor]
 
@@ -139,9 +139,10 @@ def _tree_or_rows(model: Any, name: str, scope: str) -> str:
     if name == "tree" or scope == "tree":
         check_tree_support(model)
         return "tree"
-    if name == "rows":
-        return "rows"
-    return "rows" if why_not_tree(model) else "tree"
+    if name != "rows" and why_not_tree(model) is None:
+        return "tree"
+    check_row_support(model)
+    return "rows"
 
 
 class LogprobModel:

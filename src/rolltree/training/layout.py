@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,16 @@ class Pattern:
 
     window: int | None = None
     chunk: int | None = None
+
+    def __getitem__(self, index: Any) -> Pattern:
+        """Return itself: it stands for a mask, and models cut masks to queries that they keep.
+
+        Raises:
+            TokenError: for a part of the queries.
+        """
+        if any(part not in (slice(None), slice(0, None)) for part in index):
+            raise TokenError("the model drops queries inside its layers, and a tree needs them all")
+        return self
 
     def limit(self, depth: NDArray[np.int32]) -> LongArray | None:
         """Return the depth from which on no token sees a key of this `depth`, or None: no limit."""

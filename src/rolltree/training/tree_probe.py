@@ -49,6 +49,37 @@ def why_tree_differs(model: Any) -> str | None:
     return reason
 
 
+@torch.no_grad()
+def why_rows_differ(model: Any) -> str | None:
+    """Return why a row would not be trained as its calls, or None when it is.
+
+    A row goes on after a call's last token, so what a token gets may not depend on what follows it.
+    Where no copy can be made, the model itself is asked.
+    """
+    reason = None
+    for shorten in (first_layers, _whole, None):
+        try:
+            trial = model if shorten is None else trial_copy(shorten(model), max_context=0)
+            return _looks_ahead(trial)
+        except Exception as error:  # noqa: BLE001  (a model is a program; a part of it may fail)
+            reason = f"it fails on a short row with {error!r}"
+    return reason
+
+
+def _looks_ahead(trial: Any) -> str | None:
+    embedding = trial.get_input_embeddings().weight
+    ids = probe_forest(embedding.shape[0], (SHAPE[0] + 29, ())).ids
+    row = torch.from_numpy(ids).long().to(embedding.device)[None]
+    body = body_of(trial)
+    whole = body(input_ids=row, use_cache=False).last_hidden_state[0]
+    for count in (len(ids) - 1, SHAPE[0], 8):
+        part = body(input_ids=row[:, :count], use_cache=False).last_hidden_state[0]
+        difference = _apart(whole[:count], part)
+        if not difference <= TOLERANCE:
+            return f"what its tokens get changes with what follows them, by {difference:.2g}"
+    return None
+
+
 def probe_forest(vocabulary: int, shape: Shape) -> Forest:
     """Return a tree of that shape over arbitrary tokens, with one record at its end."""
     positions: list[int] = []

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from rolltree.errors import TrainingError
-from rolltree.training.tree_probe import why_tree_differs
+from rolltree.training.tree_probe import why_rows_differ, why_tree_differs
 from rolltree.training.tree_recurrence import RECURRENT_TYPES, unknown_recurrence
 
 Check: TypeAlias = Callable[[Any], str | None]
@@ -66,6 +66,19 @@ def why_not_tree(model: Any) -> str | None:
     if not model._can_set_attn_implementation():
         return "its attention does not go through transformers' attention interface"
     return why_tree_differs(model)
+
+
+def check_row_support(model: Any) -> None:
+    """Refuse a model of which even rows are not exact.
+
+    Raises:
+        TrainingError: with the reason.
+    """
+    if reason := why_rows_differ(model):
+        raise TrainingError(
+            f"{type(model).__name__} cannot be trained: {reason}. The logprobs of the trainer "
+            "would not be those that tokens were sampled with. Use a causal language model."
+        )
 
 
 def check_tree_support(model: Any) -> None:
