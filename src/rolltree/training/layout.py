@@ -49,10 +49,10 @@ class Pattern:
         """Return itself: it stands for a mask, and models cut masks to queries that they keep.
 
         Raises:
-            TokenError: for a part of the queries.
+            TypeError: for a part of the queries.
         """
         if any(part not in (slice(None), slice(0, None)) for part in index):
-            raise TokenError("the model drops queries inside its layers, and a tree needs them all")
+            raise TypeError("the model drops queries inside its layers, and a tree needs them all")
         return self
 
     def limit(self, depth: NDArray[np.int32]) -> LongArray | None:

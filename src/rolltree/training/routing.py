@@ -27,7 +27,6 @@ from rolltree.inference.local.routing import (
     recorded,
     replaced_forward,
 )
-from rolltree.training.head import body_of
 from rolltree.training.layout import Forest
 
 KEYWORD = "routed_experts"

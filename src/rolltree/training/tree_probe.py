@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from contextlib import suppress
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -20,6 +21,7 @@ from rolltree.errors import TrainingError
 from rolltree.inference.local.body import body_of
 from rolltree.inference.local.shell import trial_copy
 from rolltree.training.layout import Forest, collate
+from rolltree.training.rope_lengths import longest_exact
 from rolltree.training.tree_attention import tree_attention, tree_layout
 from rolltree.types import IntArray, Records, Sample
 
@@ -54,25 +56,24 @@ def why_rows_differ(model: Any) -> str | None:
     """Return why a row would not be trained as its calls, or None when it is.
 
     A row goes on after a call's last token, so what a token gets may not depend on what follows it.
-    Where no copy can be made, the model itself is asked.
+    A model of which no copy runs is asked itself; one that does not run fails when it is trained.
     """
-    reason = None
     for shorten in (first_layers, _whole, None):
-        try:
-            trial = model if shorten is None else trial_copy(shorten(model), max_context=0)
-            return _looks_ahead(trial)
-        except Exception as error:  # noqa: BLE001  (a model is a program; a part of it may fail)
-            reason = f"it fails on a short row with {error!r}"
-    return reason
+        with suppress(Exception):  # a model is a program, and a part of it may fail
+            return _looks_ahead(
+                model if shorten is None else trial_copy(shorten(model), max_context=0)
+            )
+    return None
 
 
 def _looks_ahead(trial: Any) -> str | None:
     embedding = trial.get_input_embeddings().weight
-    ids = probe_forest(embedding.shape[0], (SHAPE[0] + 29, ())).ids
+    limit, _ = longest_exact(trial) or (sys.maxsize, "")  # longer rows are refused one by one
+    ids = probe_forest(embedding.shape[0], (min(66, limit), ())).ids
     row = torch.from_numpy(ids).long().to(embedding.device)[None]
     body = body_of(trial)
     whole = body(input_ids=row, use_cache=False).last_hidden_state[0]
-    for count in (len(ids) - 1, SHAPE[0], 8):
+    for count in (len(ids) - 1, len(ids) // 2, 8):
         part = body(input_ids=row[:, :count], use_cache=False).last_hidden_state[0]
         difference = _apart(whole[:count], part)
         if not difference <= TOLERANCE:
