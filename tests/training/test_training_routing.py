@@ -5,13 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from loop_kit import make_config, start
 from mixtures import given_experts, mixture, routed_states
 from training_kit import check_no_worse, difference, gradient_of, states, tiny_model, trainer
 
-from rolltree.errors import TokenError, TrainingError
+from bench_kit import load
+from rolltree.errors import ConfigError, TokenError, TrainingError
 from rolltree.inference.local.routing import find_routers, recorded
+from rolltree.models.made import byte_tokenizer
 from rolltree.samples import build_samples
 from rolltree.tokens import ROUTED_EXPERTS
+from rolltree.training import build_parts
 from rolltree.training.layout import collate
 
 KINDS = ("qwen3_moe", "deepseek_v2", "deepseek_v3")
@@ -192,3 +196,42 @@ def test_replaying_its_own_choice_changes_no_bit_of_a_pass():
         others = worker.logprobs(replace(forest, routed_experts=(own + 1) % 8)).logprob
     assert torch.equal(again, replayed)
     assert not torch.allclose(again, others, atol=1e-3)
+
+
+def test_a_run_records_stores_and_replays(tmp_path):
+    config = make_config(
+        tmp_path,
+        tmp_path / "run",
+        engine={"record_experts": True},
+        train={"num_steps": 2, "replay_experts": True},
+    )
+    tokenizer = byte_tokenizer()
+    model = mixture(vocab_size=len(tokenizer), norm_topk_prob=False)
+    report = start(config, parts=build_parts(config, model=model, tokenizer=tokenizer))
+    for step in report.metrics:
+        assert 0.7 < step["routing/replayed_share"] < 1  # not the last token of each rollout
+        assert step["mismatch/abs_mean"] < 1e-4
+
+
+def test_a_run_that_would_have_nothing_to_replay_does_not_start(tmp_path):
+    config = make_config(tmp_path, tmp_path / "run", train={"replay_experts": True})
+    with pytest.raises(ConfigError, match=r"Set engine\.record_experts = true"):
+        build_parts(config)
+    with pytest.raises(ConfigError, match="enable-return-routed-experts"):
+        make_config(
+            tmp_path,
+            tmp_path / "run",
+            engine={
+                "kind": "servers",
+                "urls": ["http://x"],
+                "max_batch": 64,
+                "max_context": None,
+                "record_experts": True,
+            },
+        )
+
+
+def test_with_a_perturbed_router_trainer_and_engine_agree_better():
+    row = load("routing_replay").measure("deepseek_v3", "router +-3 %", 4)
+    assert row["other_experts"] > 0.005
+    assert row["replayed"]["mean"] < 0.5 * row["own"]["mean"]
