@@ -23,7 +23,7 @@ FLAGS = {
         "model", "--host", "--port", "--allow-remote", "--api-key-env", "--served-model-name",
         "--admin-key-env",
         "--batch-invariant", "--dtype", "--device", "--max-batch", "--max-context",
-        "--logprobs-mode", "--seed", "--num-threads", "--read-timeout",
+        "--logprobs-mode", "--record-experts", "--seed", "--num-threads", "--read-timeout",
         "--control-in-messages",
     },
     "runs": {"root"},

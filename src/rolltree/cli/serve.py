@@ -46,6 +46,9 @@ MODES: dict[str, ServedLogprobs] = {"processed_logprobs": "processed", "raw_logp
     is_flag=True,
     help="Bitwise equal results in any batch; slower (docs/engine.md).",
 )
+@click.option(
+    "--record-experts", is_flag=True, help="Return which experts of a mixture each token went to."
+)
 @click.option("--seed", default=0, help="Seed of requests without one.")
 @click.option(
     "--control-in-messages",
@@ -73,6 +76,7 @@ def serve_model(
     max_context: int | None,
     logprobs_mode: str,
     batch_invariant: bool,
+    record_experts: bool,
     seed: int,
     control_in_messages: bool,
     read_timeout: float,
@@ -107,6 +111,7 @@ def serve_model(
         max_context=max_context,
         pack_weights=True,
         batch_invariant=batch_invariant,
+        record_experts=record_experts,
         seed=seed,
     )
     served = ServedModel(

@@ -21,6 +21,7 @@ from rolltree.inference.message_session import MessageSession, ask_for_tokens
 from rolltree.inference.parse import (
     extract_finish_reason,
     extract_message,
+    extract_routing,
     extract_tokens,
     extract_versions,
     finished,
@@ -278,6 +279,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
             reason,
             temperature=temperature,
             versions=extract_versions(response, len(ids), version),
+            routed_experts=extract_routing(response, len(prompt.ids) + len(ids)),
             **fields,
         )
 

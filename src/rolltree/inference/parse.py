@@ -18,8 +18,10 @@ from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from rolltree.errors import BadResponse, TokenError
+from rolltree.inference.routed_experts import decode_routing
 from rolltree.inference.wire import Decode, Response, TokenLogprob
 from rolltree.tokens.buffers import as_ids, checked_logprobs
 from rolltree.types import (
@@ -253,7 +255,7 @@ def response_fields(
         )
     num_prompt, num_completion = extract_usage(response)
     prompt_ids, completion_ids, logprobs = tokens or (None, None, None)
-    versions = None
+    versions = routing = None
     if prompt_ids is not None and completion_ids is not None:
         is_a_servers = isinstance(response, Response) or _is_openai(response)  # and no mock
         if is_a_servers and num_prompt not in (0, len(prompt_ids)):
@@ -264,6 +266,7 @@ def response_fields(
             )
         num_prompt, num_completion = len(prompt_ids), len(completion_ids)
         versions = extract_versions(response, num_completion, version)
+        routing = extract_routing(response, num_prompt + num_completion)
     return {
         "message": message,
         "text": text,
@@ -272,6 +275,7 @@ def response_fields(
         "completion_ids": completion_ids,
         "logprobs": logprobs,
         "versions": versions,
+        "routed_experts": routing,
         "num_prompt_tokens": num_prompt,
         "num_completion_tokens": num_completion,
         **response_head(response),
@@ -318,6 +322,11 @@ def extract_versions(response: object, num_tokens: int, otherwise: int) -> IntAr
             "staleness would be counted wrongly. Check the server."
         )
     return versions
+
+
+def extract_routing(response: object, path_len: int) -> NDArray[Any] | None:
+    """Return the routed experts of a call of `path_len` tokens; raises as `decode_routing`."""
+    return decode_routing(read(first_choice(response), "routed_experts"), path_len)
 
 
 def version_named(label: object, otherwise: int) -> int:

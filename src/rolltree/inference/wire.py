@@ -8,7 +8,7 @@ decodes the rest.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -74,6 +74,7 @@ class Choice(msgspec.Struct):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     weight_versions: list[Span] | None = None
+    routed_experts: Any = None
 
 
 class Usage(msgspec.Struct):

@@ -7,7 +7,12 @@ the dict view between them. numpy only.
 from rolltree.tokens.arena import ROOT, CallTable, Place, TokenArena
 from rolltree.tokens.breaks import Break, BreakCause, Decoder, explain_break
 from rolltree.tokens.buffers import checked_logprobs, readable_floats
-from rolltree.tokens.routing import ROUTED_EXPERTS, recorded_routing, routing_streams
+from rolltree.tokens.routing import (
+    ROUTED_EXPERTS,
+    checked_routing,
+    recorded_routing,
+    routing_streams,
+)
 from rolltree.tokens.step import RecordedStep, StepTokens, mask_list, peek
 from rolltree.tokens.streams import PlacedStream, TokenStream
 from rolltree.tokens.trajectory import Trajectory, insert_step
@@ -29,6 +34,7 @@ __all__ = [
     "TokenTree",
     "Trajectory",
     "checked_logprobs",
+    "checked_routing",
     "explain_break",
     "insert_step",
     "mask_list",

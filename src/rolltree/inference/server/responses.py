@@ -24,6 +24,7 @@ import numpy as np
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.completion import REASONING_TAGS, cut_at_stop
 from rolltree.inference.engine import EngineOutput, SampledToken
+from rolltree.inference.routed_experts import encode_routing
 from rolltree.inference.server.model_server import ServedModel, choice_seeds
 from rolltree.inference.server.requests import ParsedRequest, error_body
 from rolltree.types import (
@@ -80,8 +81,9 @@ class Responses:
     def ending(self, output: EngineOutput) -> dict[str, Any]:
         """Return what is known of a choice when it ends."""
         fields = {"finish_reason": output.finish_reason.value, "stop_reason": output.stop}
-        versions = {"weight_versions": spans(output.versions)} if self.request.token_ids else {}
-        return fields | versions
+        if not self.request.token_ids:
+            return fields
+        return fields | {"weight_versions": spans(output.versions)} | routing(output)
 
     def tokens(self, ids: IntArray, values: FloatArray) -> dict[str, Any]:
         """Return the fields for sampled tokens that were asked for, int32 and float32 `[_T]`."""
@@ -141,6 +143,7 @@ def ids_answer(
             "token_ids": output.completion_ids.tolist(),
             "logprobs": None,
             "weight_versions": spans(output.versions),
+            **routing(output),
         }
         if logprobs:
             pairs = zip(choice["token_ids"], served.logprobs_of(output).tolist(), strict=True)
@@ -155,6 +158,12 @@ def ids_answer(
         "usage": usage([prompt], outputs),
     }
     return answer | {"prompt_token_ids": prompt.tolist()} if prompt_ids else answer
+
+
+def routing(output: EngineOutput) -> dict[str, str]:
+    """Return vLLM's field for the experts of a mixture, where the engine recorded them."""
+    found = output.routed_experts
+    return {} if found is None else {"routed_experts": encode_routing(found)}
 
 
 def spans(versions: IntArray) -> list[dict[str, Any]]:
