@@ -1,6 +1,6 @@
 """LoRA on a mixture of SmolLM2's size: the exported model against the engine that sampled.
 
-    python benchmarks/mixture_lora.py [--steps 3] [--kind qwen3_moe]
+    python benchmarks/mixture_lora.py [--steps 3] [--kind qwen3_moe] [--check] [--json]
 
 A model of random weights with SmolLM2's tokenizer trains adapters on its attention and experts with
 the embedded engine on the CPU. Then the engine samples once more, and plain transformers reads the
@@ -9,8 +9,8 @@ exported model and computes the same logprobs.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from verdict import Bar, conclude, make_parser
 
 import rolltree as rt
 from rolltree.models import load_model
@@ -75,7 +76,7 @@ def make(kind: str, folder: Path) -> int:
     return int(model.num_parameters())
 
 
-async def measure(kind: str, steps: int, folder: Path) -> None:
+async def measure(kind: str, steps: int, folder: Path) -> dict[str, Any]:
     """Train, export, and compare."""
     size = make(kind, folder / "model")
     config = load_train_config(
@@ -112,23 +113,36 @@ async def measure(kind: str, steps: int, folder: Path) -> None:
     finally:
         await parts.aclose()
     trained = sum(p.numel() for p in parts.model.parameters() if p.requires_grad)
-    print(f"{kind}: {size / 1e6:.0f}M parameters, adapters of {trained / 1e6:.1f}M")
-    for step in report.metrics:
-        print(
-            f"  step {step['policy/version']:.0f}: mismatch {step['mismatch/abs_mean']:.1e}, "
-            f"probe {step['publish/probe_error']:.1e} of a step of {step['publish/probe_step']:.1e}"
-        )
     exported, first = (
         AutoModelForCausalLM.from_pretrained(path).eval()
         for path in (folder / "run" / "model", folder / "model")
     )
-    for name, model in (("exported", exported), ("untrained", first)):
-        found = [away(model, prompt, a) for prompt, a in zip(prompts, answers, strict=True)]
-        each = np.concatenate(found)
-        print(
-            f"  {name} model to engine, over {len(each)} sampled tokens: "
-            f"{each.mean():.1e} on average, {each.max():.1e} at most"
+    found = {
+        name: np.concatenate(
+            [away(model, prompt, each) for prompt, each in zip(prompts, answers, strict=True)]
         )
+        for name, model in (("exported", exported), ("untrained", first))
+    }
+    return {
+        "kind": kind,
+        "parameters": size,
+        "trained": trained,
+        "steps": [
+            {name: step[name] for name in ("mismatch/abs_mean", "publish/probe_error")}
+            for step in report.metrics
+        ],
+        **{name: {"mean": float(d.mean()), "max": float(d.max())} for name, d in found.items()},
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    size, trained = result["parameters"] / 1e6, result["trained"] / 1e6
+    print(f"{result['kind']}: {size:.0f}M parameters, adapters of {trained:.1f}M")
+    for number, step in enumerate(result["steps"], 1):
+        print(f"  step {number}: ", "  ".join(f"{k} {v:.1e}" for k, v in step.items()))
+    for name in ("exported", "untrained"):
+        mean, most = result[name]["mean"], result[name]["max"]
+        print(f"  {name} model to engine: {mean:.1e} on average, {most:.1e} at most")
 
 
 @torch.no_grad()
@@ -140,10 +154,17 @@ def away(model: Any, prompt: Any, answer: Any) -> Any:
     return np.abs(own - answer.logprobs)
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+def main() -> int:
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--kind", choices=sorted(KINDS), default="qwen3_moe")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        asyncio.run(measure(options.kind, options.steps, Path(place)))
+        result = asyncio.run(measure(options.kind, options.steps, Path(place)))
+    what = "largest difference of logprobs, exported model to engine"
+    bar = Bar.at_most(what, result["exported"]["max"], 1e-5)
+    return conclude(options, [bar], result, lambda: show(result))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

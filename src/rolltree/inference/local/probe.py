@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rolltree.errors import UnsupportedSetting
 from rolltree.inference.local.rows import RowMode, RowRunner, state_bytes
 from rolltree.inference.local.runner import ModelRunner
 from rolltree.inference.local.shell import MOVING_ROPE, SHORT, shell_of, trial_copy
-from rolltree.inference.local.slots import KvShape, LayerShape
+from rolltree.inference.local.slots import DummyLayer, KvShape, LayerShape
 from rolltree.types import IntArray
 
 _EXACT, _ROUNDED = 1e-4, 0.1  # largest relative difference of logits in fp32 and in fewer bits

@@ -18,13 +18,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from rolltree.inference.local.plan import AttentionPlan
 from rolltree.types import FloatArray, IntArray
 
 if TYPE_CHECKING:
     from rolltree.inference.local.decoder import LocalRequest
+
+try:
+    from transformers.cache_utils import DummyLayer as DummyLayer
+except ImportError:  # before transformers 5.20, as in vLLM's environment: no cache has one there
+
+    class DummyLayer:  # type: ignore[no-redef]
+        """A layer without keys and values."""
+
+        supports_early_init, is_initialized, is_compileable, is_croppable = False, True, True, True
+        keys = values = None
 
 
 class SlotTable:
