@@ -83,6 +83,14 @@ async def test_what_changes_no_distribution_is_trained(args):
     assert len(assign_credit(await played(PerCall, args)).trained) == 2
 
 
+async def test_a_call_that_is_masked_out_may_be_anything():
+    results = await played(PerCall, {"top_p": 0.5})
+    for result in results:
+        for step in result.states[0]["trajectory"]:
+            step["tokens"]["completion_mask"] = [0] * len(step["tokens"]["completion_ids"])
+    assert len(assign_credit(results).trained) == 2
+
+
 async def test_it_is_refused_when_it_comes_back_from_the_store(tmp_path):
     from rolltree.rollouts.decode import decode_results
     from rolltree.rollouts.record import run_stored

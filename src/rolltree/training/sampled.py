@@ -28,8 +28,15 @@ def not_the_models_own(temperature: float, changes: Mapping[str, Any]) -> str | 
     return ", ".join(f"{name} = {value!r}" for name, value in settings.items()) or None
 
 
+def _trains(tokens: Any) -> bool:
+    """Whether a call has sampled tokens that its mask does not leave out."""
+    return tokens is not None and any(tokens.get("completion_mask") or ())
+
+
 def check_sampled(rollouts: Iterable[tuple[str, State]]) -> None:
-    """Check what each recorded call with tokens was really sampled with, wherever that was set.
+    """Check what each recorded call was really sampled with, wherever that was set.
+
+    Calls without tokens, and those that are masked out, are not trained and may be anything.
 
     `rollouts` are states, each with the id of its request.
 
@@ -41,7 +48,7 @@ def check_sampled(rollouts: Iterable[tuple[str, State]]) -> None:
             extras = peek(step, "extras") or {}
             changes = extras.get("sampling") or {}
             settings = not_the_models_own(extras.get("temperature", 1.0), changes)
-            if settings and peek(step, "tokens") is not None:
+            if settings and _trains(peek(step, "tokens")):
                 raise TrainingError(
                     f"call {index} of {name} was sampled with {settings}. Training needs the full "
                     "distribution (temperature above 0, nothing cut off, penalised or biased), "
