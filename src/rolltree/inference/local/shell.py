@@ -8,6 +8,7 @@ so that whatever its layers do shows within a few tokens.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from typing import Any
 
@@ -26,6 +27,8 @@ _SMALL = 2**16
 _LARGE_LOGIT = 40.0
 _NUM_DRAWN = 1_000_003
 """Random numbers drawn and repeated: a prime, so that the rows of a matrix differ."""
+_STRIDE = 7919
+"""How far apart in them two tensors begin."""
 
 
 def shell_of(model: Any) -> Any:
@@ -55,12 +58,14 @@ def trial_copy(model: Any, max_context: int) -> Any:
     trial.config.use_cache = True
     if small:
         trial = trial.float()
-    drawn = torch.randn(_NUM_DRAWN, generator=torch.Generator().manual_seed(0))
+    drawn = _drawn()
     kept = set(shared) | {id(buffer) for buffer in _unsaved(trial)}
     for index, tensor in enumerate(itertools.chain(trial.parameters(), trial.buffers())):
         if tensor.is_floating_point() and id(tensor) not in kept:
-            times = -(-tensor.numel() // _NUM_DRAWN)
-            noise = drawn.roll(index).repeat(times)[: tensor.numel()].view(tensor.shape)
+            first, count = index * _STRIDE % _NUM_DRAWN, tensor.numel()
+            times = -(-(first + count) // _NUM_DRAWN)
+            enough = drawn if times == 1 else drawn.repeat(times)
+            noise = enough[first : first + count].view(tensor.shape)
             tensor.add_(
                 noise.to(tensor), alpha=tensor.shape[-1] ** -0.5 if tensor.ndim > 1 else 0.3
             )
@@ -86,6 +91,11 @@ def shorten_windows(model: Any, max_context: int) -> None:
         if rope.get("llama_4_scaling_beta") and rope.get("rope_type") not in MOVING_ROPE:
             start = rope.get("original_max_position_embeddings", max_context)
             rope["original_max_position_embeddings"] = SHORT if start < max_context else start
+
+
+@functools.cache
+def _drawn() -> torch.Tensor:
+    return torch.randn(_NUM_DRAWN, generator=torch.Generator().manual_seed(0))
 
 
 def _unsaved(model: Any) -> list[torch.Tensor]:
