@@ -50,7 +50,7 @@ class Replay:
         first = self._routers.each[0].name.split(".")
         at = next(index for index, part in enumerate(first) if part.isdigit())
         self._layers: list[Any] = list(modules[".".join(first[:at])])
-        self._by_layer = {router.layer: router for router in self._routers.each}
+        self.routers = {router.layer: router for router in self._routers.each}
         self._num_replayed = 0
         self._probe()
 
@@ -73,7 +73,7 @@ class Replay:
                 f"has {found.shape[1]} layers with {found.shape[2]} experts each, and the model "
                 f"{self.shape[0]} with {self.shape[1]}"
             )
-        for layer, router in self._by_layer.items():
+        for layer, router in self.routers.items():
             chosen = np.sort(found[:, layer], axis=-1)
             if chosen[:, -1].max(initial=-1) >= router.num_experts:
                 raise self._foreign(
@@ -99,7 +99,7 @@ class Replay:
         with ExitStack() as held:
             given: dict[int, Tensor] = {}
             for index, layer in enumerate(self._layers):
-                router = self._by_layer.get(index)
+                router = self.routers.get(index)
                 held.callback(replaced_forward(layer, self._layer(layer.forward, router, given)))
                 if router is not None:
                     forward = self._router(router.module.forward, router, given)
@@ -154,7 +154,7 @@ class Replay:
             plain = hidden(None)
             own = recorder.take().astype(np.int64)
         num_experts = np.ones(self._routers.num_layers, np.int64)
-        for layer, router in self._by_layer.items():
+        for layer, router in self.routers.items():
             num_experts[layer] = router.num_experts
         others = (own + 1) % num_experts[:, None]
         unknown = np.full_like(own, -1)
