@@ -10,6 +10,8 @@ import torch
 from training_kit import Call, flat, group, tiny_model, tree
 
 from rolltree.errors import TrainingError
+from rolltree.samples import SampleStream
+from rolltree.tokens import ROUTED_EXPERTS
 from rolltree.training import Trainer, load_train_config
 from rolltree.training.batches import build_batch
 from rolltree.training.checkpoint_formats import trained_tensors
@@ -27,6 +29,10 @@ CASES = {
         "algorithm": {"kl_coef": 0.3},
     },
     "adapters of experts": {"kind": "mixture", "model": {"lora_rank": 2}},
+    "replayed experts": {
+        "kind": "mixture",
+        "train": {"replay_experts": True, "gradient_checkpointing": True},
+    },
     "gmpo, corrected per rollout, kl in the reward": {
         "algorithm": {
             "name": "gmpo",
@@ -64,6 +70,15 @@ def samples(num_groups=5):
         calls = group(num=3, prefix=8 + 6 * number, turns=1, seed=number, length=2 + number)
         made.append(tree([replace(call, rollout=call.rollout + 10 * number) for call in calls]))
     return made
+
+
+def routed(sample):
+    """The same with two of four experts per token in both layers, but for the last token."""
+    rng = np.random.default_rng(len(sample.ids))
+    positions = np.arange(len(sample.ids) - 1, dtype=np.int32)
+    scores = rng.random((len(positions), 2, 4))
+    stream = SampleStream(positions, scores.argsort(-1)[..., :2].astype(np.uint8))
+    return replace(sample, info={**sample.info, "streams": {ROUTED_EXPERTS: stream}})
 
 
 def made(case, ranks):
@@ -108,6 +123,8 @@ def gradients(ranks, folder):
         if ranks.size == 3 and name not in AT_THREE:
             continue
         data = samples(case.get("num_groups", 5))
+        if name == "replayed experts":
+            data = [routed(sample) for sample in data]
         alone, together = made(case, None), made(case, ranks)
         expected, found = gradient(alone, data), gradient(together, data)
         for step in (1, 2):
