@@ -104,15 +104,23 @@ class TestFirstLayers:
         asked = []
         real = tree_probe._compare
 
-        def compare(trial):
+        def compare(trial, first):
             asked.append(len(trial.model.layers))
             if len(trial.model.layers) < 3:
                 raise IndexError("where is layer 2?")
-            return real(trial)
+            return real(trial, first)
 
         monkeypatch.setattr(tree_probe, "_compare", compare)
         assert why_not_tree(tiny_model(num_hidden_layers=3)) is None
         assert asked == [2, 3]
+
+
+def test_tokens_at_which_two_experts_score_alike_do_not_decide(monkeypatch):
+    answers = iter(["two experts score alike", None])
+    monkeypatch.setattr(tree_probe, "_compare", lambda trial, first: next(answers))
+    assert why_not_tree(tiny_model()) is None
+    monkeypatch.setattr(tree_probe, "_compare", lambda trial, first: f"wrong at {first}")
+    assert why_not_tree(tiny_model()) == "wrong at 13"
 
 
 def test_half_precision_is_judged_in_float32():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import chain
 from typing import Any, TypeAlias
@@ -29,9 +30,9 @@ Shape: TypeAlias = tuple[int, tuple["Shape", ...]]
 """A segment of a tree: how many tokens it has, and the segments that follow it."""
 SHAPE: Shape = (37, ((29, ((33, ()), (5, ()))), (31, ()), (1, ())))
 """Longer than a block of keys, a chunk of a recurrence, and many short windows."""
-TOLERANCE = 1e-4
+TOLERANCE = 2e-4
 """Largest difference of last hidden states, relative to the largest one."""
-GRADIENT_TOLERANCE = 3e-4
+GRADIENT_TOLERANCE = 1e-3
 """Largest difference of one parameter's gradient, relative to its norm and 1 % of the whole's."""
 
 
@@ -43,7 +44,7 @@ def why_tree_differs(model: Any) -> str | None:
     reason = None
     for shorten in (first_layers, _whole):
         try:
-            return _compare(trial_copy(shorten(model), max_context=sys.maxsize))
+            return _settled(_compare, trial_copy(shorten(model), max_context=sys.maxsize))
         except TrainingError as error:
             return str(error)
         except Exception as error:  # noqa: BLE001  (a model is a program; a part of it may fail)
@@ -60,16 +61,30 @@ def why_rows_differ(model: Any) -> str | None:
     """
     for shorten in (first_layers, _whole, None):
         with suppress(Exception):  # a model is a program, and a part of it may fail
-            return _looks_ahead(
-                model if shorten is None else trial_copy(shorten(model), max_context=0)
+            return _settled(
+                _looks_ahead,
+                model if shorten is None else trial_copy(shorten(model), max_context=0),
             )
     return None
 
 
-def _looks_ahead(trial: Any) -> str | None:
+def _settled(compare: Callable[[Any, int], str | None], trial: Any) -> str | None:
+    """Return what `compare` says of three sets of tokens alike, None if one of them is fine.
+
+    Where two experts score alike, rounding decides between them; what is wrong is wrong for any
+    tokens.
+    """
+    reason = None
+    for first in (11, 12, 13):
+        if (reason := compare(trial, first)) is None:
+            return None
+    return reason
+
+
+def _looks_ahead(trial: Any, first: int) -> str | None:
     embedding = trial.get_input_embeddings().weight
     limit, _ = longest_exact(trial) or (sys.maxsize, "")  # longer rows are refused one by one
-    ids = probe_forest(embedding.shape[0], (min(66, limit), ())).ids
+    ids = probe_forest(embedding.shape[0], (min(66, limit), ()), first).ids
     row = torch.from_numpy(ids).long().to(embedding.device)[None]
     body = body_of(trial)
     whole = body(input_ids=row, use_cache=False).last_hidden_state[0]
@@ -81,23 +96,23 @@ def _looks_ahead(trial: Any) -> str | None:
     return None
 
 
-def probe_forest(vocabulary: int, shape: Shape) -> Forest:
-    """Return a tree of that shape over arbitrary tokens, with one record at its end."""
+def probe_forest(vocabulary: int, shape: Shape, first: int = 11) -> Forest:
+    """Return a tree of that shape over arbitrary tokens from `first` on, with one record."""
     positions: list[int] = []
     ends: list[int] = []
 
     def lay(shape: Shape, depth: int) -> None:
         length, following = shape
-        first = len(positions)
+        at = len(positions)
         positions.extend(range(depth, depth + length))
         ends.extend([0] * length)
         for child in following:
             lay(child, depth + length)
-        ends[first : first + length] = [len(positions)] * length
+        ends[at : at + length] = [len(positions)] * length
 
     lay(shape, 0)
     count = len(positions)
-    ids = (np.arange(count, dtype=np.int64) * 7919 + 11) % vocabulary
+    ids = (np.arange(count, dtype=np.int64) * 7919 + first) % vocabulary
     row, depth, end = (np.array(column, np.int32) for column in (ids, positions, ends))
     return collate([Sample(row, depth, end, _one_record(count - 1), ())])
 
@@ -116,10 +131,10 @@ def _one_record(source: int) -> Records:
 
 
 @torch.enable_grad()
-def _compare(trial: Any) -> str | None:
+def _compare(trial: Any, first: int) -> str | None:
     """Read a tree as a tree and row by row, and compare hidden states and gradients."""
     embedding = trial.get_input_embeddings().weight
-    forest = probe_forest(embedding.shape[0], SHAPE)
+    forest = probe_forest(embedding.shape[0], SHAPE, first)
     device, body = embedding.device, body_of(trial)
     ids = torch.from_numpy(forest.ids).long().to(device)
     trial.requires_grad_(False)
