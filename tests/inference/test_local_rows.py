@@ -41,6 +41,10 @@ ROWS: dict[str, tuple[RowMode, dict[str, Any]]] = {
         RowMode.WHOLE,
         {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 16, "head_dim": 8},
     ),
+    "minimax": (
+        RowMode.PIECES,
+        {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "bloom": (RowMode.PIECES, {"n_layer": 2, "n_head": 4}),
     "mpt": (RowMode.PIECES, {"d_model": 32, "n_heads": 4, "n_layers": 2}),
 }
@@ -53,7 +57,7 @@ async def test_rows_of_different_lengths_are_the_models_own(kind: str) -> None:
     route = choose_route(model, 64)
     assert route.row_mode is mode
     assert route.reason
-    engine = LocalEngine(model, max_context=64, max_batch=3)
+    engine = LocalEngine(model, max_context=64, max_batch=3, prefill_chunk=23)
     prompts = [random_prompt(seed, length) % 98 + 2 for seed, length in enumerate((1, 9, 30))]
     requests = [ask(prompt, temperature=1.0, max_tokens=7) for prompt in prompts]
     outputs = await asyncio.gather(*map(engine.generate, requests))
@@ -69,9 +73,10 @@ async def test_rows_of_different_lengths_are_the_models_own(kind: str) -> None:
     check(model, outputs, prompts + longer)
 
 
-async def test_a_group_computes_its_prompt_once() -> None:
+async def test_a_group_computes_its_prompt_once(caplog: pytest.LogCaptureFixture) -> None:
     model = moved("qwen3_next", **QWEN3_NEXT)
     engine = LocalEngine(model, max_context=64, max_batch=4)
+    assert "row by row in the embedded engine, which is slow: it keeps a Linear" in caplog.text
     prompt = random_prompt(0, 24) % 98 + 2
     group = [ask(prompt, temperature=1.0, seed=seed, max_tokens=5) for seed in range(4)]
     outputs = await asyncio.gather(*map(engine.generate, group))

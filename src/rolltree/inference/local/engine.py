@@ -6,6 +6,7 @@ the engine that it did.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from rolltree.inference.local.sampling import PROCESSED, make_processors
 from rolltree.inference.local.slots import SlotTable
 from rolltree.types import IntArray, SamplingParams
 
+logger = logging.getLogger("rolltree.inference")
 _CHUNKS = {"cpu": 1024}
 """Default prompt tokens of one pass; on a CPU, as many as keep the activations in its cache."""
 _DEFAULT_CHUNK = 8192
@@ -94,10 +96,10 @@ class LocalEngine(EngineThread[LocalRequest]):
         route = choose_route(model, self.max_context, packed)
         if batch_invariant:
             check_invariance(model, route, packed)
-        if prefill_chunk is None:
+        if prefill_chunk is None and route.row_mode is not None:
+            prefill_chunk = max_batch * self.max_context  # each row is a pass of its own anyway
+        elif prefill_chunk is None:
             prefill_chunk = _CHUNKS.get(model.device.type, _DEFAULT_CHUNK)
-        if route.row_mode is not None:  # each row is a pass of its own anyway
-            prefill_chunk = max_batch * self.max_context
         slot_bytes = route.slot_bytes(self.max_context)
         num_slots = max_batch
         if kv_budget_bytes is not None:
@@ -122,6 +124,11 @@ class LocalEngine(EngineThread[LocalRequest]):
         runner = route.runner(model, num_slots, capacity, packed=packed, invariant=batch_invariant)
         experts = ExpertTable(model, runner, num_slots, capacity) if record_experts else None
         self.route = route
+        if route.row_mode is not None:
+            logger.warning(
+                "%s runs row by row in the embedded engine, which is slow: it %s",
+                *(type(model).__name__, route.reason),
+            )
         self._decoder = Decoder(
             runner,
             SlotTable(num_slots, capacity),

@@ -59,9 +59,8 @@ def trial_copy(model: Any, max_context: int) -> Any:
     if small:
         trial = trial.float()
     drawn = _drawn()
-    kept = set(shared) | {id(buffer) for buffer in _unsaved(trial)}
-    for index, tensor in enumerate(itertools.chain(trial.parameters(), trial.buffers())):
-        if tensor.is_floating_point() and id(tensor) not in kept:
+    for index, tensor in enumerate(trial.parameters()):
+        if tensor.is_floating_point() and id(tensor) not in shared:
             first, count = index * _STRIDE % _NUM_DRAWN, tensor.numel()
             times = -(-(first + count) // _NUM_DRAWN)
             enough = drawn if times == 1 else drawn.repeat(times)
@@ -96,9 +95,3 @@ def shorten_windows(model: Any, max_context: int) -> None:
 @functools.cache
 def _drawn() -> torch.Tensor:
     return torch.randn(_NUM_DRAWN, generator=torch.Generator().manual_seed(0))
-
-
-def _unsaved(model: Any) -> list[torch.Tensor]:
-    """Return the buffers that are computed from the configuration, such as rotary frequencies."""
-    saved = set(model.state_dict(keep_vars=True))
-    return [buffer for name, buffer in model.named_buffers() if name not in saved]
