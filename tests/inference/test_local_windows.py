@@ -91,7 +91,7 @@ async def test_far_beyond_the_window_logprobs_are_the_models_own(kind: str) -> N
     check(model, outputs, prompts + longer)
 
 
-@pytest.mark.parametrize("kind", ["mistral", "gpt_oss", "llama4_text", "gemma2"])
+@pytest.mark.parametrize("kind", ["mistral", "cohere2", "llama4_text", "gemma2"])
 async def test_a_batch_changes_no_bit_of_it(kind: str) -> None:
     model = moved(kind, **SLOTS[kind])
     prompts = [random_prompt(seed, length) % 98 + 2 for seed, length in enumerate((30, 9, 40))]

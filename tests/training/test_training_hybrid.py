@@ -43,7 +43,7 @@ def hybrid(folder: Path, tokenizer: Path) -> Path:
 
 
 def test_it_is_trained_on_what_it_sampled(model: Path, tmp_path: Path) -> None:
-    sections: dict[str, Any] = {"train": {"num_steps": 2, "num_threads": 1}}
+    sections: dict[str, Any] = {"train": {"num_steps": 2, "num_threads": 1, "scope": "interleave"}}
     config = make_config(hybrid(tmp_path / "hybrid", model), tmp_path / "run", **sections)
     parts = build_parts(config)
     assert parts.client.engine.route.row_mode is not None
