@@ -4,12 +4,13 @@
     python benchmarks/tree_training.py --check    exit 1 when a bar is missed
     python benchmarks/tree_training.py --json     one JSON object instead of the table
     python benchmarks/tree_training.py --blocks   attention alone: a dense mask against block sizes
+    python benchmarks/tree_training.py --models full      only these of `MODELS`
 
 One pass is forward, loss and backward over all samples, without the optimizer. `tree` runs through
 rolltree's tree attention (`tree bf16`: with `model.backward_dtype`), the others sample by sample
 through the model's own attention (transformers, SDPA), so nothing is padded. The rows take turns;
 each one's best wall time and best CPU time count, of one thread. The model is a Llama of 8.3M
-parameters in float32.
+parameters in float32; models with other layers run two of the scenes beside it, without memory.
 
 Memory is the peak of one pass over what was there before it, in a process of its own, when each
 forward pass may hold 4,096 tokens.
@@ -21,14 +22,14 @@ import ctypes
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3NextConfig
 from verdict import Bar, conclude, make_parser
 
 from rolltree.samples import build_samples
@@ -50,19 +51,35 @@ ROWS = {
 """Name of a row: scope, forward, backward_dtype."""
 
 
-def model() -> Any:
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 320,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 5,
+    "max_position_embeddings": 16384,
+    "tie_word_embeddings": True,
+}
+MODELS: dict[str, Callable[[], Any]] = {
+    "full": lambda: LlamaConfig(**SIZES),
+    "hybrid": lambda: Qwen3NextConfig(
+        **SIZES,
+        head_dim=64,
+        layer_types=["linear_attention"] * 3 + ["full_attention", "linear_attention"],
+        linear_num_key_heads=5,
+        linear_num_value_heads=10,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        mlp_only_layers=list(range(5)),
+    ),
+}
+"""What `--models` names -> its configuration. All scenes run on the first."""
+
+
+def model(name: str = "full") -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=320,
-        intermediate_size=1024,
-        num_hidden_layers=5,
-        num_attention_heads=5,
-        num_key_value_heads=5,
-        max_position_embeddings=16384,
-        tie_word_embeddings=True,
-    )
-    return AutoModelForCausalLM.from_config(config).eval()
+    return AutoModelForCausalLM.from_config(MODELS[name]()).eval()
 
 
 def rollout(
@@ -123,6 +140,8 @@ SCENES: dict[str, list[State]] = {
     "group of 8, prompt 512": scene(512, 8, 1),
     "each step on its own, 16 turns": scene(100, 1, 16, forgets=True),
 }
+SCENES_OF_OTHERS = ("reasoning stripped, 16 turns", "group of 8, prompt 512")
+ROWS_OF_OTHERS = ("tree", "step")
 LONG = [name for name in SCENES if name.endswith((" 16 turns", " 32 turns"))]
 
 
@@ -183,8 +202,15 @@ def _status_kb(name: str) -> int:
         return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
-def run(name: str, module: Any, repeats: int, memory: dict[str, float]) -> dict[str, Any]:
-    passes = {row: Pass(SCENES[name], row, module) for row in ROWS}
+def run(
+    kind: str,
+    name: str,
+    module: Any,
+    repeats: int,
+    memory: dict[str, float],
+    names: Iterable[str] = ROWS,
+) -> dict[str, Any]:
+    passes = {row: Pass(SCENES[name], row, module) for row in names}
     gradients = {}
     for _ in range(repeats):
         for row, work in passes.items():
@@ -201,12 +227,21 @@ def run(name: str, module: Any, repeats: int, memory: dict[str, float]) -> dict[
         }
         for what in ("tokens", "cpu_s", "wall_s"):
             rows[row][f"{what}_ratio"] = rows[row][what] / rows["tree"][what]
-    return {"scene": name, "rows": rows}
+    return {"model": kind, "scene": name, "rows": rows}
 
 
 def bars(results: list[dict[str, Any]]) -> list[Bar]:
-    rows = {result["scene"]: result["rows"] for result in results}
+    rows = {result["scene"]: result["rows"] for result in results if result["model"] == "full"}
     found = []
+    for result in results:
+        if result["model"] != "full":
+            what = f"{result['model']}, {result['scene']}"
+            step, error = result["rows"]["step"], result["rows"]["tree"]["error"]
+            share = step["cpu_s_ratio"] / step["tokens_ratio"]
+            found.append(Bar.below(f"gradient error, {what}", error, 1e-5))
+            found.append(Bar.at_least(f"CPU speed-up over token ratio, {what}", share, 0.6))
+    if not rows:
+        return found
     for name, row in rows.items():
         error = max(row["tree"]["error"], row["interleave"]["error"])
         found.append(Bar.below(f"gradient error, {name}", error, 1e-5))
@@ -284,14 +319,15 @@ def time_blocks() -> None:
 
 def show(results: list[dict[str, Any]]) -> None:
     print(
-        f"{'scene':32} {'row':11} {'tokens':>7} {'CPU s':>7} {'wall s':>7} {'MB':>5} "
+        f"{'model':8} {'scene':32} {'row':11} {'tokens':>7} {'CPU s':>7} {'wall s':>7} {'MB':>5} "
         f"{'tokens x':>8} {'CPU x':>6} {'wall x':>6} {'error':>8}"
     )
     for result in results:
         for name, row in result["rows"].items():
             peak = f"{row['peak_mb']:5.0f}" if row["peak_mb"] else " " * 5
             print(
-                f"{result['scene']:32} {name:11} {row['tokens']:7,} {row['cpu_s']:7.2f} "
+                f"{result['model']:8} {result['scene']:32} {name:11} {row['tokens']:7,} "
+                f"{row['cpu_s']:7.2f} "
                 f"{row['wall_s']:7.2f} {peak} {row['tokens_ratio']:8.2f} "
                 f"{row['cpu_s_ratio']:6.2f} {row['wall_s_ratio']:6.2f} {row['error']:8.1e}"
             )
@@ -301,17 +337,25 @@ def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=2, help="runs per scope, the best counts")
     parser.add_argument("--blocks", action="store_true", help="attention alone, by block size")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.blocks:
         time_blocks()
         return 0
-    module = model()
-    memory = {  # first: later this process holds memory that a copy of it could use again
-        name: {row: peak_mb(states, row, module) for row in ("tree", "step")}
-        for name, states in SCENES.items()
-    }
-    results = [run(name, module, options.repeats, memory[name]) for name in SCENES]
+    results = []
+    if "full" in options.models:
+        module = model()
+        memory = {  # first: later this process holds memory that a copy of it could use again
+            name: {row: peak_mb(states, row, module) for row in ("tree", "step")}
+            for name, states in SCENES.items()
+        }
+        results = [run("full", name, module, options.repeats, memory[name]) for name in SCENES]
+    for kind in options.models:
+        if kind != "full":
+            module = model(kind)
+            for name in SCENES_OF_OTHERS:
+                results.append(run(kind, name, module, options.repeats, {}, ROWS_OF_OTHERS))
     return conclude(options, bars(results), results, lambda: show(results))
 
 

@@ -138,8 +138,14 @@ def test_the_bars_of_tree_training_can_fail():
     }
     number = 3 * len(module.SCENES) + len(module.LONG) + 1
     for rows, all_met in ((good, True), (bad, False)):
-        results = [{"scene": name, "rows": rows} for name in module.SCENES]
+        results = [{"model": "full", "scene": name, "rows": rows} for name in module.SCENES]
         assert met("tree_training", results) == [all_met] * number
+        other = {
+            "tree": rows["tree"],
+            "step": rows["step"] | {"cpu_s_ratio": 7.0 if all_met else 4.0},
+        }
+        results = [{"model": "hybrid", "scene": "a", "rows": other}]
+        assert met("tree_training", results) == [all_met] * 2
 
 
 def test_the_bars_of_the_asynchronous_loop_can_fail():

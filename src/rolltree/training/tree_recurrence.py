@@ -45,6 +45,24 @@ class _Gather(torch.autograd.Function):
         return grad.flatten(0, 1).index_select(0, ctx.chunks.place), None
 
 
+class _Between(torch.autograd.Function):
+    """From sums of log decays to decays from place j to place i: `[_N, _H, _C, _C, 1 or d]`."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, seen: Tensor, dtype: torch.dtype) -> Tensor:
+        between = total[..., None, :] - total[..., None, :, :]
+        between = between.masked_fill_(~seen, float("-inf")).to(dtype).exp_()
+        ctx.save_for_backward(between)
+        ctx.dtype = total.dtype
+        return between
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (between,) = ctx.saved_tensors
+        change = grad * between
+        return (change.sum(-2) - change.sum(-3)).to(ctx.dtype), None, None
+
+
 def _gather(rows: Tensor, chunks: Chunks) -> Tensor:
     """Return float rows by chunk and head: `[_T, _H, ...]` -> `[_N, _H, _C, ...]`."""
     found: Tensor = _Gather.apply(rows, chunks)  # type: ignore[no-untyped-call]
@@ -89,13 +107,15 @@ def linear_attention(
         decay = decay.double()
     total = chunks.seen[:, None].to(decay.dtype) @ decay  # [_N, _H, _C, 1 or d], from the start
     grown = total.to(v.dtype).exp()
-    unseen = ~chunks.seen[:, None, :, :, None]
-    between = (total[..., None, :] - total[..., None, :, :]).masked_fill(unseen, float("-inf"))
-    between = between.to(v.dtype).exp()  # [_N, _H, _C, _C, 1 or d]
+    between: Tensor = _Between.apply(  # type: ignore[no-untyped-call]
+        total, chunks.seen[:, None, :, :, None], v.dtype
+    )
 
     def products(left: Tensor, right: Tensor) -> Tensor:
-        if per_head:
-            return heads(left @ right.transpose(2, 3)) * between[..., 0]
+        if per_head:  # a head's decays times its group's products
+            groups = between.view(len(between), left.shape[1], -1, *between.shape[2:4])
+            each: Tensor = (left @ right.transpose(2, 3))[:, :, None] * groups
+            return each.flatten(1, 2)
         return (heads(left)[..., None, :] * heads(right)[..., None, :, :] * between).sum(-1)
 
     scores = products(q, k)
