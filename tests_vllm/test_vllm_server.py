@@ -17,6 +17,7 @@ from vllm_kit import (
 )
 
 import rolltree as rt
+from rolltree.errors import TrainingError
 from rolltree.inference import ChatRenderer, OpenAIClient, WeightTransfer, as_client
 from rolltree.inference.publish import publish_weights, served_version
 from rolltree.models.made import CHAT_TEMPLATE
@@ -305,5 +306,5 @@ async def test_a_reload_that_leaves_the_output_layer_as_it_was_stops_the_run(url
     """vLLM's own reload on a CPU, at a learning rate of 1e-5."""
     engine = {"kind": "servers", "urls": [f"{url}/v1"], "served_model": "m"}
     engine["reload_method"] = "reload_weights"
-    with pytest.raises(rt.TrainingError, match=r"version 1 .* it serves other weights"):
+    with pytest.raises(TrainingError, match=r"version 1 .* it serves other weights"):
         await train_two_steps(folder, tmp_path / "run", engine, ahead=0, optim={"lr": 1e-5})
