@@ -21,6 +21,11 @@ def test_flex_attention_and_its_gradient(name, softcap, sinks):
     bodies.attention_and_its_gradient("cpu", pattern, softcap=softcap, sinks=sinks)
 
 
+def test_flex_attention_in_bfloat16():
+    pattern = bodies.PATTERNS["window"]
+    bodies.attention_and_its_gradient("cpu", pattern, sinks=True, dtype=torch.bfloat16)
+
+
 def test_a_mask_without_its_window_is_noticed(monkeypatch):
     right = bodies.tree_layout
 
@@ -56,8 +61,8 @@ def test_new_lengths_do_not_compile_forever():
     """Traced as for a GPU, forward and backward; only the code that runs is not a kernel."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    bodies.captures("cpu", counter, ((150, 40), (160, 44), (200, 50), (170, 60)))
-    assert counter.frame_count <= 3, counter.frame_count
+    bodies.captures("cpu", counter, ((150, 40), (160, 44), (200, 50)))
+    assert counter.frame_count <= 2
     torch._dynamo.reset()
 
 
