@@ -113,6 +113,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "change when a sequence passes 32 tokens.*max_context=32 is served",
     ),
+    "too short": ("llama", {"max_position_embeddings": 16}, "has 16 positions, and 32"),
     "both directions": ("bert", {"is_decoder": False}, "gives other logits"),
 }
 

@@ -28,7 +28,7 @@ _FAILURES = (
     *(TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError),
     *(NotImplementedError, ArithmeticError, UnsupportedSetting),
 )
-_CAPACITY = 5 * SHORT
+_TRIED, _CAPACITY = 4 * SHORT, 5 * SHORT
 Runner = ModelRunner | RowRunner
 
 
@@ -83,6 +83,9 @@ def choose_route(model: Any, max_context: int, packed: bool = False) -> Route:
         UnsupportedSetting: there is none; the message says why.
     """
     check_positions(model, max_context)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and positions < _TRIED:
+        raise _refusal(model, f"has {positions} positions, and {_TRIED} are needed to try it out")
     try:
         with torch.inference_mode(False):
             trial = trial_copy(model, max_context)
@@ -146,7 +149,7 @@ class _Expected:
         ids = np.random.default_rng(0).integers(0, 2**20, (3, _CAPACITY)) % (vocabulary - 2) + 2
         ids[2, : self._SHARED] = ids[0, : self._SHARED]
         self.ids: IntArray = ids.astype(np.int32)
-        tokens = torch.from_numpy(ids[:, :32]).to(model.device)
+        tokens = torch.from_numpy(ids[:, :_TRIED]).to(model.device)
         self._logits = [
             model(input_ids=row[None], use_cache=False).logits[0].float() for row in tokens
         ]
