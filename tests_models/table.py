@@ -7,7 +7,9 @@ import gc
 import math
 import re
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -121,20 +123,26 @@ def quiet() -> None:
     logging.set_verbosity_error()
 
 
+def measure(name: str) -> Line:
+    """Return a row as it is now."""
+    outcome = check_model(lambda seed: make_model(name, seed))
+    gc.collect()
+    return line_of(name, outcome)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rows", nargs="*", metavar="ROW", help="none: all")
     asked = parser.parse_args().rows or ROWS
     if unknown := sorted({*asked} - {*ROWS}):
         parser.error(f"there is no row {', '.join(unknown)}")
-    quiet()
     page = PAGE.read_text(encoding="utf-8")
     rows = {name: line for name, line in read(page).items() if name in ROWS}
-    for name in asked:
-        outcome = check_model(lambda seed, name=name: make_model(name, seed))
-        rows[name] = line_of(name, outcome)
-        print(str(rows[name]), end="", flush=True)
-        gc.collect()
+    with ProcessPoolExecutor(2, get_context("spawn"), quiet) as pool:
+        for line in pool.map(measure, asked):
+            rows[line.name] = line
+            print(str(line), end="", flush=True)
+    page = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(with_rows(page, rows), encoding="utf-8")
 
 
