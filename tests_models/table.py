@@ -20,6 +20,7 @@ from tests_models.check import Outcome, check_model
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- rows: python -m tests_models.table -->\n", "<!-- end -->\n"
+COUNTS, COUNTS_END = "<!-- counts -->\n", "<!-- end of counts -->\n"
 HEAD = (
     "| architecture | trains as | gradient error | engine | logprob error | why not more |\n"
     "|---|---|---|---|---|---|\n"
@@ -100,20 +101,25 @@ def read(page: str) -> dict[str, Line]:
 
 
 def with_rows(page: str, rows: dict[str, Line]) -> str:
-    """Return the page with these rows, and its figures counted anew."""
+    """Return the page with these rows, and with the counts and lists that follow from them."""
     before, _, rest = page.partition(BEGIN)
     after = rest.partition(END)[2]
     body = "".join(str(rows[name]) for name in ROWS if name in rows)
-    return f"{_with_groups(before)}{BEGIN}{HEAD}{body}{END}{after}"
+    return f"{_with_counts(before, rows)}{BEGIN}{HEAD}{body}{END}{after}"
 
 
-def _with_groups(text: str) -> str:
+def _with_counts(text: str, rows: dict[str, Line]) -> str:
+    lines = [line for name, line in rows.items() if name in ROWS]
+    trees, only_rows = (sum(line.trains == kind for line in lines) for kind in ("tree", "rows"))
+    served = sum(line.engine == "exact" for line in lines)
+    counts = (
+        f"Of {len(lines)} rows, {trees} train on trees and {only_rows} row by row; the embedded "
+        f"engine serves {served}.\n\nWhat no row stands for:\n\n"
+    )
     groups = "".join(f"- {what}: {', '.join(names)};\n" for what, names in NOT_CAUSAL.items())
     same = ", ".join(f"{name} as {other}" for name, other in ALIASES.items())
-    listed = (
-        f"<!-- groups -->\n{groups}- the same under another name: {same}.\n<!-- rows below -->\n"
-    )
-    return re.sub(r"<!-- groups -->\n.*?<!-- rows below -->\n", lambda _: listed, text, flags=re.S)
+    listed = f"{COUNTS}{counts}{groups}- the same under another name: {same}.\n{COUNTS_END}"
+    return re.sub(f"{COUNTS}.*?{COUNTS_END}", lambda _: listed, text, flags=re.S)
 
 
 def quiet() -> None:

@@ -70,9 +70,10 @@ KINDS = {
     "qwen3_moe": {**SIZES, "num_experts": 4, "head_dim": 8},
     "mixtral": {**SIZES, "num_local_experts": 4},
     "gpt_oss": {**SIZES, "num_local_experts": 4, "head_dim": 8, "rope_parameters": None},
+    "llama4_text": {**SIZES, "num_local_experts": 4, "head_dim": 8, "intermediate_size_mlp": 48},
     "gpt2": {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
 }
-READ_BY_PEFT = {"qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "gpt2"}
+READ_BY_PEFT = {"qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "llama4_text", "gpt2"}
 IDS = torch.randint(0, VOCAB, (2, 24), generator=torch.Generator().manual_seed(1))
 
 

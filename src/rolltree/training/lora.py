@@ -80,11 +80,14 @@ def add_adapter(model: Any, section: ModelSection, seed: int) -> None:
 
 
 def _linear_layers(model: Any) -> dict[str, str]:
-    """Return the layers that can have adapters by full name, with their short names."""
+    """Return the layers that can have adapters by full name, with their short names.
+
+    A linear layer that computes something else (Llama 4's router) has none.
+    """
     return {
         name: name.rpartition(".")[2]
         for name, module in model.named_modules()
-        if (isinstance(module, nn.Linear) or _is_conv1d(module))
+        if (type(module).forward is nn.Linear.forward or _is_conv1d(module))
         and module is not model.get_output_embeddings()
     }
 
