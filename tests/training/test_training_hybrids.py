@@ -15,10 +15,10 @@ from rolltree.training.tree_support import why_not_tree
 one_per_kernel = pytest.mark.parametrize("kind", ONE_PER_KERNEL)
 
 
-def gradient(model, packs, forward="tree"):
+def gradient(model, packs, forward="tree", dtype=torch.float32):
     """d(sum of weighted logprobs) / d(parameter), by name."""
     model.zero_grad()
-    run = LogprobModel(model, forward)
+    run = LogprobModel(model, forward, compute_dtype=dtype)
     for pack in packs:
         with run.context():
             forest = collate(pack)
@@ -57,6 +57,15 @@ def test_gradient_checkpointing_gives_the_same_gradient(kind):
     with recomputation(model):
         again = gradient(model, [[tree(bushy())]])
     assert difference(joined(again), joined(plain)) < FLOAT32
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "nemotron_h", "mamba"])  # without experts to choose
+def test_bf16_compute_keeps_fp32_gradients(kind):
+    model = tiny_hybrid(kind)
+    exact = gradient(model, [[tree(bushy())]])
+    rough = gradient(model, [[tree(bushy())]], dtype=torch.bfloat16)
+    assert {grad.dtype for grad in rough.values()} == {torch.float32}
+    assert 1e-6 < difference(joined(rough), joined(exact)) < 0.2
 
 
 @one_per_kernel

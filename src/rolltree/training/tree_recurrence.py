@@ -186,6 +186,11 @@ def _exact(*tensors: Tensor) -> list[Tensor]:
     return [tensor[0].to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
 
 
+def _float32(rows: Tensor) -> torch.autocast:
+    """Keep products of states in float32, also where the layers around them compute in bf16."""
+    return torch.autocast(rows.device.type, enabled=False)
+
+
 def _unit(rows: Tensor) -> Tensor:
     return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + 1e-6)
 
@@ -204,7 +209,8 @@ def _gated_delta_rule(
     q, k, v, decay, rate = _exact(query, key, value, g, beta)
     if use_qk_l2norm_in_kernel:
         q, k = _unit(q), _unit(k)
-    out = linear_attention(q * q.shape[-1] ** -0.5, k, v, decay, rate, layout)
+    with _float32(query):
+        out = linear_attention(q * q.shape[-1] ** -0.5, k, v, decay, rate, layout)
     return out[None].to(query.dtype), None
 
 
@@ -229,7 +235,8 @@ def _convolution(
         padded = torch.cat([rows, rows.new_zeros(1, channels, 1)], -1)
         last = padded[0].index_select(1, ancestors.flatten()).view(channels, -1, width)
         anew = (last * weight[:, None]).sum(-1)
-        out = out.index_copy(2, moved, (anew if bias is None else anew + bias[:, None])[None])
+        anew = anew if bias is None else anew + bias[:, None]
+        out = out.index_copy(2, moved, anew[None].to(out.dtype))
     if activation is not None:
         out = ACT2FN[activation](out)
     return out.to(hidden_states.dtype)
@@ -249,7 +256,8 @@ def _kimi_delta_attention(
     q, k, v, decay, rate = _exact(query, key, value, g, beta)
     if use_qk_l2norm_in_kernel:
         q, k = _unit(q), _unit(k)
-    out = linear_attention(q * q.shape[-1] ** -0.5, k, v, decay, rate, layout, CHANNEL_CHUNK)
+    with _float32(query):
+        out = linear_attention(q * q.shape[-1] ** -0.5, k, v, decay, rate, layout, CHANNEL_CHUNK)
     return out[None].to(query.dtype), None
 
 
@@ -273,7 +281,8 @@ def _state_space(
     if dt_softplus:
         dt = softplus(dt)
     x, step, keys, queries = _exact(hidden_states, dt.clamp(*dt_limit), b, c)
-    out = linear_attention(queries, keys, x * step[..., None], step * a, None, layout)
+    with _float32(dt):
+        out = linear_attention(queries, keys, x * step[..., None], step * a, None, layout)
     if D is not None:
         out = out + x * D[:, None]
     return out[None]
@@ -311,7 +320,8 @@ def _selective_scan(
     states = [added[0]]
     for keep, new, entry in zip(kept[1:], added[1:], steps.entry, strict=True):
         states.append(keep * states[-1].index_select(0, entry) + new)
-    out = (torch.cat(states) @ queries[..., None])[..., 0]
+    with _float32(dt):
+        out = (torch.cat(states) @ queries[..., None])[..., 0]
     if D is not None:
         out = out + x * D
     out = out.index_select(0, steps.place).T[None].to(hidden_states.dtype)
@@ -342,7 +352,7 @@ _ONE_TOKEN = frozenset(
 _MIXES = re.compile(r"conv1d|scan|delta|recurren|mamba|kda")
 """Functions of a layer that look as if they mixed tokens."""
 
-RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid"})
+RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 """`config.layer_types` of layers that carry a state from token to token."""
 
 
