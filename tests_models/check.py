@@ -160,13 +160,14 @@ def take_gradient(model: Any) -> dict[str, torch.Tensor]:
 def error_of(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
     """Return the largest relative error of one parameter's gradient.
 
-    What is small is measured against a thousandth of the whole gradient's norm.
+    What is small is measured against a hundredth of the whole gradient's norm, as in the trainer's
+    own probe: decays of recurrent layers sum up what nearly cancels.
     """
     whole = math.sqrt(sum(float(value.square().sum()) for value in exact.values()))
     worst = 0.0
     for name, value in exact.items():
         away = value if name not in found else found[name] - value
-        ratio = float(away.norm()) / max(float(value.norm()), 1e-3 * whole)
+        ratio = float(away.norm()) / max(float(value.norm()), 0.01 * whole)
         worst = max(worst, ratio if math.isfinite(ratio) else math.inf)
     return worst
 
