@@ -3,7 +3,7 @@
     python benchmarks/tree_training.py            the table, figures on the last line
     python benchmarks/tree_training.py --check    exit 1 when a bar is missed
     python benchmarks/tree_training.py --json     one JSON object instead of the table
-    python benchmarks/tree_training.py --blocks   attention alone: a dense mask against block sizes
+    python benchmarks/tree_training.py --blocks   attention alone: dense, block sizes, windows
     python benchmarks/tree_training.py --models full      only these of `MODELS`
 
 One pass is forward, loss and backward over all samples, without the optimizer. `tree` runs through
@@ -29,13 +29,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Olmo3Config, Qwen3NextConfig
 from verdict import Bar, conclude, make_parser
 
 from rolltree.samples import build_samples
 from rolltree.tokens import Trajectory
 from rolltree.training import Trainer, load_train_config
 from rolltree.training.batches import build_batch
+from rolltree.training.layout import Pattern
 from rolltree.training.tree_blocks import TreeLayout, forest_attention
 from rolltree.types import FinishReason, ModelResponse, State
 
@@ -63,6 +64,9 @@ SIZES = {
 }
 MODELS: dict[str, Callable[[], Any]] = {
     "full": lambda: LlamaConfig(**SIZES),
+    "windowed": lambda: Olmo3Config(
+        **SIZES, sliding_window=256, layer_types=["sliding_attention"] * 4 + ["full_attention"]
+    ),
     "hybrid": lambda: Qwen3NextConfig(
         **SIZES,
         head_dim=64,
@@ -75,6 +79,10 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
 }
 """What `--models` names -> its configuration. All scenes run on the first."""
+
+
+WINDOWS = (1024, 256, 64)
+"""Sliding windows that `--blocks` times, with the usual size of a block."""
 
 
 def model(name: str = "full") -> Any:
@@ -284,10 +292,12 @@ def time_blocks() -> None:
         "8 groups of 8 on a prefix of 60": forest(60, 8, 15, 8, 12),
         "group of 8, prompt 512": forest(512, 1, 1, 8, 128),
         "prefix 1,024, 16 branches": forest(1024, 1, 1, 16, 128),
+        "prefix 3,072, 8 branches": forest(3072, 1, 1, 8, 128),
         "one path of 1,024": np.full(1024, 1024, np.int32),
     }
     print(f"{'CPU ms, one layer':32} {'tokens':>6} {'dense':>6} {'causal':>6}", end="")
-    print("".join(f"{size:>7}" for size in (32, 64, 128, 256)))
+    print("".join(f"{size:>7}" for size in (32, 64, 128, 256)), end="")
+    print("".join(f"  w={window:>4}" for window in WINDOWS))
     for name, end in scenes.items():
         count = len(end)
         shapes = [(1, heads, count, 64) for heads in (9, 3, 3)]
@@ -314,6 +324,12 @@ def time_blocks() -> None:
             layout = TreeLayout(end, depth_of(end), max_block=size)
             ours = partial(forest_attention, query, key, value, layout, 0.125)
             print(f"{timed(ours):7.0f}", end="", flush=True)
+        layout = TreeLayout(end, depth_of(end))
+        for window in WINDOWS:
+            near = partial(forest_attention, query, key, value, layout, 0.125)
+            print(
+                f"{timed(partial(near, pattern=Pattern(window=window))):9.0f}", end="", flush=True
+            )
         print()
 
 
