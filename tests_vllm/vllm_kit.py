@@ -32,6 +32,12 @@ def free_port():
         return probe.getsockname()[1]
 
 
+def _python_path():
+    """Return where a server finds `stale_worker`, before what is there already."""
+    here = os.path.dirname(__file__)
+    return os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
+
+
 def launch(folder, tmp_path, port, *flags, **settings):
     """Start a server that answers as model "m"; return its process, the leader of a group."""
     template, log = tmp_path / "chat.jinja", tmp_path / "server.log"
@@ -41,13 +47,13 @@ def launch(folder, tmp_path, port, *flags, **settings):
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "1024"]
     command += ["--enforce-eager", "--enable-scale-out", "--max-num-seqs", "16"]
     command += ["--logprobs-mode", "processed_logprobs", "--chat-template", str(template)]
-    command += ["--worker-extension-cls", "rolltree.inference.vllm.worker.WeightReload"]
+    command += ["--worker-extension-cls", "stale_worker.StaleReload"]
     command += ["--weight-transfer-config", '{"backend": "rolltree"}']
     command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", *flags]
     with log.open("wb") as out:
         server = subprocess.Popen(
             command,
-            env={**os.environ, **SETTINGS, **settings},
+            env={**os.environ, **SETTINGS, "PYTHONPATH": _python_path(), **settings},
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -204,11 +210,11 @@ async def train_two_steps(folder, path, engine, *, ahead, after=None, **sections
         data[name] = {**data.get(name, {}), **values}
     config = load_train_config(data)
 
-    def short(completion):
-        return float(len(completion[-1]["content"]) < 25)
+    def length(completion):  # hardly ever the same in a whole group, so each step moves weights
+        return len(completion[-1]["content"]) / 50
 
     env = rt.SingleTurnEnv(
-        dataset=[{"question": f"What is {n} + 5?"} for n in range(4)], rubric=rt.Rubric([short])
+        dataset=[{"question": f"What is {n} + 5?"} for n in range(4)], rubric=rt.Rubric([length])
     )
     parts = build_parts(config)
     try:

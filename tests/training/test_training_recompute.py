@@ -79,3 +79,27 @@ def test_a_model_without_such_layers_is_refused():
     model.model.layers = torch.nn.ModuleList()
     with pytest.raises(ConfigError, match="no layers that transformers can recompute"):
         LogprobModel(model, "rows").recompute_layers()
+
+
+def test_a_layer_that_fails_the_second_time_is_refused():
+    """Whatever it raises, the user reads one line of it."""
+    model = tiny_model()
+    read = LogprobModel(model, "rows")
+    layer, calls = model.model.layers[0], []
+
+    def once(module, inputs, output):
+        calls.append(1)
+        if torch.is_grad_enabled() and len(calls) > 1:
+            raise RuntimeError("a shape that does not fit\nand more")
+        return output
+
+    layer.mlp.register_forward_hook(once)
+    with pytest.raises(ConfigError, match=r"computed again \(RuntimeError: a shape that does not"):
+        read.recompute_layers()
+
+
+def test_a_model_that_changes_its_embeddings_in_place_is_probed():
+    model = tiny_model()
+    layer = model.model.layers[0]
+    layer.register_forward_pre_hook(lambda module, args: (args[0].add_(0.5), *args[1:]))
+    LogprobModel(model, "rows").recompute_layers()

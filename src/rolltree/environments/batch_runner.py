@@ -1,7 +1,6 @@
 """How an environment runs many rollouts, and what it returns.
 
-`BatchRunner` is the half of `Environment` that turns rows into requests for the rollout engine.
-Confidence intervals and pass@k are in `rolltree.evaluation`.
+`BatchRunner` makes requests for the rollout engine; intervals are in `rolltree.evaluation`.
 """
 
 from __future__ import annotations

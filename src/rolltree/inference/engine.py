@@ -1,8 +1,7 @@
 """The thread of an engine in this process: requests, cancellation, pauses, health and its end.
 
 `LocalEngine` and `VllmEngine` are two backends of `EngineThread`. `await engine.generate(request)`
-works from any event loop. Inside `async with engine.paused()` no step runs, and `publish` there
-makes the engine sample with the trainer's current weights.
+works from any event loop. Inside `engine.paused()` no step runs; `publish` brings new weights.
 """
 
 from __future__ import annotations
