@@ -13,7 +13,7 @@ import pytest
 from rolltree.errors import ConfigError, StoreError
 from rolltree.store import Run, StoredRollout
 from rolltree.store.database import Database, WriterLock
-from rolltree.store.settings import config_differences, write_config
+from rolltree.store.settings import config_differences, with_defaults, write_config
 
 
 def python(program, *words):
@@ -180,6 +180,34 @@ class TestConfig:
             "a was not set and is now 2",
             "a.b was 1 and is now not set",
         ]
+
+    def test_a_key_that_the_run_lacks_counts_as_its_default(self):
+        old = {"a": {"b": 1}, "args": {}, "own": {"x": 1}}
+        defaults = {"a": {"b": 0, "c": {"d": 2}}, "args": {"k": 1}, "own": {}, "section": {"e": 3}}
+        full = with_defaults(old, defaults)
+        assert full == {
+            "a": {"b": 1, "c": {"d": 2}}, "args": {"k": 1}, "own": {"x": 1}, "section": {"e": 3},
+        }  # fmt: skip
+        assert config_differences(full, {**full, "section": {"e": 4}}) == [
+            "section.e was 3 and is now 4"
+        ]
+        assert old == {"a": {"b": 1}, "args": {}, "own": {"x": 1}}
+
+    @pytest.mark.parametrize("stored", [{"a": 1}, {"a": 1, "made_later": {"x": 0}}])
+    def test_a_run_made_before_a_setting_was_added_is_continued(self, tmp_path, stored):
+        defaults = {"made_later": {"x": 0, "y": 2}}
+        with Run.create(tmp_path, config=stored) as run:
+            run.add_step(1, {})
+        now = {"a": 1, **defaults}
+        for x, y in ((1, 2), (0, 1)):
+            other = {"a": 1, "made_later": {"x": x, "y": y}}
+            with pytest.raises(ConfigError, match=r"made_later\.[xy] was \d and is now 1"):
+                Run.open_or_create(tmp_path, config=other, defaults=defaults)
+        with pytest.raises(ConfigError, match=r"made_later.y was not set and is now 2"):
+            Run.open_or_create(tmp_path, config=now)
+        with Run.open_or_create(tmp_path, config=now, defaults=defaults) as run:
+            assert run.config == now  # so that a later default does not change what it was
+        assert json.loads((tmp_path / "config.json").read_text()) == now
 
     def test_written_through_a_rename(self, tmp_path):
         path = tmp_path / "config.json"

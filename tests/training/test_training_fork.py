@@ -9,7 +9,7 @@ from training_kit import LetterSource
 import rolltree as rt
 from rolltree.errors import ConfigError, TrainingError
 from rolltree.store import Run
-from rolltree.training import fork_run
+from rolltree.training import fork_run, load_train_config
 
 
 def train(config, source=None):
@@ -73,6 +73,23 @@ def test_the_same_call_continues_and_other_settings_are_another_run(parent):
         fork_run(parent, num_steps=6, lr=3e-3, run_dir=first.run.dir)
     with pytest.raises(ConfigError, match="holds another run"):
         fork_run(parent, num_steps=6, run_dir=parent)
+
+
+def test_runs_from_before_a_setting_are_continued_and_forked(parent):
+    first = fork_run(parent, num_steps=5)
+    train(first)
+    for path in (parent, first.run.dir):
+        with Run.open(path) as run:
+            config = run.config
+            del config["track"], config["optim"]["eps"], config["model"]["lora_targets"]
+            run.set_meta("config", config)
+    assert fork_run(parent, num_steps=5) == first
+    with pytest.raises(ConfigError, match=r"optim\.eps was 1e-08 and is now 1e-06"):
+        train(load_train_config(first, eps=1e-6))
+    assert len(train(first).metrics) == 5
+    with Run.open(first.run.dir, "r") as run:
+        assert load_train_config(run.config) == first
+        assert run.config["optim"]["eps"] == 1e-8
 
 
 def test_another_horizon_and_an_asynchronous_fork_of_a_synchronous_run(parent):

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 PHASE = "eval"
 MAY_CHANGE = ("num_examples", "rollouts_per_example", "max_concurrent", "base_url")
 """Settings in which a continued evaluation may differ from its first start."""
+DEFAULTS = {"env_args": {}, "base_url": None, "sampling": {}, "seed": 0, "split": "eval"}
+"""What a setting counts as that a run from before the setting does not name."""
 NUM_EXAMPLES, ROLLOUTS_PER_EXAMPLE = 5, 3
 SPLITS: tuple[Literal["train", "eval"], ...] = ("train", "eval")
 
@@ -216,6 +218,7 @@ def evaluate_environment(
         config=config,
         kind="eval",
         may_change=MAY_CHANGE,
+        defaults=DEFAULTS,
         secrets=[api_key] if api_key else [],
     ) as stored:
         try:

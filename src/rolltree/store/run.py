@@ -40,7 +40,12 @@ from rolltree.store.rows import (
     to_sql,
     verify,
 )
-from rolltree.store.settings import config_differences, stored_settings, write_config
+from rolltree.store.settings import (
+    config_differences,
+    stored_settings,
+    with_defaults,
+    write_config,
+)
 
 _REQUEST_ID = list(COLUMNS).index("request_id")
 T = TypeVar("T")
@@ -114,6 +119,7 @@ class Run:
         config: Mapping[str, Any],
         kind: str = "run",
         may_change: Sequence[str] = (),
+        defaults: Mapping[str, Any] | None = None,
         secrets: Sequence[str] = (),
         advice: str = "",
     ) -> Run:
@@ -121,7 +127,9 @@ class Run:
 
         Settings bind when the first rollout or step is stored; until then other ones replace them.
         `may_change` names dotted keys (or their parents) in which a continued run may differ
-        from its first start, such as `"max_concurrent"`. `advice` ends the message about others.
+        from its first start, such as `"max_concurrent"`. A key that the run lacks, because the
+        setting is newer than the run, counts as in `defaults` and is stored. `advice` ends the
+        message about other settings.
 
         Raises:
             ConfigError: the run was started with other settings.
@@ -131,7 +139,8 @@ class Run:
         run = cls._make(Path(path), data, kind, secrets)
         if run._database.is_new:
             return run
-        differences = config_differences(run.config, data, may_change)
+        known = with_defaults(run.config, defaults or {})
+        differences = config_differences(known, data, may_change)
         if not run.is_bound:
             run._rebind(data, kind)
         elif differences:
@@ -141,6 +150,8 @@ class Run:
                 f"{'; '.join(differences)}. Choose another run directory, or use the settings in "
                 f"{Path(path) / 'config.json'}.{advice and ' ' + advice}"
             )
+        else:
+            run._rebind(known, run.meta["kind"])
         run.add_event("resumed")
         return run
 
@@ -151,7 +162,7 @@ class Run:
         return bool(self._database.all(sql)[0][0])
 
     def _rebind(self, config: Any, kind: str) -> None:
-        """Take other settings, for a run that holds nothing yet."""
+        """Store other settings: of a run that holds nothing yet, or those that it lacked."""
         if config == self.config and kind == self.meta["kind"]:
             return
         with self._database.transaction() as change:

@@ -32,6 +32,20 @@ def write_config(path: Path, config: Mapping[str, Any]) -> None:
     temporary.replace(path)
 
 
+def with_defaults(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a stored config with the keys that it lacks: settings newer than the run.
+
+    >>> with_defaults({"a": {"b": 1}}, {"a": {"b": 0, "c": 2}, "d": {}})
+    {'a': {'b': 1, 'c': 2}, 'd': {}}
+    """
+    full = dict(config)
+    for key, default in defaults.items():
+        value = full.setdefault(key, to_plain(default))
+        if isinstance(value, Mapping) and isinstance(default, Mapping):
+            full[key] = with_defaults(value, default)
+    return full
+
+
 def config_differences(
     old: Mapping[str, Any], new: Mapping[str, Any], may_change: Sequence[str] = ()
 ) -> list[str]:

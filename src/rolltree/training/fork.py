@@ -17,7 +17,7 @@ from typing import Any
 from rolltree.errors import ConfigError, StoreError, TrainingError
 from rolltree.redact import REDACTED
 from rolltree.store import Run, to_plain
-from rolltree.store.settings import config_differences
+from rolltree.store.settings import config_differences, with_defaults
 from rolltree.training.checkpoint import Checkpoints, check_complete
 from rolltree.training.checkpoint_formats import put_in_place, remove, sync_files
 from rolltree.training.config import TrainConfig, load_train_config
@@ -79,6 +79,7 @@ def fork_run(
             origin, stored = known
             same = origin == (str(source.resolve()), origin[1] if step is None else step)
             plain = to_plain(made.as_dict())
+            stored = with_defaults(stored, TrainConfig().as_dict())
             if same and not config_differences(stored, plain, made.may_change()):
                 return made
         raise ConfigError(

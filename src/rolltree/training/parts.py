@@ -179,5 +179,6 @@ def open_run(config: TrainConfig) -> Run:
         config=config.as_dict(),
         kind="train",
         may_change=config.may_change(),
+        defaults=TrainConfig().as_dict(),
         advice=" ".join(advice),
     )
