@@ -1,5 +1,7 @@
 import ast
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -154,3 +156,15 @@ class TestCreditSettings:
     def test_what_would_be_ignored_or_is_out_of_range(self, settings, message):
         with pytest.raises(ConfigError, match=message):
             self.load(**settings)
+
+
+def test_settings_and_credit_are_read_without_torch():
+    """Commands on stored runs recompute advantages; they start without torch."""
+    program = (
+        "import sys; from rolltree.training import TrainConfig, assign_credit\n"
+        "TrainConfig().algorithm.policy(None); print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False\n"

@@ -15,12 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from rolltree.errors import ConfigError, UnknownName, did_you_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class LossTerms:
 
 
 LossFn = Callable[[LossInputs, Mapping[str, float]], LossTerms]
-RolloutTerm = Callable[[Tensor, Tensor, Mapping[str, float]], Tensor]
+RolloutTerm: TypeAlias = "Callable[[Tensor, Tensor, Mapping[str, float]], Tensor]"
 """(log ratio `[_R]`, advantage `[_R]`, parameters) -> what the loss averages over a rollout."""
 
 
@@ -101,6 +101,10 @@ def fill(
     return {**defaults, **chosen}
 
 
+def _none(like: Tensor) -> Tensor:
+    return like.new_zeros(like.shape).bool()
+
+
 def ppo_clip(x: LossInputs, p: Mapping[str, float]) -> LossTerms:
     """Return `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`, below 0 at most `-dual_clip A`.
 
@@ -109,17 +113,15 @@ def ppo_clip(x: LossInputs, p: Mapping[str, float]) -> LossTerms:
     arXiv:2503.14476, equation 10. `dual_clip` bounds what one token with a negative advantage and
     a huge ratio can cost: Ye et al. 2020, arXiv:1912.09729, equation 5 (infinite: off).
     """
-    terms = _clipped(torch.exp(x.logprob - x.behaviour), x.advantage, p)
-    worst = torch.where(x.advantage < 0, -p["dual_clip"] * x.advantage, math.inf)
-    return LossTerms(
-        torch.minimum(terms.loss, worst), terms.clipped | (worst < terms.loss).detach()
-    )
+    terms = _clipped((x.logprob - x.behaviour).exp(), x.advantage, p)
+    worst = (-p["dual_clip"] * x.advantage).where(x.advantage < 0, math.inf)
+    return LossTerms(terms.loss.minimum(worst), terms.clipped | (worst < terms.loss).detach())
 
 
 def _clipped(ratio: Tensor, advantage: Tensor, p: Mapping[str, float]) -> LossTerms:
     inside = ratio.clamp(1 - p["clip_low"], 1 + p["clip_high"])
     plain, limited = ratio * advantage, inside * advantage
-    return LossTerms(-torch.minimum(plain, limited), (limited < plain).detach())
+    return LossTerms(-plain.minimum(limited), (limited < plain).detach())
 
 
 def reinforce(x: LossInputs, p: Mapping[str, float]) -> LossTerms:
@@ -128,9 +130,9 @@ def reinforce(x: LossInputs, p: Mapping[str, float]) -> LossTerms:
     REINFORCE (Williams 1992) with truncated importance sampling (Ionides 2008; for engine mismatch
     Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training").
     """
-    ratio = torch.exp(x.logprob.detach() - x.behaviour)
+    ratio = (x.logprob.detach() - x.behaviour).exp()
     weight = ratio.clamp(max=p["ratio_cap"])
-    return LossTerms(-weight * x.advantage * x.logprob, torch.zeros_like(ratio, dtype=torch.bool))
+    return LossTerms(-weight * x.advantage * x.logprob, _none(ratio))
 
 
 def cispo(x: LossInputs, p: Mapping[str, float]) -> LossTerms:
@@ -139,9 +141,9 @@ def cispo(x: LossInputs, p: Mapping[str, float]) -> LossTerms:
     CISPO: MiniMax 2025, MiniMax-M1, arXiv:2506.13585, equations 4 and 5. No token loses its
     gradient; the paper puts no lower bound, which is `clip_low = 1`.
     """
-    ratio = torch.exp(x.logprob.detach() - x.behaviour)
+    ratio = (x.logprob.detach() - x.behaviour).exp()
     weight = ratio.clamp(1 - p["clip_low"], 1 + p["clip_high"])
-    return LossTerms(-weight * x.advantage * x.logprob, torch.zeros_like(ratio, dtype=torch.bool))
+    return LossTerms(-weight * x.advantage * x.logprob, _none(ratio))
 
 
 def gspo(x: LossInputs, p: Mapping[str, float]) -> LossTerms:
@@ -157,7 +159,7 @@ def gspo(x: LossInputs, p: Mapping[str, float]) -> LossTerms:
     if x.rollout_log_ratio is None:
         raise ValueError("gspo needs rollout_log_ratio, the mean log ratio of each rollout")
     log_ratio = x.rollout_log_ratio + x.logprob - x.logprob.detach()
-    return _clipped(torch.exp(log_ratio), x.advantage, p)
+    return _clipped(log_ratio.exp(), x.advantage, p)
 
 
 def _gspo_term(log_ratio: Tensor, advantage: Tensor, p: Mapping[str, float]) -> Tensor:
@@ -180,12 +182,12 @@ def gmpo(x: LossInputs, p: Mapping[str, float]) -> LossTerms:
     log_ratio = x.logprob - x.behaviour
     limited = _gmpo_term(log_ratio, x.advantage, p)
     mean = x.rollout_log_ratio + limited - limited.detach()
-    return LossTerms(-torch.exp(mean) * x.advantage, (limited != log_ratio).detach())
+    return LossTerms(-mean.exp() * x.advantage, (limited != log_ratio).detach())
 
 
 def _gmpo_term(log_ratio: Tensor, advantage: Tensor, p: Mapping[str, float]) -> Tensor:
-    return torch.where(
-        advantage < 0, log_ratio.clamp(min=-p["clip_low"]), log_ratio.clamp(max=p["clip_high"])
+    return log_ratio.clamp(min=-p["clip_low"]).where(
+        advantage < 0, log_ratio.clamp(max=p["clip_high"])
     )
 
 
@@ -194,7 +196,7 @@ def cross_entropy(x: LossInputs, p: Mapping[str, float]) -> LossTerms:
 
     Also known as behaviour cloning (Pomerleau 1991).
     """
-    return LossTerms(-x.logprob, torch.zeros_like(x.logprob, dtype=torch.bool))
+    return LossTerms(-x.logprob, _none(x.logprob))
 
 
 LOSSES: dict[str, Loss] = {
@@ -233,7 +235,7 @@ def look_up(kind: str, name: str, table: Mapping[str, T]) -> T:
 
 # -- KL estimates --------------------------------------------------------------------------------
 
-KlFn = Callable[[Tensor, Tensor], Tensor]
+KlFn: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 """(logprob `[_R]`, reference logprob `[_R]`) -> estimate `[_R]`."""
 
 
@@ -260,7 +262,7 @@ def k3(logprob: Tensor, reference: Tensor) -> Tensor:
     Schulman 2020, "Approximating KL divergence"; GRPO's penalty, arXiv:2402.03300, equation 4.
     """
     log_ratio = reference - logprob
-    return torch.exp(log_ratio) - 1 - log_ratio
+    return log_ratio.exp() - 1 - log_ratio
 
 
 @dataclass(frozen=True, slots=True)
