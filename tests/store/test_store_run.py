@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rolltree.errors import ConfigError, StoreError
 from rolltree.store import Run, StoredRollout, list_runs, summarize
-from rolltree.store.rows import SCHEMA_VERSION
+from rolltree.store.schema import SCHEMA_VERSION
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from rolltree.store.codec import Opaque, dumps, loads, to_plain
 from rolltree.store.listing import PhaseSummary, RunSummary, list_runs, summarize
 from rolltree.store.rows import Event, StepRow, StoredRollout
 from rolltree.store.run import Run
+from rolltree.store.trained import TrainedRollout
 
 __all__ = [
     "Event",
@@ -16,6 +17,7 @@ __all__ = [
     "RunSummary",
     "StepRow",
     "StoredRollout",
+    "TrainedRollout",
     "dumps",
     "list_runs",
     "loads",

@@ -10,6 +10,7 @@ from typing import Any
 from rolltree.store.codec import loads
 from rolltree.store.integrity import TABLES, TOTAL_NAMES, Counts, Totals, checksum, report_key
 from rolltree.store.rows import LIGHT, STORED, with_checksums
+from rolltree.store.trained import insert_trained
 
 _INSERT = (
     f"INSERT INTO rollouts ({', '.join(STORED)}) VALUES ({', '.join('?' for _ in STORED)}) "
@@ -80,6 +81,18 @@ class Change:
         else:
             self.counts.last_id -= 1
         return added
+
+    def put_trained(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
+        """Let these values of `trained_to_sql` be all that is stored of a step's tokens."""
+        self.drop_trained("step = ?", step)
+        for values in rows:
+            insert_trained(self.connection, self.next_id(), values)
+        self.counts.trained += len(rows)
+
+    def drop_trained(self, clause: str, step: int) -> None:
+        """Take the trained tokens of the steps of a clause away."""
+        gone = self.connection.execute(f"DELETE FROM trained WHERE {clause}", (step,))
+        self.counts.trained -= gone.rowcount
 
     def drop_request(self, request_id: str, *, if_failed: bool) -> list[dict[str, Any]]:
         """Take the rows of a request away, with `if_failed` only if one of them failed.

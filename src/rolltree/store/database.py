@@ -32,13 +32,16 @@ from rolltree.store.integrity import (
     damaged,
     read_totals,
 )
-from rolltree.store.rows import (
-    SUMMED,
+from rolltree.store.rows import SUMMED, verify
+from rolltree.store.schema import (
+    SCHEMA_VERSION,
+    TRAINED_SINCE,
     check_schema,
     create_schema,
     is_empty,
-    verify,
+    upgrade_schema,
 )
+from rolltree.store.trained import check_trained
 
 PAGE_ROWS = 64
 LIGHT_PAGE_ROWS = 1024  # without their blobs
@@ -81,7 +84,7 @@ class Database:
                     f"{path} is empty: the program that made it was stopped before it could write. "
                     "Nothing is lost; start that command again, or delete the directory."
                 )
-            check_schema(self._connection, path)
+            self.version = check_schema(self._connection, path)
             if not self.is_new:
                 self._compare(noted)
             if mode != "r":
@@ -89,6 +92,10 @@ class Database:
                 self._connection.execute("PRAGMA synchronous = FULL")
                 if not self.is_new:
                     self.check()
+                if self.version != SCHEMA_VERSION:
+                    with self.transaction() as change:
+                        upgrade_schema(change.connection)
+                    self.version = SCHEMA_VERSION
         except _SQL_ERRORS as error:
             self.close()
             raise _unreadable(path, error) from error
@@ -221,15 +228,17 @@ class Database:
             for name in TABLES:
                 self.table(name)
             self.totals()
-            expected = self.counts().rollouts
+            counts = self.counts()
             number = 0
             sql = f"SELECT {', '.join(SUMMED)} FROM rollouts NOT INDEXED"
             with self.naming():
                 for row in connection.execute(sql):
                     verify(row)
                     number += 1
-            if number != expected:
-                raise damaged(self.path, f"it has {number} rollouts instead of {expected}")
+                if number != counts.rollouts:
+                    raise StoreError(f"it has {number} rollouts instead of {counts.rollouts}")
+                if self.version >= TRAINED_SINCE:
+                    check_trained(connection, counts.trained)
         self._is_checked = True
 
     @contextlib.contextmanager
@@ -259,16 +268,16 @@ class Database:
         values: Sequence[Any],
         limit: int | None,
         page_rows: int = PAGE_ROWS,
+        table: str = "rollouts",
     ) -> Iterator[tuple[Any, ...]]:
-        """Yield rows of `rollouts` in the order they were stored, a page in memory at a time.
+        """Yield rows of a table in the order they were stored, a page in memory at a time.
 
         `columns` begins with the id. The lock is free between pages, so the run may be written
         during iteration.
         """
         after = 0
         sql = (
-            f"SELECT {', '.join(columns)} FROM rollouts WHERE id > ? AND {where} "
-            "ORDER BY id LIMIT ?"
+            f"SELECT {', '.join(columns)} FROM {table} WHERE id > ? AND {where} ORDER BY id LIMIT ?"
         )
         while limit is None or limit > 0:
             size = page_rows if limit is None else min(page_rows, limit)

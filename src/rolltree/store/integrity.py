@@ -51,19 +51,20 @@ class Counts:
     meta: int = 0
     steps: int = 0
     events: int = 0
+    trained: int = 0
 
     @classmethod
     def read(cls, connection: sqlite3.Connection) -> Counts:
-        """Read the row.
+        """Read the row; an older schema has no count of the tables that it lacks.
 
         Raises:
             StoreError: it is damaged; the file is not named.
         """
-        names = [item.name for item in fields(cls)]
-        rows = connection.execute(f"SELECT {', '.join(names)}, checksum FROM counts").fetchall()
+        cursor = connection.execute("SELECT * FROM counts")
+        names, rows = [item[0] for item in cursor.description[:-1]], cursor.fetchall()
         if len(rows) != 1 or checksum("counts", rows[0][:-1]) != rows[0][-1]:
             raise StoreError("the counts of its rows differ from their checksum")
-        return cls(*rows[0][:-1])
+        return cls(**dict(zip(names, rows[0][:-1], strict=True)))
 
     def write(self, connection: sqlite3.Connection) -> None:
         """Replace the row."""

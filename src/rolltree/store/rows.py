@@ -1,28 +1,23 @@
-"""The rows of a run as values (trajectories, training steps, events) and their SQL schema.
+"""The rows of a run as values: trajectories, training steps, events.
 
 `StoredRollout` is what other rooms hand in and get back; `rolltree.rollouts.record` makes its two
-blobs. There is one schema: a file of another version is refused, not migrated.
+blobs.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import sqlite3
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from rolltree.errors import StoreError
 from rolltree.redact import REDACTED, cut_secrets, cut_text, redact
 from rolltree.store.codec import dumps, loads
-from rolltree.store.integrity import Counts, blob_checksum, checksum
-
-SCHEMA_VERSION = 3
-APPLICATION_ID = 0x726F6C74  # "rolt", in the header of every run.db
+from rolltree.store.integrity import blob_checksum, checksum
 
 Secrets: TypeAlias = tuple[str, ...]
 Status: TypeAlias = Literal["ok", "error"]
@@ -271,63 +266,3 @@ def from_sql(values: Sequence[Any]) -> StoredRollout:
     return StoredRollout(
         **{name: COLUMNS[name].decode(value) for name, value in zip(names, found, strict=True)}
     )
-
-
-def _statements() -> list[str]:
-    types = {name: column.sql for name, column in COLUMNS.items()}
-    types |= {"id": "INTEGER PRIMARY KEY", "blob_checksum": "INTEGER", "checksum": "INTEGER"}
-    columns = ",\n  ".join(f"{name} {types[name]}" for name in STORED)
-    counts = ", ".join(f"{item.name} INTEGER" for item in fields(Counts))
-    return [
-        "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL, checksum INTEGER)"
-        " WITHOUT ROWID",
-        f"CREATE TABLE counts ({counts}, checksum INTEGER)",
-        "CREATE TABLE totals (phase TEXT, env_id TEXT, first_id INTEGER, num_requests INTEGER,"
-        " num_rollouts INTEGER, num_errors INTEGER, num_truncated INTEGER, num_scored INTEGER,"
-        " sum_reward REAL, num_prompt_tokens INTEGER, num_completion_tokens INTEGER,"
-        " last_created_at REAL, checksum INTEGER, PRIMARY KEY (phase, env_id)) WITHOUT ROWID",
-        f"CREATE TABLE rollouts (\n  {columns},\n  UNIQUE (request_id, trajectory_index)\n)",
-        "CREATE INDEX rollouts_by_phase ON rollouts (phase, id)",
-        "CREATE INDEX rollouts_by_step ON rollouts (phase, train_step, id)",
-        "CREATE INDEX rollouts_by_group ON rollouts (group_id)",
-        "CREATE TABLE steps (step INTEGER PRIMARY KEY, created_at REAL NOT NULL,"
-        " metrics TEXT NOT NULL, checksum INTEGER)",
-        "CREATE TABLE events (id INTEGER PRIMARY KEY, created_at REAL NOT NULL,"
-        " kind TEXT NOT NULL, step INTEGER, data TEXT NOT NULL, checksum INTEGER)",
-        f"PRAGMA application_id = {APPLICATION_ID}",
-        f"PRAGMA user_version = {SCHEMA_VERSION}",
-    ]
-
-
-def is_empty(connection: sqlite3.Connection) -> bool:
-    """Say whether the file holds nothing yet: new, or its maker was killed before the commit."""
-    row = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    return bool(row[0] == 0)
-
-
-def create_schema(connection: sqlite3.Connection) -> None:
-    """Create every table; the caller holds the transaction, so it is all there or nothing."""
-    for statement in _statements():
-        connection.execute(statement)
-
-
-def check_schema(connection: sqlite3.Connection, path: Path) -> None:
-    """Refuse a file that is not a run, or is a run of another schema.
-
-    Raises:
-        StoreError: with what the file is instead, and what to do.
-    """
-    application = connection.execute("PRAGMA application_id").fetchone()[0]
-    version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if application != APPLICATION_ID:
-        raise StoreError(
-            f"{path} is a SQLite file, but not one that rolltree made, so nothing is read from or "
-            "written to it. Choose another run directory."
-        )
-    if version != SCHEMA_VERSION:
-        newer = version > SCHEMA_VERSION
-        advice = "upgrade rolltree" if newer else "open it with the version of rolltree it is from"
-        raise StoreError(
-            f"{path} has run schema {version}; this rolltree reads schema {SCHEMA_VERSION}. It was "
-            f"written by {'a newer' if newer else 'an older'} version: {advice}."
-        )

@@ -12,54 +12,35 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from rolltree.errors import ConfigError, StoreError, did_you_mean
+from rolltree.errors import ConfigError, StoreError
 from rolltree.redact import known_secrets, redact, remember, secrets_in
 from rolltree.store.change import Change
-from rolltree.store.codec import dumps, loads
-from rolltree.store.database import LIGHT_PAGE_ROWS, PAGE_ROWS, ROW_ERRORS, Database, WriterLock
-from rolltree.store.export import Render, export_rows, light_line
-from rolltree.store.filters import where_clause
-from rolltree.store.integrity import (
-    Totals,
-    damaged,
-    read_totals,
-    report_key,
-)
-from rolltree.store.rows import (
-    COLUMNS,
-    LIGHT,
-    STORED,
-    SUMMED,
-    Event,
-    StepRow,
-    StoredRollout,
-    as_stored,
-    from_sql,
-    to_sql,
-    verify,
-)
+from rolltree.store.codec import dumps
+from rolltree.store.database import Database, WriterLock
+from rolltree.store.integrity import read_totals, report_key
+from rolltree.store.reading import StoredRun
+from rolltree.store.rows import COLUMNS, StoredRollout, to_sql
 from rolltree.store.settings import (
     config_differences,
     stored_settings,
     with_defaults,
     write_config,
 )
+from rolltree.store.trained import TrainedRollout, trained_to_sql
 
 _REQUEST_ID = list(COLUMNS).index("request_id")
-T = TypeVar("T")
 
 
-class Run:
+class Run(StoredRun):
     """One run. Make it with `create`, `open` or `open_or_create`; close it or use `with`.
 
     Methods may be called from any thread of the process.
     """
 
     def __init__(self, path: Path, database: Database, lock: WriterLock | None) -> None:
-        self.path = path
-        self._database = database
+        super().__init__(path, database)
         self._lock = lock
         self._secrets: tuple[str, ...] = ()
 
@@ -205,24 +186,9 @@ class Run:
             self._lock.release()
 
     @property
-    def checkpoints(self) -> Path:
-        """Where training keeps its checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
     def read_only(self) -> bool:
         """Whether this object may only read."""
         return self._lock is None
-
-    @property
-    def meta(self) -> dict[str, Any]:
-        """Everything stored with `set_meta`, plus `kind`, `config` and `created_at`."""
-        return {key: loads(value) for key, value in self._database.table("meta")}
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The redacted config that the run was made with."""
-        return dict(self.meta.get("config") or {})
 
     def set_meta(self, key: str, value: Any) -> None:
         """Store one value under a name; the last one wins."""
@@ -245,10 +211,6 @@ class Run:
             if is_whole:
                 change.put("meta", report_key(phase), text)
         return is_whole
-
-    def kept_report(self, phase: str) -> Any:
-        """Return the report that was stored last, None when the phase has changed since."""
-        return self.meta.get(report_key(phase))
 
     def protect(self, *secrets: str) -> None:
         """Name secrets of this process; they are cut out of everything written from now on.
@@ -284,121 +246,28 @@ class Run:
                         self._insert_event(change, "retried", data, None)
             return sum(change.add_rollout(row) for row in values)
 
-    def rollouts(
-        self, *, blobs: bool = True, limit: int | None = None, **where: Any
-    ) -> Iterator[StoredRollout]:
-        """Yield stored rows in the order they came; `where` compares columns.
+    def add_step(
+        self, step: int, metrics: Mapping[str, Any], trained: Sequence[TrainedRollout] = ()
+    ) -> None:
+        """Store the metrics of one training step, and what it knew of the tokens that it trained.
 
-        `run.rollouts(phase="eval", status=["ok", "error"])`: a list means any of these, None
-        means NULL. Without `blobs`, `record` and `tokens` stay empty and reading is fast.
-
-        Raises:
-            ConfigError: there is no such column.
-            StoreError: a row is damaged or missing.
-        """
-        yield from self._rows(STORED if blobs else SUMMED, where, limit, from_sql)
-
-    def columns(self, names: Sequence[str], **where: Any) -> Iterator[tuple[Any, ...]]:
-        """Yield some columns of stored rows, in the order they came; filters as in `rollouts`.
-
-        It is several times as fast as `rollouts(blobs=False)`; blobs are not among the columns. A
-        row is compared with its checksum unless this object has checked the whole file, as one that
-        writes does when it is opened.
+        The same step again replaces both.
 
         Raises:
-            ConfigError: there is no such column.
-            StoreError: a row is damaged or missing.
+            StoreError: `trained` is of another step.
         """
-        for name in names:
-            if name not in LIGHT:
-                raise ConfigError(f"there is no light column {name!r}.{did_you_mean(name, LIGHT)}")
-        is_checked = self._database.is_checked  # then rows need no second check
-        columns = ("id", *names) if is_checked else SUMMED
-        places = [SUMMED.index(name) for name in names]
-        decoders = [(at, COLUMNS[name].decode) for at, name in enumerate(names)]
-        decoders = [(at, decode) for at, decode in decoders if decode is not as_stored]
-
-        def pick(row: Sequence[Any]) -> tuple[Any, ...]:
-            if is_checked:
-                _, *found = row
-            else:
-                verify(row)
-                found = [row[at] for at in places]
-            for at, decode in decoders:
-                found[at] = decode(found[at])
-            return tuple(found)
-
-        yield from self._rows(columns, where, None, pick)
-
-    def _rows(
-        self,
-        names: Sequence[str],
-        where: Mapping[str, Any],
-        limit: int | None,
-        read: Callable[[Sequence[Any]], T],
-    ) -> Iterator[T]:
-        clause, values = where_clause(where)
-        before, num_rows = self._expected(where), 0
-        size = PAGE_ROWS if names is STORED else LIGHT_PAGE_ROWS
-        for row in self._database.pages(names, clause, values, limit, size):
-            try:  # what `naming` does, without its price for every row
-                found = read(row)
-            except ROW_ERRORS as error:
-                raise damaged(self._database.path, str(error)) from error
-            yield found
-            num_rows += 1
-        missing = limit is None and before is not None and before[0] != num_rows
-        if missing and before == self._expected(where):  # nobody wrote during the iteration
-            what = f"an index leads to {num_rows} of {before[0]} rollouts" if before else ""
-            raise damaged(self._database.path, what)
-
-    def _expected(self, where: Mapping[str, Any]) -> tuple[int, int] | None:
-        """Return how many rows a filter must find, and the number of batches stored until now.
-
-        The sums know that for phases. For any other filter the whole file is checked, once.
-        """
-        if where.keys() - {"phase"}:
-            self._database.check()
-            return None
-        counts, totals = self._database.totals()
-        if "phase" not in where:
-            return counts.rollouts, counts.commits
-        wanted = where["phase"]
-        phases = wanted if isinstance(wanted, (list, tuple, set, frozenset)) else [wanted]
-        return sum(t.num_rollouts for t in totals if t.phase in phases), counts.commits
-
-    def num_rollouts(self, **where: Any) -> int:
-        """Count stored rows, with the filters of `rollouts`."""
-        clause, values = where_clause(where)
-        expected = self._expected(where)
-        if expected is not None:
-            return expected[0]
-        sql = f"SELECT count(*) FROM rollouts WHERE {clause}"
-        return int(self._database.all(sql, values)[0][0])
-
-    def totals(self) -> list[Totals]:
-        """Return the sums over each phase and environment, in the order they began."""
-        return self._database.totals()[1]
-
-    def finished_ids(self, phase: str | None = None, *, failed: bool = True) -> set[str]:
-        """Return the ids of requests that are stored; without `failed`, only those that worked."""
-        self._database.check()
-        where: dict[str, Any] = {} if phase is None else {"phase": phase}
-        clause, values = where_clause(where if failed else {**where, "status": "ok"})
-        rows = self._database.all(f"SELECT request_id FROM rollouts WHERE {clause}", values)
-        return {row[0] for row in rows}
-
-    def add_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Store the metrics of one optimizer step; the same step again replaces them."""
         self._must_write()
+        others = {row.step for row in trained} - {step}
+        if others:
+            raise StoreError(
+                f"tokens of step {min(others)} were given with the metrics of step {step}, and "
+                "would be counted in the wrong one. Pass each step's own."
+            )
         text = dumps(redact(dict(metrics), self._secrets))
+        values = [trained_to_sql(row) for row in trained]
         with self._database.transaction() as change:
             change.put("steps", int(step), time.time(), text)
-
-    def steps(self) -> list[StepRow]:
-        """Return the metrics of every step, in order."""
-        rows = self._database.table("steps")
-        return [StepRow(step, created, loads(text)) for step, created, text in rows]
+            change.put_trained(int(step), values)
 
     def truncate_steps(self, after: int, *, rollout_phases: Sequence[str] = ()) -> int:
         """Forget the steps after a checkpoint's, which a resumed trainer takes again.
@@ -411,6 +280,7 @@ class Run:
             execute = change.connection.execute
             steps = execute("DELETE FROM steps WHERE step > ?", (after,)).rowcount
             change.counts.steps -= steps
+            change.drop_trained("step > ?", after)
             rollouts = 0
             for phase in rollout_phases:
                 late = "DELETE FROM rollouts WHERE phase = ? AND train_step > ?"
@@ -436,44 +306,6 @@ class Run:
         """Store a notice, something that a person should know, and show it."""
         self.add_event("notice", {"message": message})
         show(message)
-
-    def events(self, kind: str | None = None) -> list[Event]:
-        """Return what happened, oldest first."""
-        return [
-            Event(name, created, step, loads(data))
-            for _, created, name, step, data in self._database.table("events")
-            if kind is None or name == kind
-        ]
-
-    def query(self, sql: str, *values: Any) -> list[dict[str, Any]]:
-        """Run read-only SQL over `meta`, `rollouts`, `steps`, `events`.
-
-        The whole file is checked before the first query: SQL itself reads what is there.
-
-        Raises:
-            StoreError: the SQL is wrong, or would write; or the file is damaged.
-        """
-        self._database.check()
-        return self._database.query(sql, values)
-
-    def export(
-        self,
-        target: str | Path,
-        *,
-        render: Render | None = None,
-        **where: Any,
-    ) -> int:
-        """Write one JSON line per stored row and return how many; filters as in `rollouts`.
-
-        Without `render` a line has every column but the blobs;
-        `rolltree.rollouts.export_line` is the renderer that adds messages and tokens.
-
-        Raises:
-            StoreError: the file cannot be written, or rows are damaged; all others are in it then.
-        """
-        names = SUMMED if render is None else STORED
-        rows = self.rollouts(blobs=render is not None, **where)
-        return export_rows(Path(target), rows, self._database, names, render or light_line, where)
 
     def _must_write(self) -> None:
         if self.read_only:

@@ -1,0 +1,231 @@
+"""What can be read of a run: rollouts, steps, trained tokens, events, sums, SQL, export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rolltree.errors import ConfigError, did_you_mean
+from rolltree.store.codec import loads
+from rolltree.store.database import LIGHT_PAGE_ROWS, PAGE_ROWS, ROW_ERRORS, Database
+from rolltree.store.export import Render, export_rows, light_line
+from rolltree.store.filters import where_clause
+from rolltree.store.integrity import Totals, damaged, report_key
+from rolltree.store.rows import (
+    COLUMNS,
+    LIGHT,
+    STORED,
+    SUMMED,
+    Event,
+    StepRow,
+    StoredRollout,
+    as_stored,
+    from_sql,
+    verify,
+)
+from rolltree.store.schema import TRAINED_SINCE
+from rolltree.store.trained import TRAINED_COLUMNS, TrainedRollout, trained_from_sql
+
+T = TypeVar("T")
+
+
+class StoredRun:
+    """The part of `Run` that reads; its methods may be called from any thread of the process."""
+
+    def __init__(self, path: Path, database: Database) -> None:
+        self.path = path
+        self._database = database
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where training keeps its checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """Everything stored with `set_meta`, plus `kind`, `config` and `created_at`."""
+        return {key: loads(value) for key, value in self._database.table("meta")}
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The redacted config that the run was made with."""
+        return dict(self.meta.get("config") or {})
+
+    def kept_report(self, phase: str) -> Any:
+        """Return the report that was stored last, None when the phase has changed since."""
+        return self.meta.get(report_key(phase))
+
+    def rollouts(
+        self, *, blobs: bool = True, limit: int | None = None, **where: Any
+    ) -> Iterator[StoredRollout]:
+        """Yield stored rows in the order they came; `where` compares columns.
+
+        `run.rollouts(phase="eval", status=["ok", "error"])`: a list means any of these, None
+        means NULL. Without `blobs`, `record` and `tokens` stay empty and reading is fast.
+
+        Raises:
+            ConfigError: there is no such column.
+            StoreError: a row is damaged or missing.
+        """
+        yield from self._rows(STORED if blobs else SUMMED, where, limit, from_sql)
+
+    def columns(self, names: Sequence[str], **where: Any) -> Iterator[tuple[Any, ...]]:
+        """Yield some columns of stored rows, in the order they came; filters as in `rollouts`.
+
+        It is several times as fast as `rollouts(blobs=False)`; blobs are not among the columns. A
+        row is compared with its checksum unless this object has checked the whole file, as one that
+        writes does when it is opened.
+
+        Raises:
+            ConfigError: there is no such column.
+            StoreError: a row is damaged or missing.
+        """
+        for name in names:
+            if name not in LIGHT:
+                raise ConfigError(f"there is no light column {name!r}.{did_you_mean(name, LIGHT)}")
+        is_checked = self._database.is_checked  # then rows need no second check
+        columns = ("id", *names) if is_checked else SUMMED
+        places = [SUMMED.index(name) for name in names]
+        decoders = [(at, COLUMNS[name].decode) for at, name in enumerate(names)]
+        decoders = [(at, decode) for at, decode in decoders if decode is not as_stored]
+
+        def pick(row: Sequence[Any]) -> tuple[Any, ...]:
+            if is_checked:
+                _, *found = row
+            else:
+                verify(row)
+                found = [row[at] for at in places]
+            for at, decode in decoders:
+                found[at] = decode(found[at])
+            return tuple(found)
+
+        yield from self._rows(columns, where, None, pick)
+
+    def _rows(
+        self,
+        names: Sequence[str],
+        where: Mapping[str, Any],
+        limit: int | None,
+        read: Callable[[Sequence[Any]], T],
+    ) -> Iterator[T]:
+        clause, values = where_clause(where)
+        before, num_rows = self._expected(where), 0
+        size = PAGE_ROWS if names is STORED else LIGHT_PAGE_ROWS
+        for row in self._database.pages(names, clause, values, limit, size):
+            try:  # what `naming` does, without its price for every row
+                found = read(row)
+            except ROW_ERRORS as error:
+                raise damaged(self._database.path, str(error)) from error
+            yield found
+            num_rows += 1
+        missing = limit is None and before is not None and before[0] != num_rows
+        if missing and before == self._expected(where):  # nobody wrote during the iteration
+            what = f"an index leads to {num_rows} of {before[0]} rollouts" if before else ""
+            raise damaged(self._database.path, what)
+
+    def _expected(self, where: Mapping[str, Any]) -> tuple[int, int] | None:
+        """Return how many rows a filter must find, and the number of batches stored until now.
+
+        The sums know that for phases. For any other filter the whole file is checked, once.
+        """
+        if where.keys() - {"phase"}:
+            self._database.check()
+            return None
+        counts, totals = self._database.totals()
+        if "phase" not in where:
+            return counts.rollouts, counts.commits
+        wanted = where["phase"]
+        phases = wanted if isinstance(wanted, (list, tuple, set, frozenset)) else [wanted]
+        return sum(t.num_rollouts for t in totals if t.phase in phases), counts.commits
+
+    def num_rollouts(self, **where: Any) -> int:
+        """Count stored rows, with the filters of `rollouts`."""
+        clause, values = where_clause(where)
+        expected = self._expected(where)
+        if expected is not None:
+            return expected[0]
+        sql = f"SELECT count(*) FROM rollouts WHERE {clause}"
+        return int(self._database.all(sql, values)[0][0])
+
+    def totals(self) -> list[Totals]:
+        """Return the sums over each phase and environment, in the order they began."""
+        return self._database.totals()[1]
+
+    def finished_ids(self, phase: str | None = None, *, failed: bool = True) -> set[str]:
+        """Return the ids of requests that are stored; without `failed`, only those that worked."""
+        self._database.check()
+        where: dict[str, Any] = {} if phase is None else {"phase": phase}
+        clause, values = where_clause(where if failed else {**where, "status": "ok"})
+        rows = self._database.all(f"SELECT request_id FROM rollouts WHERE {clause}", values)
+        return {row[0] for row in rows}
+
+    def trained(
+        self,
+        *,
+        step: int | None = None,
+        request_id: str | None = None,
+        trajectory_index: int | None = None,
+    ) -> Iterator[TrainedRollout]:
+        """Yield what training knew of the tokens of rollouts, in the order they were trained.
+
+        All, or those of a step, a request, a trajectory. A run whose `train.record_tokens` is
+        false, or of a schema before 4, has none.
+
+        Raises:
+            StoreError: a row is damaged or missing.
+        """
+        self._database.check()
+        if self._database.version < TRAINED_SINCE:
+            return
+        filters = {"step": step, "request_id": request_id, "trajectory_index": trajectory_index}
+        used = {name: value for name, value in filters.items() if value is not None}
+        clause = " AND ".join(["1", *(f"{name} = ?" for name in used)])
+        names = tuple(TRAINED_COLUMNS)
+        for row in self._database.pages(names, clause, [*used.values()], None, table="trained"):
+            with self._database.naming():
+                found = trained_from_sql(row)
+            yield found
+
+    def steps(self) -> list[StepRow]:
+        """Return the metrics of every step, in order."""
+        rows = self._database.table("steps")
+        return [StepRow(step, created, loads(text)) for step, created, text in rows]
+
+    def events(self, kind: str | None = None) -> list[Event]:
+        """Return what happened, oldest first."""
+        return [
+            Event(name, created, step, loads(data))
+            for _, created, name, step, data in self._database.table("events")
+            if kind is None or name == kind
+        ]
+
+    def query(self, sql: str, *values: Any) -> list[dict[str, Any]]:
+        """Run read-only SQL over `meta`, `rollouts`, `steps`, `events`, `trained`.
+
+        The whole file is checked before the first query: SQL itself reads what is there.
+
+        Raises:
+            StoreError: the SQL is wrong, or would write; or the file is damaged.
+        """
+        self._database.check()
+        return self._database.query(sql, values)
+
+    def export(
+        self,
+        target: str | Path,
+        *,
+        render: Render | None = None,
+        **where: Any,
+    ) -> int:
+        """Write one JSON line per stored row and return how many; filters as in `rollouts`.
+
+        Without `render` a line has every column but the blobs;
+        `rolltree.rollouts.export_line` is the renderer that adds messages and tokens.
+
+        Raises:
+            StoreError: the file cannot be written, or rows are damaged; all others are in it then.
+        """
+        names = SUMMED if render is None else STORED
+        rows = self.rollouts(blobs=render is not None, **where)
+        return export_rows(Path(target), rows, self._database, names, render or light_line, where)

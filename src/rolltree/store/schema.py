@@ -1,0 +1,105 @@
+"""The SQL schema of `run.db` and its versions.
+
+A reader takes every version of `SCHEMAS` as it is; a writer brings an older one up to date, in one
+transaction, when it opens it.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import fields
+from pathlib import Path
+
+from rolltree.errors import StoreError
+from rolltree.store.integrity import Counts
+from rolltree.store.rows import COLUMNS, STORED
+from rolltree.store.trained import TRAINED_COLUMNS
+
+SCHEMA_VERSION = 4
+SCHEMAS = (3, 4)
+"""The versions that can be read. 4 adds the table `trained`."""
+TRAINED_SINCE = 4
+APPLICATION_ID = 0x726F6C74  # "rolt", in the header of every run.db
+
+
+def _counts_table() -> str:
+    counts = ", ".join(f"{item.name} INTEGER" for item in fields(Counts))
+    return f"CREATE TABLE counts ({counts}, checksum INTEGER)"
+
+
+def _trained_table() -> list[str]:
+    return [
+        f"CREATE TABLE trained ({', '.join(f'{k} {v}' for k, v in TRAINED_COLUMNS.items())},"
+        " UNIQUE (request_id, trajectory_index, step))",
+        "CREATE INDEX trained_by_step ON trained (step, id)",
+    ]
+
+
+def _statements() -> list[str]:
+    types = {name: column.sql for name, column in COLUMNS.items()}
+    types |= {"id": "INTEGER PRIMARY KEY", "blob_checksum": "INTEGER", "checksum": "INTEGER"}
+    columns = ",\n  ".join(f"{name} {types[name]}" for name in STORED)
+    return [
+        "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL, checksum INTEGER)"
+        " WITHOUT ROWID",
+        _counts_table(),
+        "CREATE TABLE totals (phase TEXT, env_id TEXT, first_id INTEGER, num_requests INTEGER,"
+        " num_rollouts INTEGER, num_errors INTEGER, num_truncated INTEGER, num_scored INTEGER,"
+        " sum_reward REAL, num_prompt_tokens INTEGER, num_completion_tokens INTEGER,"
+        " last_created_at REAL, checksum INTEGER, PRIMARY KEY (phase, env_id)) WITHOUT ROWID",
+        f"CREATE TABLE rollouts (\n  {columns},\n  UNIQUE (request_id, trajectory_index)\n)",
+        "CREATE INDEX rollouts_by_phase ON rollouts (phase, id)",
+        "CREATE INDEX rollouts_by_step ON rollouts (phase, train_step, id)",
+        "CREATE INDEX rollouts_by_group ON rollouts (group_id)",
+        "CREATE TABLE steps (step INTEGER PRIMARY KEY, created_at REAL NOT NULL,"
+        " metrics TEXT NOT NULL, checksum INTEGER)",
+        "CREATE TABLE events (id INTEGER PRIMARY KEY, created_at REAL NOT NULL,"
+        " kind TEXT NOT NULL, step INTEGER, data TEXT NOT NULL, checksum INTEGER)",
+        *_trained_table(),
+        f"PRAGMA application_id = {APPLICATION_ID}",
+        f"PRAGMA user_version = {SCHEMA_VERSION}",
+    ]
+
+
+def is_empty(connection: sqlite3.Connection) -> bool:
+    """Say whether the file holds nothing yet: new, or its maker was killed before the commit."""
+    row = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    return bool(row[0] == 0)
+
+
+def create_schema(connection: sqlite3.Connection) -> None:
+    """Create every table; the caller holds the transaction, so it is all there or nothing."""
+    for statement in _statements():
+        connection.execute(statement)
+
+
+def upgrade_schema(connection: sqlite3.Connection) -> None:
+    """Make schema 3 the current one; the caller holds the transaction and writes the counts."""
+    connection.execute("DROP TABLE counts")
+    for statement in (_counts_table(), *_trained_table()):
+        connection.execute(statement)
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+def check_schema(connection: sqlite3.Connection, path: Path) -> int:
+    """Return the schema version of a run, and refuse what is no run or one of another version.
+
+    Raises:
+        StoreError: with what the file is instead, and what to do.
+    """
+    application = connection.execute("PRAGMA application_id").fetchone()[0]
+    version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+    if application != APPLICATION_ID:
+        raise StoreError(
+            f"{path} is a SQLite file, but not one that rolltree made, so nothing is read from or "
+            "written to it. Choose another run directory."
+        )
+    if version not in SCHEMAS:
+        newer = version > SCHEMA_VERSION
+        advice = "upgrade rolltree" if newer else "open it with the version of rolltree it is from"
+        raise StoreError(
+            f"{path} has run schema {version}; this rolltree reads {SCHEMAS[0]} to "
+            f"{SCHEMA_VERSION}. It was written by {'a newer' if newer else 'an older'} version: "
+            f"{advice}."
+        )
+    return version

@@ -1,0 +1,178 @@
+"""What a training step knew of each sampled token of a rollout: rows of the table `trained`.
+
+A row's blob `tokens` is zlib over a msgpack map from the names in `TOKEN_DTYPES` to the bytes of
+little-endian arrays.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from rolltree.errors import StoreError
+from rolltree.store.integrity import blob_checksum, checksum
+from rolltree.types import FloatArray, IntArray
+
+TRAINED_COLUMNS = {
+    "id": "INTEGER PRIMARY KEY",
+    "request_id": "TEXT NOT NULL",
+    "trajectory_index": "INTEGER NOT NULL",
+    "step": "INTEGER NOT NULL",
+    "num_tokens": "INTEGER NOT NULL",
+    "blob_checksum": "INTEGER",
+    "checksum": "INTEGER",
+    "tokens": "BLOB",
+}
+"""The columns of the table: `checksum` is over those before it, `blob_checksum` over the blob."""
+_HEAD = tuple(TRAINED_COLUMNS)[:-1]
+
+TOKEN_DTYPES = {
+    "num_sampled": "<i4",
+    "advantage": "<f4",
+    "weight": "<f4",
+    "logprob": "<f4",
+    "entropy": "<f2",
+    "reference": "<f4",
+    "kl": "<f4",
+}
+"""The arrays of a row as they are stored: one value per call in `num_sampled`, else per token."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class TrainedRollout:
+    """One trajectory as step `step` trained it: arrays over its sampled tokens, in call order.
+
+    A token that was in no forward pass (no weight, or all advantages of its rollout are 0 and
+    `train.skip_zero_advantage` is set) has NaN in what the model would have said. Arrays are
+    float32 `[_T]`; `entropy` has the precision of float16.
+
+    Args:
+        request_id, trajectory_index: the rollout.
+        step: the training step, from 1; the weights before it are version `step - 1`.
+        num_sampled: how many tokens each model call sampled, int32 `[num calls]`; their sum is
+            `_T`.
+        advantage: from the credit; a KL in the reward is not taken off it.
+        weight: what multiplies the token's policy loss: the aggregation's coefficient times the
+            correction of the importance ratio; 0 where a mask, the truncation policy, staleness or
+            `max_seq_len` takes the token out of the loss.
+        logprob: the trainer's, when the step's first update reads the token. With one mini-batch
+            that is before the step.
+        entropy: of the trainer's distribution there, in nats.
+        reference: the logprob of the model that the KL is to; None without one.
+        kl: the KL over the whole vocabulary at the token, where `algorithm.kl` is `full`.
+    """
+
+    request_id: str
+    trajectory_index: int = 0
+    step: int
+    num_sampled: IntArray
+    advantage: FloatArray
+    weight: FloatArray
+    logprob: FloatArray
+    entropy: FloatArray
+    reference: FloatArray | None = None
+    kl: FloatArray | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens all calls together sampled."""
+        return len(self.advantage)
+
+    @property
+    def call(self) -> IntArray:
+        """The index of the call that sampled each token, int32 `[_T]`."""
+        import numpy as np
+
+        return np.repeat(np.arange(len(self.num_sampled), dtype=np.int32), self.num_sampled)
+
+    def __post_init__(self) -> None:
+        num_tokens = int(self.num_sampled.sum())
+        for name in TOKEN_DTYPES:
+            values = getattr(self, name)
+            if name != "num_sampled" and values is not None and len(values) != num_tokens:
+                raise StoreError(
+                    f"{name} of rollout {self.request_id!r} has {len(values)} values for "
+                    f"{num_tokens} sampled tokens, so nobody knows whose is whose. Pass one per "
+                    "token."
+                )
+
+
+def trained_to_sql(row: TrainedRollout) -> tuple[Any, ...]:
+    """Return the SQL values of a row: the columns between `id` and the checksums, and the blob."""
+    import numpy as np
+
+    arrays = {
+        name: np.ascontiguousarray(values, dtype).tobytes()
+        for name, dtype in TOKEN_DTYPES.items()
+        if (values := getattr(row, name)) is not None
+    }
+    blob = zlib.compress(msgspec.msgpack.encode(arrays), 1)
+    return row.request_id, row.trajectory_index, row.step, row.num_tokens, blob
+
+
+def trained_from_sql(values: Sequence[Any]) -> TrainedRollout:
+    """Return the row with these values of `TRAINED_COLUMNS`.
+
+    Raises:
+        StoreError: see `verify_trained`.
+    """
+    import numpy as np
+
+    verify_trained(values)
+    _, request_id, trajectory_index, step, _, _, _, blob = values
+    arrays = {
+        name: np.frombuffer(data, TOKEN_DTYPES[name])
+        for name, data in msgspec.msgpack.decode(zlib.decompress(blob)).items()
+    }
+    arrays["entropy"] = arrays["entropy"].astype(np.float32)
+    return TrainedRollout(
+        request_id=request_id, trajectory_index=trajectory_index, step=step, **arrays
+    )
+
+
+def verify_trained(values: Sequence[Any]) -> None:
+    """Compare values of `TRAINED_COLUMNS`, with or without the blob, with their checksums.
+
+    Raises:
+        StoreError: they differ; the file is not named.
+    """
+    head, blobs = values[: len(_HEAD)], values[len(_HEAD) :]
+    try:
+        whole = checksum("trained", head[:-1]) == head[-1]
+        whole = whole and (not blobs or blob_checksum(blobs) == head[-2])
+    except TypeError:  # a blob that became a text, or nothing
+        whole = False
+    if not whole:
+        raise StoreError(
+            f"the trained tokens of rollout {values[1]!r} (row {values[0]}) differ from their "
+            "checksum"
+        )
+
+
+def insert_trained(connection: sqlite3.Connection, row_id: int, values: Sequence[Any]) -> None:
+    """Insert the values of `trained_to_sql` with their checksums."""
+    *light, blob = values
+    head = (row_id, *light, blob_checksum([blob]))
+    marks = ", ".join("?" for _ in TRAINED_COLUMNS)
+    connection.execute(
+        f"INSERT INTO trained VALUES ({marks})", (*head, checksum("trained", head), blob)
+    )
+
+
+def check_trained(connection: sqlite3.Connection, expected: int) -> None:
+    """Read the whole table but its blobs.
+
+    Raises:
+        StoreError: a row differs from its checksum or is missing; the file is not named.
+    """
+    number = 0
+    for row in connection.execute(f"SELECT {', '.join(_HEAD)} FROM trained NOT INDEXED"):
+        verify_trained(row)
+        number += 1
+    if number != expected:
+        raise StoreError(f"table trained has {number} rows instead of {expected}")
