@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from rolltree.parsers import compose_parsers as compose_parsers
     from rolltree.parsers import extract_boxed_answer as extract_boxed_answer
     from rolltree.parsers import extract_hash_answer as extract_hash_answer
+    from rolltree.records import RunData as RunData
+    from rolltree.records import read_run as read_run
     from rolltree.rollouts import GroupStrategy as GroupStrategy
     from rolltree.rollouts import RolloutEngine as RolloutEngine
     from rolltree.rollouts import RolloutSource as RolloutSource
@@ -130,6 +132,7 @@ _ROOMS: dict[str, str] = {
     "models": "load_model",
     "parsers": "MaybeThinkParser Parser ThinkParser XMLParser compose_parsers extract_boxed_answer "
     "extract_hash_answer",
+    "records": "RunData read_run",
     "rollouts": "GroupStrategy RolloutEngine RolloutSource build_requests",
     "rubrics": "JudgeRubric MathRubric Rubric RubricGroup ToolRubric run_inline",
     "samples": "build_samples pack_samples process_trajectories_for_training prune_sample",

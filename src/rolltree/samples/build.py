@@ -128,6 +128,17 @@ def build_samples(
     return SampleBatch(kept, report, tuple(breaks), tuple(skipped))
 
 
+def trajectory_breaks(
+    trajectory: State | Sequence[TrajectoryStep], decode: Decoder | None = None
+) -> list[Break]:
+    """Return where the calls of one trajectory do not extend what came before, in call order.
+
+    The same as `build_samples([trajectory], "interleave", decode=decode).breaks`, without samples.
+    """
+    rollout = resolve_rollout(0, trajectory, truncation_effect(trajectory, TruncationPolicy()))
+    return find_breaks(rollout, by_prefix(rollout.tree, rollout.calls), decode)
+
+
 def _check_options(scope: str, max_seq_len: int | None, group_key: GroupKey | None) -> None:
     if scope not in get_args(Scope):
         raise ConfigError(

@@ -1,0 +1,118 @@
+"""The documented columns of every table, in their order; `docs/records.md` shows the same."""
+
+from __future__ import annotations
+
+from rolltree.records.table import Column
+
+_KEY = (
+    Column("request_id", "string", "the request; with `trajectory_index` the name of the rollout"),
+    Column("trajectory_index", "int64", "which of the request's rollouts, from 0"),
+)
+_CALL = Column("call", "int32", "the model call of the rollout, from 0, in order")
+
+ROLLOUTS = (
+    *_KEY,
+    Column("num_trajectories", "int64", "rollouts of the request"),
+    Column("group_id", "string", "the group it is compared with"),
+    Column("index_in_group", "int64", "its place in the group, from 0"),
+    Column("phase", "string", "`train`, or an evaluation's name"),
+    Column("train_step", "int64", "the optimizer step it was played for; none in an evaluation"),
+    Column("env_id", "string", "the environment"),
+    Column("example_id", "string", "the example, as text"),
+    Column("task", "string", "the example's task"),
+    Column("agent", "string", "the agent, where there are several"),
+    Column("parent_rollout", "string", "the rollout that delegated this one"),
+    Column("depth", "int64", "delegations above it"),
+    Column("reward", "float64", "none if nothing scored it"),
+    Column("status", "string", "`ok` or `error`"),
+    Column("error_type", "string", "the error that ended it"),
+    Column("error_phase", "string", "where that happened"),
+    Column("error_message", "string", "what the first of its errors says"),
+    Column("stop_condition", "string", "the condition that ended it"),
+    Column("is_completed", "bool", "it came to an end"),
+    Column("terminated", "bool", "a true end of the world"),
+    Column("truncated", "bool", "it was cut before its true end"),
+    Column("truncation_reason", "string", "by what it was cut"),
+    Column("finish_reason", "string", "why the model stopped in the last call"),
+    Column("num_calls", "int64", "model calls"),
+    Column("num_prompt_tokens", "int64", "prompt tokens of all calls, as billed"),
+    Column("num_completion_tokens", "int64", "sampled tokens of all calls"),
+    Column("num_unique_tokens", "int64", "tokens as stored: shared prefixes once"),
+    Column("min_version", "int64", "oldest policy version of its sampled tokens"),
+    Column("max_version", "int64", "newest policy version of its sampled tokens"),
+    Column("num_attempts", "int64", "attempts that the episode took"),
+    Column("generation_ms", "float64", "ms of playing, waiting for the server included"),
+    Column("scoring_ms", "float64", "ms of scoring"),
+    Column("total_ms", "float64", "ms of both"),
+    Column("started_at", "float64", "s since 1970 (UTC)"),
+    Column("created_at", "float64", "when it was stored, s since 1970 (UTC)"),
+    Column("input", "string", "the dataset row without its prompt, as JSON"),
+    Column("errors", "string", "all errors with their tracebacks, as JSON"),
+)
+
+STEPS = (
+    Column("step", "int64", "the optimizer step, from 1"),
+    Column("created_at", "float64", "when it was stored, s since 1970 (UTC)"),
+)
+
+EVENTS = (
+    Column("created_at", "float64", "s since 1970 (UTC)"),
+    Column("kind", "string", "what happened"),
+    Column("step", "int64", "the optimizer step it belongs to, if any"),
+    Column("data", "string", "what else is known, as JSON"),
+)
+
+CALLS = (
+    *_KEY,
+    _CALL,
+    Column("agent", "string", "the agent that called"),
+    Column("turn", "int32", "the agent's turn, from 0"),
+    Column("num_prompt_tokens", "int32", "prompt tokens"),
+    Column("num_new_tokens", "int32", "prompt tokens that no earlier call of the rollout had"),
+    Column("num_completion_tokens", "int32", "sampled tokens"),
+    Column("finish_reason", "string", "why the model stopped"),
+    Column("temperature", "float32", "it sampled at"),
+    Column("min_version", "int32", "oldest policy version of its sampled tokens"),
+    Column("max_version", "int32", "newest policy version of its sampled tokens"),
+    Column("mean_logprob", "float32", "mean of the engine's logprobs"),
+    Column("wait_ms", "float64", "ms of queueing and retries, which time limits leave out"),
+    Column("reward", "float64", "the step's own reward"),
+    Column("advantage", "float64", "the step's own advantage, where a rubric or script set one"),
+)
+
+TOKENS = (
+    *_KEY,
+    _CALL,
+    Column("agent", "string", "the agent that called"),
+    Column("position", "int32", "in the call's context, from 0"),
+    Column("token_id", "int32", "the id"),
+    Column("is_sampled", "bool", "sampled in this call"),
+    Column("author", "string", "`model`: sampled, here or in an earlier call; else `environment`"),
+    Column("sampled_in", "int32", "the call that sampled it first"),
+    Column("logprob", "float32", "the engine's, at the temperature it sampled at"),
+    Column("version", "int32", "policy version that sampled it"),
+    Column("mask", "float32", "its recorded loss mask; 1 if nobody set one"),
+)
+
+BREAKS = (
+    *_KEY,
+    _CALL,
+    Column("previous_call", "int32", "the agent's call before, if it had one"),
+    Column("agent", "string", "the agent that called"),
+    Column("position", "int32", "how many ids agree"),
+    Column("cause", "string", "why, as docs/token-tree.md lists them"),
+    Column("previous_ids", "int32 list", "up to 16 ids on each side of `position`, before"),
+    Column("current_ids", "int32 list", "the same, now"),
+    Column("previous_text", "string", "`previous_ids` decoded, where a decoder was given"),
+    Column("current_text", "string", "`current_ids` decoded"),
+)
+
+TABLES = {
+    "rollouts": ROLLOUTS,
+    "steps": STEPS,
+    "calls": CALLS,
+    "tokens": TOKENS,
+    "breaks": BREAKS,
+    "events": EVENTS,
+}
+"""Name to columns. `rollouts` and `steps` have one column per metric besides."""

@@ -1,0 +1,266 @@
+"""Tables: documented columns, and rows that are read a batch at a time, as often as one asks.
+
+pyarrow, pandas, polars and DuckDB read a `Table` through Arrow's C stream protocol; rows are plain
+dicts. Only Arrow itself needs pyarrow: `pip install 'rolltree[data]'`.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from rolltree.errors import ConfigError, StoreError, UnknownName, did_you_mean
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Kind: TypeAlias = Literal["string", "bool", "int32", "int64", "float32", "float64", "int32 list"]
+Batch: TypeAlias = Mapping[str, Any]
+"""Column name to its values, all of one length: a list (None: no value) or an array of numpy (a
+masked array where values may be missing)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: its Arrow type, and what it holds with its unit."""
+
+    name: str
+    kind: Kind
+    description: str
+
+
+class Table:
+    """Rows of one kind; nothing is read before somebody asks, and then a batch at a time.
+
+    Args:
+        name: what the rows are, for messages.
+        columns: the columns in their order.
+        read: returns the batches, from the first row on, at each call. It is given the names of
+            the columns that are wanted; batches may have more.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        columns: Sequence[Column],
+        read: Callable[[Sequence[str]], Iterable[Batch]],
+    ) -> None:
+        self.name = name
+        self.columns = tuple(columns)
+        self._read = read
+
+    def __repr__(self) -> str:
+        return f"<Table {self.name}: {', '.join(self.column_names)}>"
+
+    @property
+    def column_names(self) -> list[str]:
+        """The names of the columns."""
+        return [column.name for column in self.columns]
+
+    def select(self, names: Sequence[str]) -> Table:
+        """Return the table with these columns only, in this order.
+
+        Raises:
+            UnknownName: there is no such column.
+        """
+        by_name = {column.name: column for column in self.columns}
+        for name in names:
+            if name not in by_name:
+                raise UnknownName(
+                    f"table {self.name!r} has no column {name!r}.{did_you_mean(name, by_name)}"
+                )
+        return Table(self.name, [by_name[name] for name in names], self._read)
+
+    def batches(self) -> Iterator[dict[str, Any]]:
+        """Yield the rows a batch at a time: name to values."""
+        names = self.column_names
+        for batch in self._read(names):
+            yield {name: batch[name] for name in names}
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield every row as a dict of plain values; None where there is no value."""
+        names = self.column_names
+        for batch in self.batches():
+            lists = (_as_list(values) for values in batch.values())
+            for row in zip(*lists, strict=True):
+                yield dict(zip(names, row, strict=True))
+
+    # -- Arrow -------------------------------------------------------------------------------
+
+    def arrow_schema(self) -> pa.Schema:
+        """Return the Arrow schema; every field's metadata has the column's description."""
+        pa = _pyarrow()
+        return pa.schema(
+            [
+                pa.field(c.name, _arrow_type(pa, c.kind), metadata={"description": c.description})
+                for c in self.columns
+            ],
+            metadata={"rolltree.table": self.name},
+        )
+
+    def to_reader(self) -> pa.RecordBatchReader:
+        """Return a reader of Arrow record batches: memory holds a batch at a time."""
+        pa = _pyarrow()
+        schema = self.arrow_schema()
+
+        def read() -> Iterator[Any]:
+            for batch in self.batches():
+                arrays = [
+                    _arrow_array(pa, field.type, values)
+                    for field, values in zip(schema, batch.values(), strict=True)
+                ]
+                yield pa.record_batch(arrays, schema=schema)
+
+        return pa.RecordBatchReader.from_batches(schema, read())
+
+    def to_arrow(self) -> pa.Table:
+        """Return a pyarrow table with all rows."""
+        return self.to_reader().read_all()
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
+        """Return an Arrow C stream: what `polars.DataFrame(table)` or DuckDB ask for."""
+        return self.to_reader().__arrow_c_stream__(requested_schema)
+
+    def __arrow_c_schema__(self) -> object:
+        """Return the schema of the stream."""
+        return self.arrow_schema().__arrow_c_schema__()
+
+    def to_pandas(self) -> Any:
+        """Return a pandas data frame; whole numbers stay whole where values are missing (Int64)."""
+        pd = _package("pandas", "to_pandas")
+        pa = _pyarrow()
+        whole = {pa.int64(): pd.Int64Dtype(), pa.int32(): pd.Int32Dtype()}
+        return self.to_arrow().to_pandas(types_mapper=whole.get)
+
+    def to_polars(self) -> Any:
+        """Return a polars data frame."""
+        return _package("polars", "to_polars").DataFrame(self)
+
+    # -- files -------------------------------------------------------------------------------
+
+    def write(self, target: str | Path) -> int:
+        """Write the rows to a file and return how many; the suffix names the format.
+
+        `.parquet` and `.arrow` (Arrow IPC) need pyarrow, `.jsonl` and `.csv` do not. The columns'
+        descriptions go into the schema of the first two.
+
+        Raises:
+            ConfigError: another suffix, or pyarrow is missing.
+            StoreError: the file cannot be written, or a row is damaged.
+        """
+        path = Path(target)
+        write = _WRITERS.get(path.suffix.lower())
+        if write is None:
+            raise ConfigError(
+                f"{path} has a suffix that names no table format. Use one of {', '.join(_WRITERS)}."
+            )
+        try:
+            return write(self, path)
+        except OSError as error:
+            raise StoreError(
+                f"{path} cannot be written ({error.strerror or error}), so the table is not "
+                "complete. Check the folder and the free space, or choose another file."
+            ) from error
+
+
+def json_line(row: Mapping[str, Any]) -> str:
+    """Return a row as one line of strict JSON."""
+    text = json.dumps(row, ensure_ascii=False, separators=(", ", ": "))
+    return clean_text(text)
+
+
+def clean_text(text: str) -> str:
+    """Return a text that has UTF-8: half a surrogate pair, which models do write, is escaped."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _write_jsonl(table: Table, path: Path) -> int:
+    number = 0
+    with path.open("w", encoding="utf-8") as file:
+        for row in table.rows():
+            file.write(json_line(row) + "\n")
+            number += 1
+    return number
+
+
+def write_csv(table: Table, file: Any) -> int:
+    """Write a header and the rows to an open text file; a missing value is an empty field."""
+    out, number = csv.writer(file, lineterminator="\n"), 0
+    out.writerow(table.column_names)
+    for row in table.rows():
+        out.writerow(row.values())
+        number += 1
+    return number
+
+
+def _write_csv(table: Table, path: Path) -> int:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        return write_csv(table, file)
+
+
+def _write_parquet(table: Table, path: Path) -> int:
+    _pyarrow()
+    import pyarrow.parquet as pq
+
+    number, reader = 0, table.to_reader()
+    with pq.ParquetWriter(path, reader.schema, compression="zstd") as out:
+        for batch in reader:
+            out.write_batch(batch)
+            number += batch.num_rows
+    return number
+
+
+def _write_arrow(table: Table, path: Path) -> int:
+    pa = _pyarrow()
+    number, reader = 0, table.to_reader()
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, reader.schema) as out:
+        for batch in reader:
+            out.write_batch(batch)
+            number += batch.num_rows
+    return number
+
+
+_WRITERS: dict[str, Callable[[Table, Path], int]] = {
+    ".parquet": _write_parquet,
+    ".arrow": _write_arrow,
+    ".jsonl": _write_jsonl,
+    ".csv": _write_csv,
+}
+TABLE_SUFFIXES = tuple(_WRITERS)
+
+
+def _as_list(values: Any) -> Sequence[Any]:
+    return values if isinstance(values, list) else values.tolist()
+
+
+def _arrow_type(pa: Any, kind: Kind) -> Any:
+    if kind == "int32 list":
+        return pa.list_(pa.int32())
+    return getattr(pa, {"bool": "bool_"}.get(kind, kind))()
+
+
+def _arrow_array(pa: Any, kind: Any, values: Any) -> Any:
+    if hasattr(values, "mask"):  # a masked array of numpy
+        return pa.array(values.data, type=kind, mask=values.mask)
+    return pa.array(values, type=kind)
+
+
+def _pyarrow() -> Any:
+    return _package("pyarrow", "Arrow tables and Parquet", "'rolltree[data]'")
+
+
+def _package(name: str, what: str, install: str | None = None) -> Any:
+    """Import a package that only some of the ways out of a table need."""
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{what} need{'s' if install is None else ''} the package {name}, which is missing. "
+            f"Install it: pip install {install or name}. Rows, JSON lines and CSV need nothing."
+        ) from error

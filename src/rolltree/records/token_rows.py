@@ -1,0 +1,243 @@
+"""Rows of model calls, tokens and breaks: what a stored rollout's token tree says, as columns.
+
+Prompt tokens that an earlier call of the rollout already had are left out unless one asks for whole
+contexts, so a rollout of T turns has O(unique tokens) rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from rolltree.records.columns import BREAKS, CALLS, TOKENS
+from rolltree.records.table import Batch
+from rolltree.rollouts.decode import decode_rollout
+from rolltree.samples.build import trajectory_breaks
+from rolltree.samples.resolve import ResolvedRollout, ResolvedStep, resolve_rollout
+from rolltree.samples.truncation import TruncationPolicy, truncation_effect
+from rolltree.store import StoredRollout
+from rolltree.tokens import Decoder, TokenTree, peek
+from rolltree.types import IntArray, State
+
+BATCH_ROWS = 65_536
+_KINDS = {column.name: column.kind for column in TOKENS}
+
+
+def state_of(row: StoredRollout) -> State | None:
+    """Return the one state of a stored row; None when the request failed before it made one."""
+    states = decode_rollout(row).states
+    return states[0] if states else None
+
+
+def resolved(state: State) -> ResolvedRollout:
+    """Return the rollout with its calls in order and all of their tokens in one tree."""
+    return resolve_rollout(0, state, truncation_effect(state, TruncationPolicy()))
+
+
+# -- calls -----------------------------------------------------------------------------------------
+
+
+def call_batches(rows: Iterable[StoredRollout]) -> Iterator[Batch]:
+    """Yield the rows of table `calls`."""
+    yield from _row_batches(rows, [column.name for column in CALLS], _call_rows)
+
+
+def _call_rows(row: StoredRollout, state: State) -> Iterator[dict[str, Any]]:
+    rollout = resolved(state)
+    shown = _Shown(rollout.tree)
+    for step, source in zip(rollout.steps, state["trajectory"], strict=True):
+        extras = peek(source, "extras") or {}
+        response = peek(source, "response")
+        wait_s = getattr(response, "wait_s", None)
+        yield {
+            "call": step.index,
+            "agent": step.agent,
+            "turn": step.turn,
+            "num_new_tokens": None,
+            "min_version": None,
+            "max_version": None,
+            "mean_logprob": None,
+            "num_prompt_tokens": _whole(extras.get("num_prompt_tokens")),
+            "num_completion_tokens": _whole(extras.get("num_completion_tokens")),
+            "finish_reason": step.finish_reason,
+            "temperature": _real(extras.get("temperature")),
+            "wait_ms": None if wait_s is None else 1000.0 * wait_s,
+            "reward": _real(source.get("reward")),
+            "advantage": _real(source.get("advantage")),
+            **(_token_facts(rollout.tree, step.handle, shown) if step.handle >= 0 else {}),
+        }
+
+
+def _token_facts(tree: TokenTree, call: int, shown: _Shown) -> dict[str, Any]:
+    prompt_len, count = tree.prompt_len(call), tree.num_sampled(call)
+    versions, logprobs = tree.versions(call), tree.logprobs(call)
+    return {
+        "num_prompt_tokens": prompt_len,
+        "num_new_tokens": prompt_len - min(shown.add(call), prompt_len),
+        "num_completion_tokens": count,
+        "min_version": int(versions.min()) if count else None,
+        "max_version": int(versions.max()) if count else None,
+        "mean_logprob": float(logprobs.mean()) if logprobs is not None and count else None,
+    }
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _real(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+# -- breaks ----------------------------------------------------------------------------------------
+
+
+def break_batches(rows: Iterable[StoredRollout], decode: Decoder | None) -> Iterator[Batch]:
+    """Yield the rows of table `breaks`; with a decoder (ids to text) their texts too."""
+
+    def read(row: StoredRollout, state: State) -> Iterator[dict[str, Any]]:
+        for found in trajectory_breaks(state, decode):
+            yield {
+                "call": found.call,
+                "previous_call": found.previous,
+                "agent": found.agent,
+                "position": found.position,
+                "cause": str(found.cause),
+                "previous_ids": found.previous_ids.tolist(),
+                "current_ids": found.current_ids.tolist(),
+                "previous_text": found.previous_text,
+                "current_text": found.current_text,
+            }
+
+    several = (row for row in rows if row.num_calls > 1)
+    yield from _row_batches(several, [column.name for column in BREAKS], read)
+
+
+def _row_batches(rows: Iterable[StoredRollout], names: list[str], read: Any) -> Iterator[Batch]:
+    """Yield what `read` makes of each rollout as columns."""
+    batch: dict[str, list[Any]] = {name: [] for name in names}
+    for row in rows:
+        state = state_of(row)
+        for found in () if state is None else read(row, state):
+            found |= {"request_id": row.request_id, "trajectory_index": row.trajectory_index}
+            for name, values in batch.items():
+                values.append(found[name])
+        if len(batch["call"]) >= BATCH_ROWS // 8:
+            yield batch
+            batch = {name: [] for name in names}
+    if batch["call"]:
+        yield batch
+
+
+# -- tokens ----------------------------------------------------------------------------------------
+
+
+class _Shown:
+    """Which tokens of a tree the calls so far have had in their contexts."""
+
+    def __init__(self, tree: TokenTree) -> None:
+        self._tree = tree
+        self._seen = np.zeros(tree.num_tokens, bool)
+
+    def add(self, call: int) -> int:
+        """Take a call's path; return how many of its first tokens were there already."""
+        tree = self._tree
+        known = tree.path_len(call)
+        for low, high in reversed(tree.arena.slices(tree.calls.end(call), known)):
+            num_new = high - low - int(self._seen[low:high].sum())
+            self._seen[high - num_new : high] = True
+            known -= num_new
+            if num_new < high - low:  # what a path has in common with others is its beginning
+                break
+        return known
+
+
+def token_batches(rows: Iterable[StoredRollout], *, full: bool) -> Iterator[Batch]:
+    """Yield the rows of table `tokens`; with `full`, every call's whole context."""
+    parts: list[dict[str, Any]] = []
+    num_rows = 0
+    for row in rows:
+        state = state_of(row)
+        if state is None:
+            continue
+        for part in _token_parts(resolved(state), full):
+            parts.append({**part, "request_id": row.request_id})
+            parts[-1]["trajectory_index"] = row.trajectory_index
+            num_rows += len(part["token_id"])
+        if num_rows >= BATCH_ROWS:
+            yield _joined(parts)
+            parts, num_rows = [], 0
+    if num_rows:
+        yield _joined(parts)
+
+
+def _token_parts(rollout: ResolvedRollout, full: bool) -> Iterator[dict[str, Any]]:
+    """Yield one part per call: name to one value for all of its rows, or an array."""
+    tree = rollout.tree
+    shown = _Shown(tree)
+    sampler = np.full(tree.num_tokens, -1, np.int32)  # by arena index
+    for step in rollout.calls:
+        call = step.handle
+        prompt_len, length = tree.prompt_len(call), tree.path_len(call)
+        known = shown.add(call)
+        start = 0 if full else min(known, prompt_len)
+        at = _places(tree, call, length - start)
+        new = at[prompt_len - start :]
+        sampler[new] = np.where(sampler[new] < 0, step.index, sampler[new])
+        yield _call_part(tree, step, start, at, sampler[at])
+
+
+def _places(tree: TokenTree, call: int, count: int) -> IntArray:
+    """Return the arena indices of the last tokens of a call's path."""
+    parts = tree.arena.slices(tree.calls.end(call), count)
+    if not parts:
+        return np.empty(0, np.int32)
+    return np.concatenate([np.arange(low, high, dtype=np.int32) for low, high in parts])
+
+
+def _call_part(
+    tree: TokenTree, step: ResolvedStep, start: int, at: IntArray, sampled_in: IntArray
+) -> dict[str, Any]:
+    call, count = step.handle, tree.num_sampled(step.handle)
+    num_context = len(at) - count
+    is_sampled = np.arange(len(at)) >= num_context
+    by_model = sampled_in >= 0
+
+    def sampled(values: Any, dtype: Any) -> Any:
+        """Return the values of sampled tokens; none for the context."""
+        column = np.zeros(len(at), dtype)
+        if values is not None:
+            column[num_context:] = values
+        return np.ma.MaskedArray(column, mask=~is_sampled | (values is None))
+
+    return {
+        "call": step.index,
+        "agent": step.agent,
+        "position": np.arange(start, start + len(at), dtype=np.int32),
+        "token_id": tree.arena.ids[at],
+        "is_sampled": is_sampled,
+        "author": np.where(by_model, "model", "environment").astype(object),
+        "sampled_in": np.ma.MaskedArray(sampled_in, mask=~by_model),
+        "logprob": sampled(tree.logprobs(call), np.float32),
+        "version": sampled(tree.versions(call), np.int32),
+        "mask": sampled(tree.mask(call), np.float32),
+    }
+
+
+def _joined(parts: list[dict[str, Any]]) -> Batch:
+    """Return parts as one batch; a single value stands for all rows of its part."""
+    counts = np.array([len(part["token_id"]) for part in parts])
+    batch: dict[str, Any] = {}
+    for name, kind in _KINDS.items():
+        values = [part[name] for part in parts]
+        if isinstance(values[0], np.ma.MaskedArray):
+            data = np.concatenate([each.data for each in values])
+            batch[name] = np.ma.MaskedArray(data, np.concatenate([each.mask for each in values]))
+        elif isinstance(values[0], np.ndarray):
+            batch[name] = np.concatenate(values)
+        else:
+            dtype = object if kind == "string" else kind
+            batch[name] = np.repeat(np.array(values, dtype), counts)
+    return batch
