@@ -90,7 +90,7 @@ def run(scene: str, ahead: int) -> dict[str, float]:
     return {
         "step_s": (times[-2] - times[0]) / (len(times) - 2),  # the last one saves a checkpoint
         "cpu_s": cpu / len(times),
-        "wait_for_rollouts_s": fmean(step["time/rollout_s"] for step in later),
+        "wait_for_rollouts_s": fmean(step["time/wait_for_batch"] for step in later),
         "train_s": fmean(step["time/train_s"] for step in later),
         "paused_s": fmean(step.get("time/paused_s", step["time/train_s"]) for step in later),
         "lag_mean": fmean(step["train/lag_mean"] for step in later),

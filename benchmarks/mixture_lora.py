@@ -128,7 +128,10 @@ async def measure(kind: str, steps: int, folder: Path) -> dict[str, Any]:
         "parameters": size,
         "trained": trained,
         "steps": [
-            {name: step[name] for name in ("mismatch/abs_mean", "publish/probe_error")}
+            {
+                name: step[name]
+                for name in ("train/sampling/sampling_logp_difference/mean", "publish/probe_error")
+            }
             for step in report.metrics
         ],
         **{name: {"mean": float(d.mean()), "max": float(d.max())} for name, d in found.items()},

@@ -111,8 +111,8 @@ async def test_killed_twice_the_rewards_are_those_of_an_undisturbed_run(folder, 
         low, high = interval(undisturbed, 12)
         assert low <= reward <= high
     for step in report.metrics:
-        assert step["error/share"] == 0
-        assert step["mismatch/abs_mean"] < 1e-3
+        assert step["error/mean"] == 0
+        assert step["train/sampling/sampling_logp_difference/mean"] < 1e-3
     with Run.open(tmp_path / "run", "r") as run:
         for row in run.rollouts(phase="train", blobs=False):
             assert row.min_version == row.max_version == row.train_step - 1

@@ -66,7 +66,7 @@ def test_the_page_trains_on_real_vllm(folder, tmp_path):
         steps = [step.metrics for step in run.steps()]
     assert len(steps) == 3
     for step in steps:
-        assert step["mismatch/abs_mean"] < 3e-5, step
+        assert step["train/sampling/sampling_logp_difference/mean"] < 3e-5, step
         assert step["publish/probe_error"] < 1e-4, step
         assert step["publish/probe_step"] > 1e-3, step
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()

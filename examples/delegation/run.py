@@ -80,7 +80,7 @@ class Lines(rt.Reporter):
             print(
                 f"step {step:3}: success {metrics['reward/mean']:.2f}  "
                 f"child {metrics.get('reward/child/mean', float('nan')):.2f}  "
-                f"{metrics['time/step_s']:.1f} s",
+                f"{metrics['time/step']:.1f} s",
                 flush=True,
             )
 

@@ -87,7 +87,12 @@ def test_train_report_and_going_on(config, tmp_path, monkeypatch):
         assert run.num_rollouts(phase="train") == 12
         assert run.num_rollouts(phase="eval_before") == 3
         assert run.num_rollouts(status="error") == 0
-        assert max(step.metrics["mismatch/abs_mean"] for step in run.steps()) < 1e-4
+        assert (
+            max(
+                step.metrics["train/sampling/sampling_logp_difference/mean"] for step in run.steps()
+            )
+            < 1e-4
+        )
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     again = invoke("train", config, "optim.lr=1e-4", "train.num_steps=4", "--transcripts", 0)

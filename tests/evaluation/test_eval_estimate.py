@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltree.evaluation.estimate import estimate, pass_at_k, student_t, wilson
+from rolltree.estimate import estimate, pass_at_k, student_t, wilson
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ class TestTokens:
 
 class TestOtherTables:
     def test_rollouts_have_a_column_per_metric(self, data):
-        names = ("request_id", "phase", "example_id", "reward", "metric/right", "metric/tries")
+        names = ("request_id", "phase", "example_id", "reward", "metrics/right", "metrics/tries")
         assert columns(data.rollouts(), *names) == [
             ("a", "eval", "7", 1.0, 1.0, None),
             ("b", "train", "7", 0.5, None, 2.0),
@@ -247,9 +247,9 @@ class TestOneSchema:
                 self, names, **where
             ),
         )  # fmt: skip
-        table = data.rollouts().select(["reward", "metric/right"])
+        table = data.rollouts().select(["reward", "metrics/right"])
         asked.clear()
-        assert table.to_arrow().to_pydict() == {"reward": [1.0, 0.5], "metric/right": [1.0, None]}
+        assert table.to_arrow().to_pydict() == {"reward": [1.0, 0.5], "metrics/right": [1.0, None]}
         assert asked == [["reward", "metrics"]]
 
 

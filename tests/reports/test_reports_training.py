@@ -176,9 +176,10 @@ class Start:
 
 
 METRICS = {
-    "reward/mean": 0.5, "error/share": 0.25, "rollout/total_sampled_tokens": 1234.0,
-    "train/entropy": 1.5, "mismatch/abs_mean": 3e-6, "samples/reuse_factor": 3.5,
-    "time/rollout_s": 2.0, "time/step_s": 1.0,
+    "reward/mean": 0.5, "error/mean": 0.25, "rollout/total_sampled_tokens": 1234.0,
+    "train/entropy": 1.5, "train/sampling/sampling_logp_difference/mean": 3e-6,
+    "samples/reuse_factor": 3.5,
+    "time/wait_for_batch": 2.0, "time/step": 1.0,
 }  # fmt: skip
 
 

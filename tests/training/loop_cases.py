@@ -37,7 +37,10 @@ def config_of(name, folder: Path, run: str, **train):
 def curve_of(report):
     """Asynchronous steps without a fresh token have no mismatch."""
     return [
-        [*(step[name] for name in METRICS), step.get("mismatch/abs_max", 0.0)]
+        [
+            *(step[name] for name in METRICS),
+            step.get("train/sampling/sampling_logp_difference/max", 0.0),
+        ]
         for step in report.metrics
     ]
 

@@ -40,7 +40,7 @@ class TestBounds:
         for step in report.metrics:  # a group that was overtaken is older, and masked
             assert (step["async/lag_max"] > 1) == (step["async/num_stale_tokens"] > 0)
         for step in report.metrics:  # of what the current weights sampled
-            assert step.get("mismatch/abs_mean", 0.0) < 1e-4
+            assert step.get("train/sampling/sampling_logp_difference/mean", 0.0) < 1e-4
 
     def test_every_group_trains_once_and_its_tokens_know_their_version(self, model, tmp_path):
         start(config_of(model, tmp_path / "run"))

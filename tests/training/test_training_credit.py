@@ -174,7 +174,7 @@ class TestAssign:
 
     def test_flat_groups_are_counted(self):
         results = [result(1.0, "a"), result(1.0, "a", 1), result(1.0, "b"), result(0.0, "b", 1)]
-        assert assign_credit(results, "grpo").metrics["credit/flat_group_share"] == 0.5
+        assert assign_credit(results, "grpo").metrics["train/frac_reward_zero_std"] == 0.5
 
     @pytest.mark.parametrize("reward", [None, math.nan, math.inf])
     def test_a_missing_reward_is_an_error_not_a_zero(self, reward):

@@ -1,4 +1,4 @@
-"""The examples of docs/training.md and docs/settings.md run, and their settings are accepted."""
+"""The examples of docs/training.md and docs/settings.md run; their settings are accepted."""
 
 import tomllib
 
@@ -17,7 +17,7 @@ def test_the_examples_of_the_training_page_run(tmp_path, monkeypatch, capsys):
     assert losses[0] > losses[1] > losses[2]
 
 
-@pytest.mark.parametrize("page", ["training.md", "settings.md"])
+@pytest.mark.parametrize("page", ["training.md", "settings.md", "metrics.md"])
 def test_the_toml_is_accepted(page):
     blocks = docs_kit.blocks(page, language="toml")
     assert blocks

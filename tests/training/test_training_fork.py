@@ -103,7 +103,9 @@ def test_another_horizon_and_an_asynchronous_fork_of_a_synchronous_run(parent):
         groups_per_step=3,
     )
     report = train(config, source)
-    assert [row["train/lr"] for row in report.metrics[4:]] == pytest.approx([5e-3 / 3, 5e-3 / 6])
+    assert [row["train/learning_rate"] for row in report.metrics[4:]] == pytest.approx(
+        [5e-3 / 3, 5e-3 / 6]
+    )
     planned = [name.split("/") for name in source.played if name.startswith("train/")]
     assert min(parts[1] for parts in planned) == "000005"
     with report.run as run:

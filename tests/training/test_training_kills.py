@@ -111,7 +111,7 @@ def test_a_schedule_that_falls_keeps_its_horizon(model, tmp_path):
         return rt.load_train_config(data, optim=falling)
 
     report = rt.train(config(2), environment=LetterSource(), reporter=rt.Silent())
-    assert report.metrics[-1]["train/lr"] == pytest.approx(2.5e-3)
+    assert report.metrics[-1]["train/learning_rate"] == pytest.approx(2.5e-3)
     with pytest.raises(ConfigError, match=r"train.num_steps was 2 and is now 4.*'linear' falls"):
         rt.train(config(4), environment=LetterSource(), reporter=rt.Silent())
 

@@ -35,8 +35,8 @@ class TestRecordStats:
         metrics = stats.metrics(records(-1.0, -2.5, -3.0, -3.5))
         # trainer minus engine: 0, 0.5, 0, -0.5
         assert metrics["mismatch/mean"] == pytest.approx(0.0)
-        assert metrics["mismatch/abs_mean"] == pytest.approx(0.25)
-        assert metrics["mismatch/abs_max"] == pytest.approx(0.5)
+        assert metrics["train/sampling/sampling_logp_difference/mean"] == pytest.approx(0.25)
+        assert metrics["train/sampling/sampling_logp_difference/max"] == pytest.approx(0.5)
         up, down = math.exp(0.5), math.exp(-0.5)
         ratios = [1.0, up, 1.0, down]
         assert metrics["ratio/mean"] == pytest.approx(sum(ratios) / 4)
@@ -44,9 +44,9 @@ class TestRecordStats:
         assert metrics["ratio/min"] == pytest.approx(down)
         square = sum(r * r for r in ratios)
         assert metrics["ratio/ess"] == pytest.approx(sum(ratios) ** 2 / (4 * square))
-        assert metrics["mismatch/k3"] == pytest.approx((up - 1.5 + down - 0.5) / 4)
+        assert metrics["mismatch_kl/mean"] == pytest.approx((up - 1.5 + down - 0.5) / 4)
         assert metrics["train/entropy"] == pytest.approx(3.0)
-        assert metrics["train/clip_share"] == pytest.approx(0.25)
+        assert metrics["train/clip_ratio/region_mean"] == pytest.approx(0.25)
         assert metrics["train/loss"] == pytest.approx(0.75)
         assert "train/kl" not in metrics
 
@@ -88,7 +88,11 @@ class TestRecordStats:
         stats.add(slice(0, 3), got, terms(clipped))
         metrics = stats.metrics(records(-1.0, -2.0, -0.5))
         assert metrics["ratio/mean"] == metrics["ratio/ess"] == 1.0
-        assert metrics["mismatch/abs_max"] == metrics["mismatch/k3"] == 0.0
+        assert (
+            metrics["train/sampling/sampling_logp_difference/max"]
+            == metrics["mismatch_kl/mean"]
+            == 0.0
+        )
 
     def test_an_enormous_ratio_does_not_overflow(self):
         stats = RecordStats(1)
@@ -115,9 +119,9 @@ def step(sampled, prompt, finish="stop"):
     }
 
 
-def result(index, reward, steps, error=None, **state):
+def result(index, reward, steps, error=None, group="g", **state):
     request = RolloutRequest(
-        f"r{index}", "env", {"prompt": "p", "example_id": 0, "task": "t"}, 0, 0, "g", index
+        f"r{index}", "env", {"prompt": "p", "example_id": 0, "task": "t"}, 0, 0, group, index
     )
     made = State(reward=reward, trajectory=steps, error=error, **state)
     return RolloutResult(request, (made,), error)
@@ -139,16 +143,30 @@ class TestRolloutMetrics:
         assert metrics["reward/mean"] == pytest.approx(0.5)
         assert metrics["reward/std"] == pytest.approx(math.sqrt(1 / 6))
         assert metrics["reward/max"] == 1.0
-        assert metrics["metric/found"] == pytest.approx(2 / 3)
-        assert "metric/note" not in metrics
+        assert metrics["metrics/found"] == pytest.approx(2 / 3)
+        assert "metrics/note" not in metrics
         assert metrics["rollout/num_calls"] == pytest.approx(5 / 4)
-        assert metrics["rollout/sampled_tokens"] == pytest.approx(4.0)
+        assert metrics["train/completions/mean_length"] == pytest.approx(4.0)
+        assert metrics["train/completions/min_length"] == 0.0
+        assert metrics["train/completions/max_length"] == 8.0
         assert metrics["rollout/total_sampled_tokens"] == 16.0
         assert metrics["rollout/prompt_tokens"] == pytest.approx(15.0)
         assert metrics["rollout/length_cut_share"] == pytest.approx(0.2)
-        assert metrics["rollout/truncated_share"] == 0.25
-        assert metrics["error/share"] == 0.25
+        assert metrics["is_truncated/mean"] == 0.25
+        assert metrics["error/mean"] == 0.25
         assert metrics["error/ServerError"] == 1.0
+
+    def test_the_rewards_interval_takes_the_group_as_the_unit(self):
+        """Groups of means 1, 2, 3 (the example of `estimate`), however many rollouts each has."""
+        rewards = {"a": [0.5, 1.5], "b": [2.0], "c": [3.0, 3.0, 3.0]}
+        made = [
+            result(i, r, [], group=g) for g, each in rewards.items() for i, r in enumerate(each)
+        ]
+        metrics = rollout_metrics(made)
+        assert metrics["reward/low"] == pytest.approx(-0.484, abs=1e-3)
+        assert metrics["reward/high"] == pytest.approx(4.484, abs=1e-3)
+        alone = rollout_metrics([result(0, 0.25, [])])
+        assert "reward/low" not in alone  # one group, no shares: there is no interval
 
     def test_timings_are_means(self):
         timing = [{"generation_ms": 10.0, "scoring_ms": 1.0}, {"generation_ms": 30.0}]
@@ -159,16 +177,16 @@ class TestRolloutMetrics:
     def test_no_reward_is_no_metric_not_a_zero(self):
         metrics = rollout_metrics([result(0, None, [], error=ERROR)])
         assert "reward/mean" not in metrics
-        assert metrics["error/share"] == 1.0
+        assert metrics["error/mean"] == 1.0
 
     def test_a_request_that_made_no_state_counts_as_failed(self):
         empty = RolloutResult(result(0, None, []).request, (), ERROR)
         metrics = rollout_metrics([empty])
-        assert metrics["error/share"] == 1.0
+        assert metrics["error/mean"] == 1.0
         assert metrics["rollout/num_calls"] == 0.0
 
     def test_everything_is_a_number(self):
         metrics = rollout_metrics([result(0, 1, [step(1, 1)], metrics={"flag": True})])
-        assert metrics["metric/flag"] == 1.0
+        assert metrics["metrics/flag"] == 1.0
         assert all(isinstance(value, float) for value in metrics.values())
         assert metrics["memory/peak_rss_bytes"] > 1e6

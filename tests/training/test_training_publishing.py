@@ -276,7 +276,10 @@ class TestServers:
             report = start(config)
             assert len(report.metrics) == 3
             assert all(step["publish/probe_error"] < 1e-3 for step in report.metrics)
-            assert all(step.get("mismatch/abs_mean", 0.0) < 1e-3 for step in report.metrics)
+            assert all(
+                step.get("train/sampling/sampling_logp_difference/mean", 0.0) < 1e-3
+                for step in report.metrics
+            )
             weights = tmp_path / "run" / "weights"
             assert [path.name for path in weights.iterdir()] == ["version-000003"]
             self.check_one_left_behind(config, tmp_path, urls)

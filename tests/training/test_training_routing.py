@@ -210,7 +210,7 @@ def test_a_run_records_stores_and_replays(tmp_path):
     report = start(config, parts=build_parts(config, model=model, tokenizer=tokenizer))
     for step in report.metrics:
         assert 0.7 < step["routing/replayed_share"] < 1  # not the last token of each rollout
-        assert step["mismatch/abs_mean"] < 1e-4
+        assert step["train/sampling/sampling_logp_difference/mean"] < 1e-4
 
 
 def test_a_run_that_would_have_nothing_to_replay_does_not_start(tmp_path):

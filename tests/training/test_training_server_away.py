@@ -40,7 +40,7 @@ def test_a_run_without_servers_ends_with_one_message_and_can_be_continued(model,
     assert notice.startswith(nobody.removesuffix("/v1"))
     assert "does not answer. The run waits, and ends after 0.3 s" in notice
     report = start(config(server.url, 1800.0), kit.EarlyIsEasy())
-    assert [step["error/share"] for step in report.metrics] == [0]
+    assert [step["error/mean"] for step in report.metrics] == [0]
 
 
 @pytest.mark.slow
@@ -62,8 +62,10 @@ def test_killed_while_it_samples_ahead(model, tmp_path, server):
     assert server.num_starts == num_starts + 1
     assert len(report.metrics) == 4
     for step in report.metrics:
-        assert step["error/share"] == 0
-        assert step.get("mismatch/abs_mean", 0.0) < 1e-3  # of other weights it would be 0.3
+        assert step["error/mean"] == 0
+        assert (
+            step.get("train/sampling/sampling_logp_difference/mean", 0.0) < 1e-3
+        )  # of other weights it would be 0.3
     said = " ".join(at.notices)
     assert f"{nobody.removesuffix('/v1')} does not answer." in said
     assert "says that its weights are 'default'" in said
@@ -89,7 +91,7 @@ def test_killed_twice_the_curve_is_that_of_an_undisturbed_run(model, tmp_path, s
 
     assert server.num_starts == num_starts + 2
     assert rewards(report) == pytest.approx(rewards(control), abs=1e-6)
-    assert all(step["error/share"] == 0 for step in report.metrics)
+    assert all(step["error/mean"] == 0 for step in report.metrics)
     with Run.open(tmp_path / "run", "r") as run:
         for row in run.rollouts(phase="train", blobs=False):
             assert (row.status, row.min_version, row.max_version) == (

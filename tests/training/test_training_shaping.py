@@ -46,7 +46,7 @@ def test_advantages_see_it_and_the_stored_reward_does_not():
 def test_it_gives_a_flat_group_something_to_learn():
     results = [result(0, 1.0, 80), result(1, 1.0, 100)]
     report = assign_credit(results, "dr_grpo", CreditPolicy(overlong=SoftOverlong(100, 20)))
-    assert report.metrics["credit/flat_group_share"] == 0.0
+    assert report.metrics["train/frac_reward_zero_std"] == 0.0
     assert [r.states[0]["advantage"] for r in results] == pytest.approx([0.5, -0.5])
 
 

@@ -40,8 +40,8 @@ def test_a_step_on_smollm2_agrees_with_its_engine(tmp_path):
     )
     report = start(config, ShortWords())
     for step in report.metrics:
-        assert step["mismatch/abs_mean"] < 1e-4
-        assert step["mismatch/abs_max"] < 1e-3
+        assert step["train/sampling/sampling_logp_difference/mean"] < 1e-4
+        assert step["train/sampling/sampling_logp_difference/max"] < 1e-3
         assert step["train/grad_norm"] > 0
         assert step["samples/reuse_factor"] > 2
 

@@ -81,4 +81,4 @@ def test_stored_rollouts_are_data_too():
     again = trainer(tiny_model(), algorithm={"name": "sft"}).step([tree(calls)], 1)
     assert again["train/loss"] == first > 0
     assert again["train/num_skipped_records"] == 0
-    assert np.isfinite(again["mismatch/abs_mean"])
+    assert np.isfinite(again["train/sampling/sampling_logp_difference/mean"])

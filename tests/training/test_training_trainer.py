@@ -152,7 +152,11 @@ class TestStep:
         calls = group()
         metrics = worker.step([tree(calls)], 1)
         assert metrics["train/num_records"] == sum(len(call.completion) for call in calls)
-        assert metrics["mismatch/abs_max"] >= metrics["mismatch/abs_mean"] > 0
+        assert (
+            metrics["train/sampling/sampling_logp_difference/max"]
+            >= metrics["train/sampling/sampling_logp_difference/mean"]
+            > 0
+        )
         assert 0 < metrics["ratio/ess"] <= 1
         assert metrics["ratio/min"] <= metrics["ratio/mean"] <= metrics["ratio/max"]
         assert 0 < metrics["train/entropy"] < math.log(61)
@@ -164,7 +168,7 @@ class TestStep:
         logits = model(torch.tensor([[3, 4, 5, 6]])).logits[0, 2:].log_softmax(-1)
         call.logprob = logits[[0, 1], [6, 7]].tolist()
         metrics = trainer(model).step([flat(call)], 1)
-        assert metrics["mismatch/abs_max"] < FLOAT32
+        assert metrics["train/sampling/sampling_logp_difference/max"] < FLOAT32
         assert metrics["ratio/ess"] == pytest.approx(1, abs=1e-4)
 
     def test_several_updates_on_the_same_rollouts(self):

@@ -74,14 +74,16 @@ class TestTails:
         records = versioned([3, 3, 4, 4]).records
         stats = self.stats(records, [1.0, 1.0, 0.25, -0.25])
         found = stats.metrics(records, 4)
-        assert found["mismatch/abs_mean"] == pytest.approx(0.25)
+        assert found["train/sampling/sampling_logp_difference/mean"] == pytest.approx(0.25)
         assert found["mismatch/mean"] == pytest.approx(0.0, abs=1e-7)
         assert found["ratio/max"] == pytest.approx(np.e, rel=1e-5)  # ratios are of all tokens
         assert found["mismatch/at_1-3"] == pytest.approx(0.25)
         assert "mismatch/at_0" not in found
         none = stats.metrics(records, 5)
         assert not any(name.startswith("mismatch/") for name in none)
-        assert stats.metrics(records)["mismatch/abs_mean"] == pytest.approx(0.625)
+        assert stats.metrics(records)[
+            "train/sampling/sampling_logp_difference/mean"
+        ] == pytest.approx(0.625)
 
 
 class TestStaleness:

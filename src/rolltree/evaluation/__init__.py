@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rolltree.evaluation.estimate import Estimate, estimate, pass_at_k
+from rolltree.estimate import Estimate, estimate, pass_at_k
 from rolltree.evaluation.reducers import REDUCERS, EpisodeOutcome, Reducer, Settings, outcomes
 from rolltree.evaluation.report import (
     Comparison,

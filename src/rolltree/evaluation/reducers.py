@@ -17,7 +17,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, Self, TypeAlias, overload
 
-from rolltree.evaluation.estimate import CONFIDENCE, Estimate, estimate, mean, pass_at_k
+from rolltree.estimate import CONFIDENCE, Estimate, estimate, mean, pass_at_k
 from rolltree.store import Run, StoredRollout
 
 ExampleKey: TypeAlias = tuple[str, str, int | str | None]

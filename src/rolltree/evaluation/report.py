@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from rolltree.errors import ConfigError, StoreError
-from rolltree.evaluation.estimate import Estimate, estimate
+from rolltree.estimate import Estimate, estimate
 from rolltree.evaluation.reducers import (
     REDUCERS,
     EpisodeOutcome,

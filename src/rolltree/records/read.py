@@ -24,7 +24,7 @@ from rolltree.store.filters import where_clause
 from rolltree.tokens import Decoder
 
 _BATCH_ROWS = 8192
-_METRIC = "metric/"
+_METRIC = "metrics/"
 
 
 def read_run(path: str | Path) -> RunData:
@@ -84,7 +84,7 @@ class RunData:
     def rollouts(self, **filters: Any) -> Table:
         """Return one row per rollout, without its messages and tokens.
 
-        Besides the documented columns there is `metric/NAME` for every metric of the run, where it
+        Besides the documented columns there is `metrics/NAME` for every metric of the run, where it
         is a number.
         """
         where_clause(filters)

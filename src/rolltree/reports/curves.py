@@ -144,8 +144,7 @@ def reward_curve(run: Run) -> Curve | None:
 
 def evaluations(run: Run) -> list[tuple[int, str]]:
     """Return the step and phase of every held-out evaluation of a training run, by step."""
-    found = {event.data["phase"]: event.step or 0 for event in run.events("evaluation")}
-    return sorted((step, phase) for phase, step in found.items())
+    return [(done.step, done.phase) for done in run.evaluations()]
 
 
 def save_reward_curve(run: Run) -> Path | None:

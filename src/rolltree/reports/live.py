@@ -22,13 +22,13 @@ NUM_ROWS = 14
 _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("reward", "reward/mean", "{:.3f}".format),
     ("", "reward/mean", lambda value: meter(value, 12)),
-    ("failed", "error/share", "{:.0%}".format),
+    ("failed", "error/mean", "{:.0%}".format),
     ("tokens", "rollout/total_sampled_tokens", "{:,.0f}".format),
     ("entropy", "train/entropy", "{:.3f}".format),
-    ("|Δ logprob|", "mismatch/abs_mean", "{:.1e}".format),
+    ("|Δ logprob|", "train/sampling/sampling_logp_difference/mean", "{:.1e}".format),
     ("reuse", "samples/reuse_factor", "{:.1f}x".format),
-    ("rollout s", "time/rollout_s", "{:.1f}".format),
-    ("step s", "time/step_s", "{:.1f}".format),
+    ("rollout s", "time/wait_for_batch", "{:.1f}".format),
+    ("step s", "time/step", "{:.1f}".format),
 )
 """Heading, metric, how it is shown. A metric that a step lacks leaves its cell empty."""
 

@@ -5,7 +5,7 @@ The only room that writes runs. It takes plain values and blobs.
 
 from rolltree.store.codec import Opaque, dumps, loads, to_plain
 from rolltree.store.listing import PhaseSummary, RunSummary, list_runs, summarize
-from rolltree.store.rows import Event, StepRow, StoredRollout
+from rolltree.store.rows import Event, StepRow, StoredEvaluation, StoredRollout
 from rolltree.store.run import Run
 from rolltree.store.trained import TrainedRollout
 
@@ -16,6 +16,7 @@ __all__ = [
     "Run",
     "RunSummary",
     "StepRow",
+    "StoredEvaluation",
     "StoredRollout",
     "TrainedRollout",
     "dumps",

@@ -12,6 +12,7 @@ from rolltree.store.database import LIGHT_PAGE_ROWS, PAGE_ROWS, ROW_ERRORS, Data
 from rolltree.store.export import Render, export_rows, light_line
 from rolltree.store.filters import where_clause
 from rolltree.store.integrity import Totals, damaged, report_key
+from rolltree.store.metric_names import renamed
 from rolltree.store.rows import (
     COLUMNS,
     LIGHT,
@@ -19,6 +20,7 @@ from rolltree.store.rows import (
     SUMMED,
     Event,
     StepRow,
+    StoredEvaluation,
     StoredRollout,
     as_stored,
     from_sql,
@@ -188,9 +190,9 @@ class StoredRun:
             yield found
 
     def steps(self) -> list[StepRow]:
-        """Return the metrics of every step, in order."""
+        """Return the metrics of every step, in order, under the names of `docs/metrics.md`."""
         rows = self._database.table("steps")
-        return [StepRow(step, created, loads(text)) for step, created, text in rows]
+        return [StepRow(step, created, renamed(loads(text))) for step, created, text in rows]
 
     def events(self, kind: str | None = None) -> list[Event]:
         """Return what happened, oldest first."""
@@ -199,6 +201,11 @@ class StoredRun:
             for _, created, name, step, data in self._database.table("events")
             if kind is None or name == kind
         ]
+
+    def evaluations(self) -> list[StoredEvaluation]:
+        """Return the finished held-out evaluations of a training run, by step."""
+        found = map(StoredEvaluation.of, self.events("evaluation"))
+        return sorted({done.phase: done for done in found}.values())
 
     def query(self, sql: str, *values: Any) -> list[dict[str, Any]]:
         """Run read-only SQL over `meta`, `rollouts`, `steps`, `events`, `trained`.

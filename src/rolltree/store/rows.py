@@ -99,6 +99,36 @@ class Event:
     data: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class StoredEvaluation:
+    """A held-out evaluation of a training run, after `step` steps; its rollouts are of `phase`."""
+
+    step: int
+    phase: str
+    metrics: dict[str, Any] = field(compare=False)
+
+    @classmethod
+    def of(cls, event: Event) -> StoredEvaluation:
+        """Return what an event `evaluation` says."""
+        return cls(event.step or 0, event.data["phase"], event.data.get("metrics") or {})
+
+    @property
+    def reward(self) -> float | None:
+        """The mean reward; None without one."""
+        return self._of_reward("mean")
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The interval of the mean reward; None without one."""
+        low, high = self._of_reward("low"), self._of_reward("high")
+        return None if low is None or high is None else (low, high)
+
+    def _of_reward(self, name: str) -> float | None:
+        found = self.metrics.get("reward")
+        value = found.get(name) if isinstance(found, Mapping) else found if name == "mean" else None
+        return float(value) if isinstance(value, int | float) else None
+
+
 class Column(NamedTuple):
     """How one field of `StoredRollout` lies in SQL."""
 

@@ -182,7 +182,7 @@ def assign_credit(
         "credit/failed_share": tally["failed"] / count,
         "credit/truncated_share": tally["truncated"] / count,
         "credit/untrained_share": 1 - len(trained) / count,
-        "credit/flat_group_share": num_flat / max(1, len(groups)),
+        "train/frac_reward_zero_std": num_flat / max(1, len(groups)),
         "credit/alone_group_share": num_alone / max(1, len(groups)),
     }
     if policy.overlong is not None:

@@ -45,7 +45,7 @@ from rolltree.training.rank0 import (
 from rolltree.training.ranks import Ranks
 from rolltree.training.reporter import Reporter, Silent, TrainReport, TrainStart
 from rolltree.training.servers import Servers
-from rolltree.training.trackers import Trackers
+from rolltree.training.trackers import Trackers, eval_numbers, numbers
 from rolltree.training.trainer import Trainer
 from rolltree.types import RolloutResult, State
 
@@ -185,7 +185,7 @@ class _Loop:
                 exact = inside and self.config.train.async_steps > 0
                 if step == num_steps or step % self.config.checkpoint.every == 0 or exact:
                     self._save(step)
-                self.trackers.log(metrics, step)
+                self.trackers.log(numbers(metrics), step)
                 self.reporter.on_step(step, metrics)
                 if inside:
                     await self._evaluate(f"eval/{step:06d}", step, current=step)
@@ -268,8 +268,8 @@ class _Loop:
         sampled = metrics["rollout/total_sampled_tokens"]
         metrics |= _sample_metrics(batch) | {
             "policy/version": float(step),
-            "time/rollout_s": sampled_at - began,
-            "time/step_s": spent,
+            "time/wait_for_batch": sampled_at - began,
+            "time/step": spent,
             "rollout/tokens_per_s": sampled / max(spent, 1e-9),
         }
         self.run.add_step(step, metrics)
@@ -296,7 +296,8 @@ class _Loop:
                 self.publisher.expect(batch.samples)
                 trained = self.trainer.step(batch.samples, step)
                 await self.publisher.publish(step)
-            return trained | await self.publisher.verify(step)
+            spent = {"time/broadcast_weights": self.publisher.spent_s}
+            return trained | spent | await self.publisher.verify(step)
         samples, stale = mask_stale(batch.samples, step - 1, staleness_limit(self.config))
         self.weight_lock = lock = WeightLock(
             self.parts.engine.paused, lambda: self.publisher.publish(step)
@@ -309,7 +310,8 @@ class _Loop:
         trained = await uninterrupted(asyncio.to_thread(train))
         self.weight_lock = None
         verified = await self.publisher.verify(step)
-        return trained | stale | verified | {"time/paused_s": lock.paused_s}
+        spent = {"time/paused_s": lock.paused_s, "time/broadcast_weights": self.publisher.spent_s}
+        return trained | stale | verified | spent
 
     def _samples(self, results: Sequence[RolloutResult]) -> tuple[SampleBatch, dict[str, float]]:
         """Assign credit and build the samples of one step."""
@@ -356,7 +358,7 @@ class _Loop:
         ended, perhaps without finishing, so a later end has a phase of its own.
         """
         begun = [e.step for e in self.run.events("evaluation_begun")]
-        done = [e.step for e in self.run.events("evaluation") if e.data["phase"] == "eval_after"]
+        done = [e.step for e in self.run.evaluations() if e.phase == "eval_after"]
         others = {at for at in (*begun, *done) if at != step}
         return f"eval_after/{step:06d}" if others else "eval_after"
 
@@ -371,7 +373,7 @@ class _Loop:
         They were interrupted after the checkpoint was written, or `eval.every` asks for them only
         now. A notice names those whose weights are gone.
         """
-        done = {event.step for event in self.run.events("evaluation")}
+        done = {evaluation.step for evaluation in self.run.evaluations()}
         known = done | {event.step for event in self.run.events("evaluation_skipped")}
         gone = [
             n
@@ -396,9 +398,9 @@ class _Loop:
         """Evaluate once per phase and run; an evaluation that is stored is only reported."""
         if self.evaluate is None:
             return
-        stored = [event for event in self.run.events("evaluation") if event.data["phase"] == phase]
+        stored = [done for done in self.run.evaluations() if done.phase == phase]
         if stored:
-            metrics: Mapping[str, Any] = stored[-1].data["metrics"]
+            metrics = stored[-1].metrics
         elif current != step:
             self.run.add_event("evaluation_skipped", {"phase": phase, "done": current}, step=step)
             return
@@ -408,7 +410,7 @@ class _Loop:
             metrics = dict(await self._or_lost(self.evaluate(phase, step)))
             self.run.add_event("evaluation", {"phase": phase, "metrics": metrics}, step=step)
         if not stored:
-            self.trackers.log(metrics, step, phase.partition("/")[0])
+            self.trackers.log(eval_numbers(metrics), step)
         self.reporter.on_eval(phase, step, metrics, bool(stored))
 
     def _end(self) -> TrainReport:
@@ -428,7 +430,7 @@ def _sample_metrics(batch: SampleBatch) -> dict[str, float]:
     """
     report = batch.report
     causes = {
-        f"samples/{name}": value
+        f"samples/breaks/{name.removeprefix('break_rate/')}": value
         for name, value in report.items()
         if name.startswith("break_rate/") and value
     }

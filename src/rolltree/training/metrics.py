@@ -6,7 +6,7 @@ All trained tokens count the same. Metrics per task are a query on the run store
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import pairwise
 from statistics import fmean, pstdev
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rolltree.estimate import estimate
 from rolltree.samples import take_records
 from rolltree.tasks import peak_rss_bytes
 from rolltree.training.layout import FloatColumn
@@ -74,7 +75,7 @@ class RecordStats:
         metrics = {
             "train/loss": self.loss,
             "train/entropy": float(self.entropy.mean()),
-            "train/clip_share": float(self.clipped.mean()),
+            "train/clip_ratio/region_mean": float(self.clipped.mean()),
         }
         if self.kl is not None:
             metrics["train/kl"] = float(self.kl.mean())
@@ -104,9 +105,9 @@ class RecordStats:
         own = difference[fresh]
         return metrics | {
             "mismatch/mean": float(own.mean()),
-            "mismatch/abs_mean": float(np.abs(own).mean()),
-            "mismatch/abs_max": float(np.abs(own).max()),
-            "mismatch/k3": float((ratio[fresh] - 1 - own).mean()),
+            "train/sampling/sampling_logp_difference/mean": float(np.abs(own).mean()),
+            "train/sampling/sampling_logp_difference/max": float(np.abs(own).max()),
+            "mismatch_kl/mean": float((ratio[fresh] - 1 - own).mean()),
             **mismatch_metrics(take_records(records, fresh), own),
         }
 
@@ -150,46 +151,71 @@ def rollout_metrics(results: Sequence[RolloutResult]) -> dict[str, float]:
     """Return the metrics of all rollouts of one step.
 
     Rewards and metrics are those of the episodes' own rollouts; with several agents, or delegation,
-    `reward/<agent>/mean` is each agent's. Lengths and calls are those of all.
-    Rewards and `metric/*` are means over rollouts that have one; failed rollouts have none and are
+    `reward/<agent>/mean` is each agent's. Lengths and calls are those of all. The interval of the
+    reward, `reward/low` to `reward/high`, takes the group as the unit, as an evaluation does.
+    Rewards and `metrics/*` are means over rollouts that have one; failed rollouts have none and are
     counted in `error/*`. Lengths count sampled tokens (`rollout/max_sampled_tokens`: of one call),
     `rollout/length_cut_share` is the share of calls that ran into their token limit.
     """
     states = [state for result in results for state in result.states]
     own = [state for state in states if state.get("parent_rollout") is None]
-    rewards = [float(s["reward"]) for s in own if s.get("reward") is not None]
-    metrics: dict[str, float] = {}
-    if rewards:
-        metrics["reward/mean"] = fmean(rewards)
-        metrics["reward/std"] = pstdev(rewards)
-        metrics["reward/max"] = max(rewards)
-    metrics |= _agent_rewards(states)
+    metrics = _rewards(results) | _agent_rewards(states)
     by_name: defaultdict[str, list[float]] = defaultdict(list)
     for state in own:
         for name, value in (state.get("metrics") or {}).items():
             if isinstance(value, int | float):
                 by_name[name].append(float(value))
-    metrics |= {f"metric/{name}": fmean(values) for name, values in sorted(by_name.items())}
+    metrics |= {f"metrics/{name}": fmean(values) for name, values in sorted(by_name.items())}
     extras = [_extras(step) for state in states for step in state.get("trajectory") or ()]
     sampled = [int(extra.get("num_completion_tokens") or 0) for extra in extras]
     prompts = [int(extra.get("num_prompt_tokens") or 0) for extra in extras]
     cut = [str(extra.get("finish_reason")) == FinishReason.LENGTH for extra in extras]
+    lengths = [
+        sum(
+            int(_extras(step).get("num_completion_tokens") or 0)
+            for step in s.get("trajectory") or ()
+        )
+        for s in states
+    ]
     count = max(1, len(states))
     metrics |= {
         "rollout/num_calls": len(extras) / count,
-        "rollout/sampled_tokens": sum(sampled) / count,
+        "train/completions/mean_length": sum(lengths) / count,
+        "train/completions/min_length": float(min(lengths, default=0)),
+        "train/completions/max_length": float(max(lengths, default=0)),
         "rollout/max_sampled_tokens": float(max(sampled, default=0)),
         "rollout/prompt_tokens": sum(prompts) / count,
         "rollout/total_sampled_tokens": float(sum(sampled)),
         "rollout/length_cut_share": sum(cut) / max(1, len(extras)),
-        "rollout/truncated_share": sum(bool(s.get("truncated")) for s in states) / count,
+        "is_truncated/mean": sum(bool(s.get("truncated")) for s in states) / count,
         "rollout/generation_ms": _mean_timing(states, "generation_ms"),
         "rollout/scoring_ms": _mean_timing(states, "scoring_ms"),
         "memory/peak_rss_bytes": float(peak_rss_bytes()),
     }
     errors = Counter(result.error.type for result in results if result.error is not None)
-    metrics["error/share"] = sum(errors.values()) / max(1, len(results))
+    metrics["error/mean"] = sum(errors.values()) / max(1, len(results))
     metrics |= {f"error/{kind}": float(number) for kind, number in sorted(errors.items())}
+    return metrics
+
+
+def _rewards(results: Sequence[RolloutResult]) -> dict[str, float]:
+    """Return the mean reward with its interval, spread and maximum; nothing without rewards."""
+    groups: defaultdict[Hashable, list[float]] = defaultdict(list)
+    for result in results:
+        for state in result.states:
+            if state.get("parent_rollout") is None and state.get("reward") is not None:
+                groups[result.request.group_id].append(float(state["reward"]))
+    rewards = [reward for group in groups.values() for reward in group]
+    if not rewards:
+        return {}
+    metrics = {
+        "reward/mean": fmean(rewards),
+        "reward/std": pstdev(rewards),
+        "reward/max": max(rewards),
+    }
+    found = estimate(groups)
+    if found is not None and found.low is not None and found.high is not None:
+        metrics |= {"reward/low": found.low, "reward/high": found.high}
     return metrics
 
 

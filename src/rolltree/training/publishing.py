@@ -64,6 +64,8 @@ class Publisher:
         tolerance: the most that a probe's logprobs may ever differ.
         score: the trainer's forward pass, of all ranks; `next_logprobs` of `model` if it is None.
         renew: called before every publish.
+
+    `spent_s` is how long the last publish took.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Publisher:
         )
         self._before: FloatArray | None = None  # logprobs of the weights before the step
         self._noise: dict[int, float] = {}  # by client
+        self.spent_s = 0.0
 
     def expect(self, samples: Sequence[Sample]) -> None:
         """Take note of what the weights say now, before a step on `samples` changes them.
@@ -112,10 +115,12 @@ class Publisher:
         Raises:
             TrainingError: the engine then says that it has another version.
         """
+        began = time.perf_counter()
         self._renew()
         done = self._engine.publish(version)
         if inspect.isawaitable(done):
             await done
+        self.spent_s = time.perf_counter() - began
         if self._engine.version != version:
             raise TrainingError(
                 f"version {version} was published, but the engine reports version "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rolltree.store import Run
+from rolltree.store import Run, StoredEvaluation
 
 _COLUMNS = {
     "reward": "reward/mean",
@@ -15,7 +15,7 @@ _COLUMNS = {
     "grad norm": "train/grad_norm",
     "entropy": "train/entropy",
     "tokens": "rollout/total_sampled_tokens",
-    "seconds": "time/step_s",
+    "seconds": "time/step",
 }
 
 
@@ -41,21 +41,24 @@ class TrainReport:
         run_path: the run directory.
         metrics: the metrics of every step, in order: `report.metrics[-1]["reward/mean"]`.
         evaluations: the metrics of every held-out evaluation, by phase (`"eval_before"`, ...).
+        eval_curve: the same evaluations in the order of training: `step`, `reward`, `interval`.
         model_path: the exported model, None with `checkpoint.export = false`.
     """
 
     run_path: Path
     metrics: tuple[Mapping[str, Any], ...]
     evaluations: Mapping[str, Mapping[str, Any]]
+    eval_curve: tuple[StoredEvaluation, ...]
     model_path: Path | None
 
     @classmethod
     def read(cls, run: Run) -> TrainReport:
         """Return the report of a run that is stored."""
-        found = {event.data["phase"]: event.data["metrics"] for event in run.events("evaluation")}
+        curve = tuple(run.evaluations())
+        found = {done.phase: done.metrics for done in curve}
         model = run.path / "model"
         steps = tuple(row.metrics for row in run.steps())
-        return cls(run.path, steps, found, model if model.is_dir() else None)
+        return cls(run.path, steps, found, curve, model if model.is_dir() else None)
 
     @property
     def run(self) -> Run:
@@ -79,10 +82,8 @@ class TrainReport:
             "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
             for row in [heads, *cells]
         ]
-        for phase, metrics in self.evaluations.items():
-            reward = metrics.get("reward")
-            mean = reward.get("mean") if isinstance(reward, Mapping) else reward
-            lines.append(f"{phase}: held-out reward {_shown(mean) or 'none'}")
+        for done in self.eval_curve:
+            lines.append(f"{done.phase}: held-out reward {_shown(done.reward) or 'none'}")
         lines += [f"model: {self.model_path}"] if self.model_path else []
         return "\n".join([f"TrainReport({len(self.metrics)} steps, run {self.run_path})", *lines])
 

@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import math
 import os
+import re
 import shlex
 import sys
 import time
@@ -92,6 +93,10 @@ def trackio(run: TrackedRun) -> Sink:
     return Sink(lambda values, step: package.log(dict(values), step=step), package.finish)
 
 
+_NOT_IN_MLFLOW = re.compile(r"[^\w\-. :/]")
+"""What MLflow refuses in the name of a metric."""
+
+
 def mlflow(run: TrackedRun) -> Sink:
     """Log to the MLflow server at `MLFLOW_TRACKING_URI`; without one, to `mlruns/` of the run.
 
@@ -121,7 +126,10 @@ def mlflow(run: TrackedRun) -> Sink:
 
     def log(values: Mapping[str, float], step: int) -> None:
         now = int(time.time() * 1000)
-        metrics = [Metric(name, value, now, step) for name, value in values.items()]
+        metrics = [
+            Metric(_NOT_IN_MLFLOW.sub("_", name), value, now, step)
+            for name, value in values.items()
+        ]
         client.log_batch(identity, metrics=metrics)
 
     return Sink(log, lambda: client.set_terminated(identity))
@@ -176,11 +184,11 @@ class Trackers:
             with self._survived(tracker):
                 self._sinks[tracker] = TRACKERS[tracker](run)
 
-    def log(self, metrics: Mapping[str, Any], step: int, stem: str = "") -> None:
-        """Send the numbers of nested metrics."""
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Send numbers."""
         for tracker, sink in list(self._sinks.items()):
             with self._survived(tracker):
-                sink.log(numbers(metrics, stem), step)
+                sink.log(values, step)
 
     def close(self) -> None:
         """Close the trackers, also after a failure."""
@@ -219,3 +227,28 @@ def numbers(data: Mapping[str, Any], stem: str = "") -> dict[str, float]:
         elif isinstance(value, int | float) and math.isfinite(value):
             flat[key] = float(value)
     return flat
+
+
+def eval_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of an evaluation: one curve per name over all evaluations of a run.
+
+    An estimate's mean has the name of what is estimated, its interval the ending `_low` or `_high`.
+
+    >>> eval_numbers({"reward": {"mean": 0.5, "low": 0.25}, "pass_at": {"4": {"mean": 0.75}}})
+    {'eval/reward': 0.5, 'eval/reward_low': 0.25, 'eval/pass@4': 0.75}
+    """
+    flat = numbers(metrics, "eval")
+    found = {}
+    for name, value in flat.items():
+        stem, _, last = name.rpartition("/")
+        if f"{stem}/mean" in flat:
+            if last not in _OF_ESTIMATES:
+                continue
+            name = stem + _OF_ESTIMATES[last]
+        if name not in _SETTINGS:
+            found[name.replace("eval/pass_at/", "eval/pass@")] = value
+    return found
+
+
+_OF_ESTIMATES = {"mean": "", "low": "_low", "high": "_high"}
+_SETTINGS = ("eval/confidence", "eval/pass_threshold")

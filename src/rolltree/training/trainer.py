@@ -247,13 +247,13 @@ class Trainer:
                 if update == 0:
                     held.enter_context(exclusive())
                 self.optimizer.step(lr)
-                metrics |= {"train/grad_norm": norm, "train/lr": lr}
+                metrics |= {"train/grad_norm": norm, "train/learning_rate": lr}
         spent = time.perf_counter() - began
         num_tokens = sum(batch.num_tokens for batch in batches)
         return metrics | {
             "train/num_samples": float(len(samples)),
             "train/num_packs": float(sum(len(batch.packs) for batch in batches)),
-            "train/num_tokens": float(num_tokens),
+            "train/num_computed_tokens": float(num_tokens),
             "train/num_records": float(sum(len(batch.records) for batch in batches)),
             "train/num_skipped_records": float(sum(batch.num_skipped for batch in batches)),
             "train/lag_mean": float(
@@ -350,7 +350,10 @@ class Trainer:
             total.backward()  # type: ignore[no-untyped-call]
 
     def _check_mismatch(self, metrics: dict[str, float]) -> None:
-        mismatch, limit = metrics.get("mismatch/abs_mean", 0.0), self.config.train.max_mismatch
+        mismatch, limit = (
+            metrics.get("train/sampling/sampling_logp_difference/mean", 0.0),
+            self.config.train.max_mismatch,
+        )
         if mismatch > limit:
             self.optimizer.zero_grad()
             raise TrainingError(
