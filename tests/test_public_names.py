@@ -105,6 +105,8 @@ NAMES = [
     "process_trajectories_for_training",
     "prune_sample",
     "read_run",
+    "replay",
+    "replay_many",
     "run_inline",
     "stop",
     "supervised_states",

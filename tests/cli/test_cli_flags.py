@@ -28,6 +28,12 @@ FLAGS = {
     },
     "runs": {"root"},
     "show": {"run", "--phase", "--transcripts", "--failed", "--limit"},
+    "replay": {
+        "run", "rollout", "--env", "-a", "--env-args", "--compat", "--phase", "-n",
+        "--num-rollouts", "--ignore", "--no-score", "--until", "--pdb", "--continue", "-m",
+        "--model", "-b", "--base-url", "-k", "--api-key-var", "-r", "--branches", "--into",
+        "--json",
+    },
     "export": {"run", "target", "--phase", "--light"},
     "models": {"prepare"},
     "init": {"name", "--kind", "--path"},

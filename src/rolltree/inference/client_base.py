@@ -21,7 +21,7 @@ from rolltree.inference.client import ModelClient, policy_version
 from rolltree.inference.message_session import MessageSession, generated
 from rolltree.inference.request_fields import TokenFields, outgoing, reshaping
 from rolltree.inference.retry import Outcome
-from rolltree.inference.session import Prompt, TokenSession, check_message_type
+from rolltree.inference.session import Prompt, TokenSession, check_message_type, without_ids
 from rolltree.types import (
     GenerateRequest,
     IntArray,
@@ -155,6 +155,12 @@ class RootClient(ClientBase, Generic[MemoryT]):
         """Make one call, with no memory of earlier ones."""
         return noted(await self.respond(call, self.new_memory()), call.sampling)
 
+    def recall(self, call: ModelCall, response: ModelResponse, memory: MemoryT) -> ModelResponse:
+        """Take a call that was made elsewhere into a session's memory, see `Session.remember`."""
+        if not isinstance(memory, TokenSession) or isinstance(call.prompt, np.ndarray):
+            return without_ids(response)
+        return memory.remember(call.prompt, call.tools, call.model, response)
+
 
 class Session(ClientBase, Generic[MemoryT]):
     """One rollout's view of a client, whose connections it shares."""
@@ -183,6 +189,16 @@ class Session(ClientBase, Generic[MemoryT]):
     async def call(self, call: ModelCall) -> ModelResponse:
         """Make one call, continuing an earlier one where it fits."""
         return noted(await self._client.respond(call, self._memory), call.sampling)
+
+    def remember(self, call: ModelCall, response: ModelResponse) -> ModelResponse:
+        """Take in a call that was made and answered elsewhere, such as a recorded one.
+
+        Later prompts continue it. Returns the response as it lies in this session's token tree;
+        without ids where the recorded ones are not known to be this model's.
+        """
+        if isinstance(call.prompt, np.ndarray):  # nothing continues a prompt of ids
+            return response
+        return self._client.recall(call, response, self._memory)
 
 
 class TokenClient(RootClient[TokenSession]):

@@ -7,6 +7,7 @@ with an earlier call's ids is said to extend it, after comparing them.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -108,18 +109,45 @@ class MessageSession:
             return ModelResponse(**found)
         if isinstance(messages, str):
             return self._calls.insert(ModelResponse(**found))
-        match = self._index.find(messages, tools, model)
-        extends = None
-        if match is not None:
-            earlier = self._calls.path(match.call)
-            if np.array_equal(prompt_ids[: len(earlier)], earlier):
-                extends = match.call
-            else:
-                why = "the server's prompt does not begin with the earlier ids"
-                found["info"] = {**found["info"], "rerendered": why}
+        extends, matched = self._extended(messages, tools, model, prompt_ids)
+        if matched and extends is None:
+            why = "the server's prompt does not begin with the earlier ids"
+            found["info"] = {**found["info"], "rerendered": why}
         made = self._calls.insert(ModelResponse(**found, extends=extends))
         self._index.add(messages, message, made.call_id, tools, model)
         return made
+
+    def remember(
+        self,
+        messages: Messages,
+        tools: Sequence[ToolSchema] | None,
+        model: str | None,
+        response: ModelResponse,
+    ) -> ModelResponse:
+        """Take in a call of this model that was made elsewhere; later prompts can continue it."""
+        if response.prompt_ids is None or response.completion_ids is None:
+            return response
+        if isinstance(messages, str):
+            return self._calls.insert(replace(response, extends=None))
+        extends, _ = self._extended(messages, tools, model, response.prompt_ids)
+        made = self._calls.insert(replace(response, extends=extends))
+        self._index.add(messages, made.message, made.call_id, tools, model)
+        return made
+
+    def _extended(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSchema] | None,
+        model: str | None,
+        prompt_ids: IntArray,
+    ) -> tuple[int | None, bool]:
+        """Return the call that a prompt extends, id for id, and whether messages match one."""
+        match = self._index.find(messages, tools, model)
+        if match is None:
+            return None, False
+        earlier = self._calls.path(match.call)
+        is_exact = np.array_equal(prompt_ids[: len(earlier)], earlier)
+        return (match.call if is_exact else None), True
 
 
 def _read(

@@ -38,7 +38,7 @@ from rolltree.inference.request_fields import (
     token_in_fields,
 )
 from rolltree.inference.retry import Outcome, RetryPolicy
-from rolltree.inference.session import Prompt, TokenSession
+from rolltree.inference.session import Prompt, TokenSession, without_ids
 from rolltree.inference.transport import Transport
 from rolltree.inference.wire import Decode, Response, decode_response
 from rolltree.types import FinishReason, MessageType, ModelResponse, SamplingParams
@@ -158,6 +158,20 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
             call.prompt, call.tools, message_type=call.message_type, model=call.model
         )
         return await self._respond_by_token(by_token, prompt, call.sampling, memory.reader.decode)
+
+    def recall(
+        self, call: ModelCall, response: ModelResponse, memory: OpenAIMemory
+    ) -> ModelResponse:
+        """Take a call that was made elsewhere into a session's memory.
+
+        Where the server renders prompts, only answers of the model of this name keep their ids.
+        """
+        assert not isinstance(call.prompt, np.ndarray)
+        if memory.by_token is not None and self.tokens.wanted:
+            return memory.by_token.remember(call.prompt, call.tools, call.model, response)
+        if response.model != (call.model or self._model):
+            return without_ids(response)
+        return memory.remember(call.prompt, call.tools, call.model, response)
 
     async def check_health(self) -> None:
         """Return if the server answers at all.

@@ -8,7 +8,7 @@ that call's exact ids plus only what is new.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -177,13 +177,51 @@ class TokenSession:
                 **fields,
             )
         )
+        self._keep(prompt, response)
+        return response
+
+    def remember(
+        self,
+        messages: Messages,
+        tools: Sequence[ToolSchema] | None,
+        model: str | None,
+        response: ModelResponse,
+    ) -> ModelResponse:
+        """Take in a call that was made elsewhere; later prompts continue it.
+
+        Its ids must be this model's: a conversation whose first prompt has other ids here, or none,
+        is taken in without, and what is returned has none either.
+        """
+        prompt_ids = response.prompt_ids
+        if prompt_ids is None or response.completion_ids is None:
+            return response
+        extends, is_ours = None, False
+        if isinstance(messages, str):
+            is_ours = np.array_equal(self._prepare_text(messages, model).ids, prompt_ids)
+        else:
+            match = self._index.find(messages, tools, model)
+            if match is None:
+                is_ours = np.array_equal(self.renderer.render(messages, tools), prompt_ids)
+            else:
+                is_ours, earlier = True, self._calls.path(match.call)
+                if np.array_equal(prompt_ids[: len(earlier)], earlier):
+                    extends = match.call
+        if not is_ours:
+            return without_ids(response)
+        made = self._calls.insert(replace(response, extends=extends))
+        self._keep(Prompt(prompt_ids, extends, None, messages, tools, model), made)
+        return made
+
+    def _keep(self, prompt: Prompt, response: ModelResponse) -> None:
+        """Let later prompts continue a call."""
+        assert response.completion_ids is not None
         if isinstance(prompt.messages, str):
-            num_kept, kept_text = self._spelled_out(completion, text)
+            num_kept, kept_text = self._spelled_out(response.completion_ids, response.text)
             size, call_id = len(prompt.ids) + num_kept, response.call_id
             self._texts.append(_Text(prompt.model, prompt.messages + kept_text, call_id, size))
         else:
-            self._index.add(prompt.messages, message, response.call_id, prompt.tools, prompt.model)
-        return response
+            message, call_id = response.message, response.call_id
+            self._index.add(prompt.messages, message, call_id, prompt.tools, prompt.model)
 
     def _message(
         self, prompt: Prompt, text: str, finish_reason: FinishReason
@@ -228,6 +266,19 @@ class _Text:
     text: str
     call_id: int
     num_tokens: int
+
+
+def without_ids(response: ModelResponse) -> ModelResponse:
+    """Return a response as a server gives it that reports no ids."""
+    return replace(
+        response,
+        prompt_ids=None,
+        completion_ids=None,
+        logprobs=None,
+        versions=None,
+        extends=None,
+        routed_experts=None,
+    )
 
 
 def check_message_type(messages: Messages, message_type: MessageType) -> None:

@@ -10,10 +10,24 @@ from typing import TYPE_CHECKING
 from rolltree.lazy import loader
 
 if TYPE_CHECKING:
+    from rolltree.records.debugging import replay_with_debugger as replay_with_debugger
     from rolltree.records.read import RunData as RunData
     from rolltree.records.read import read_run as read_run
+    from rolltree.records.recorded import Difference as Difference
+    from rolltree.records.replaying import ReplayReport as ReplayReport
+    from rolltree.records.replaying import replay as replay
+    from rolltree.records.replaying import replay_async as replay_async
+    from rolltree.records.replaying import replay_many as replay_many
+    from rolltree.records.replaying import replay_many_async as replay_many_async
     from rolltree.records.table import Column as Column
     from rolltree.records.table import Table as Table
 
-__all__ = ["Column", "RunData", "Table", "read_run"]
-__getattr__ = loader(__name__, {"read": "RunData read_run", "table": "Column Table"})
+_MODULES = {
+    "debugging": "replay_with_debugger",
+    "read": "RunData read_run",
+    "recorded": "Difference",
+    "replaying": "ReplayReport replay replay_async replay_many replay_many_async",
+    "table": "Column Table",
+}
+__all__ = sorted(" ".join(_MODULES.values()).split())
+__getattr__ = loader(__name__, _MODULES)

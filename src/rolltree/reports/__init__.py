@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from rolltree.reports.formatting import say as say
     from rolltree.reports.live import EvalView as EvalView
     from rolltree.reports.live import TrainView as TrainView
+    from rolltree.reports.replay import difference_lines as difference_lines
+    from rolltree.reports.replay import replay_lines as replay_lines
+    from rolltree.reports.replay import replays_summary as replays_summary
     from rolltree.reports.runs import phases_table as phases_table
     from rolltree.reports.runs import run_lines as run_lines
     from rolltree.reports.runs import transcript as transcript
@@ -34,6 +37,7 @@ _MODULES = {
     "evaluation": "comparison_table evaluation_facts evaluation_table",
     "formatting": "SafeConsole say",
     "live": "EvalView TrainView",
+    "replay": "difference_lines replay_lines replays_summary",
     "runs": "phases_table run_lines transcript",
     "training": "next_commands training_report",
 }

@@ -1,0 +1,383 @@
+"""A recorded rollout as a model client: it gives the recorded answers, call after call.
+
+Every call is compared with the recorded one first, so the first thing that an environment says
+differently is found where it is said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rolltree.errors import ConfigError, ModelError, PromptTooLong
+from rolltree.inference.client import ModelClient
+from rolltree.inference.client_base import ClientBase, ModelCall, Session
+from rolltree.rollouts import current_episode
+from rolltree.store import dumps
+from rolltree.tokens import StepTokens, peek
+from rolltree.tokens.routing import recorded_routing
+from rolltree.types import (
+    ChatMessage,
+    ErrorRecord,
+    FinishReason,
+    Messages,
+    ModelResponse,
+    RolloutResult,
+    State,
+    TrajectoryStep,
+    TruncationReason,
+)
+
+ASIDE = (
+    "the environment asked the model something that is not in the recording. Calls beside the "
+    "conversation are not stored, so they cannot be replayed"
+)
+_CUT_BY_TIME = ("timeout", "cancelled")
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where a replay first differs from the recording, with both sides.
+
+    Fields:
+        kind: `prompt` (what the model is told), `tools`, `extra call`, `missing call`, `completion`
+            (what was said after the last call), `world`, `ending`, `error`, `reward`, `metric` or
+            `rollouts` (how many of them the episode has).
+        agent: whose rollout; empty where it has no name.
+        trajectory: the index of the rollout in its episode.
+        call: the index of the call in the rollout; None for what comes after all of them.
+        where: the message, field or metric, in words.
+        recorded, live: both sides; None for what one side does not have.
+    """
+
+    kind: str
+    agent: str
+    trajectory: int
+    call: int | None
+    where: str
+    recorded: Any
+    live: Any
+
+
+class ReplayStopped(asyncio.CancelledError):
+    """Ends an episode in the middle of a call, past every `except Exception` of an environment."""
+
+
+@dataclass(slots=True)
+class Track:
+    """One recorded rollout of the episode, and which of its calls have been made again."""
+
+    index: int
+    state: State
+    is_used: list[bool]
+    has_session: bool = False
+    has_failed: bool = False
+
+    @property
+    def agent(self) -> str:
+        """The agent's name, empty without one."""
+        return str(self.state.get("agent") or "")
+
+    @property
+    def steps(self) -> Sequence[TrajectoryStep]:
+        """The recorded calls."""
+        steps: Sequence[TrajectoryStep] = self.state["trajectory"]
+        return steps
+
+    def unused(self) -> list[int]:
+        """Return the calls that have not been made again, in order."""
+        return [index for index, used in enumerate(self.is_used) if not used]
+
+
+@dataclass(slots=True)
+class Tape:
+    """The recorded episode that one live episode is compared with, and how far it has come.
+
+    Args:
+        recorded: the episode.
+        until: how many calls are answered from the recording.
+        ignored: patterns whose matches count as equal.
+        on_answer: called with the number of an answer, from 0, before it is given.
+        goes_on: a model answers from there on, instead of an end.
+    """
+
+    recorded: RolloutResult
+    until: int | None = None
+    ignored: Sequence[re.Pattern[str]] = ()
+    on_answer: Callable[[int], None] | None = None
+    goes_on: bool = False
+    difference: Difference | None = None
+    stopped: str = ""
+    num_answered: int = 0
+    num_continued: int = 0
+    is_live: bool = False
+    tracks: list[Track] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tracks = [
+            Track(index, state, [False] * len(state.get("trajectory") or ()))
+            for index, state in enumerate(self.recorded.states)
+        ]
+
+    @property
+    def num_calls(self) -> int:
+        """How many calls the recording has, of all its rollouts."""
+        return sum(len(track.is_used) for track in self.tracks)
+
+    def is_same(self, recorded: Any, live: Any) -> bool:
+        """Whether both sides are equal as they are stored, what is ignored left out."""
+        if recorded == live:
+            return True
+        return self._comparable(recorded) == self._comparable(live)
+
+    def _comparable(self, value: Any) -> str:
+        text = dumps(value)
+        for pattern in self.ignored:
+            text = pattern.sub("", text)
+        return text
+
+    def find(self, call: ModelCall, track: Track | None) -> tuple[Track, int] | None:
+        """Return the recorded call that a live one is; None where a model has to answer it.
+
+        Raises:
+            ReplayStopped: it is none, or the replay is over; `difference` and `stopped` say why.
+            ModelError: the recorded call failed, and this one fails the same way.
+        """
+        if self.is_live:
+            return None
+        tracks = [track] if track is not None else sorted(self.tracks, key=lambda t: t.has_session)
+        ahead = [(each, each.unused()) for each in tracks]
+        for each, unused in ahead:
+            for index in unused[: None if track is not None else 1]:
+                if self._is_call(each.steps[index], call):
+                    return self._found(each, index, call)
+        waiting = [(each, unused[0]) for each, unused in ahead if unused]
+        if not waiting:
+            self._past_the_end(tracks, call, is_own=track is not None)
+            return None
+        each, index = waiting[0]
+        self._end("", self._prompt_difference(each, index, call))
+        return None
+
+    def _found(self, track: Track, index: int, call: ModelCall) -> tuple[Track, int] | None:
+        tools = track.state.get("oai_tools")
+        if tools is not None and "rollout_id" not in track.state:  # agents have tools of their own
+            given = list(call.tools or ())
+            if not self.is_same(tools, given):
+                names = [_names(tools), _names(given)]
+                sides = names if names[0] != names[1] else [tools, given]
+                where = "the tools that the model is offered"
+                found = Difference("tools", track.agent, track.index, index, where, *sides)
+                self._end("", found)
+                return None
+        if self.until is not None and self.num_answered >= self.until:
+            self._end("")
+            return None
+        track.is_used[index] = True
+        if self.on_answer is not None:
+            self.on_answer(self.num_answered)
+        self.num_answered += 1
+        return track, index
+
+    def _past_the_end(self, tracks: list[Track], call: ModelCall, *, is_own: bool) -> None:
+        """Do with a call after the last recorded one what became of it in the recording."""
+        for track in tracks:
+            error: ErrorRecord | None = track.state.get("error") or self.recorded.error
+            reason, phase = track.state.get("truncation_reason"), getattr(error, "phase", "")
+            if error is not None and phase in _CUT_BY_TIME:
+                return self._end(f"the recording ends here: {error.type}: {error.message}")
+            if reason == TruncationReason.TIME_LIMIT:
+                return self._end("the recording ends here, at the time limit of its rollout")
+            if self.goes_on:
+                continue
+            if error is not None and phase == "model" and not track.has_failed:
+                track.has_failed = True
+                raise _failure(error)
+            if reason == TruncationReason.MAX_SEQ_LEN:
+                raise PromptTooLong("this prompt did not fit the model when it was recorded")
+        if not self.tracks and self.recorded.error is not None:
+            return self._end(f"the recording has no calls: {self.recorded.error.message}")
+        last = _last(call.prompt)
+        if self.goes_on:
+            return self._end("")
+        if is_own:
+            track, where = tracks[0], "the model is asked once more"
+            found = Difference(
+                "extra call", track.agent, track.index, len(track.is_used), where, None, last
+            )
+        else:
+            found = Difference("extra call", "", 0, None, ASIDE, None, last)
+        return self._end("", found)
+
+    def _end(self, why: str, difference: Difference | None = None) -> None:
+        self.difference = self.difference or difference
+        self.stopped = self.stopped or why
+        if self.goes_on:
+            self.is_live = True
+            return
+        raise ReplayStopped("the replay is over")
+
+    def _is_call(self, step: TrajectoryStep, call: ModelCall) -> bool:
+        if isinstance(call.prompt, np.ndarray):
+            tokens = peek(step, "tokens")
+            return tokens is not None and np.array_equal(tokens["prompt_ids"], call.prompt)
+        return self.is_same(peek(step, "prompt"), call.prompt)
+
+    def _prompt_difference(self, track: Track, index: int, call: ModelCall) -> Difference:
+        recorded: Any = peek(track.steps[index], "prompt")
+        live: Any = call.prompt
+        where = "the prompt"
+        if isinstance(recorded, list) and isinstance(live, list):
+            at, recorded, live = self.first_message(recorded, live)
+            role = (live or recorded or {}).get("role", "?")
+            where = f"message {at} of the prompt ({role})"
+        elif isinstance(live, np.ndarray):
+            live = live.tolist()
+        return Difference("prompt", track.agent, track.index, index, where, recorded, live)
+
+    def first_message(
+        self, recorded: list[ChatMessage], live: list[ChatMessage]
+    ) -> tuple[int, ChatMessage | None, ChatMessage | None]:
+        """Return the index of the first message that differs, and the message on both sides."""
+        at = 0
+        for pair in zip(recorded, live, strict=False):
+            if not self.is_same(*pair):
+                break
+            at += 1
+        one, other = (side[at] if at < len(side) else None for side in (recorded, live))
+        return at, one, other
+
+
+def _names(tools: Sequence[Any]) -> list[str]:
+    return [str(tool.get("function", {}).get("name")) for tool in tools]
+
+
+def _last(prompt: Any) -> Any:
+    if isinstance(prompt, np.ndarray):
+        return prompt.tolist()
+    return prompt if isinstance(prompt, str) or not prompt else prompt[-1]
+
+
+def _failure(error: ErrorRecord) -> ModelError:
+    """Return the recorded failure of a call; the type of the same name is not its class."""
+    made: ModelError = type(error.type, (ModelError,), {})(error.message)
+    return made
+
+
+def recorded_response(step: TrajectoryStep, *, exact: bool = True) -> ModelResponse:
+    """Return the recorded answer of a step as a new response, without ids unless `exact`."""
+    completion, response = peek(step, "completion"), peek(step, "response")
+    extras = peek(step, "extras") or {}
+    message, text = _said(completion)
+    fields: dict[str, Any] = {
+        "message": message,
+        "text": text,
+        "finish_reason": FinishReason(extras.get("finish_reason") or FinishReason.STOP),
+        "temperature": float(extras.get("temperature", 1.0)),
+        "num_prompt_tokens": int(extras.get("num_prompt_tokens") or 0),
+        "num_completion_tokens": int(extras.get("num_completion_tokens") or 0),
+    }
+    if isinstance(response, ModelResponse):
+        names = ("message", "text", "finish_reason", "temperature", "info", "id", "model")
+        fields |= {name: getattr(response, name) for name in names}
+    tokens = peek(step, "tokens")
+    if exact and isinstance(tokens, StepTokens):
+        tree, call = tokens.tree, tokens.call
+        fields |= {
+            "prompt_ids": tree.prompt_ids(call),
+            "completion_ids": tree.completion_ids(call),
+            "logprobs": tree.logprobs(call),
+            "versions": tree.versions(call),
+            "routed_experts": recorded_routing(tree, call),
+        }
+    return ModelResponse(**fields)
+
+
+def _said(completion: Messages) -> tuple[ChatMessage, str]:
+    if isinstance(completion, str):
+        return {"role": "assistant", "content": completion}, completion
+    message = completion[-1] if completion else {"role": "assistant", "content": ""}
+    content = message.get("content")
+    return message, content if isinstance(content, str) else ""
+
+
+class ReplayClient(ClientBase):
+    """A `ModelClient` that answers with what was recorded, for all episodes that are on `tapes`.
+
+    Args:
+        tapes: request id to tape.
+        then: the model that answers after the recorded part.
+    """
+
+    def __init__(self, tapes: dict[str, Tape], then: ModelClient | None = None) -> None:
+        self._tapes = tapes
+        self._then = then
+
+    @property
+    def clients(self) -> list[Any]:
+        """The model that answers later."""
+        return [] if self._then is None else [self._then]
+
+    @property
+    def model(self) -> str:
+        """The name of the model that answers later."""
+        return "recorded" if self._then is None else self._then.model
+
+    def session(self) -> ReplaySession:
+        """Return a client for one rollout of the episode."""
+        live = None if self._then is None else self._then.session()
+        return ReplaySession(self, self._tape(), live)
+
+    async def call(self, call: ModelCall) -> ModelResponse:
+        """Answer a call that no session remembers."""
+        return await ReplaySession(self, self._tape(), self._then, is_lasting=False).call(call)
+
+    def _tape(self) -> Tape:
+        episode = current_episode()
+        if episode is None:
+            raise ConfigError(
+                "the model is asked outside an episode, so it is unknown which recorded rollout "
+                "the call belongs to. Replay environments that ask the model in their rollouts."
+            )
+        return self._tapes[episode.request.request_id]
+
+
+class ReplaySession(ClientBase):
+    """The calls of one agent: recorded ones, then the model's."""
+
+    def __init__(
+        self, client: ReplayClient, tape: Tape, live: Any, *, is_lasting: bool = True
+    ) -> None:
+        self._client, self._tape, self._live = client, tape, live
+        self._is_lasting = is_lasting
+        self._track: Track | None = None
+
+    @property
+    def model(self) -> str:
+        """The name of the model that answers later."""
+        return self._client.model
+
+    def session(self) -> ModelClient:
+        """Return a session of its own."""
+        return self._client.session()
+
+    async def call(self, call: ModelCall) -> ModelResponse:
+        """Give the recorded answer, or the model's after the recorded part."""
+        found = self._tape.find(call, self._track)
+        if found is None:
+            self._tape.num_continued += 1
+            response: ModelResponse = await call.to(self._live)
+            return response
+        track, index = found
+        if self._is_lasting:
+            self._track, track.has_session = track, True
+        if self._live is None:
+            return recorded_response(track.steps[index])
+        if not isinstance(self._live, Session):
+            return recorded_response(track.steps[index], exact=False)
+        return self._live.remember(call, recorded_response(track.steps[index]))

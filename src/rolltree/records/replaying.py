@@ -1,0 +1,443 @@
+"""Recorded rollouts played again: the recorded answers, and the environment as it is now.
+
+It runs the environment's code, and scores what was played, but needs no model. With a client, a
+model goes on from where the recorded part ends, and the branches are rollouts of a new run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rolltree.environments import Environment, load_environment
+from rolltree.environments.code import META, code_hashes
+from rolltree.errors import ConfigError, did_you_mean
+from rolltree.inference.client import as_client
+from rolltree.records.outcomes import outcome_difference
+from rolltree.records.recorded import Difference, ReplayClient, Tape
+from rolltree.rollouts import GroupScorer, RolloutEngine, RolloutSource, derive_seed
+from rolltree.rollouts.decode import decode_results
+from rolltree.rollouts.record import run_stored
+from rolltree.store import Opaque, Run, to_plain
+from rolltree.tasks import run_sync
+from rolltree.types import RolloutRequest, RolloutResult
+
+MAX_CONCURRENT = 32
+BRANCH_PHASE = "branch"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """What became of one recorded rollout that was played again.
+
+    Fields:
+        request_id: of the recorded rollout.
+        num_calls: how many calls the recording has, of all agents.
+        num_replayed: how many of them were answered from it.
+        num_continued: how many calls a model answered after that.
+        difference: where the replay first differs, None where it does not.
+        stopped: why it ended early, such as "the recording ends here, ..."; empty where it did not.
+        notes: what was not compared, or is not as it was.
+        recorded, live: both episodes.
+    """
+
+    request_id: str
+    num_calls: int
+    num_replayed: int
+    num_continued: int
+    difference: Difference | None
+    stopped: str
+    notes: tuple[str, ...]
+    recorded: RolloutResult
+    live: RolloutResult
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing that was compared differs."""
+        return self.difference is None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what is not an episode, as plain data."""
+        names = ("request_id", "num_calls", "num_replayed", "num_continued", "stopped", "notes")
+        found = {name: getattr(self, name) for name in names}
+        differing = self.difference
+        if differing is not None:
+            fields = Difference.__dataclass_fields__
+            found["difference"] = {name: getattr(differing, name) for name in fields}
+        plain: dict[str, Any] = to_plain({"is_equal": self.is_equal, "difference": None, **found})
+        return plain
+
+
+def replay(run: str | Path | Run, rollout: str, env: Any = None, **options: Any) -> ReplayReport:
+    """Play one recorded rollout again and compare what the environment says.
+
+    Example:
+        >>> report = rt.replay("runs/demo", "eval_before/arithmetic/3/0")  # doctest: +SKIP
+
+    Args:
+        run: a run, or its directory.
+        rollout: the request id of the rollout, as `rolltree show` prints it.
+        env: an environment, or the name or path of one. None: the one that the run names, unless
+            that is a path: a run may come from anybody, and replaying runs the environment's code.
+        options: see `replay_async`.
+
+    Raises:
+        ConfigError: there is no such rollout, or no environment to play it.
+    """
+    return run_sync(replay_async(run, rollout, env, **options))
+
+
+async def replay_async(
+    run: str | Path | Run,
+    rollout: str,
+    env: Any = None,
+    *,
+    until: int | None = None,
+    client: object = None,
+    num_branches: int = 1,
+    into: Run | None = None,
+    **options: Any,
+) -> ReplayReport:
+    """Play one recorded rollout again: `replay` for code that has an event loop.
+
+    Args:
+        run, rollout, env: see `replay`.
+        until: how many calls are answered from the recording; the replay ends before the next one.
+        client: a model that goes on from there: after `until` calls, or else at the first
+            difference or the recording's end.
+        num_branches: how often it does, each time with another sampling seed.
+        into: the run that takes the branches. Those that it has are not played again.
+        options: `env_args` (arguments of the environment), `compat`, `score` (False leaves the
+            rewards out), `ignore` (regular expressions whose matches count as equal, in the JSON
+            of what is compared), `on_answer` (called with the source and the number of each answer
+            before it is given).
+
+    Returns the report of the first branch that was played.
+
+    Raises:
+        ConfigError: as `replay`; or nothing is left to play, because `into` has all branches.
+    """
+    if client is None and (num_branches != 1 or into is not None):
+        raise ConfigError(
+            "branches are made by a model that goes on where the recorded part ends, and no client "
+            "was given. Pass client=..., or --continue on the command line."
+        )
+    if until is not None and until < 0:
+        raise ConfigError(f"until is {until}; it counts answered calls. Use 0 or more.")
+    async with AsyncExitStack() as stack:
+        replayer = await _opened(stack, run, env, options)
+        replayer.tape_settings |= {"until": until, "goes_on": client is not None}
+        recorded = replayer.recorded(rollout)
+        if client is None:
+            return await replayer.one(recorded)
+        return await replayer.branches(recorded, client, num_branches, into)
+
+
+def replay_many(
+    run: str | Path | Run, env: Any = None, *, num: int | None = None, **options: Any
+) -> list[ReplayReport]:
+    """Play many recorded rollouts again: `replay_many_async` for code without an event loop."""
+
+    async def collect() -> list[ReplayReport]:
+        return [report async for report in replay_many_async(run, env, num=num, **options)]
+
+    return run_sync(collect())
+
+
+async def replay_many_async(
+    run: str | Path | Run,
+    env: Any = None,
+    *,
+    num: int | None = None,
+    where: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> AsyncGenerator[ReplayReport, None]:
+    """Yield the reports of the first `num` rollouts (None: of all), as they finish.
+
+    `where` filters by columns, as `run.rollouts` does; the other arguments are `replay_async`'s.
+
+    Raises:
+        ConfigError: there is nothing to play, or no environment to play it.
+    """
+    async with AsyncExitStack() as stack:
+        replayer = await _opened(stack, run, env, options)
+        chosen = replayer.whole_groups(where or {}, num)
+        found = decode_results(replayer.run.rollouts(**chosen))
+        num = num if chosen == (where or {}) else None
+        num_found = 0
+        async with aclosing(replayer.reports(islice(found, num))) as reports:
+            async for report in reports:
+                num_found += 1
+                yield report
+    if not num_found:
+        raise ConfigError(f"{replayer.run.path} has no rollouts to replay with {where or {}}.")
+
+
+async def _opened(
+    stack: AsyncExitStack, run: str | Path | Run, env: Any, options: dict[str, Any]
+) -> _Replayer:
+    known = ("env_args", "compat", "score", "ignore", "on_answer")
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise ConfigError(f"replay takes no {unknown[0]!r}.{did_you_mean(unknown[0], known)}")
+    if not isinstance(run, Run):
+        stored = stack.enter_context(ExitStack())
+        run = stored.enter_context(Run.open(run, mode="r"))
+    source, is_own = environment_of(
+        run, env, options.get("env_args"), compat=options.get("compat", False)
+    )
+    if is_own and isinstance(source, Environment):
+        await stack.enter_async_context(source)
+    return _Replayer(run, source, options)
+
+
+def environment_of(
+    run: Run, env: Any = None, env_args: Mapping[str, Any] | None = None, *, compat: bool = False
+) -> tuple[RolloutSource, bool]:
+    """Return the environment to replay a run with, and whether it was loaded here.
+
+    Raises:
+        ConfigError: the run names none, or a path, and neither does the caller.
+    """
+    if env is not None and not isinstance(env, str | Path):
+        if env_args:
+            raise ConfigError(
+                "env_args were given, but the environment is an object, so they would do nothing."
+            )
+        return env, False
+    config = run.config
+    section = config.get("env")
+    stored = section if isinstance(section, Mapping) else {"id": section}
+    args = stored.get("args") or config.get("env_args") or {}
+    name = stored.get("id")
+    if env is None:
+        if not isinstance(name, str) or not name:
+            raise ConfigError(
+                f"{run.path} does not say which environment its rollouts are from, so there is "
+                "nothing to play them with. Name it: --env NAME_OR_PATH, or env=... in Python."
+            )
+        if "/" in name or name.endswith(".py") or name.startswith("."):
+            raise ConfigError(
+                f"{run.path} was made with the environment at {name}. Replaying runs its code, and "
+                f"a run may come from anybody, so a path is not followed. If you trust it: "
+                f"--env {name}, or env={name!r} in Python."
+            )
+        env = name
+    made = load_environment(
+        env,
+        compat=compat or bool(stored.get("compat")),
+        **(args if env_args is None else env_args),
+    )
+    return made, True
+
+
+@dataclass(slots=True, init=False)
+class _Replayer:
+    """A run, the environment to play its rollouts with, and how they are compared."""
+
+    run: Run
+    source: RolloutSource
+    tape_settings: dict[str, Any]
+    notes: tuple[str, ...]
+    score: bool
+
+    def __init__(self, run: Run, source: RolloutSource, options: Mapping[str, Any]) -> None:
+        self.run, self.source = run, source
+        self.score = options.get("score", True)
+        self.notes = tuple(self._changes())
+        try:
+            ignored = [re.compile(pattern) for pattern in options.get("ignore") or ()]
+        except re.error as error:
+            raise ConfigError(f"{error.pattern!r} is no regular expression: {error}.") from error
+        self.tape_settings = {"ignored": ignored}
+        on_answer = options.get("on_answer")
+        if on_answer is not None:
+            self.tape_settings["on_answer"] = partial(on_answer, source)
+        if not self.score and isinstance(source, Environment):
+            self.source = _Unscored(source)
+
+    def _changes(self) -> Iterator[str]:
+        before, now = self.run.meta.get(META), code_hashes(self.source)
+        if before is not None and before != now:
+            names = sorted(name for name in {*now, *before} if now.get(name) != before.get(name))
+            yield f"the environment's code has changed since the run: {', '.join(names)}"
+        if not self.score:
+            yield "rewards and metrics were not compared"
+
+    def recorded(self, rollout: str) -> RolloutResult:
+        """Return the recorded rollout of a request.
+
+        Raises:
+            ConfigError: there is none; the message has the nearest one.
+        """
+        found = next(decode_results(self.run.rollouts(request_id=rollout)), None)
+        if found is None:
+            ids = list(dict.fromkeys(name for (name,) in self.run.columns(["request_id"])))
+            raise ConfigError(
+                f"{self.run.path} has no rollout {rollout!r}.{did_you_mean(rollout, ids[:5000])} "
+                "`rolltree show RUN --transcripts 3` prints some with their names."
+            )
+        return found
+
+    async def one(self, recorded: RolloutResult) -> ReplayReport:
+        """Play one rollout; with its group, where the reward compares the members."""
+        members = [recorded]
+        if self._needs_groups():
+            group = self.run.rollouts(
+                group_id=recorded.request.group_id, phase=recorded.request.phase
+            )
+            members = list(decode_results(group))
+        wanted = recorded.request.request_id
+        async with aclosing(self.reports(members)) as reports:
+            found = [report async for report in reports if report.request_id == wanted]
+        return found[0]
+
+    def _needs_groups(self) -> bool:
+        return self.score and isinstance(self.source, GroupScorer) and self.source.has_group_rewards
+
+    def whole_groups(self, where: Mapping[str, Any], num: int | None) -> Mapping[str, Any]:
+        """Return filters that leave no group incomplete whose members are compared."""
+        if num is None or not self._needs_groups():
+            return where
+        groups = dict[str, None]()
+        requests = set[str]()
+        for request_id, group_id in self.run.columns(["request_id", "group_id"], **where):
+            requests.add(request_id)
+            if len(requests) > num:
+                break
+            groups[group_id] = None
+        return {**where, "group_id": list(groups)}
+
+    async def reports(
+        self, recorded: Iterable[RolloutResult]
+    ) -> AsyncGenerator[ReplayReport, None]:
+        """Play rollouts and yield their reports, as they finish."""
+        tapes: dict[str, Tape] = {}
+
+        def requests() -> Iterator[RolloutRequest]:
+            for result in recorded:
+                check_input(result.request)
+                tapes[result.request.request_id] = Tape(result, **self.tape_settings)
+                yield result.request
+
+        engine = RolloutEngine(self.source, ReplayClient(tapes), max_concurrent=MAX_CONCURRENT)
+        async with aclosing(engine.run(requests())) as results:
+            async for live in results:
+                yield self._report(tapes.pop(live.request.request_id), live)
+
+    async def branches(
+        self, recorded: RolloutResult, client: object, num: int, into: Run | None
+    ) -> ReplayReport:
+        """Play one rollout `num` times, each with a model from where the recorded part ends."""
+        check_input(recorded.request)
+        done = set() if into is None else into.finished_ids(BRANCH_PHASE)
+        until = self.tape_settings["until"]
+        requests = [
+            request
+            for request in branch_requests(recorded.request, until, num)
+            if request.request_id not in done
+        ]
+        if not requests:
+            raise ConfigError(
+                f"all {num} branches are in {into and into.path} already. Ask for more of them, or "
+                "for another rollout or step."
+            )
+        tapes = {request.request_id: Tape(recorded, **self.tape_settings) for request in requests}
+        replayed = ReplayClient(tapes, as_client(client))
+        engine = RolloutEngine(self.source, replayed, max_concurrent=MAX_CONCURRENT)
+        reports = {}
+        async with aclosing(run_stored(engine, requests, into)) as batches:
+            async for batch in batches:
+                for live, _ in batch:
+                    request_id = live.request.request_id
+                    reports[request_id] = self._report(tapes[request_id], live)
+        return reports[requests[0].request_id]
+
+    def _report(self, tape: Tape, live: RolloutResult) -> ReplayReport:
+        difference, notes = tape.difference, list(self.notes)
+        cut = tape.until is not None and tape.num_answered >= tape.until
+        if difference is None and not tape.stopped and not tape.is_live:
+            is_whole = not cut or tape.num_answered == tape.num_calls
+            if is_whole and not _was_stopped(live):
+                difference = outcome_difference(tape, live, score=self.score)
+        stopped = tape.stopped
+        if difference is None and not stopped and cut and _was_stopped(live):
+            stopped = f"stopped after {tape.num_answered} calls, as asked"
+        return ReplayReport(
+            request_id=tape.recorded.request.request_id,
+            num_calls=tape.num_calls,
+            num_replayed=tape.num_answered,
+            num_continued=tape.num_continued,
+            difference=difference,
+            stopped=stopped,
+            notes=tuple(notes),
+            recorded=tape.recorded,
+            live=live,
+        )
+
+
+def _was_stopped(live: RolloutResult) -> bool:
+    return live.error is not None and live.error.type == "ReplayStopped"
+
+
+def branch_requests(
+    request: RolloutRequest, until: int | None, num: int
+) -> Sequence[RolloutRequest]:
+    """Return the requests of `num` branches of a rollout: a group with the same world."""
+    stem = f"{request.request_id}@{'end' if until is None else until}"
+    return [
+        replace(
+            request,
+            request_id=f"{stem}/{index}",
+            group_id=stem,
+            index_in_group=index,
+            sampling_seed=derive_seed(request.sampling_seed, "branch", stem, index),
+            phase=BRANCH_PHASE,
+            train_step=None,
+        )
+        for index in range(num)
+    ]
+
+
+def check_input(request: RolloutRequest) -> None:
+    """Check that a row can be given to an environment again.
+
+    Raises:
+        ConfigError: it held an object, of which only the type is stored.
+    """
+    lost = _opaque(request.input)
+    if lost is not None:
+        raise ConfigError(
+            f"the row of {request.request_id!r} held a {lost}, of which a run stores the type "
+            "alone, so the environment cannot be given the same row. Keep rows to plain data."
+        )
+
+
+def _opaque(value: Any) -> str | None:
+    if isinstance(value, Opaque):
+        return value.type
+    parts: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, list | tuple):
+        parts = value
+    return next((found for found in map(_opaque, parts) if found is not None), None)
+
+
+class _Unscored:
+    """An environment that is played and not scored."""
+
+    has_group_rewards = False
+
+    def __init__(self, source: Environment) -> None:
+        self._source = source
+        self.env_id = source.env_id
+        self.run_request = source.play_request
+        self.num_examples, self.example = source.num_examples, source.example
+        self.tools_for = source.tools_for

@@ -1,0 +1,97 @@
+"""Replays as lines for a person: the first difference, both sides under each other."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from rolltree.records.recorded import Difference
+from rolltree.records.replaying import ReplayReport
+from rolltree.store import to_plain
+
+MOST_CHARACTERS = 1200
+_BEFORE = 60
+
+
+def replay_lines(report: ReplayReport) -> list[str]:
+    """Return one replay in lines: how far it came, the first difference, and the notes."""
+    calls = f"{report.num_replayed} of {report.num_calls} recorded calls"
+    lines = [f"{report.request_id}: {'equal' if report.is_equal else 'DIFFERENT'}, {calls}"]
+    if report.num_continued:
+        lines[0] += f", then {report.num_continued} calls of a model"
+    if report.stopped:
+        lines.append(f"  {report.stopped}")
+    if report.difference is not None:
+        lines += difference_lines(report.difference)
+    reward = [state.get("reward") for state in report.live.states[:1]]
+    if report.num_continued and reward and reward[0] is not None:
+        lines.append(f"  reward {reward[0]:.3f}, recorded {_recorded_reward(report)}")
+    return [*lines, *(f"  note: {note}" for note in report.notes)]
+
+
+def _recorded_reward(report: ReplayReport) -> str:
+    rewards = [state.get("reward") for state in report.recorded.states[:1]]
+    return "none" if not rewards or rewards[0] is None else f"{rewards[0]:.3f}"
+
+
+def difference_lines(difference: Difference) -> list[str]:
+    """Return a difference in lines: where it is, and what each side has."""
+    where = [difference.agent] if difference.agent else []
+    if difference.call is not None:
+        where.append(f"call {difference.call}")
+    sides = [_text(side) for side in (difference.recorded, difference.live)]
+    start = _first_difference(*sides)
+    lines = [f"  {', '.join((*where, difference.where))} ({difference.kind})"]
+    for name, text in zip(("recorded", "live"), sides, strict=True):
+        shown = _cut(text, start).split("\n")
+        lines.append(f"    {name + ':':9} {shown[0]}")
+        lines += [f"    {'':9} {line}" for line in shown[1:]]
+    return lines
+
+
+def replays_summary(reports: Sequence[ReplayReport]) -> list[str]:
+    """Return several replays in lines: those that differ first in full, then the counts."""
+    lines: list[str] = []
+    kinds = Counter(each.difference.kind for each in reports if each.difference is not None)
+    for report in reports:
+        if not report.is_equal:
+            lines += replay_lines(report)
+    num_equal = len(reports) - kinds.total()
+    lines.append(f"{num_equal} of {len(reports)} rollouts replay equal")
+    if kinds:
+        found = ", ".join(f"{kind} {number}" for kind, number in kinds.most_common())
+        lines.append(f"first differences: {found}")
+    partial = sum(bool(report.stopped) for report in reports)
+    if partial:
+        lines.append(f"{partial} were compared up to where their recording ends")
+    return lines
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "(nothing)"
+    if isinstance(value, str):
+        return value or "(empty)"
+    if isinstance(value, dict) and isinstance(value.get("content"), str):
+        rest = {key: item for key, item in value.items() if key not in ("role", "content")}
+        more = f"\n{json.dumps(to_plain(rest))}" if rest else ""
+        return (value["content"] or "(empty)") + more
+    return json.dumps(to_plain(value))
+
+
+def _first_difference(one: str, other: str) -> int:
+    for at, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return at
+    return min(len(one), len(other))
+
+
+def _cut(text: str, start: int) -> str:
+    """Return the part of a long text around the place where it differs."""
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    begin = max(0, start - _BEFORE)
+    end = begin + MOST_CHARACTERS - _BEFORE
+    return ("… " if begin else "") + text[begin:end] + (" …" if end < len(text) else "")

@@ -1,0 +1,111 @@
+"""`rolltree replay`: from a run on disk to lines, JSON and exit codes."""
+
+import asyncio
+import json
+
+import pytest
+from click.testing import CliRunner
+
+import rolltree as rt
+from rolltree.cli import app
+
+ENV = """
+import rolltree as rt
+
+def hint(given):
+    return {hint}
+
+class Guess(rt.MultiTurnEnv):
+    async def env_response(self, messages, state):
+        given = messages[-1]["content"]
+        text = hint(given) + given
+        return [{{"role": "user", "content": text}}]
+
+@rt.run_inline
+def right(completion, answer):
+    return float(completion[-1]["content"] == answer)
+
+def load_environment():
+    rows = [{{"question": "guess", "answer": "2"}}] * 2
+    return Guess(dataset=rows, rubric=rt.Rubric([right]), max_turns=3)
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_environment(tmp_path, "'Not '")
+    env = rt.load_environment("guess")
+    with rt.Run.create("run", config={"env": "guess", "env_args": {}}, kind="eval") as stored:
+        asyncio.run(rt.evaluate(env, rt.ScriptedClient(["0", "1", "2"]), run=stored))
+    return "run"
+
+
+def write_environment(tmp_path, hint):
+    folder = tmp_path / "environments" / "guess"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "guess.py").write_text(ENV.format(hint=hint))
+
+
+def call(*words, **settings):
+    return CliRunner().invoke(app, ["replay", *words], **settings)
+
+
+def test_equal_rollouts_of_a_run(run):
+    done = call(run)
+    assert (done.exit_code, done.stdout) == (0, "2 of 2 rollouts replay equal\n")
+
+
+def test_one_rollout_that_differs(run, tmp_path):
+    write_environment(tmp_path, "'No, '")
+    done = call(run, "eval/guess/0/0")
+    assert done.exit_code == 1
+    assert done.stdout.splitlines() == [
+        "eval/guess/0/0: DIFFERENT, 1 of 3 recorded calls",
+        "  call 1, message 2 of the prompt (user) (prompt)",
+        "    recorded: Not 0",
+        "    live:     No, 0",
+    ]
+    assert call(run, "-n", "1").stdout.splitlines()[-2:] == [
+        "0 of 1 rollouts replay equal",
+        "first differences: prompt 1",
+    ]
+    found = json.loads(call(run, "eval/guess/0/0", "--json").stdout)[0]
+    assert found["difference"]["live"] == {"role": "user", "content": "No, 0"}
+
+
+def test_until(run):
+    done = call(run, "eval/guess/0/0", "--until", "1")
+    assert done.exit_code == 0
+    assert "stopped after 1 calls, as asked" in done.stdout
+
+
+def test_it_goes_on_with_a_model(run):
+    words = (run, "eval/guess/0/0", "--continue", "--until", "2", "-m", "tiny", "-r", "2")
+    done = call(*words)
+    assert done.exit_code == 0, done.output
+    assert "2 of 3 recorded calls, then 1 calls of a model" in done.stdout
+    with rt.Run.open("run-branches", mode="r") as stored:
+        assert [row.request_id for row in stored.rollouts()] == [
+            "eval/guess/0/0@2/0",
+            "eval/guess/0/0@2/1",
+        ]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--until", "1"], "--until is for one rollout"),
+        (["eval/guess/0/0", "-n", "1"], "-n chooses rollouts"),
+        (["eval/guess/0/0", "-m", "tiny"], "-m needs --continue"),
+        (["--pdb"], "--pdb is for one rollout"),
+        (["eval/guess/0/0", "--pdb", "--continue"], "--pdb cannot be combined"),
+        (["eval/guess/00/0"], "Did you mean 'eval/guess/0/0'"),
+        (["--phase", "none"], "has no rollouts to replay"),
+    ],
+)
+def test_mistakes_are_messages(run, words, why):
+    done = call(run, *words)
+    assert done.exit_code == 2
+    assert why in done.stderr
+    assert "Traceback" not in done.output
