@@ -20,11 +20,11 @@ from rolltree.errors import UnknownName, did_you_mean
 from rolltree.records.columns import BREAKS, CALLS, EVENTS, ROLLOUTS, STEPS, TABLES, TOKENS
 from rolltree.records.table import Batch, Column, Table, clean_text
 from rolltree.store import Run, to_plain
-from rolltree.store.filters import where_clause
+from rolltree.store.filters import METRIC, order_clause, where_clause
 from rolltree.tokens import Decoder
 
 _BATCH_ROWS = 8192
-_METRIC = "metrics/"
+_CHOICES = ("limit", "offset", "sort")
 
 
 def read_run(path: str | Path) -> RunData:
@@ -39,9 +39,10 @@ def read_run(path: str | Path) -> RunData:
 class RunData:
     """The tables of one run. Close it, use `with`, or let go of it.
 
-    Every method returns a `Table` that reads when its rows are asked for. Filters compare columns
-    of rollouts, as in `Run.rollouts`: `phase="train"`, `train_step=[3, 4]`, `train_step=None`.
-    A wrong filter is refused at once.
+    Every method returns a `Table` that reads when its rows are asked for. Its filters choose
+    rollouts as `Run.rollouts` does: columns (`phase="train"`, `train_step=[3, 4]`), conditions
+    (`where="reward < 0.5 and metrics/tries >= 2"`), `sort="-reward"`, `limit`, `offset`. A wrong
+    filter is refused at once.
 
     Attributes:
         run: the open run, for what is no table: its config, its metadata, SQL.
@@ -87,8 +88,8 @@ class RunData:
         Besides the documented columns there is `metrics/NAME` for every metric of the run, where it
         is a number.
         """
-        where_clause(filters)
-        metrics = [Column(_METRIC + name, "float64", "a metric") for name in self._metrics()]
+        _check(filters)
+        metrics = [Column(METRIC + name, "float64", "a metric") for name in self._metrics()]
         columns = [*ROLLOUTS, *metrics]
         return Table("rollouts", columns, lambda names: self._rollouts(names, filters))
 
@@ -127,7 +128,7 @@ class RunData:
         """Return one row per model call."""
         from rolltree.records.token_rows import call_batches
 
-        where_clause(filters)
+        _check(filters)
         return Table("calls", CALLS, lambda _: call_batches(self.run.rollouts(**filters)))
 
     def tokens(self, *, full: bool = False, **filters: Any) -> Table:
@@ -137,7 +138,7 @@ class RunData:
         """
         from rolltree.records.token_rows import token_batches
 
-        where_clause(filters)
+        _check(filters)
         return Table(
             "tokens", TOKENS, lambda _: token_batches(self.run.rollouts(**filters), full=full)
         )
@@ -150,7 +151,7 @@ class RunData:
         """
         from rolltree.records.token_rows import break_batches
 
-        where_clause(filters)
+        _check(filters)
         return Table(
             "breaks", BREAKS, lambda _: break_batches(self.run.rollouts(**filters), decode)
         )
@@ -175,10 +176,17 @@ class RunData:
             }
 
 
+def _check(filters: Mapping[str, Any]) -> None:
+    """Refuse what `Run.rollouts` would refuse later."""
+    where_clause({name: value for name, value in filters.items() if name not in _CHOICES})
+    if filters.get("sort") is not None:
+        order_clause(filters["sort"])
+
+
 def _source(name: str) -> tuple[str, Callable[[Any], Any] | None]:
     """Return the stored column that a column is made of, and by which function (None: as it is)."""
-    if name.startswith(_METRIC):
-        metric = name.removeprefix(_METRIC)
+    if name.startswith(METRIC):
+        metric = name.removeprefix(METRIC)
         return "metrics", lambda metrics: _number(metrics.get(metric))
     return _DERIVED.get(name, (name, None))
 

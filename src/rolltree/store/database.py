@@ -291,6 +291,30 @@ class Database:
                 return
             limit = None if limit is None else limit - len(page)
 
+    def sorted(
+        self,
+        columns: Sequence[str],
+        where: str,
+        values: Sequence[Any],
+        order: str,
+        limit: int | None,
+        offset: int,
+        page_rows: int,
+    ) -> Iterator[tuple[Any, ...]]:
+        """Yield rows of `rollouts` in an order, a page in memory at a time.
+
+        `columns` begins with the id. Which rows they are is decided at the beginning.
+        """
+        sql = f"SELECT id FROM rollouts WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?"
+        found = self.all(sql, (*values, -1 if limit is None else limit, offset))
+        ids = [row[0] for row in found]
+        for at in range(0, len(ids), page_rows):
+            page = ids[at : at + page_rows]
+            marks = ", ".join("?" for _ in page)
+            sql = f"SELECT {', '.join(columns)} FROM rollouts WHERE id IN ({marks})"
+            rows = {row[0]: row for row in self.all(sql, page)}
+            yield from (rows[row_id] for row_id in page if row_id in rows)
+
     def readable(self, columns: Sequence[str]) -> Iterator[tuple[Any, ...] | int]:
         """Yield every row that SQLite can read, and the id where there is one it cannot.
 

@@ -1,28 +1,160 @@
-"""Filters over the columns of rollouts: the SQL of one, and whether a row passes."""
+"""Filters over the columns of rollouts: the SQL of one, and whether a row passes.
+
+A filter compares a column with a value (`phase="eval"`, a list: any of these, None: NULL), or is a
+text of conditions under the name `where`: `"reward < 0.5 and metrics/tries >= 2 and task ~ add"`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from rolltree.errors import ConfigError, did_you_mean
 from rolltree.store.rows import BLOBS, COLUMNS, StoredRollout
 
+METRIC = "metrics/"
+"""What a metric's name begins with where it stands beside columns."""
 _FILTERS = [name for name in COLUMNS if name not in (*BLOBS, "metrics", "input", "errors")]
+_NUMBERS = [
+    name for name in _FILTERS if COLUMNS[name].sql in ("INTEGER", "REAL", "INTEGER NOT NULL")
+]
+_CONDITION = re.compile(
+    r"""\s*(?P<name>[^\s=!<>~'"]+)\s*(?P<op>!=|<=|>=|!~|=|<|>|~)\s*"""
+    r"""(?P<value>"[^"]*"|'[^']*'|[^\s'"]+)\s*(?P<more>\band\b|$)""",
+    re.IGNORECASE,
+)
+_WORDS: dict[str, Any] = {"none": None, "null": None, "true": 1, "false": 0}
+
+
+def _contains(found: Any, text: Any) -> bool:
+    return found is not None and str(text) in str(found)
+
+
+_OPERATORS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "=": ("{} IS ?", operator.eq),
+    "!=": ("{} IS NOT ?", operator.ne),
+    "<": ("{} < ?", operator.lt),
+    "<=": ("{} <= ?", operator.le),
+    ">": ("{} > ?", operator.gt),
+    ">=": ("{} >= ?", operator.ge),
+    "~": ("coalesce(instr({}, ?), 0) > 0", _contains),
+    "!~": ("coalesce(instr({}, ?), 0) = 0", lambda found, text: not _contains(found, text)),
+}
+"""Operator to its SQL and to what it means for a value; `~` is "contains"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """One comparison of a `where` text: a column or `metrics/NAME`, an operator, a value."""
+
+    name: str
+    operator: str
+    value: Any
+
+    def sql(self) -> tuple[str, Any]:
+        """Return the SQL and its value."""
+        return _OPERATORS[self.operator][0].format(_expression(self.name)), self.value
+
+    def holds(self, row: StoredRollout) -> bool:
+        """Whether a row passes."""
+        metric = self.name.removeprefix(METRIC)
+        found = getattr(row, self.name) if metric == self.name else row.metrics.get(metric)
+        if found is None and self.operator in ("<", "<=", ">", ">="):
+            return False
+        return _OPERATORS[self.operator][1](found, self.value)
+
+
+@lru_cache(64)
+def conditions(text: str) -> tuple[Condition, ...]:
+    """Return the conditions of a `where` text, all of which must hold.
+
+    Raises:
+        ConfigError: it is no such text, or compares what cannot be compared.
+    """
+    found: list[Condition] = []
+    at = 0
+    while at < len(text) or not found:
+        match = _CONDITION.match(text, at)
+        if match is None or (match["more"] and match.end() == len(text)):
+            raise ConfigError(
+                f"the filter {text!r} cannot be read from {text[at:]!r} on. Write conditions like "
+                "\"reward < 0.5 and status = error and metrics/tries >= 2 and task ~ 'long "
+                "division'\", with = != < <= > >= ~ (contains) !~."
+            )
+        found.append(_condition(match["name"], match["op"], match["value"]))
+        at = match.end()
+    return tuple(found)
+
+
+def _condition(name: str, sign: str, word: str) -> Condition:
+    _check_name(name, "filtered")
+    if sign in ("~", "!~"):
+        return Condition(name, sign, word.strip("\"'"))
+    value = _value(word)
+    is_number = isinstance(value, int | float)
+    if sign not in ("=", "!=") and not (is_number and (_is_metric(name) or name in _NUMBERS)):
+        raise ConfigError(
+            f"{name} {sign} {word} compares no two numbers, so it says nothing. Use {sign} with "
+            "a number and a column of numbers, or = for texts."
+        )
+    return Condition(name, sign, value)
+
+
+def _value(word: str) -> Any:
+    if word[0] in "\"'":
+        return word[1:-1]
+    if word.lower() in _WORDS:
+        return _WORDS[word.lower()]
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word
+
+
+def _is_metric(name: str) -> bool:
+    return name.startswith(METRIC)
+
+
+def _check_name(name: str, what: str) -> None:
+    if _is_metric(name) and '"' not in name:
+        return
+    if name not in _FILTERS:
+        near = did_you_mean(name, [*_FILTERS, f"{METRIC}NAME"])
+        raise ConfigError(f"rollouts cannot be {what} by {name!r}.{near}")
+
+
+def _expression(name: str) -> str:
+    if not _is_metric(name):
+        return name
+    path = name.removeprefix(METRIC).replace("'", "''")
+    return f"json_extract(metrics, '$.\"{path}\"')"
 
 
 def where_clause(filters: Mapping[str, Any]) -> tuple[str, list[Any]]:
     """Return the condition of a WHERE clause and its values.
 
     Raises:
-        ConfigError: there is no such column to filter by.
+        ConfigError: there is no such column to filter by, or `where` cannot be read.
     """
     clauses: list[str] = ["1"]
     values: list[Any] = []
     for name, value in filters.items():
+        if name == "where":
+            for condition in conditions(value) if value is not None else ():
+                clause, operand = condition.sql()
+                clauses.append(clause)
+                values.append(operand)
+            continue
         if name not in _FILTERS:
+            known = [*_FILTERS, "where"]
             raise ConfigError(
-                f"rollouts cannot be filtered by {name!r}.{did_you_mean(name, _FILTERS)}"
+                f"rollouts cannot be filtered by {name!r}.{did_you_mean(name, known)}"
             )
         if isinstance(value, (list, tuple, set, frozenset)):
             named = [item for item in value if item is not None]
@@ -35,9 +167,30 @@ def where_clause(filters: Mapping[str, Any]) -> tuple[str, list[Any]]:
     return " AND ".join(clauses), values
 
 
+def order_clause(sort: str) -> str:
+    """Return the ORDER BY of a column or `metrics/NAME`, descending with `-` before it.
+
+    `id` is the order in which rows were stored. Rows without a value come last.
+
+    Raises:
+        ConfigError: there is no such column.
+    """
+    name = sort.removeprefix("-")
+    direction = "DESC" if sort.startswith("-") else "ASC"
+    if name == "id":
+        return f"id {direction}"
+    _check_name(name, "sorted")
+    expression = _expression(name)
+    return f"{expression} IS NULL, {expression} {direction}, id"
+
+
 def matches(row: StoredRollout, where: Mapping[str, Any]) -> bool:
     """Whether a row passes filters, as `where_clause` has SQL decide it."""
     for name, value in where.items():
+        if name == "where":
+            if value is not None and not all(each.holds(row) for each in conditions(value)):
+                return False
+            continue
         found = getattr(row, name)
         if isinstance(value, (list, tuple, set, frozenset)):
             if found not in value:

@@ -10,7 +10,7 @@ from rolltree.errors import ConfigError, did_you_mean
 from rolltree.store.codec import loads
 from rolltree.store.database import LIGHT_PAGE_ROWS, PAGE_ROWS, ROW_ERRORS, Database
 from rolltree.store.export import Render, export_rows, light_line
-from rolltree.store.filters import where_clause
+from rolltree.store.filters import order_clause, where_clause
 from rolltree.store.integrity import Totals, damaged, report_key
 from rolltree.store.metric_names import renamed
 from rolltree.store.rows import (
@@ -59,21 +59,38 @@ class StoredRun:
         return self.meta.get(report_key(phase))
 
     def rollouts(
-        self, *, blobs: bool = True, limit: int | None = None, **where: Any
+        self,
+        *,
+        blobs: bool = True,
+        limit: int | None = None,
+        offset: int = 0,
+        sort: str | None = None,
+        **where: Any,
     ) -> Iterator[StoredRollout]:
-        """Yield stored rows in the order they came; `where` compares columns.
+        """Yield stored rows in the order they came, or sorted; `where` compares columns.
 
         `run.rollouts(phase="eval", status=["ok", "error"])`: a list means any of these, None
-        means NULL. Without `blobs`, `record` and `tokens` stay empty and reading is fast.
+        means NULL. `where="reward < 0.5 and metrics/tries >= 2"` compares otherwise.
+        `sort="-reward"` begins with the greatest reward, `sort="-id"` with the row stored last.
+        Without `blobs`, `record` and `tokens` stay empty and reading is fast.
 
         Raises:
             ConfigError: there is no such column.
             StoreError: a row is damaged or missing.
         """
-        yield from self._rows(STORED if blobs else SUMMED, where, limit, from_sql)
+        names = STORED if blobs else SUMMED
+        yield from self._rows(names, where, limit, from_sql, offset, sort)
 
-    def columns(self, names: Sequence[str], **where: Any) -> Iterator[tuple[Any, ...]]:
-        """Yield some columns of stored rows, in the order they came; filters as in `rollouts`.
+    def columns(
+        self,
+        names: Sequence[str],
+        *,
+        limit: int | None = None,
+        offset: int = 0,
+        sort: str | None = None,
+        **where: Any,
+    ) -> Iterator[tuple[Any, ...]]:
+        """Yield some columns of stored rows; which and in which order as in `rollouts`.
 
         It is several times as fast as `rollouts(blobs=False)`; blobs are not among the columns. A
         row is compared with its checksum unless this object has checked the whole file, as one that
@@ -102,7 +119,7 @@ class StoredRun:
                 found[at] = decode(found[at])
             return tuple(found)
 
-        yield from self._rows(columns, where, None, pick)
+        yield from self._rows(columns, where, limit, pick, offset, sort)
 
     def _rows(
         self,
@@ -110,18 +127,25 @@ class StoredRun:
         where: Mapping[str, Any],
         limit: int | None,
         read: Callable[[Sequence[Any]], T],
+        offset: int = 0,
+        sort: str | None = None,
     ) -> Iterator[T]:
         clause, values = where_clause(where)
         before, num_rows = self._expected(where), 0
         size = PAGE_ROWS if names is STORED else LIGHT_PAGE_ROWS
-        for row in self._database.pages(names, clause, values, limit, size):
+        if sort is None and not offset:
+            rows = self._database.pages(names, clause, values, limit, size)
+        else:
+            order = order_clause(sort or "id")
+            rows = self._database.sorted(names, clause, values, order, limit, offset, size)
+        for row in rows:
             try:  # what `naming` does, without its price for every row
                 found = read(row)
             except ROW_ERRORS as error:
                 raise damaged(self._database.path, str(error)) from error
             yield found
             num_rows += 1
-        missing = limit is None and before is not None and before[0] != num_rows
+        missing = limit is None and not offset and before is not None and before[0] != num_rows
         if missing and before == self._expected(where):  # nobody wrote during the iteration
             what = f"an index leads to {num_rows} of {before[0]} rollouts" if before else ""
             raise damaged(self._database.path, what)
