@@ -4,6 +4,7 @@ import csv
 import json
 import math
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -12,7 +13,7 @@ import rolltree as rt
 from rolltree.errors import ConfigError, StoreError, UnknownName
 from rolltree.records.columns import TABLES
 from rolltree.rollouts.record import encode_result
-from rolltree.store import Run, StoredRollout
+from rolltree.store import Run, StoredRollout, TrainedRollout
 
 
 def call(prompt_ids, completion_ids, logprobs, version=0, **extras):
@@ -44,6 +45,7 @@ def result(request_id, *steps, error=None, **state):
         index_in_group=0,
         sampling=rt.SamplingParams(),
         phase=state.pop("phase", "eval"),
+        train_step=state.pop("train_step", None),
     )
     made = rt.State(
         input=request.input, trajectory=rt.Trajectory(steps), error=error, completion=[], **state
@@ -115,6 +117,40 @@ class TestTokens:
             (0, 0, 1, False), (0, 1, 2, False), (0, 2, 3, True),
             (1, 1, 9, False), (1, 2, 9, False), (1, 3, 3, True),
         ]  # fmt: skip
+
+    def test_what_training_knew_of_each_sampled_token(self, run):
+        run.add_rollouts(encode_result(result("a", *TWO_TURNS, phase="train", train_step=4)))
+        known = TrainedRollout(
+            request_id="a",
+            step=4,
+            num_sampled=np.array([2, 1], np.int32),
+            advantage=np.array([0.5, 0.5, -1.0], np.float32),
+            weight=np.array([0.25, 0.25, 0.0], np.float32),
+            logprob=np.array([-0.5, -1.25, math.nan], np.float32),
+            entropy=np.array([1.0, 2.0, math.nan], np.float32),
+        )
+        run.add_step(4, {}, [known])
+        names = ("token_id", "trained_step", "advantage", "loss_weight", "trainer_logprob", "kl")
+        with rt.read_run(run.path) as data:
+            for full in (False, True):
+                rows = columns(data.tokens(full=full), "is_sampled", *names)
+                assert [row[1:] for row in rows if row[0]] == [
+                    (3, 4, 0.5, 0.25, -0.5, None),
+                    (4, 4, 0.5, 0.25, -1.25, None),
+                    (6, 4, -1.0, 0.0, None, None),
+                ]
+                assert {row[2:] for row in rows if not row[0]} == {(None,) * 5}
+
+    def test_trained_tokens_of_other_calls_are_refused(self, run):
+        run.add_rollouts(encode_result(result("a", *TWO_TURNS, phase="train", train_step=4)))
+        one = np.ones(1, np.float32)
+        wrong = TrainedRollout(
+            request_id="a", step=4, num_sampled=np.array([1], np.int32),
+            advantage=one, weight=one, logprob=-one, entropy=one,
+        )  # fmt: skip
+        run.add_step(4, {}, [wrong])
+        with rt.read_run(run.path) as data, pytest.raises(StoreError, match="of other calls"):
+            list(data.tokens().rows())
 
     def test_each_sampled_token_has_one_row_also_where_two_calls_sampled_the_same(self, run):
         twice = (call([1], [5], [-0.5]), call([1], [5], [-0.5], turn=1))

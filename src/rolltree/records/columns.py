@@ -92,6 +92,13 @@ TOKENS = (
     Column("logprob", "float32", "the engine's, at the temperature it sampled at"),
     Column("version", "int32", "policy version that sampled it"),
     Column("mask", "float32", "its recorded loss mask; 1 if nobody set one"),
+    Column("trained_step", "int64", "the optimizer step that trained the rollout"),
+    Column("advantage", "float32", "what the token was paid, by the credit"),
+    Column("loss_weight", "float32", "what multiplies its policy loss; 0 outside the loss"),
+    Column("trainer_logprob", "float32", "the trainer's logprob before its first update"),
+    Column("entropy", "float32", "of the trainer's distribution there, in nats"),
+    Column("reference_logprob", "float32", "the logprob of the model that the KL is to"),
+    Column("kl", "float32", "the KL over the vocabulary, where `algorithm.kl` is `full`"),
 )
 
 BREAKS = (

@@ -139,9 +139,11 @@ class RunData:
         from rolltree.records.token_rows import token_batches
 
         _check(filters)
-        return Table(
-            "tokens", TOKENS, lambda _: token_batches(self.run.rollouts(**filters), full=full)
-        )
+
+        def read(_: Sequence[str]) -> Iterator[Batch]:
+            return token_batches(self.run, self.run.rollouts(**filters), full=full)
+
+        return Table("tokens", TOKENS, read)
 
     def breaks(self, *, decode: Decoder | None = None, **filters: Any) -> Table:
         """Return one row per broken prefix: a call that does not extend what came before.

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from rolltree.errors import StoreError
 from rolltree.records.columns import BREAKS, CALLS, TOKENS
 from rolltree.records.table import Batch
 from rolltree.rollouts.decode import decode_rollout
 from rolltree.samples.build import trajectory_breaks
 from rolltree.samples.resolve import ResolvedRollout, ResolvedStep, resolve_rollout
 from rolltree.samples.truncation import TruncationPolicy, truncation_effect
-from rolltree.store import StoredRollout
+from rolltree.store import Run, StoredRollout, TrainedRollout
 from rolltree.tokens import Decoder, TokenTree, peek
 from rolltree.types import IntArray, State
 
@@ -154,7 +155,7 @@ class _Shown:
         return known
 
 
-def token_batches(rows: Iterable[StoredRollout], *, full: bool) -> Iterator[Batch]:
+def token_batches(run: Run, rows: Iterable[StoredRollout], *, full: bool) -> Iterator[Batch]:
     """Yield the rows of table `tokens`; with `full`, every call's whole context."""
     parts: list[dict[str, Any]] = []
     num_rows = 0
@@ -162,7 +163,7 @@ def token_batches(rows: Iterable[StoredRollout], *, full: bool) -> Iterator[Batc
         state = state_of(row)
         if state is None:
             continue
-        for part in _token_parts(resolved(state), full):
+        for part in _token_parts(resolved(state), full, _trained(run, row)):
             parts.append({**part, "request_id": row.request_id})
             parts[-1]["trajectory_index"] = row.trajectory_index
             num_rows += len(part["token_id"])
@@ -173,7 +174,31 @@ def token_batches(rows: Iterable[StoredRollout], *, full: bool) -> Iterator[Batc
         yield _joined(parts)
 
 
-def _token_parts(rollout: ResolvedRollout, full: bool) -> Iterator[dict[str, Any]]:
+_TRAINED = {
+    "advantage": "advantage",
+    "loss_weight": "weight",
+    "trainer_logprob": "logprob",
+    "entropy": "entropy",
+    "reference_logprob": "reference",
+    "kl": "kl",
+}
+"""Column to the array of `TrainedRollout`."""
+
+
+def _trained(run: Run, row: StoredRollout) -> TrainedRollout | None:
+    """Return what training knew of a rollout's tokens; of several steps the last."""
+    if row.train_step is None:
+        return None
+    found = run.trained(request_id=row.request_id, trajectory_index=row.trajectory_index)
+    last = None
+    for last in found:  # noqa: B007  only the last is wanted
+        pass
+    return last
+
+
+def _token_parts(
+    rollout: ResolvedRollout, full: bool, trained: TrainedRollout | None
+) -> Iterator[dict[str, Any]]:
     """Yield one part per call: name to one value for all of its rows, or an array."""
     tree = rollout.tree
     shown = _Shown(tree)
@@ -186,7 +211,25 @@ def _token_parts(rollout: ResolvedRollout, full: bool) -> Iterator[dict[str, Any
         at = _places(tree, call, length - start)
         new = at[prompt_len - start :]
         sampler[new] = np.where(sampler[new] < 0, step.index, sampler[new])
-        yield _call_part(tree, step, start, at, sampler[at])
+        yield _call_part(tree, step, start, at, sampler[at], _facts(trained, step, len(new)))
+
+
+def _facts(trained: TrainedRollout | None, step: ResolvedStep, count: int) -> dict[str, Any]:
+    """Return the values of one call's sampled tokens by column; None where there are none."""
+    if trained is None:
+        return dict.fromkeys(("trained_step", *_TRAINED))
+    at = trained.num_sampled
+    if step.index >= len(at) or at[step.index] != count:
+        raise StoreError(
+            f"the trained tokens of rollout {trained.request_id!r} are those of other calls: call "
+            f"{step.index} sampled {count} tokens. `rolltree audit RUN` says more."
+        )
+    start = int(at[: step.index].sum())
+    found: dict[str, Any] = {"trained_step": np.full(count, trained.step)}
+    for column, name in _TRAINED.items():
+        values = getattr(trained, name)
+        found[column] = None if values is None else values[start : start + count]
+    return found
 
 
 def _places(tree: TokenTree, call: int, count: int) -> IntArray:
@@ -198,7 +241,12 @@ def _places(tree: TokenTree, call: int, count: int) -> IntArray:
 
 
 def _call_part(
-    tree: TokenTree, step: ResolvedStep, start: int, at: IntArray, sampled_in: IntArray
+    tree: TokenTree,
+    step: ResolvedStep,
+    start: int,
+    at: IntArray,
+    sampled_in: IntArray,
+    facts: dict[str, Any],
 ) -> dict[str, Any]:
     call, count = step.handle, tree.num_sampled(step.handle)
     num_context = len(at) - count
@@ -210,7 +258,8 @@ def _call_part(
         column = np.zeros(len(at), dtype)
         if values is not None:
             column[num_context:] = values
-        return np.ma.MaskedArray(column, mask=~is_sampled | (values is None))
+        missing = ~is_sampled | (values is None) | (column != column)  # NaN: nobody knows
+        return np.ma.MaskedArray(column, mask=missing)
 
     return {
         "call": step.index,
@@ -223,6 +272,8 @@ def _call_part(
         "logprob": sampled(tree.logprobs(call), np.float32),
         "version": sampled(tree.versions(call), np.int32),
         "mask": sampled(tree.mask(call), np.float32),
+        "trained_step": sampled(facts.pop("trained_step"), np.int64),
+        **{name: sampled(values, np.float32) for name, values in facts.items()},
     }
 
 
