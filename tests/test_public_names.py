@@ -89,6 +89,7 @@ NAMES = [
     "build_samples",
     "cleanup",
     "collate",
+    "compare",
     "compose_parsers",
     "evaluate",
     "export_model",

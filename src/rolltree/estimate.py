@@ -9,6 +9,7 @@ their spread. `Estimate.method` names the interval:
   at the effective sample size p(1 - p) / SE^2 with SE = s / sqrt(n), at most the number of values
   (Korn and Graubard 1998), or n when the examples do not differ at all. It stays inside [0, 1], and
   20 of 20 is not "exactly 1".
+- `"bootstrap"`: of paired differences, see `evaluation.paired`.
 - `"none"`: fewer than two examples, and no shares; `low` and `high` are None.
 """
 
@@ -16,9 +17,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import NormalDist
-from typing import Literal
+from typing import Any, Literal
 
 CONFIDENCE = 0.95
 
@@ -33,7 +34,7 @@ class Estimate:
     mean: float
     low: float | None
     high: float | None
-    method: Literal["t", "wilson", "none"]
+    method: Literal["t", "wilson", "bootstrap", "none"]
     num_examples: int
     num_values: int
 
@@ -41,6 +42,10 @@ class Estimate:
         if self.low is None or self.high is None:
             return f"{self.mean:.3f}"
         return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON-ready data."""
+        return asdict(self)
 
 
 def mean(values: Sequence[float]) -> float:
@@ -129,9 +134,28 @@ def pass_at_k(num: int, num_passed: int, k: int) -> float:
     Raises:
         ValueError: there are fewer than k samples, or more passes than samples.
     """
+    _check_passes("pass@", num, num_passed, k)
+    return 1.0 - math.comb(num - num_passed, k) / math.comb(num, k)
+
+
+def pass_hat_k(num: int, num_passed: int, k: int) -> float:
+    """Return the unbiased estimate of "all of k samples pass", written pass^k.
+
+    C(c, k) / C(n, k) from n samples with c passes (Yao et al. 2024, tau-bench, section 3).
+
+    >>> pass_hat_k(4, 2, 2)
+    0.16666666666666666
+
+    Raises:
+        ValueError: as `pass_at_k`.
+    """
+    _check_passes("pass^", num, num_passed, k)
+    return math.comb(num_passed, k) / math.comb(num, k)
+
+
+def _check_passes(name: str, num: int, num_passed: int, k: int) -> None:
     if not 1 <= k <= num or not 0 <= num_passed <= num:
         raise ValueError(
-            f"pass@{k} cannot be estimated from {num_passed} passes in {num} samples; it needs "
+            f"{name}{k} cannot be estimated from {num_passed} passes in {num} samples; it needs "
             "1 <= k <= samples and no more passes than samples."
         )
-    return 1.0 - math.comb(num - num_passed, k) / math.comb(num, k)

@@ -34,6 +34,9 @@ FLAGS = {
         "--model", "-b", "--base-url", "-k", "--api-key-var", "-r", "--branches", "--into",
         "--json",
     },
+    "compare": {
+        "arms", "--confidence", "--pass-threshold", "--price", "--examples", "--markdown", "--json",
+    },
     "export": {"run", "target", "--phase", "--light"},
     "models": {"prepare"},
     "init": {"name", "--kind", "--path"},

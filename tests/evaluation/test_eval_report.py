@@ -169,7 +169,8 @@ class TestCompare:
 
     def test_worse_is_significant_too(self):
         found = compare(
-            self.report({0: 1.0, 1: 1.0, 2: 0.9}), self.report(dict.fromkeys(range(3), 0.0))
+            self.report({0: 1.0, 1: 1.0, 2: 0.9, 3: 1.0, 4: 1.0, 5: 0.8}),
+            self.report(dict.fromkeys(range(6), 0.0)),
         )
         assert found.difference.mean < 0
         assert found.is_significant

@@ -134,7 +134,7 @@ class TestReport:
         assert "mean reward, add" in out
         assert "step 0" in out
         assert "+1.000" in out
-        assert "excludes 0 (4 pairs)" in out
+        assert "too few examples (4 pairs)" in out
         assert "example 0, step 0 (eval_before)" in out
         assert out.index("no idea") < out.index("assistant 1")
         assert "example 1" not in out

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rolltree.estimate import Estimate, estimate, pass_at_k
+from rolltree.estimate import Estimate, estimate, pass_at_k, pass_hat_k
 from rolltree.evaluation.reducers import REDUCERS, EpisodeOutcome, Reducer, Settings, outcomes
 from rolltree.evaluation.report import (
-    Comparison,
     EvalReport,
     build_report,
-    compare,
     stored_report,
     write_results,
 )
 from rolltree.lazy import loader
 
 if TYPE_CHECKING:
+    from rolltree.evaluation.comparison import Comparison, compare
     from rolltree.evaluation.runner import EvalProgress, evaluate
 
 __all__ = [
@@ -38,7 +37,10 @@ __all__ = [
     "evaluate",
     "outcomes",
     "pass_at_k",
+    "pass_hat_k",
     "stored_report",
     "write_results",
 ]
-__getattr__ = loader(__name__, {"runner": "EvalProgress evaluate"})
+__getattr__ = loader(
+    __name__, {"comparison": "Comparison compare", "runner": "EvalProgress evaluate"}
+)

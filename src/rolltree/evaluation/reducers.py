@@ -255,7 +255,7 @@ def values(outcomes: Sequence[EpisodeOutcome], name: str) -> Iterator[Any]:
     return (getattr(outcome, name) for outcome in outcomes)
 
 
-def _metric_columns(
+def metric_columns(
     outcomes: Sequence[EpisodeOutcome],
 ) -> Iterator[tuple[str, Iterable[float | None]]]:
     """Yield each metric with its value for every outcome; None for those that lack it."""
@@ -326,10 +326,10 @@ Reducer: TypeAlias = Callable[[Sequence[EpisodeOutcome], Settings], Any]
 
 def rewards_by_example(outcomes: Sequence[EpisodeOutcome]) -> dict[Hashable, array[float]]:
     """Return the rewards of the scored episodes, clustered by example."""
-    return _by_example(outcomes, values(outcomes, "reward"))
+    return by_example(outcomes, values(outcomes, "reward"))
 
 
-def _by_example(
+def by_example(
     outcomes: Sequence[EpisodeOutcome], column: Iterable[float | None]
 ) -> dict[Hashable, array[float]]:
     """Return the values of a column that are there, clustered by example."""
@@ -384,10 +384,10 @@ def tasks(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str, E
 def metrics(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str, Estimate]:
     """Mean of every numeric metric, over the episodes that have it."""
     found: dict[str, Estimate] = {}
-    for name, column in _metric_columns(outcomes):
+    for name, column in metric_columns(outcomes):
         pairs = zip(values(outcomes, "error_type"), column, strict=True)
         worked = (value if error_type is None else None for error_type, value in pairs)
-        result = estimate(_by_example(outcomes, worked), confidence=settings.confidence)
+        result = estimate(by_example(outcomes, worked), confidence=settings.confidence)
         if result is not None:
             found[name] = result
     return found

@@ -1,4 +1,4 @@
-"""Evaluation reports: built from stored rows, compared, and written as files.
+"""Evaluation reports: built from stored rows, and written as files.
 
 `write_results` writes `results.jsonl` and `metadata.json` with the fields that verifiers 0.1.8
 writes, for tools that read those files. A failed rollout has `reward: null` and its `error`.
@@ -12,18 +12,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, is_dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from rolltree.errors import ConfigError, StoreError
-from rolltree.estimate import Estimate, estimate
+from rolltree.errors import StoreError
+from rolltree.estimate import Estimate
 from rolltree.evaluation.reducers import (
     REDUCERS,
     EpisodeOutcome,
     Outcomes,
     Reducer,
     Settings,
-    rewards_by_example,
 )
 from rolltree.redact import redact
 from rolltree.store import Run, StoredRollout, to_plain
@@ -284,51 +282,3 @@ def write_results(
         json.dumps(to_plain(metadata), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
     )
     return target
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Mean reward of A and B on their common examples, and the paired difference B - A.
-
-    `difference` is a t interval over the examples' differences. `num_only_a` and `num_only_b`
-    count scored examples that the other report lacks; they are not used.
-    """
-
-    before: Estimate
-    after: Estimate
-    difference: Estimate
-    num_only_a: int
-    num_only_b: int
-
-    @property
-    def is_significant(self) -> bool:
-        """Whether the interval of the difference excludes zero."""
-        low, high = self.difference.low, self.difference.high
-        return low is not None and high is not None and (low > 0.0 or high < 0.0)
-
-
-def compare(a: EvalReport, b: EvalReport) -> Comparison:
-    """Compare two reports example by example, at A's confidence.
-
-    Raises:
-        ConfigError: they have no scored example in common.
-    """
-    rewards_a, rewards_b = rewards_by_example(a.outcomes), rewards_by_example(b.outcomes)
-    common = [example for example in rewards_a if example in rewards_b]
-    if not common:
-        raise ConfigError(
-            f"the evaluations {a.phase!r} and {b.phase!r} have no scored example in common, so "
-            "their difference would compare the examples, not the models. Evaluate both on the "
-            "same split with the same num_examples."
-        )
-    confidence = a.settings.confidence
-    before = estimate({key: rewards_a[key] for key in common}, confidence=confidence)
-    after = estimate({key: rewards_b[key] for key in common}, confidence=confidence)
-    gains = {key: [fmean(rewards_b[key]) - fmean(rewards_a[key])] for key in common}
-    difference = estimate(gains, confidence=confidence, are_shares=False)
-    assert before is not None, "a common example has a value"
-    assert after is not None, "a common example has a value"
-    assert difference is not None, "a common example has a difference"
-    return Comparison(
-        before, after, difference, len(rewards_a) - len(common), len(rewards_b) - len(common)
-    )

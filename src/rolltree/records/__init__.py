@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 from rolltree.lazy import loader
 
 if TYPE_CHECKING:
+    from rolltree.records.comparison import ComparedPair as ComparedPair
+    from rolltree.records.comparison import RunComparison as RunComparison
+    from rolltree.records.comparison import compare as compare
     from rolltree.records.debugging import replay_with_debugger as replay_with_debugger
     from rolltree.records.read import RunData as RunData
     from rolltree.records.read import read_run as read_run
@@ -28,6 +31,7 @@ _MODULES = {
     "recorded": "Difference",
     "replaying": "ReplayReport replay replay_async replay_many replay_many_async",
     "table": "Column Table",
+    "comparison": "ComparedPair RunComparison compare",
 }
 __all__ = sorted(" ".join(_MODULES.values()).split())
 __getattr__ = loader(__name__, _MODULES)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from rolltree.lazy import loader
 
 if TYPE_CHECKING:
+    from rolltree.reports.comparison import comparison_markdown as comparison_markdown
+    from rolltree.reports.comparison import comparison_parts as comparison_parts
     from rolltree.reports.curves import Curve as Curve
     from rolltree.reports.curves import reward_curve as reward_curve
     from rolltree.reports.curves import save_curve as save_curve
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from rolltree.reports.training import training_report as training_report
 
 _MODULES = {
+    "comparison": "comparison_markdown comparison_parts",
     "curves": "Curve reward_curve save_curve save_reward_curve terminal_curve",
     "evaluation": "comparison_table evaluation_facts evaluation_table",
     "formatting": "SafeConsole say",

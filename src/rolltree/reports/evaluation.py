@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from rolltree.evaluation import Comparison, Estimate, EvalReport
 from rolltree.reports.formatting import counts, duration, interval, meter, safe_text
 
 if TYPE_CHECKING:
-    pass
+    from rolltree.evaluation import Comparison, Estimate, EvalReport
 
 
 def evaluation_table(report: EvalReport) -> Table:
@@ -96,11 +95,11 @@ def comparison_table(comparison: Comparison, names: tuple[str, str] = ("before",
     for name, value in rows:
         table.add_row(name, f"{value.mean:.3f}", interval(value), meter(value.mean))
     gain = comparison.difference
-    said = "excludes 0" if comparison.is_significant else "includes 0: not clear"
+    said = {"noise": "includes 0: not clear", "too few examples": "too few examples"}
     table.add_row(
         "difference",
         f"{gain.mean:+.3f}",
         interval(gain),
-        f"{said} ({gain.num_examples} pairs)",
+        f"{said.get(comparison.verdict, 'excludes 0')} ({gain.num_examples} pairs)",
     )
     return table

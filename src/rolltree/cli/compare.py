@@ -1,0 +1,73 @@
+"""`rolltree compare`: evaluations of stored runs, paired by example."""
+
+from __future__ import annotations
+
+import click
+
+from rolltree.cli.arguments import tell
+
+
+@click.command("compare")
+@click.argument("arms", nargs=-1, required=True, help="Arms: [NAME=]RUN[:PHASE][,RUN...].")
+@click.option(
+    "--confidence",
+    type=click.FloatRange(0.5, 0.9999),
+    default=0.95,
+    help="Of all intervals together.",
+)
+@click.option(
+    "--pass-threshold", default=1.0, help="Lowest reward that counts as a pass in pass@k and flips."
+)
+@click.option(
+    "--price",
+    type=float,
+    nargs=2,
+    help="Dollars for a million prompt and a million sampled tokens.",
+)
+@click.option(
+    "--examples",
+    type=click.IntRange(min=0),
+    default=5,
+    help="Number of changed examples to show.",
+)
+@click.option("--markdown", is_flag=True, help="Print Markdown, for a pull request.")
+@click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
+def compare_stored_runs(
+    arms: tuple[str, ...],
+    confidence: float,
+    pass_threshold: float,
+    price: tuple[float, float] | None,
+    examples: int,
+    markdown: bool,
+    as_json: bool,
+) -> None:
+    """Compare runs with the first, example by example; one run: its first and last evaluation."""
+    from rolltree.records import compare
+
+    if markdown and as_json:
+        raise click.UsageError("--markdown and --json are two forms of the output; choose one.")
+    found = compare(
+        *arms,
+        confidence=confidence,
+        pass_threshold=pass_threshold,
+        price=price,
+        num_examples=examples,
+    )
+    if as_json:
+        import json
+
+        from rolltree.redact import redact
+        from rolltree.store import to_plain
+
+        print(json.dumps(redact(to_plain(found.as_dict())), indent=2))
+        return
+    if markdown:
+        from rolltree.reports import comparison_markdown
+
+        tell(comparison_markdown(found).rstrip("\n"))
+        return
+    from rolltree.reports import SafeConsole, comparison_parts
+
+    console = SafeConsole()
+    for part in comparison_parts(found):
+        console.print(part)

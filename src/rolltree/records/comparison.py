@@ -1,0 +1,285 @@
+"""`rt.compare`: evaluations of stored runs, paired by example, with the examples that flipped.
+
+The statistics are those of `rolltree.evaluation`; `records.arms` finds and reads the evaluations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rolltree.errors import ConfigError
+from rolltree.estimate import CONFIDENCE
+from rolltree.evaluation import Comparison, EvalReport, Settings
+from rolltree.evaluation import compare as compare_reports
+from rolltree.evaluation.comparison import (
+    Clusters,
+    ExampleChange,
+    are_same_runs,
+    compare_values,
+    example_changes,
+    measure_names,
+)
+from rolltree.evaluation.reducers import values
+from rolltree.records.arms import ArmName, ComparedArm, read_arms
+from rolltree.rollouts.decode import decode_results
+from rolltree.store import Run
+
+NUM_EXAMPLES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ShownRollout:
+    """A rollout that shows a change: where it is stored, what was asked and answered.
+
+    `question` is the last user message of the prompt, `answers` the assistant's messages.
+    """
+
+    run: Path
+    request_id: str
+    question: str
+    answers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedPair:
+    """One arm against the baseline: `measures` by name, the reward first.
+
+    `changes` are the examples whose reward changed: those that were lost, those that were won, and
+    the others. `shown` has a rollout of A and one of B for the first of them: the best of the arm
+    that is ahead, the worst of the other. `num_other_inputs` counts common examples that have the
+    same id and another dataset row (answer, info).
+    """
+
+    a: str
+    b: str
+    measures: Mapping[str, Comparison]
+    changes: tuple[ExampleChange, ...]
+    shown: tuple[tuple[ShownRollout, ShownRollout], ...]
+    num_other_inputs: int
+
+    @property
+    def reward(self) -> Comparison:
+        """The comparison of mean rewards."""
+        return self.measures["reward"]
+
+    @property
+    def num_lost(self) -> int:
+        """Examples that most rollouts passed in A and not in B."""
+        return sum(change.flip == "lost" for change in self.changes)
+
+    @property
+    def num_won(self) -> int:
+        """Examples that most rollouts passed in B and not in A."""
+        return sum(change.flip == "won" for change in self.changes)
+
+    @property
+    def sentences(self) -> list[str]:
+        """What the pair says, in words: the reward first, then what limits it."""
+        return self.told(self.a, self.b)
+
+    def told(self, a: str, b: str) -> list[str]:
+        """Return the sentences with other names for the two arms."""
+        reward = self.reward
+        said = [reward.sentence(a, b)]
+        if self.num_other_inputs:
+            said.append(
+                f"{self.num_other_inputs} of {reward.difference.num_examples} examples have the "
+                "same id and other contents in the two arms: they are not the same questions."
+            )
+        if reward.num_only_a or reward.num_only_b:
+            said.append(
+                f"{reward.num_only_a} examples of {a} and {reward.num_only_b} of {b} are left out: "
+                "they are not scored in every run of both."
+            )
+        return said
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON-ready data."""
+        return {
+            "a": self.a,
+            "b": self.b,
+            "sentences": self.sentences,
+            "measures": {name: found.as_dict() for name, found in self.measures.items()},
+            "num_lost": self.num_lost,
+            "num_won": self.num_won,
+            "num_other_inputs": self.num_other_inputs,
+            "changes": [{**asdict(change), "flip": change.flip} for change in self.changes],
+            "shown": [[{**asdict(one), "run": str(one.run)} for one in two] for two in self.shown],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RunComparison:
+    """Arms against the first of them.
+
+    With several pairs every interval is so wide that all of them hold together at `confidence`
+    (Bonferroni): two pairs at 95 % have intervals of 97.5 %.
+    """
+
+    arms: tuple[ComparedArm, ...]
+    pairs: tuple[ComparedPair, ...]
+    confidence: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON-ready data."""
+        return {
+            "confidence": self.confidence,
+            "arms": [{"name": arm.name, "runs": list(map(str, arm.runs))} for arm in self.arms],
+            "pairs": [pair.as_dict() for pair in self.pairs],
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(line for pair in self.pairs for line in pair.sentences)
+
+
+def compare(
+    *arms: ArmName,
+    confidence: float = CONFIDENCE,
+    pass_threshold: float = 1.0,
+    price: tuple[float, float] | None = None,
+    num_examples: int = NUM_EXAMPLES,
+) -> RunComparison:
+    """Compare evaluations of stored runs with the first, example by example.
+
+    An arm is `"[NAME=]RUN[:PHASE]"`, several of these with commas between them (runs of one
+    recipe with several seeds), or a list of them. A phase is a name (`eval_after`) or the step of
+    a held-out evaluation (`28`); without it, it is the last held-out evaluation or the only phase.
+    One run alone is compared with itself: its first and its last held-out evaluation.
+
+    Measures are those of `rolltree.evaluation.compare`; `breaks`, how often per rollout a prompt
+    did not extend the call before; and with `price`, `cost`: dollars per rollout, at these prices
+    of a million prompt and a million sampled tokens. Of the first `num_examples` changed examples,
+    rollouts are shown.
+
+    >>> print(compare("runs/demo"))  # doctest: +SKIP
+    The reward of step 28 is higher than that of step 0, +0.770 [+0.657, +0.843] over 100 examples:
+    not noise.
+
+    Raises:
+        ConfigError: no such phase, fewer than two arms, or no scored example in common.
+        StoreError: not a run.
+    """
+    if not 0.0 < confidence < 1.0:
+        raise ConfigError(f"confidence is {confidence}; an interval needs one between 0 and 1.")
+    found = read_arms(arms, Settings(confidence=confidence, pass_threshold=pass_threshold))
+    each = 1 - (1 - confidence) / (len(found) - 1)
+    with ExitStack() as stack:
+        opened = {
+            run.path: stack.enter_context(Run.open(run.path, mode="r"))
+            for arm in found
+            for run in arm.runs
+        }
+        pairs = []
+        for arm in found[1:]:
+            changes = example_changes(found[0].reports, arm.reports)
+            pairs.append(
+                ComparedPair(
+                    a=found[0].name,
+                    b=arm.name,
+                    measures=_measures(found[0], arm, each, price),
+                    changes=tuple(changes),
+                    shown=tuple(
+                        (
+                            _shown(found[0], change, opened, best=change.gain < 0),
+                            _shown(arm, change, opened, best=change.gain > 0),
+                        )
+                        for change in changes[:num_examples]
+                    ),
+                    num_other_inputs=_num_other_inputs(found[0], arm),
+                )
+            )
+    return RunComparison(found, tuple(pairs), confidence)
+
+
+def _measures(
+    a: ComparedArm, b: ComparedArm, confidence: float, price: tuple[float, float] | None
+) -> dict[str, Comparison]:
+    """Return every measure that says something: no pass@k where nothing passes."""
+    names = measure_names((*a.reports, *b.reports))
+    found = {
+        name: compare_reports(a.reports, b.reports, measure=name, confidence=confidence)
+        for name in names
+    }
+    empty = [
+        name
+        for name, each in found.items()
+        if name.startswith("pass") and not each.before.mean and not each.after.mean
+    ]
+    for name in empty:
+        del found[name]
+    extra: dict[str, tuple[Sequence[Clusters], ...]] = {"breaks": (a.breaks, b.breaks)}
+    if price is not None:
+        extra["cost"] = tuple([_costs(each, price) for each in arm.reports] for arm in (a, b))
+    same_runs = are_same_runs(a.reports, b.reports)
+    for name, (before, after) in extra.items():
+        other = compare_values(before, after, confidence=confidence, same_runs=same_runs)
+        if other is not None:
+            found[name] = other
+    return found
+
+
+def _costs(report: EvalReport, price: tuple[float, float]) -> Clusters:
+    """Return dollars per rollout by example."""
+    found: dict[Any, list[float]] = {}
+    names = ("example", "num_prompt_tokens", "num_completion_tokens")
+    for example, prompt, sampled in zip(
+        *(values(report.outcomes, name) for name in names), strict=True
+    ):
+        cost = (prompt * price[0] + sampled * price[1]) / 1e6
+        found.setdefault(example, []).append(cost)
+    return found
+
+
+def _shown(
+    arm: ComparedArm, change: ExampleChange, opened: Mapping[Path, Run], *, best: bool
+) -> ShownRollout:
+    """Return the best or the worst scored rollout of an example."""
+    scored = [
+        (reward, -number, request_id)
+        for number, report in enumerate(arm.reports)
+        for request_id, example, reward in zip(
+            *(values(report.outcomes, name) for name in ("request_id", "example", "reward")),
+            strict=True,
+        )
+        if example == change.example and reward is not None
+    ]
+    _, number, request_id = max(scored) if best else min(scored)
+    run = arm.runs[-number]
+    rows = opened[run.path].rollouts(request_id=request_id, phase=run.phase)
+    (result,) = decode_results(rows, tokens=False)
+    state: Mapping[str, Any] = result.states[0] if result.states else {}
+    question = [m for m in _messages(state.get("prompt")) if m.get("role") == "user"]
+    answers = [m for m in _messages(state.get("completion")) if m.get("role") == "assistant"]
+    return ShownRollout(
+        run=run.path,
+        request_id=request_id,
+        question=_text(question[-1]) if question else "",
+        answers=tuple(map(_text, answers)),
+    )
+
+
+def _messages(value: Any) -> list[Mapping[str, Any]]:
+    if isinstance(value, str):
+        return [{"role": role, "content": value} for role in ("user", "assistant")]
+    return [item for item in value or () if isinstance(item, Mapping)]
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if content and not isinstance(content, str):
+        parts = [item.get("text", "") for item in content if isinstance(item, Mapping)]
+        content = " ".join(map(str, parts))
+    calls = [str(call) for call in message.get("tool_calls") or ()]
+    return " ".join([content or "", *calls]).strip()
+
+
+def _num_other_inputs(a: ComparedArm, b: ComparedArm) -> int:
+    first, *others = (*a.inputs, *b.inputs)
+    return sum(
+        any(other.get(example, given) != given for other in others)
+        for example, given in first.items()
+    )

@@ -1,0 +1,148 @@
+"""A comparison of stored runs: tables for the terminal, and Markdown for a pull request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from rolltree.records import ComparedPair, RunComparison
+from rolltree.redact import shown
+from rolltree.reports.formatting import safe_text
+
+_TEXT_LIMIT = 60
+_NAMES = {
+    "num_calls": "calls",
+    "num_prompt_tokens": "prompt tokens",
+    "num_completion_tokens": "sampled tokens",
+    "total_ms": "time, ms",
+    "cost": "cost, $",
+}
+
+
+def comparison_parts(found: RunComparison) -> list[RenderableType]:
+    """Return what is printed: per pair the sentences, the measures, and the changed examples."""
+    parts: list[RenderableType] = []
+    for pair in found.pairs:
+        parts += ["", *(safe_text(line) for line in pair.sentences), "", _measures(pair)]
+        parts += ["", safe_text(_changed(pair))]
+        if pair.shown:
+            parts.append(_examples(pair))
+    return parts[1:]
+
+
+def comparison_markdown(found: RunComparison) -> str:
+    """Return Markdown; what runs and models say stands in code spans."""
+    lines: list[str] = []
+    for pair in found.pairs:
+        lines += [f"### {_code(pair.b)} against {_code(pair.a)}", ""]
+        named = {pair.a: _code(pair.a), pair.b: _code(pair.b)}
+        lines += [*pair.told(named[pair.a], named[pair.b]), ""]
+        heads = ["", named[pair.a], named[pair.b], "difference", _interval_name(pair), ""]
+        rows = [
+            [_code(name) if name.startswith("metric/") else name, *rest]
+            for name, *rest in _rows(pair)
+        ]
+        lines += [*_table(heads, rows, "lrrrll"), "", _changed(pair, named), ""]
+        if pair.shown:
+            texts = [[*map(_code, row[:1]), row[1], *map(_code, row[2:])] for row in _texts(pair)]
+            lines += [*_table(_heads(pair, named), texts, "lllll"), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _measures(pair: ComparedPair) -> Table:
+    table = Table(box=None)
+    heads = ["", pair.a, pair.b, "difference", _interval_name(pair), ""]
+    for at, head in enumerate(heads):
+        table.add_column(safe_text(head, limit=40), justify="right" if 0 < at < 4 else "left")
+    for row in _rows(pair):
+        table.add_row(*(safe_text(cell, limit=_TEXT_LIMIT) for cell in row))
+    return table
+
+
+def _interval_name(pair: ComparedPair) -> str:
+    return f"{100 * pair.reward.confidence:.4g} % interval"
+
+
+def _rows(pair: ComparedPair) -> Iterable[list[str]]:
+    """Yield name, A, B, difference, interval and verdict of every measure."""
+    for name, found in pair.measures.items():
+        gain = found.difference
+        bounds = "-"
+        if gain.low is not None and gain.high is not None:
+            bounds = f"[{_number(gain.low, '+')}, {_number(gain.high, '+')}]"
+        yield [
+            _NAMES.get(name, name),
+            _number(found.before.mean),
+            _number(found.after.mean),
+            _number(gain.mean, "+"),
+            bounds,
+            found.verdict,
+        ]
+
+
+def _number(value: float, sign: str = "") -> str:
+    """Return a number with three digits behind the point, or as many as its size needs.
+
+    >>> [_number(0.14), _number(5837.519, "+"), _number(0.0000312)]
+    ['0.140', '+5,837.5', '3.12e-05']
+    """
+    size = abs(value)
+    form = ".3f" if 0.001 <= size < 100 or size < 1e-12 else ",.1f" if size >= 100 else ".2e"
+    return f"{value:{sign}{form}}"
+
+
+def _changed(pair: ComparedPair, named: dict[str, str] | None = None) -> str:
+    a, b = (named or {}).get(pair.a, pair.a), (named or {}).get(pair.b, pair.b)
+    total = pair.reward.difference.num_examples
+    others = len(pair.changes) - pair.num_lost - pair.num_won
+    said = f"{pair.num_lost} examples pass with {a} and not with {b}, {pair.num_won} the other way"
+    said += f", {others} more have another reward" if others else ""
+    return f"{said}, of {total}." + (" The first ones:" if pair.shown else "")
+
+
+def _heads(pair: ComparedPair, named: dict[str, str]) -> list[str]:
+    return [
+        "example",
+        "reward",
+        "question",
+        f"answers of {named[pair.a]}",
+        f"answers of {named[pair.b]}",
+    ]
+
+
+def _texts(pair: ComparedPair) -> Iterable[list[str]]:
+    """Yield example, rewards, question and both answers of the changed examples."""
+    for change, (before, after) in zip(pair.changes, pair.shown, strict=False):
+        rewards = f"{_number(change.reward_a)} → {_number(change.reward_b)}"
+        answers = (_cut(" | ".join(side.answers)) for side in (before, after))
+        example = change.example
+        name = str(example[2]) if isinstance(example, tuple) else str(example)
+        yield [name, rewards, _cut(before.question or after.question), *answers]
+
+
+def _cut(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _TEXT_LIMIT else line[: _TEXT_LIMIT - 1] + "…"
+
+
+def _examples(pair: ComparedPair) -> Table:
+    table = Table(box=None)
+    for head in _heads(pair, {name: name for name in (pair.a, pair.b)}):
+        table.add_column(safe_text(head, limit=40), overflow="fold")
+    for row in _texts(pair):
+        table.add_row(*map(safe_text, row))
+    return table
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], align: str) -> list[str]:
+    marks = {"l": "---", "r": "---:"}
+    lines = [heads, [marks[letter] for letter in align], *rows]
+    return [f"| {' | '.join(cells)} |" for cells in lines]
+
+
+def _code(text: str) -> str:
+    """Return text that Markdown shows as it is, also in a table."""
+    line = " ".join(shown(text).split()).replace("`", "'").replace("|", "¦")
+    return f"`{line}`" if line else ""

@@ -1,0 +1,196 @@
+"""`rt.compare` and `rolltree compare` on stored runs: arms, phases, seeds, flips, Markdown."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import rolltree as rt
+from rolltree.cli import app
+from rolltree.rollouts.record import encode_result
+from rolltree.store import Run
+from rolltree.tokens import Trajectory
+from rolltree.types import FinishReason, ModelResponse, RolloutRequest, RolloutResult, State
+
+
+def rollout(phase, example, reward, *, answer="12", index=0, prompts=((1, 2, 3),), key="a"):
+    """Return the row of a rollout with a call per prompt, each of which samples 8 and 9."""
+    given = {
+        "prompt": [{"role": "user", "content": f"{example} + 5 ="}],
+        "example_id": example, "task": "add", "answer": f"{key}{example}",
+    }  # fmt: skip
+    request = RolloutRequest(
+        request_id=f"{phase}/{example}/{index}", env_id="add", input=given, seed=0,
+        sampling_seed=0, group_id=f"{phase}/{example}", index_in_group=index, phase=phase,
+    )  # fmt: skip
+    trajectory = Trajectory()
+    message = {"role": "assistant", "content": answer}
+    for call, ids in enumerate(prompts):
+        trajectory.append_call(
+            prompt=given["prompt"],
+            completion=[message],
+            response=ModelResponse(
+                message=message,
+                text=answer,
+                finish_reason=FinishReason.STOP,
+                prompt_ids=np.array(ids, dtype=np.int32),
+                completion_ids=np.array([8, 9], dtype=np.int32),
+                logprobs=np.array([-0.5, -0.25], dtype=np.float32),
+                versions=np.zeros(2, dtype=np.int32),
+                temperature=1.0,
+                call_id=call,
+            ),
+        )
+    state = State(input=given, trajectory=trajectory, completion=[message], reward=reward)
+    return encode_result(RolloutResult(request, (state,), None))
+
+
+def evaluation(path, rewards, phase="eval", step=None, **options):
+    """Store an evaluation with one rollout per example."""
+    with Run.open_or_create(path, config={"model": "tiny"}, kind="eval") as run:
+        for example, reward in enumerate(rewards):
+            run.add_rollouts(rollout(phase, example, reward, **options))
+        if step is not None:
+            run.add_event("evaluation", {"phase": phase}, step=step)
+    return path
+
+
+@pytest.fixture
+def trained(tmp_path):
+    path = evaluation(tmp_path / "demo", [0.0] * 18 + [1.0] * 2, "eval_before", 0, answer="no")
+    return evaluation(path, [1.0] * 19 + [0.0], "eval_after", 28, answer="yes | `x`")
+
+
+class TestArms:
+    def test_one_run_is_compared_with_itself(self, trained):
+        found = rt.compare(trained)
+        assert [arm.name for arm in found.arms] == ["step 0", "step 28"]
+        assert [str(run) for run in found.arms[0].runs] == [f"{trained}:eval_before"]
+        (pair,) = found.pairs
+        assert pair.reward.difference.mean == pytest.approx(0.85)
+        assert (pair.num_lost, pair.num_won) == (1, 18)
+        assert str(found).startswith("The reward of step 28 is higher than that of step 0, +0.850")
+
+    def test_a_phase_is_a_name_or_a_step(self, trained):
+        by_name = rt.compare(f"{trained}:eval_before", f"{trained}:eval_after")
+        by_step = rt.compare(f"{trained}:0", f"{trained}:28")
+        assert by_name.pairs == by_step.pairs == rt.compare(trained).pairs
+
+    def test_a_path_with_signs_is_a_path(self, tmp_path):
+        first = evaluation(tmp_path / "a=1,b:2", [0.0] * 8)
+        second = evaluation(tmp_path / "b", [1.0] * 8)
+        found = rt.compare(str(first), f"new={second}")
+        assert [arm.name for arm in found.arms] == ["a=1,b:2", "new"]
+
+    def test_several_seeds(self, tmp_path):
+        """Pooled, 4 runs of 20 examples look different; runs of one recipe differ as much."""
+        rates = {"a0": 2, "a1": 12, "b0": 10, "b1": 20}
+        for name, num in rates.items():
+            evaluation(tmp_path / name, [float(i < num) for i in range(20)])
+        where = {name: str(tmp_path / name) for name in rates}
+        found = rt.compare(f"old={where['a0']},{where['a1']}", f"new={where['b0']},{where['b1']}")
+        reward = found.pairs[0].reward
+        assert reward.num_runs == (2, 2)
+        assert reward.difference.mean == pytest.approx(0.4)
+        assert reward.verdict == "noise"
+        assert "2 against 2 runs" in str(found)
+        assert (
+            rt.compare([where["a0"], where["a1"]], [where["b0"], where["b1"]]).pairs[0].reward
+            == reward
+        )
+
+    def test_with_three_arms_the_intervals_are_wider(self, tmp_path):
+        paths = [
+            evaluation(tmp_path / str(n), [float((i * n) % 3 == 1) for i in range(30)])
+            for n in (1, 2, 4)
+        ]
+        two, three = rt.compare(*paths[:2]), rt.compare(*paths)
+        assert [(p.a, p.b) for p in three.pairs] == [("1", "2"), ("1", "4")]
+        assert three.pairs[0].reward.confidence == pytest.approx(0.975)
+        assert three.pairs[0].reward.difference.low < two.pairs[0].reward.difference.low
+
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            (["demo:eval_before"], "One arm has nothing to be compared with"),
+            (["demo:eval_befor", "demo"], "Did you mean 'eval_before'"),
+            (["demo", "other"], "no scored example in common"),
+            (["other"], "has 0 held-out evaluations"),
+            (["demo", "empty"], "no rollouts"),
+            (["demo", "nothing"], "is not a run directory"),
+            (["demo", "--json", "--markdown"], "choose one"),
+            (["demo", "demo:12"], "no evaluation at such a step"),
+        ],
+    )
+    def test_mistakes(self, words, said, trained, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        with Run.create("other", kind="eval") as run:
+            run.add_rollouts(rollout("eval", 900, 1.0))
+        Run.create("empty", kind="eval").close()
+        result = CliRunner().invoke(app, ["compare", *words])
+        assert result.exit_code in (1, 2)
+        assert said in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+class TestFacts:
+    def test_breaks_of_the_prefix_are_counted(self, tmp_path):
+        holds, broken = [(1, 2), (1, 2, 8, 9, 3)], [(1, 2), (1, 7, 7)]
+        a = evaluation(tmp_path / "a", [1.0] * 8, prompts=holds)
+        b = evaluation(tmp_path / "b", [1.0] * 8, prompts=broken)
+        found = rt.compare(a, b).pairs[0].measures["breaks"]
+        assert (found.before.mean, found.after.mean) == (0.0, 1.0)
+
+    def test_cost(self, trained):
+        found = rt.compare(trained, price=(1.0, 10.0)).pairs[0].measures["cost"]
+        assert found.before.mean == pytest.approx((3 * 1.0 + 2 * 10.0) / 1e6)
+        assert "cost" not in rt.compare(trained).pairs[0].measures
+
+    def test_other_questions_under_the_same_ids_are_said(self, tmp_path):
+        a = evaluation(tmp_path / "a", [0.0] * 8)
+        b = evaluation(tmp_path / "b", [1.0] * 8, key="b")
+        assert "8 of 8 examples have the same id and other contents" in str(rt.compare(a, b))
+
+    def test_the_rollouts_that_show_a_change(self, tmp_path):
+        a, b = tmp_path / "a", tmp_path / "b"
+        for path, rewards in ((a, (1.0, 0.0)), (b, (0.0, 0.0))):
+            with Run.create(path, kind="eval") as run:
+                for index, reward in enumerate(rewards):
+                    answer = f"{path.name}{reward:.0f}"
+                    row = rollout("eval", 3, reward, index=index, answer=answer)
+                    run.add_rollouts(row)
+        ((before, after),) = rt.compare(a, b).pairs[0].shown
+        assert (before.question, before.answers, after.answers) == ("3 + 5 =", ("a1",), ("b0",))
+        assert (before.run, before.request_id) == (a, "eval/3/0")
+
+
+class TestCommand:
+    def invoke(self, *words):
+        result = CliRunner().invoke(app, ["compare", *map(str, words)], env={"COLUMNS": "160"})
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    def test_tables(self, trained):
+        out = self.invoke(trained, "--examples", 2)
+        assert "not noise" in out
+        (row,) = [line for line in out.splitlines() if line.split()[:1] == ["reward"]]
+        assert row.split()[1:4] == ["0.100", "0.950", "+0.850"]
+        assert "1 examples pass with step 0 and not with step 28, 18 the other way, of 20" in out
+        lines = [line.split() for line in out.splitlines()]
+        shown = [line[0] for line in lines if "→" in line]
+        assert shown == ["19", "0"]  # what was lost comes first
+
+    def test_json(self, trained):
+        data = json.loads(self.invoke(trained, "--json"))
+        (pair,) = data["pairs"]
+        assert pair["measures"]["reward"]["verdict"] == "higher"
+        assert pair["changes"][0]["example"] == ["add", "add", 19]
+        assert pair["num_won"] == 18
+
+    def test_markdown_cannot_be_broken_by_an_answer(self, trained):
+        out = self.invoke(trained, "--markdown")
+        assert "### `step 28` against `step 0`" in out
+        assert "| reward | 0.100 | 0.950 | +0.850 |" in out
+        (row,) = [line for line in out.splitlines() if line.startswith("| `19`")]
+        assert row == "| `19` | 1.000 → 0.000 | `19 + 5 =` | `no` | `yes ¦ 'x'` |"
