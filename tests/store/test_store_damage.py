@@ -21,7 +21,8 @@ NUM_FLIPS = int(os.environ.get("ROLLTREE_FLIPS", "40"))
 MAKER = textwrap.dedent(
     """
     import random, sys
-    from rolltree.store import Run, StoredRollout
+    import numpy as np
+    from rolltree.store import Run, StoredRollout, TrainedRollout
     run = Run.create(sys.argv[1], config={"model": "tiny", "train": {"lr": 0.5}})
     draw = random.Random(0)
     for step in range(int(sys.argv[2])):
@@ -41,7 +42,13 @@ MAKER = textwrap.dedent(
             )
             for i in range(4)
         )
-        run.add_step(step, {"loss": draw.random()})
+        columns = {
+            name: np.array([draw.random() for _ in range(90)], np.float32)
+            for name in ("advantage", "weight", "logprob", "entropy")
+        }
+        calls = np.array([40, 50], np.int32)
+        trained = TrainedRollout(request_id=f"{step}-0", step=step, num_sampled=calls, **columns)
+        run.add_step(step, {"loss": draw.random()}, [trained])
         run.add_event("note", {"text": "x" * 300}, step=step)
     print("made", flush=True)
     sys.stdin.read()
@@ -74,6 +81,10 @@ PARTS = {
     "light": lambda run: list(run.rollouts(blobs=False, phase="train")),
     "filtered": lambda run: [row.request_id for row in run.rollouts(truncated=True)],
     "steps": lambda run: run.steps(),
+    "trained": lambda run: [
+        (row.request_id, row.step, row.logprob.tolist(), row.weight.tolist())
+        for row in run.trained()
+    ],
     "events": lambda run: run.events(),
     "meta": lambda run: run.meta,
     "num": lambda run: run.num_rollouts(phase="eval"),

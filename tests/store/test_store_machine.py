@@ -5,6 +5,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from hypothesis.stateful import (
 )
 
 from rolltree.errors import StoreError
-from rolltree.store import Run, StoredRollout, summarize
+from rolltree.store import Run, StoredRollout, TrainedRollout, summarize
 
 request_ids = st.sampled_from(["a", "b", "c", "d", "e"])
 phases = st.sampled_from(["eval", "train"])
@@ -59,6 +60,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.run = Run.create(self.folder / "run", config={"a": 1})
         self.rows: list[StoredRollout] = []
         self.steps: dict[int, float] = {}
+        self.trained: dict[int, list[str]] = {}
         self.events: list[str] = []
 
     def teardown(self):
@@ -96,10 +98,17 @@ class StoreMachine(RuleBasedStateMachine):
         with pytest.raises(StoreError, match="nothing of this batch"):
             self.run.add_rollouts([*rows, bad])
 
-    @rule(step=st.integers(1, 5), value=st.floats())
-    def add_step(self, step, value):
-        self.run.add_step(step, {"loss": value})
+    @rule(step=st.integers(1, 5), value=st.floats(), names=st.lists(request_ids, unique=True))
+    def add_step(self, step, value, names):
+        one, calls = np.ones(1, np.float32), np.ones(1, np.int32)
+        columns = dict.fromkeys(("advantage", "weight", "logprob", "entropy"), one * step)
+        trained = [
+            TrainedRollout(request_id=name, step=step, num_sampled=calls, **columns)
+            for name in names
+        ]
+        self.run.add_step(step, {"loss": value}, trained)
         self.steps[step] = value
+        self.trained[step] = names
 
     @rule(after=st.integers(0, 5), of=st.lists(phases, unique=True))
     def truncate(self, after, of):
@@ -114,7 +123,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.events.append("truncated")
         self.rows = kept
         for step in gone:
-            del self.steps[step]
+            del self.steps[step], self.trained[step]
 
     @rule(kind=st.sampled_from(["note", "mark"]))
     def add_event(self, kind):
@@ -158,6 +167,11 @@ class StoreMachine(RuleBasedStateMachine):
         assert list(found) == sorted(self.steps)
         for step, value in self.steps.items():
             assert found[step] == value or (math.isnan(found[step]) and math.isnan(value))
+
+    @invariant()
+    def trained_tokens_agree(self):
+        found = {(row.step, row.request_id): row.weight[0] for row in self.run.trained()}
+        assert found == {(step, n): step for step, names in self.trained.items() for n in names}
 
     @invariant()
     def the_summary_agrees(self):

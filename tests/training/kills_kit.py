@@ -156,6 +156,11 @@ def held(folder: Path, *, trained_only: bool = False) -> dict[str, Any]:
             for name, value in row.metrics.items():
                 if not OF_THE_CLOCK.match(name):
                     found[f"step {row.step} {name}"] = value
+        for each in run.trained():
+            found[f"trained {each.step} {each.request_id}"] = [
+                getattr(each, name).tobytes()
+                for name in ("advantage", "weight", "logprob", "entropy")
+            ]
         events = run.events("evaluation")
         found["evaluations"] = sorted(event.data["phase"] for event in events)
         for event in events:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import torch
 from loop_kit import METRICS, make_config, make_model, start
 from ranks_kit import fork_world
 from training_kit import LetterSource
 
 from rolltree.errors import TrainingError
+from rolltree.store import Run
 from rolltree.training import Silent, load_train_config
 from rolltree.training.rank0 import follow
 from rolltree.training.ranks import STOP
@@ -39,10 +41,23 @@ def curve_of(report):
     return [
         [
             *(step[name] for name in METRICS),
+            *tokens,
             step.get("train/sampling/sampling_logp_difference/max", 0.0),
         ]
-        for step in report.metrics
+        for step, tokens in zip(report.metrics, tokens_of(report.run_path), strict=True)
     ]
+
+
+def tokens_of(path: Path):
+    """Return a number for each array that a step stored of its tokens."""
+    with Run.open(path, "r") as run:
+        for step in range(1, 5):
+            rows = list(run.trained(step=step))
+            columns = [
+                np.nan_to_num(np.concatenate([getattr(row, name) for row in rows]))
+                for name in ("advantage", "weight", "logprob", "entropy")
+            ]
+            yield [float(column @ np.cos(np.arange(len(column)))) for column in columns]
 
 
 def together(config, ranks):

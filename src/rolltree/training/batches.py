@@ -45,14 +45,16 @@ class Pack:
 class Batch:
     """One rank's packs of a step, and the records and samples of all ranks in pack order.
 
-    `records.weight` is the loss coefficient. `num_skipped` counts records whose gradient is zero
-    for any model output, `num_tokens` what one pass over the batch computes on all ranks.
-    `is_whole`: one pack of one rank has all records, so that nothing spans packs or ranks; the same
-    on every rank.
+    `records.weight` is the loss coefficient. `counted` has all records that count in the
+    normalizers, in the order of the samples; `num_skipped` of them have a gradient of zero for any
+    model output and are not in `records`. `num_tokens` is what one pass over the batch computes on
+    all ranks. `is_whole`: one pack of one rank has all records, so that nothing spans packs or
+    ranks; the same on every rank.
     """
 
     packs: tuple[Pack, ...]
     records: Records
+    counted: Records
     samples: tuple[Sample, ...]
     num_skipped: int
     num_tokens: int
@@ -119,7 +121,15 @@ def build_batch(
             num_tokens += forest.num_tokens
     together = concat_records(joined)
     num_skipped = len(records) - len(together)
-    return Batch(tuple(packs), together, tuple(every), num_skipped, num_tokens, len(joined) == 1)
+    return Batch(
+        packs=tuple(packs),
+        records=together,
+        counted=replace(records, weight=weight),
+        samples=tuple(every),
+        num_skipped=num_skipped,
+        num_tokens=num_tokens,
+        is_whole=len(joined) == 1,
+    )
 
 
 def split_rollouts(samples: Sequence[Sample], num_parts: int) -> list[list[Sample]]:

@@ -39,6 +39,7 @@ MAY_CHANGE: tuple[str, ...] = (
     "train.max_failed_share",
     "train.max_tokens",
     "train.num_threads",
+    "train.record_tokens",
     "train.tree_attention",
     "train.chunk_rows",
     "train.gradient_checkpointing",

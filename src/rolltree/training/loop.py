@@ -45,6 +45,7 @@ from rolltree.training.rank0 import (
 from rolltree.training.ranks import Ranks
 from rolltree.training.reporter import Reporter, Silent, TrainReport, TrainStart
 from rolltree.training.servers import Servers
+from rolltree.training.token_record import TokenRecord
 from rolltree.training.trackers import Trackers, eval_numbers, numbers
 from rolltree.training.trainer import Trainer
 from rolltree.types import RolloutResult, State
@@ -261,8 +262,8 @@ class _Loop:
         """Train on what was found; weights, version and stored metrics move together."""
         self.is_writing = True
         sampled_at = time.perf_counter()
-        batch, credit = self._samples(found.trained)
-        trained = await self._train(batch, step)
+        batch, record, credit = self._samples(found.trained)
+        trained = await self._train(batch, step, record)
         spent = time.perf_counter() - began
         metrics = rollout_metrics(found.sampled) | credit | dict(found.metrics) | trained
         sampled = metrics["rollout/total_sampled_tokens"]
@@ -272,10 +273,13 @@ class _Loop:
             "time/step": spent,
             "rollout/tokens_per_s": sampled / max(spent, 1e-9),
         }
-        self.run.add_step(step, metrics)
+        await asyncio.to_thread(self._store, step, metrics, record)
         self.done, self.is_writing = step, False
         self._hint_at_equal_rewards(metrics)
         return metrics
+
+    def _store(self, step: int, metrics: Mapping[str, float], record: TokenRecord | None) -> None:
+        self.run.add_step(step, metrics, () if record is None else record.rows(step))
 
     def _hint_at_equal_rewards(self, metrics: Mapping[str, float]) -> None:
         """Say once, after `_PATIENCE` steps in a row, that equal rewards teach nothing."""
@@ -289,12 +293,15 @@ class _Loop:
                 "Is max_tokens long enough? Is the task too hard, or too easy, for this model?"
             )
 
-    async def _train(self, batch: SampleBatch, step: int) -> dict[str, float]:
+    async def _train(
+        self, batch: SampleBatch, step: int, record: TokenRecord | None
+    ) -> dict[str, float]:
         """Train on the samples, publish the weights as version `step`, and verify that."""
+        on_batch = None if record is None else record.add
         if not self.config.train.async_steps:
             async with self.parts.engine.paused():
                 self.publisher.expect(batch.samples)
-                trained = self.trainer.step(batch.samples, step)
+                trained = self.trainer.step(batch.samples, step, on_batch=on_batch)
                 await self.publisher.publish(step)
             spent = {"time/broadcast_weights": self.publisher.spent_s}
             return trained | spent | await self.publisher.verify(step)
@@ -305,7 +312,7 @@ class _Loop:
 
         def train() -> dict[str, float]:
             self.publisher.expect(samples)
-            return self.trainer.step(samples, step, exclusive=lock)
+            return self.trainer.step(samples, step, exclusive=lock, on_batch=on_batch)
 
         trained = await uninterrupted(asyncio.to_thread(train))
         self.weight_lock = None
@@ -313,8 +320,10 @@ class _Loop:
         spent = {"time/paused_s": lock.paused_s, "time/broadcast_weights": self.publisher.spent_s}
         return trained | stale | verified | spent
 
-    def _samples(self, results: Sequence[RolloutResult]) -> tuple[SampleBatch, dict[str, float]]:
-        """Assign credit and build the samples of one step."""
+    def _samples(
+        self, results: Sequence[RolloutResult]
+    ) -> tuple[SampleBatch, TokenRecord | None, dict[str, float]]:
+        """Assign credit and build the samples of one step, and what records its tokens."""
         section, algorithm = self.config.train, self.config.algorithm
         report = assign_credit(
             results,
@@ -340,7 +349,8 @@ class _Loop:
             max_seq_len=section.max_seq_len,
             group_key=keys[section.share_prefix_across] if section.scope == "tree" else None,
         )
-        return batch, report.metrics
+        record = TokenRecord(results, report.trained) if section.record_tokens else None
+        return batch, record, report.metrics
 
     def _save(self, step: int) -> None:
         start = time.perf_counter()

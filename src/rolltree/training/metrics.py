@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from rolltree.estimate import estimate
 from rolltree.samples import take_records
@@ -25,13 +26,24 @@ from rolltree.types import FinishReason, IntArray, Records, RolloutResult, State
 
 
 class RecordStats:
-    """Logprob, entropy, KL, clipping and correction of every record of one optimizer step."""
+    """Logprob, entropy, KL, clipping and correction of every record of one optimizer step.
 
-    def __init__(self, num_records: int, *, kl: bool = False, factor: bool = False) -> None:
+    `reference` is the logprob of the model that an estimated KL is to.
+    """
+
+    def __init__(
+        self,
+        num_records: int,
+        *,
+        kl: bool = False,
+        reference: bool = False,
+        factor: bool = False,
+    ) -> None:
         self.logprob = np.zeros(num_records, np.float32)
         self.entropy = np.zeros(num_records, np.float32)
         self.clipped = np.zeros(num_records, np.float32)
         self.kl = np.zeros(num_records, np.float32) if kl else None
+        self.reference = np.zeros(num_records, np.float32) if reference else None
         self.factor = np.zeros(num_records, np.float32) if factor else None
         self.loss = 0.0
 
@@ -41,6 +53,7 @@ class RecordStats:
         got: RecordLogprobs,
         terms: ObjectiveTerms,
         factor: FloatColumn | None = None,
+        reference: Tensor | None = None,
     ) -> None:
         """Take the records of one pack; `factor` is the correction's."""
         self.logprob[span] = got.logprob.detach().cpu().numpy()
@@ -49,14 +62,16 @@ class RecordStats:
         self.loss += float(terms.total.detach())
         if self.kl is not None and terms.kl is not None:
             self.kl[span] = terms.kl.cpu().numpy()
+        if self.reference is not None and reference is not None:
+            self.reference[span] = reference.cpu().numpy()
         if self.factor is not None and factor is not None:
             self.factor[span] = factor
 
     def sum_over(self, ranks: Ranks) -> None:
         """Add what the other ranks saw of the same records; each record is one rank's."""
-        columns = {name: getattr(self, name) for name in ("logprob", "entropy", "clipped")}
-        columns |= {"kl": self.kl} if self.kl is not None else {}
-        columns |= {"factor": self.factor} if self.factor is not None else {}
+        names = ("logprob", "entropy", "clipped", "kl", "reference", "factor")
+        found = {name: getattr(self, name) for name in names}
+        columns = {name: column for name, column in found.items() if column is not None}
         *summed, loss = ranks.total(*columns.values(), np.array([self.loss]))
         for name, column in zip(columns, summed, strict=True):
             setattr(self, name, column)

@@ -28,7 +28,7 @@ from rolltree.training.lora import add_adapter, copy_weights
 from rolltree.training.optim import Optimizer
 from rolltree.training.publishing import next_logprobs
 from rolltree.training.ranks import STOP, Ranks, samples_from_data, samples_to_data
-from rolltree.training.trainer import Exclusive, Trainer
+from rolltree.training.trainer import Exclusive, OnBatch, Trainer
 from rolltree.types import FloatArray, IntArray, Sample
 
 
@@ -57,12 +57,17 @@ class Rank0Trainer(Trainer):
     """The trainer of rank 0: each of its steps is a step of every rank."""
 
     def step(
-        self, samples: Sequence[Sample], step: int, *, exclusive: Exclusive = nullcontext
+        self,
+        samples: Sequence[Sample],
+        step: int,
+        *,
+        exclusive: Exclusive = nullcontext,
+        on_batch: OnBatch | None = None,
     ) -> dict[str, float]:
         """Do what `Trainer.step` does, on all ranks."""
         assert self.ranks is not None
         self.ranks.tell("step", {"step": step, "samples": samples_to_data(samples)})
-        return super().step(samples, step, exclusive=exclusive)
+        return super().step(samples, step, exclusive=exclusive, on_batch=on_batch)
 
 
 class Rank0Checkpoints(Checkpoints):

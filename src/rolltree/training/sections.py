@@ -302,6 +302,8 @@ class TrainSection(Section, frozen=True):
       those that are left are the easy ones: failed model calls are sampled again until they work,
       and the run ends when other failures are as many.
     - `max_mismatch`: stop if trainer and engine logprobs differ by more on average.
+    - `record_tokens`: store what each step knew of every trained token (advantage, loss weight, the
+      trainer's logprob, entropy), which `Run.trained` reads.
     - `num_threads`: torch's number of threads (None: leave it).
     """
 
@@ -322,6 +324,7 @@ class TrainSection(Section, frozen=True):
     max_lag: AtLeast0 | None = None
     max_failed_share: Share = 0.5
     max_mismatch: Positive = 0.1
+    record_tokens: bool = True
     num_threads: AtLeast1 | None = None
 
     def __post_init__(self) -> None:

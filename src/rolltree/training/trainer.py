@@ -49,6 +49,8 @@ from rolltree.types import Sample
 
 Exclusive = Callable[[], AbstractContextManager[None]]
 """Returns the context in which nothing but the optimizer touches the weights."""
+OnBatch = Callable[[Batch, RecordStats], None]
+"""Told what was seen of a batch."""
 
 
 class Trainer:
@@ -197,11 +199,17 @@ class Trainer:
         return reader
 
     def step(
-        self, samples: Sequence[Sample], step: int, *, exclusive: Exclusive = nullcontext
+        self,
+        samples: Sequence[Sample],
+        step: int,
+        *,
+        exclusive: Exclusive = nullcontext,
+        on_batch: OnBatch | None = None,
     ) -> dict[str, float]:
         """Make `train.updates_per_step` optimizer steps on the samples of step `step` (from 1).
 
         `exclusive` is opened before the first write to the weights and closed after the last.
+        `on_batch` is called for each mini-batch after its first gradients.
 
         Returns the metrics of the step: losses and ratios of the first update, gradient norms of
         the last.
@@ -235,6 +243,8 @@ class Trainer:
             for update in range(num_updates):
                 batch = batches[update % len(batches)]
                 stats = self._gradients(batch, fixed_terms[update % len(batches)])
+                if on_batch is not None and update < len(batches):
+                    on_batch(batch, stats)
                 if update == 0:
                     metrics = stats.metrics(batch.records, fresh)
                     if not self.algorithm.supervised:
@@ -308,8 +318,13 @@ class Trainer:
         return stats
 
     def _new_stats(self, num_records: int) -> RecordStats:
-        corrects = self.algorithm.correction is not None
-        return RecordStats(num_records, kl=self.reference is not None, factor=corrects)
+        refers = self.reference is not None
+        return RecordStats(
+            num_records,
+            kl=refers,
+            reference=refers and not self._whole_kl,
+            factor=self.algorithm.correction is not None,
+        )
 
     def _loss(
         self, item: Pack, fixed: FixedTerms | None, ratios: FloatColumn | None, stats: RecordStats
@@ -329,7 +344,7 @@ class Trainer:
         if ratios is None:
             ratios = rollout_ratios(algorithm, records, fixed, now)
         terms = objective(algorithm, records.weight, fixed, got, ratios=ratios, reference=reference)
-        stats.add(item.span, got, terms, fixed.factor)
+        stats.add(item.span, got, terms, fixed.factor, reference)
         return terms.total
 
     def _read(self, item: Pack) -> tuple[RecordLogprobs, Tensor | None]:

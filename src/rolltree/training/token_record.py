@@ -1,0 +1,99 @@
+"""What a step knew of each sampled token, put together for the run store.
+
+The trainer knows loss records in the order of its packs, and only those that it computed; the store
+gets an array per rollout over all of its sampled tokens, in call order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from rolltree.samples.resolve import resolve_tokens
+from rolltree.store import TrainedRollout
+from rolltree.training.batches import Batch
+from rolltree.training.layout import FloatColumn, LongArray
+from rolltree.training.metrics import RecordStats
+from rolltree.types import Records, RolloutResult, State
+
+
+class TokenRecord:
+    """Collects what one step sees of its tokens.
+
+    Args:
+        results: the rollouts of the step.
+        states: those of them that it trains, in the order of `records.rollout`; with the advantages
+            that credit wrote into their steps.
+    """
+
+    def __init__(self, results: Sequence[RolloutResult], states: Sequence[State]) -> None:
+        self._states = states
+        self._names = {
+            id(state): (result.request.request_id, index)
+            for result in results
+            for index, state in enumerate(result.states)
+        }
+        self._seen: list[tuple[Records, Records, RecordStats]] = []
+
+    def add(self, batch: Batch, stats: RecordStats) -> None:
+        """Take what the first update on a batch saw; nothing is computed here."""
+        self._seen.append((batch.counted, batch.records, stats))
+
+    def rows(self, step: int) -> list[TrainedRollout]:
+        """Return a row for each trained rollout of step `step`."""
+        sampled = [self._num_sampled(state) for state in self._states]
+        counts = np.array([n for calls in sampled for n in calls], np.int64)
+        starts = np.cumsum([0, *counts])
+        first_call = np.array([*accumulate(map(len, sampled), initial=0)], np.int64)
+        size = int(starts[-1])
+        columns: dict[str, FloatColumn] = {
+            "advantage": np.repeat(self._advantages(), counts),
+            "weight": np.zeros(size, np.float32),
+            "logprob": np.full(size, np.nan, np.float32),
+            "entropy": np.full(size, np.nan, np.float32),
+        }
+
+        def place(records: Records) -> LongArray:
+            found: LongArray = starts[first_call[records.rollout] + records.call] + records.offset
+            return found
+
+        for counted, computed, stats in self._seen:
+            at = place(counted)
+            columns["advantage"][at] = counted.advantage
+            columns["weight"][at] = counted.weight
+            at = place(computed)
+            if stats.factor is not None:
+                columns["weight"][at] *= stats.factor
+            known = {"logprob": stats.logprob, "entropy": stats.entropy}
+            known |= {"reference": stats.reference} if stats.reference is not None else {}
+            known |= {"kl": stats.kl} if stats.kl is not None and stats.reference is None else {}
+            for name, values in known.items():
+                column = columns.setdefault(name, np.full(size, np.nan, np.float32))
+                column[at] = values
+        edges = starts[first_call]
+        rows = []
+        for state, calls, low, high in zip(
+            self._states, sampled, edges[:-1], edges[1:], strict=True
+        ):
+            request_id, index = self._names[id(state)]
+            rows.append(
+                TrainedRollout(
+                    request_id=request_id,
+                    trajectory_index=index,
+                    step=step,
+                    num_sampled=np.array(calls, np.int32),
+                    **{name: column[low:high] for name, column in columns.items()},
+                )
+            )
+        return rows
+
+    @staticmethod
+    def _num_sampled(state: State) -> list[int]:
+        tree, handles = resolve_tokens(0, state["trajectory"])
+        return [tree.num_sampled(handle) if handle >= 0 else 0 for handle in handles]
+
+    def _advantages(self) -> FloatColumn:
+        given = [step.get("advantage") for state in self._states for step in state["trajectory"]]
+        return np.array([value or 0.0 for value in given], np.float32)
