@@ -173,7 +173,9 @@ def test_a_run_stores_what_it_trained(model, tmp_path):
                 known = ~np.isnan(row.logprob)
                 mismatch += np.abs(row.logprob - engine)[known].sum()
                 count += known.sum()
-            assert mismatch / count == pytest.approx(step["mismatch/abs_mean"], rel=1e-3)
+            assert mismatch / count == pytest.approx(
+                step["train/sampling/sampling_logp_difference/mean"], rel=1e-3
+            )
             assert count == step["train/num_records"]
         failed = {row.request_id for row in run.rollouts(status="error")}
         trained = [row.request_id for row in run.trained()]
