@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 PHASE = "eval"
 MAY_CHANGE = ("num_examples", "rollouts_per_example", "max_concurrent", "base_url")
 """Settings in which a continued evaluation may differ from its first start."""
-DEFAULTS: dict[str, Any] = {"env_args": {}, "base_url": None, "sampling": {}, "seed": 0, "split": "eval"}
+DEFAULTS: dict[str, Any] = {
+    "env_args": {},
+    "base_url": None,
+    "sampling": {},
+    "seed": 0,
+    "split": "eval",
+}
 """What a setting counts as that a run from before the setting does not name."""
 NUM_EXAMPLES, ROLLOUTS_PER_EXAMPLE = 5, 3
 SPLITS: tuple[Literal["train", "eval"], ...] = ("train", "eval")
