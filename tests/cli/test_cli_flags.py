@@ -27,7 +27,10 @@ FLAGS = {
         "--control-in-messages",
     },
     "runs": {"root"},
-    "show": {"run", "--phase", "--transcripts", "--failed", "--limit"},
+    "show": {
+        "run", "--phase", "--step", "--failed", "--where", "--sort", "--last", "--transcripts",
+        "--limit", "--json",
+    },
     "replay": {
         "run", "rollout", "--env", "-a", "--env-args", "--compat", "--phase", "-n",
         "--num-rollouts", "--ignore", "--no-score", "--until", "--pdb", "--continue", "-m",

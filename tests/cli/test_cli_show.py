@@ -111,6 +111,45 @@ def test_show_cuts_long_messages(path):
     assert "sev … (2 more)" in out
 
 
+def test_show_chosen_rollouts(path):
+    out = invoke("show", path, "--step", 2, "--transcripts", 5)
+    assert "2 rollouts: step 2" in out
+    assert "2 + 5 =" in out
+    assert "1 + 5 =" not in out
+    assert invoke("show", path, "--step", -1, "--transcripts", 5) == out
+    out = invoke("show", path, "--sort", "-reward", "--transcripts", 2)
+    assert out.index("2 + 5 =") < out.index("1 + 5 =")
+    assert "4 rollouts: reward, the greatest first" in out
+    assert "seven" in invoke("show", path, "--sort", "reward")  # what has no reward comes last
+    assert "it broke" in invoke("show", path, "--last")
+    out = invoke("show", path, "--where", "reward < 0.8", "--where", "phase=train")
+    assert "1 rollout: reward < 0.8 and phase=train" in out
+    assert "1 + 5 =" in out
+
+
+def test_show_json(path):
+    data = json.loads(invoke("show", path, "--where", "reward > 0.4", "--transcripts", 9, "--json"))
+    assert [phase["phase"] for phase in data["phases"]] == ["eval_before", "train"]
+    assert [row["reward"] for row in data["rollouts"]] == [0.5, 1.0]
+    assert data["rollouts"][0]["completion"] == [{"role": "assistant", "content": "12"}]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--step", "7"], "has no training rollouts of step 7; it has them for steps 1 to 2"),
+        (["--phase", "trian"], "Did you mean 'train'"),
+        (["--sort", "rewrad"], "Did you mean 'reward'"),
+        (["--where", "reward <"], "Write conditions like"),
+        (["--last", "--sort", "reward"], "choose one"),
+    ],
+)
+def test_show_mistakes(path, words, said):
+    result = CliRunner().invoke(app, ["show", str(path), *words])
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
 def test_export(path, tmp_path):
     assert "wrote 4 rollouts" in invoke("export", path, tmp_path / "all.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]

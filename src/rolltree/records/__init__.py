@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rolltree.lazy import loader
 
 if TYPE_CHECKING:
+    from rolltree.records.chosen import shown_requests as shown_requests
     from rolltree.records.comparison import ComparedPair as ComparedPair
     from rolltree.records.comparison import RunComparison as RunComparison
     from rolltree.records.comparison import compare as compare
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from rolltree.records.table import Table as Table
 
 _MODULES = {
+    "chosen": "shown_requests",
     "debugging": "replay_with_debugger",
     "read": "RunData read_run",
     "recorded": "Difference",

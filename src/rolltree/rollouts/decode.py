@@ -77,17 +77,20 @@ def decode_results(
         yield pending
 
 
-def export_line(row: StoredRollout) -> dict[str, Any]:
+def export_line(row: StoredRollout, *, tokens: bool = True) -> dict[str, Any]:
     """Return a row as one JSON line in the shape of spec 1: for `run.export(render=...)`.
 
     `trajectory` restates every step's prompt and token lists, so its size is O(T^2) in turns.
+    Without `tokens` it is left out.
     """
     line = {name: getattr(row, name) for name in _EXPORTED}
-    result = decode_rollout(row)
+    result = decode_rollout(row, tokens=tokens)
     line["prompt"] = result.request.input["prompt"]
     for state in result.states:
         line["prompt"] = state.get("prompt")
         line["completion"] = state.get("completion")
+        if not tokens:
+            continue
         line["trajectory"] = [
             {**step, "tokens": dict(step["tokens"].items()) if step["tokens"] else None}
             for step in state["trajectory"]

@@ -1,0 +1,103 @@
+"""`rolltree show`: phases, rewards, the curve, and chosen rollouts of a stored run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from rolltree.cli.runs import phase_option, run_argument
+
+
+@click.command("show")
+@run_argument
+@phase_option
+@click.option("--step", type=int, help="Only training rollouts of this step; -1 is the last one.")
+@click.option("--failed", is_flag=True, help="Only failed rollouts.")
+@click.option(
+    "--where",
+    multiple=True,
+    help="Only rollouts with, such as 'reward < 0.5 and metrics/tries >= 2'; repeat it for more.",
+)
+@click.option("--sort", help="Order by a column or metrics/NAME; -reward begins with the greatest.")
+@click.option("--last", is_flag=True, help="Begin with the rollout that was stored last.")
+@click.option(
+    "--transcripts", type=click.IntRange(min=0), default=1, help="Number of rollouts to print."
+)
+@click.option(
+    "--limit", type=click.IntRange(min=1), default=600, help="Maximum characters of one message."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the run and these rollouts as JSON.")
+def show_run(
+    run: Path,
+    phase: str | None,
+    step: int | None,
+    failed: bool,
+    where: tuple[str, ...],
+    sort: str | None,
+    last: bool,
+    transcripts: int,
+    limit: int,
+    as_json: bool,
+) -> None:
+    """Show a run: phases, rewards, curve, and some rollouts."""
+    from rolltree.records import shown_requests
+    from rolltree.store import Run, summarize
+
+    if last and sort:
+        raise click.UsageError("--last and --sort are two orders; choose one.")
+    with Run.open(run, mode="r") as stored:
+        chosen = shown_requests(
+            stored,
+            num=transcripts,
+            phase=phase,
+            step=step,
+            failed=failed,
+            where=where,
+            sort="-id" if last else sort,
+        )
+        if as_json:
+            _print_json(stored, chosen.request_ids)
+            return
+        from rolltree.reports import SafeConsole, phases_table, reward_curve, say, transcript
+        from rolltree.rollouts.decode import decode_results
+
+        console = SafeConsole()
+        console.print(phases_table(summarize(stored)))
+        curve = reward_curve(stored)
+        if curve is not None:
+            from rich.text import Text
+
+            from rolltree.reports import terminal_curve
+
+            console.print(Text(terminal_curve(curve), no_wrap=True))
+        if phase:
+            from rolltree.evaluation import stored_report
+            from rolltree.reports import evaluation_facts, evaluation_table
+
+            report = stored_report(stored, phase, outcomes=False)
+            console.print(evaluation_table(report), "", evaluation_facts(report))
+        if chosen.words:
+            say(console, str(chosen))
+        for request_id in chosen.request_ids:
+            rows = stored.rollouts(request_id=request_id)
+            for result in decode_results(rows, tokens=False):
+                console.print(transcript(result, limit=limit))
+
+
+def _print_json(stored: Any, request_ids: tuple[str, ...]) -> None:
+    import json
+    from dataclasses import asdict
+
+    from rolltree.redact import redact
+    from rolltree.rollouts.decode import export_line
+    from rolltree.store import summarize, to_plain
+
+    summary = {**asdict(summarize(stored)), "path": str(stored.path)}
+    rows = [
+        export_line(row, tokens=False)
+        for request_id in request_ids
+        for row in stored.rollouts(request_id=request_id)
+    ]
+    print(json.dumps(redact(to_plain({**summary, "rollouts": rows})), indent=2))
