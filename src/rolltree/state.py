@@ -2,11 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import copy, deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 INPUT_FIELDS: tuple[str, ...] = ("prompt", "answer", "task", "info", "example_id")
 _FORWARDED = frozenset(INPUT_FIELDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What scoring may change in a state, as it was when the rollout was played and not scored.
+
+    `keys` are the state's own, `step_rewards` has one entry per step. `State.played` holds it, and
+    so does the store, so that a stored rollout can be scored again as if for the first time.
+    """
+
+    keys: frozenset[str]
+    reward: float | None
+    metrics: Mapping[str, Any] | None
+    step_rewards: tuple[float | None, ...]
+    has_step_rewards: bool | None
+
+    @classmethod
+    def of(cls, state: State) -> Played:
+        """Note what a state is now."""
+        metrics = state.get("metrics")
+        return cls(
+            keys=frozenset(dict.keys(state)),
+            reward=state.get("reward"),
+            metrics=dict(metrics) if metrics else metrics,
+            step_rewards=tuple(step.get("reward") for step in state.get("trajectory") or ()),
+            has_step_rewards=state.get("has_step_rewards"),
+        )
 
 
 class State(dict[str, Any]):
@@ -26,6 +55,8 @@ class State(dict[str, Any]):
     INPUT_FIELDS = list(INPUT_FIELDS)
     began_s: float | None = None
     """`time.monotonic()` when the rollout began, for its durations; it is not stored."""
+    played: Played | None = None
+    """What it was before anything scored it; None where nobody noted that."""
 
     def _forwards(self, key: object) -> bool:
         return key in _FORWARDED and dict.__contains__(self, "input")

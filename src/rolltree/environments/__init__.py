@@ -49,6 +49,8 @@ __all__ = [
     "find_environment",
     "known_environments",
     "load_environment",
+    "load_object",
+    "score_episode",
     "stop",
     "teardown",
 ]

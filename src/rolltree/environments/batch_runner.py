@@ -33,6 +33,7 @@ from rolltree.rollouts import (
 )
 from rolltree.rollouts.requests import Episode, playing
 from rolltree.rubrics import Rubric, write_advantages
+from rolltree.state import Played
 from rolltree.tasks import my_turn, run_sync
 from rolltree.tokens import Trajectory
 from rolltree.types import (
@@ -255,13 +256,7 @@ class BatchRunner(ABC):
         for playing; scoring does not count.
         """
         states = await self.play_request(request, client)
-        if self.rubric.has_group_rewards:
-            return states
-        episode = current_episode()
-        with nullcontext() if episode is None else episode.clock.excluded():
-            for state in states:
-                if state.get("error") is None:
-                    await self._score(state)
+        await score_episode(self.rubric, states)
         return states
 
     async def play_request(self, request: RolloutRequest, client: ModelClient) -> list[State]:
@@ -300,13 +295,9 @@ class BatchRunner(ABC):
         finally:
             for made in states if states is not None else episode.states:
                 await self._cleanup(made)
+        for state in states:
+            state.played = Played.of(state)
         return states
-
-    async def _score(self, state: State) -> None:
-        try:
-            await self.rubric.score_rollout(state)
-        except Exception as error:  # noqa: BLE001  an overridden rubric may raise: it is data
-            state["error"], state["reward"] = record_error(error, "scoring"), None
 
     @property
     def has_group_rewards(self) -> bool:
@@ -447,6 +438,24 @@ class BatchRunner(ABC):
                 requests.append(group_member(request, met[group]))
                 met[group] += 1
         return requests
+
+
+async def score_episode(rubric: Rubric, states: Sequence[State]) -> None:
+    """Score the rollouts of one episode that have not failed, each alone, in place.
+
+    Nothing is done where the rubric compares the members of a group: `score_group` comes later.
+    """
+    if rubric.has_group_rewards:
+        return
+    episode = current_episode()
+    with nullcontext() if episode is None else episode.clock.excluded():
+        for state in states:
+            if state.get("error") is not None:
+                continue
+            try:
+                await rubric.score_rollout(state)
+            except Exception as error:  # noqa: BLE001  an overridden rubric may raise: it is data
+                state["error"], state["reward"] = record_error(error, "scoring"), None
 
 
 class _Unscored:

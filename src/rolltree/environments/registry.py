@@ -99,6 +99,38 @@ def find_environment(name: str) -> Factory:
     )
 
 
+def load_object(where: str) -> Any:
+    """Return what `module:name` or `path/to/file.py:name` names. It runs the code that it finds.
+
+    Raises:
+        ConfigError: the text has another form, or there is no such file.
+        UnknownName: there is no such module, or nothing of that name in it.
+    """
+    source, colon, name = where.rpartition(":")
+    if not colon or not source or not name.isidentifier():
+        raise ConfigError(
+            f"{where!r} does not say where the object is. Write module:name, as in "
+            "my_rewards:rubric, or path/to/file.py:name."
+        )
+    if source.endswith(".py"):
+        if not Path(source).is_file():
+            raise ConfigError(f"there is no file {source}, which {where!r} names. Check the path.")
+        module = _load_file(Path(source))
+    else:
+        try:
+            module = importlib.import_module(source)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{source}.".startswith(f"{error.name}."):
+                raise
+            raise UnknownName(
+                f"there is no module {error.name!r}, which {where!r} names. Install its package, "
+                "or name its file: path/to/file.py:name."
+            ) from error
+    if not hasattr(module, name):
+        raise UnknownName(f"{source} has no {name!r}.{did_you_mean(name, dir(module))}")
+    return getattr(module, name)
+
+
 def environment_file(name: str) -> Path | None:
     """Return the file that `find_environment` would import, without importing it."""
     if _is_path(name) and _at(name):

@@ -11,6 +11,7 @@ from typing import Any
 
 from rolltree.errors import StoreError
 from rolltree.rollouts.message_table import MessageReader
+from rolltree.state import Played
 from rolltree.store import StoredRollout, loads
 from rolltree.types import ErrorRecord, RolloutRequest, RolloutResult, SamplingParams, State
 
@@ -21,7 +22,8 @@ VERSION = 1
 def decode_rollout(row: StoredRollout, *, tokens: bool = True) -> RolloutResult:
     """Rebuild the result that one row holds: its request, its one state, its error.
 
-    Without `tokens`, a step of the trajectory is a dict with its prompt and completion alone.
+    Without `tokens`, a step of the trajectory is a plain dict with its prompt, completion, reward,
+    advantage and extras.
 
     Raises:
         StoreError: the row was read without its blobs, or its record is not one of this version.
@@ -121,8 +123,11 @@ def _decode_state(
     own: dict[str, Any] = dict(data["fields"])
     trajectory: Any
     if tree is None:
-        names = ("prompt", "completion")
-        trajectory = [{name: messages.get(step[name]) for name in names} for step in data["steps"]]
+        trajectory = [
+            {name: messages.get(step[name]) for name in ("prompt", "completion")}
+            | {name: step[name] for name in ("reward", "advantage", "extras")}
+            for step in data["steps"]
+        ]
     else:
         from rolltree.rollouts.record_steps import decode_trajectory
 
@@ -140,7 +145,20 @@ def _decode_state(
         source = data["input"]
         apart["input"] = dict(request.input) if source is None else _decode_input(source, messages)
     own.update({key: apart[key] for key in data["has"]})
-    return State(own)
+    state = State(own)
+    if "played" in data:
+        state.played = _decode_played(data["played"], state)
+    return state
+
+
+def _decode_played(data: dict[str, Any], state: State) -> Played:
+    return Played(
+        keys=frozenset(dict.keys(state) - set(data.get("added", ()))),
+        reward=data.get("reward"),
+        metrics=data.get("metrics"),
+        step_rewards=data.get("step_rewards", (None,) * len(state["trajectory"])),
+        has_step_rewards=data.get("has_step_rewards"),
+    )
 
 
 def _decode_error(data: dict[str, Any] | None) -> ErrorRecord | None:

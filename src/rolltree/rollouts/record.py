@@ -21,6 +21,7 @@ from rolltree.redact import redact
 from rolltree.rollouts.decode import VERSION
 from rolltree.rollouts.message_table import MessageTable
 from rolltree.rollouts.record_steps import trajectory_data
+from rolltree.state import Played
 from rolltree.store import Run, StoredRollout, dumps
 from rolltree.tasks import uninterrupted
 from rolltree.tokens import StepTokens, TokenTree, Trajectory, peek
@@ -250,8 +251,23 @@ def _state_data(
         ),
         "steps": trajectory_data(trajectory, table),
     }
+    if state.played is not None:
+        data["played"] = _played_data(state, state.played)
     source = own.get("input")
     if isinstance(source, Mapping):
         found = _input_data(source, table)
         data["input"] = None if dumps(found) == dumps(request_input) else found
     return data
+
+
+def _played_data(state: State, played: Played) -> dict[str, Any]:
+    """Return what scoring added to a state or changed in it; nothing is written for what is None."""
+    data = {
+        "added": sorted(dict.keys(state) - played.keys),
+        "reward": played.reward,
+        "metrics": played.metrics,
+        "has_step_rewards": played.has_step_rewards,
+    }
+    if any(reward is not None for reward in played.step_rewards):
+        data["step_rewards"] = played.step_rewards
+    return {name: value for name, value in data.items() if value not in (None, [])}

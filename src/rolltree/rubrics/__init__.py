@@ -4,7 +4,14 @@ from rolltree.rubrics.functions import RewardFunc, RewardFunction, run_inline
 from rolltree.rubrics.groups import PerAgentRubric, RubricGroup
 from rolltree.rubrics.judge import JUDGE_PROMPT, JudgeRubric
 from rolltree.rubrics.math_rubric import MathRubric
-from rolltree.rubrics.rubric import Rubric, Scores, ToolRubric, centred_rewards, write_advantages
+from rolltree.rubrics.rubric import (
+    Rubric,
+    Scores,
+    ToolRubric,
+    centred_rewards,
+    undo_scores,
+    write_advantages,
+)
 
 __all__ = [
     "JUDGE_PROMPT",
@@ -19,5 +26,6 @@ __all__ = [
     "ToolRubric",
     "centred_rewards",
     "run_inline",
+    "undo_scores",
     "write_advantages",
 ]

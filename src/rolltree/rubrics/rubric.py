@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from rolltree.rubrics.functions import (
     run_inline,
     without_semaphore,
 )
+from rolltree.state import Played
 from rolltree.tools import raw_tool_calls
 from rolltree.types import ErrorRecord, Messages, State
 
@@ -320,6 +321,43 @@ def write_scores(state: State, scores: Scores, elapsed_s: float) -> None:
     if timing is not None:
         timing["scoring_ms"] = elapsed_s * 1000.0
         timing["total_ms"] = timing["generation_ms"] + timing["scoring_ms"]
+
+
+def undo_scores(state: State) -> None:
+    """Make a scored state what it was when it had been played, so that it can be scored again.
+
+    What scoring added is gone, also what reward functions left in the state. A failure stays unless
+    scoring failed. In a state that does not say what it was (`State.played`), step rewards that are
+    the rollout's own stay, with its reward and metrics, and are overwritten where they are scored.
+    """
+    played = state.played or _guess(state)
+    for key in [key for key in dict.keys(state) if key not in played.keys]:
+        dict.__delitem__(state, key)
+    for key, value in (("reward", played.reward), ("metrics", played.metrics), ("advantage", None)):
+        if key in played.keys:
+            state[key] = dict(value) if isinstance(value, Mapping) else value
+    if played.has_step_rewards is not None:
+        state["has_step_rewards"] = played.has_step_rewards
+    error = state.get("error")
+    if isinstance(error, ErrorRecord) and error.phase == "scoring":
+        state["error"] = None
+    for step, reward in zip(state["trajectory"], played.step_rewards, strict=True):
+        step["reward"], step["advantage"] = reward, None
+    timing = state.get("timing")
+    if timing is not None:
+        timing["scoring_ms"], timing["total_ms"] = 0.0, timing["generation_ms"]
+
+
+_ADDED = frozenset(("has_step_rewards", "scoring_errors", "judge_response", "credit"))
+
+
+def _guess(state: State) -> Played:
+    """Return what a state most likely was that was stored without a note of it."""
+    now = Played.of(state)
+    if now.has_step_rewards:
+        return replace(now, keys=now.keys - (_ADDED - {"has_step_rewards"}))
+    nothing = (None,) * len(now.step_rewards)
+    return Played(now.keys - _ADDED, None, None, nothing, None)
 
 
 def centred_rewards(
