@@ -108,6 +108,7 @@ NAMES = [
     "read_run",
     "replay",
     "replay_many",
+    "rescore",
     "run_inline",
     "stop",
     "supervised_states",

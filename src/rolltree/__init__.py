@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from rolltree.records import read_run as read_run
     from rolltree.records import replay as replay
     from rolltree.records import replay_many as replay_many
+    from rolltree.records import rescore as rescore
     from rolltree.rollouts import GroupStrategy as GroupStrategy
     from rolltree.rollouts import RolloutEngine as RolloutEngine
     from rolltree.rollouts import RolloutSource as RolloutSource
@@ -135,7 +136,7 @@ _ROOMS: dict[str, str] = {
     "models": "load_model",
     "parsers": "MaybeThinkParser Parser ThinkParser XMLParser compose_parsers extract_boxed_answer "
     "extract_hash_answer",
-    "records": "RunData compare read_run replay replay_many",
+    "records": "RunData compare read_run replay replay_many rescore",
     "rollouts": "GroupStrategy RolloutEngine RolloutSource build_requests",
     "rubrics": "JudgeRubric MathRubric Rubric RubricGroup ToolRubric run_inline",
     "samples": "build_samples pack_samples process_trajectories_for_training prune_sample",

@@ -1,6 +1,6 @@
 """Environments: data, worlds and rewards behind one interface (spec 1)."""
 
-from rolltree.environments.batch_runner import GenerateMetadata, GenerateResults
+from rolltree.environments.batch_runner import GenerateMetadata, GenerateResults, score_episode
 from rolltree.environments.code import changed_code
 from rolltree.environments.dataset import Rows
 from rolltree.environments.env_group import EnvGroup
@@ -15,6 +15,7 @@ from rolltree.environments.registry import (
     find_environment,
     known_environments,
     load_environment,
+    load_object,
 )
 from rolltree.environments.sandbox_env import PythonEnv, SandboxEnv
 from rolltree.environments.tool_env import StatefulToolEnv, ToolEnv

@@ -261,8 +261,8 @@ def _state_data(
 
 
 def _played_data(state: State, played: Played) -> dict[str, Any]:
-    """Return what scoring added to a state or changed in it; nothing is written for what is None."""
-    data = {
+    """Return what scoring added to a state, and what it may have changed; None is left out."""
+    data: dict[str, Any] = {
         "added": sorted(dict.keys(state) - played.keys),
         "reward": played.reward,
         "metrics": played.metrics,

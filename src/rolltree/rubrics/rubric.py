@@ -327,8 +327,8 @@ def undo_scores(state: State) -> None:
     """Make a scored state what it was when it had been played, so that it can be scored again.
 
     What scoring added is gone, also what reward functions left in the state. A failure stays unless
-    scoring failed. In a state that does not say what it was (`State.played`), step rewards that are
-    the rollout's own stay, with its reward and metrics, and are overwritten where they are scored.
+    scoring failed. In a state that does not say what it was (`State.played`) the rewards and metrics
+    of a world stay, and are overwritten where they are scored.
     """
     played = state.played or _guess(state)
     for key in [key for key in dict.keys(state) if key not in played.keys]:
@@ -354,7 +354,7 @@ _ADDED = frozenset(("has_step_rewards", "scoring_errors", "judge_response", "cre
 def _guess(state: State) -> Played:
     """Return what a state most likely was that was stored without a note of it."""
     now = Played.of(state)
-    if now.has_step_rewards:
+    if now.has_step_rewards and "environment_steps" in state:  # a world gave them
         return replace(now, keys=now.keys - (_ADDED - {"has_step_rewards"}))
     nothing = (None,) * len(now.step_rewards)
     return Played(now.keys - _ADDED, None, None, nothing, None)

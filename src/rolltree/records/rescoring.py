@@ -1,0 +1,401 @@
+"""`rescore`: other rewards on stored rollouts, without asking the model that wrote them.
+
+A stored rollout becomes the state that it was before it was scored, and goes through the rollout
+engine and the same scoring as a new one: judges, groups, deadlines, failures and storing included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rolltree.environments import Environment, changed_code, load_environment, score_episode
+from rolltree.environments.registry import load_object
+from rolltree.errors import INFRASTRUCTURE, ConfigError
+from rolltree.inference.client import sampling_to_args
+from rolltree.inference.client_base import ClientBase, ModelCall
+from rolltree.records.rescored import RescoreReport, rescore_report
+from rolltree.rollouts import RolloutEngine, current_episode
+from rolltree.rollouts.decode import decode_results
+from rolltree.rollouts.record import encode_result, run_stored
+from rolltree.rubrics import PerAgentRubric, Rubric, undo_scores
+from rolltree.store import Run
+from rolltree.tasks import run_sync
+from rolltree.types import ModelResponse, RolloutRequest, RolloutResult, State
+
+_BATCH_CALLS = 4096
+"""Model calls whose rollouts are in memory at once; groups are never divided."""
+
+
+@dataclass(frozen=True, slots=True)
+class RescoreProgress:
+    """Where rescoring stands; the counts include what an earlier start had stored."""
+
+    num_done: int
+    num_total: int
+    num_failed: int
+
+
+def rescore(run: str | Path, **settings: Any) -> RescoreReport:
+    """Do what `rescore_async` does, for callers without an event loop, or in a notebook."""
+    return run_sync(rescore_async(run, **settings))
+
+
+async def rescore_async(
+    run: str | Path,
+    *,
+    environment: Environment | str | None = None,
+    env_args: Mapping[str, Any] | None = None,
+    compat: bool = False,
+    rubric: Rubric | Callable[..., Any] | str | None = None,
+    run_dir: str | Path | None = None,
+    phase: str | None = None,
+    max_concurrent: int = 64,
+    deadline_s: float | None = None,
+    retries: int = 0,
+    on_notice: Callable[[str], object] | None = None,
+    on_progress: Callable[[RescoreProgress], None] | None = None,
+) -> RescoreReport:
+    """Score the rollouts of a run again, store them as a new run, and report what changed.
+
+        report = rt.rescore("runs/demo", rubric=my_rubric)
+
+    What the model did stays as it is, tokens included, and so do the rows, answers, groups and ids;
+    a rollout that failed before it was scored stays failed. Rewards, metrics, step rewards and
+    advantages are those that a new evaluation with the same answers would have. The same call
+    again continues; what a judge's server failed is then scored again.
+
+    Args:
+        run: the directory of the run, which is only read.
+        environment: the environment whose rubric scores, or its name for `load_environment` with
+            `env_args` and `compat`.
+        rubric: instead of an environment: a rubric, a reward function, a function without
+            arguments that returns a rubric, or `module:name` (`file.py:name`) of one of these.
+        run_dir: where the new run is stored; `<run>-rescored` when left out.
+        phase: only the rollouts of this phase.
+        max_concurrent: most episodes that are being scored at once: a judge's requests.
+        deadline_s: most seconds that scoring one rollout, or one group, may take.
+        retries: how often scoring that a judge's server failed is tried again.
+        on_notice: called with what a person should know, such as that the rewards' code changed.
+        on_progress: called after each batch that is stored.
+
+    Raises:
+        ConfigError: neither an environment nor a rubric or both, nothing to score, or `run_dir`
+            holds something else.
+        StoreError: there is no run, or it is damaged.
+    """
+    scorer = _scorer(environment, env_args, compat, rubric)
+    source_dir, target_dir = _directories(run, run_dir)
+    began = time.monotonic()
+    with Run.open(source_dir, "r") as source:
+        where = {} if phase is None else {"phase": phase}
+        plan = await asyncio.to_thread(_Plan.of, source, where)
+        if not plan.groups:
+            what = "no rollouts" if phase is None else f"no rollouts of the phase {phase!r}"
+            raise ConfigError(f"{source_dir} holds {what}, so there is nothing to score.")
+        config = {
+            "model": source.config.get("model"),
+            "rescored": {"run": str(source_dir), "phase": phase, **scorer.settings},
+        }
+        with Run.open_or_create(target_dir, config=config, kind="rescore") as target:
+            changed = changed_code(scorer, target)
+            if changed is not None:
+                target.announce(changed, on_notice or (lambda _: None))
+            await _score_all(
+                source,
+                target,
+                plan,
+                scorer,
+                where,
+                on_progress=on_progress,
+                max_concurrent=max_concurrent,
+                deadline_s=deadline_s,
+                retries=retries,
+            )
+            return await asyncio.to_thread(
+                rescore_report, source, target, scorer.name, where, time.monotonic() - began
+            )
+
+
+def _directories(run: str | Path, run_dir: str | Path | None) -> tuple[Path, Path]:
+    """Return the run and the directory of the new one.
+
+    Raises:
+        ConfigError: they are the same.
+    """
+    source = Path(run).resolve()
+    target = source.with_name(f"{source.name}-rescored") if run_dir is None else Path(run_dir)
+    if target.resolve() == source:
+        raise ConfigError(
+            f"run_dir is {target}, the run that is scored again; its rewards would be lost. "
+            "Choose another directory."
+        )
+    return source, target
+
+
+# -- what scores ---------------------------------------------------------------------------------
+
+
+def _scorer(
+    environment: Environment | str | None,
+    env_args: Mapping[str, Any] | None,
+    compat: bool,
+    rubric: Rubric | Callable[..., Any] | str | None,
+) -> _Scorer:
+    """Return the source that scores.
+
+    Raises:
+        ConfigError: not one of an environment and a rubric, or something that is neither.
+    """
+    if (environment is None) == (rubric is None):
+        raise ConfigError(
+            "rescoring needs an environment or a rubric, and not both: one of them says what a "
+            "rollout is worth. Pass environment=... (--env NAME) or rubric=... (--rubric "
+            "module:name)."
+        )
+    if rubric is not None:
+        if env_args or compat:
+            raise ConfigError(
+                "env_args and compat are for an environment that is loaded by name, and a rubric "
+                "was given, so they would be ignored. Leave them out."
+            )
+        name = rubric if isinstance(rubric, str) else _name_of(rubric)
+        found = _as_rubric(load_object(rubric) if isinstance(rubric, str) else rubric, name)
+        return _Scorer(found, name, {"rubric": name})
+    if isinstance(environment, str):
+        args = dict(env_args or {})
+        loaded = load_environment(environment, compat=compat, **args)
+        settings = {"env": environment, "env_args": args, "compat": compat}
+        return _Scorer(loaded.rubric, environment, settings, loaded.loaded_by)
+    assert environment is not None, "checked above"
+    if env_args or compat:
+        raise ConfigError(
+            "env_args and compat are for an environment that is loaded by name; this one is made "
+            "already, so they would be ignored. Leave them out, or pass its name."
+        )
+    settings = {"env": environment.env_id, "env_args": dict(environment.env_args)}
+    return _Scorer(environment.rubric, environment.env_id, settings, environment.loaded_by)
+
+
+def _name_of(rubric: object) -> str:
+    return str(getattr(rubric, "__name__", type(rubric).__name__))
+
+
+def _as_rubric(found: Any, name: str) -> Rubric:
+    """Return a rubric from what a caller or a module has.
+
+    Raises:
+        ConfigError: it is neither a rubric nor something that makes or becomes one.
+    """
+    if isinstance(found, Rubric):
+        return found
+    if callable(found):
+        function = None if isinstance(found, type) else Rubric([found]).functions[0]
+        if function is not None and (function.names or function.takes_all):
+            return Rubric([found])
+        found = found()
+        if isinstance(found, Rubric):
+            return found
+    raise ConfigError(
+        f"{name} is a {type(found).__name__}, which cannot score. It should be a Rubric, a reward "
+        "function, or a function without arguments that returns a Rubric."
+    )
+
+
+@dataclass(slots=True)
+class _Scorer:
+    """A rollout source that plays nothing: its episodes are stored ones, and it scores them."""
+
+    rubric: Rubric
+    name: str
+    settings: dict[str, Any]
+    loaded_by: object = None  # for `changed_code`
+    env_id: str = ""
+    model: str = ""
+    stored: dict[str, RolloutResult] = field(default_factory=dict)
+    """Request id to the result to score."""
+
+    def num_examples(self, split: str) -> int:
+        """Return how many episodes are at hand."""
+        return len(self.stored)
+
+    def example(self, split: str, index: int) -> Any:
+        """Return the row of one of them."""
+        return next(itertools.islice(self.stored.values(), index, None)).request.input
+
+    async def run_request(self, request: RolloutRequest, client: object) -> Sequence[State]:
+        """Score the stored rollouts of one request."""
+        states = list(self.stored[request.request_id].states)
+        episode = current_episode()
+        if episode is not None:
+            episode.states[:] = states  # a deadline that passes keeps them
+        for state in states:
+            undo_scores(state)
+            state["model"], state["sampling_args"] = self.model, sampling_to_args(request.sampling)
+        await score_episode(self._rubric_of(states), states)
+        return states
+
+    @property
+    def has_group_rewards(self) -> bool:
+        """Whether the rubric compares the members of a group."""
+        return self.rubric.has_group_rewards
+
+    async def score_group(self, states: Sequence[State]) -> None:
+        """Score the rollouts of one group together."""
+        await self._rubric_of(states).score_group(states)
+
+    def _rubric_of(self, states: Sequence[State]) -> Rubric:
+        """Return the rubric; it scores the episode's own agents where agents delegate.
+
+        An environment of agents has its own rubric for that.
+        """
+        has_agents = any("rollout_id" in state for state in states)
+        if has_agents and "rubric" in self.settings and not isinstance(self.rubric, PerAgentRubric):
+            return PerAgentRubric(self.rubric, {})
+        return self.rubric
+
+
+class _NoModel(ClientBase):
+    """The client of an engine that scores: no model is asked."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    @property
+    def model(self) -> str:
+        """The name of the model that wrote the rollouts."""
+        return self._model
+
+    def session(self) -> _NoModel:
+        """Return itself."""
+        return self
+
+    async def call(self, call: ModelCall) -> ModelResponse:
+        """Refuse."""
+        raise ConfigError(
+            "rescoring asks no model, and something asked the one that wrote the rollouts. Give a "
+            "JudgeRubric a judge_client of its own."
+        )
+
+
+# -- what is scored ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The requests of each group, and how many model calls a request made."""
+
+    groups: dict[str, list[str]]
+    num_calls: dict[str, int]
+
+    @classmethod
+    def of(cls, run: Run, where: Mapping[str, Any]) -> _Plan:
+        """Read which requests a run holds."""
+        num_calls: Counter[str] = Counter()
+        groups: dict[str, list[str]] = {}
+        for group, request_id, calls in run.columns(
+            ("group_id", "request_id", "num_calls"), **where
+        ):
+            if request_id not in num_calls:
+                groups.setdefault(group, []).append(request_id)
+            num_calls[request_id] += max(1, calls)
+        return cls(groups, num_calls)
+
+
+def _finished(target: Run, plan: _Plan, whole_groups: bool) -> tuple[set[str], set[str]]:
+    """Return the requests that are scored already, and those that are stored and scored again.
+
+    Again: what a judge's server failed, and groups that are not whole if members are compared.
+    """
+    done, again = set(), set()
+    names = ("request_id", "error_type", "error_phase")
+    for request_id, kind, phase in target.columns(names):
+        done.add(request_id)
+        if kind in INFRASTRUCTURE and phase == "scoring":
+            again.add(request_id)
+    if whole_groups:
+        for members in plan.groups.values():
+            if any(member in again or member not in done for member in members):
+                again.update(done.intersection(members))
+    return done - again, again
+
+
+def _batches(
+    source: Run, plan: _Plan, done: set[str], where: Mapping[str, Any]
+) -> Iterator[list[RolloutResult]]:
+    """Yield stored results that are left to score, whole groups, a bounded number at a time."""
+    missing = {
+        group: sum(member not in done for member in members)
+        for group, members in plan.groups.items()
+    }
+    known = {member for members in plan.groups.values() for member in members}
+    waiting: dict[str, list[RolloutResult]] = {}
+    batch: list[RolloutResult] = []
+    size = 0
+    for result in decode_results(source.rollouts(**where)):
+        request = result.request
+        if request.request_id in done or request.request_id not in known:
+            continue  # the source may be written meanwhile
+        waiting.setdefault(request.group_id, []).append(result)
+        missing[request.group_id] -= 1
+        if missing[request.group_id]:
+            continue
+        members = waiting.pop(request.group_id)
+        batch += members
+        size += sum(plan.num_calls[member.request.request_id] for member in members)
+        if size >= _BATCH_CALLS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+async def _score_all(
+    source: Run,
+    target: Run,
+    plan: _Plan,
+    scorer: _Scorer,
+    where: Mapping[str, Any],
+    *,
+    on_progress: Callable[[RescoreProgress], None] | None,
+    **limits: Any,
+) -> None:
+    """Score what is missing in `target`, and store it there."""
+    done, again = await asyncio.to_thread(_finished, target, plan, scorer.has_group_rewards)
+    num_total = sum(len(members) for members in plan.groups.values())
+    num_done, num_failed = len(done), target.num_rollouts(status="error") if done else 0
+    scorer.model = _model_name(source)
+    engine = RolloutEngine(scorer, _NoModel(scorer.model), **limits)
+    batches = _batches(source, plan, done, where)
+    following = asyncio.create_task(asyncio.to_thread(next, batches, None))
+    try:
+        while (batch := await following) is not None:
+            following = asyncio.create_task(asyncio.to_thread(next, batches, None))
+            empty = [result for result in batch if not result.states]  # failed before a state
+            if empty:
+                rows = [row for result in empty for row in encode_result(result)]
+                await asyncio.to_thread(target.add_rollouts, rows)
+            scorer.stored = {r.request.request_id: r for r in batch if r.states}
+            requests = [result.request for result in scorer.stored.values()]
+            num_done, num_failed = num_done + len(empty), num_failed + len(empty)
+            async with aclosing(run_stored(engine, requests, target, replaced=again)) as stored:
+                async for ready in stored:
+                    num_done += len(ready)
+                    num_failed += sum(result.error is not None for result, _ in ready)
+                    if on_progress is not None:
+                        on_progress(RescoreProgress(num_done, num_total, num_failed))
+    finally:
+        await asyncio.gather(following, return_exceptions=True)
+
+
+def _model_name(run: Run) -> str:
+    """Return the model's name in the settings of an evaluation or of a training run."""
+    model = run.config.get("model")
+    return str((model.get("name") if isinstance(model, Mapping) else model) or "")
