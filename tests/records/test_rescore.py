@@ -1,6 +1,7 @@
 """Rescoring: it equals a new evaluation with the same answers, continues, and says what changed."""
 
 import asyncio
+import itertools
 import random
 
 import pytest
@@ -11,11 +12,14 @@ from rolltree.environments import EnvGroup, MultiTurnEnv, ProtocolEnvironment, S
 from rolltree.errors import ConfigError, ServerError, UnknownName
 from rolltree.evaluation import evaluate
 from rolltree.protocols import DelegatingProtocol, SingleAgentProtocol, SubAgent, delegate_tool
+from rolltree.rollouts import RolloutEngine, build_requests
 from rolltree.rollouts.decode import decode_results
+from rolltree.rollouts.record import encode_result
 from rolltree.rubrics import JudgeRubric, PerAgentRubric, Rubric, RubricGroup
 from rolltree.steps import StepOutcome
 from rolltree.store import Run
 from rolltree.testing import ScriptedClient
+from rolltree.training import load_train_config
 
 ROWS = [{"question": f"{a} + 1 =", "answer": str(a + 1)} for a in range(4)]
 
@@ -139,7 +143,7 @@ def answers(messages):
         call = {"name": "helper", "arguments": '{"task": "What is 2 + 3?"}'}
         return {"role": "assistant", "tool_calls": [{"function": call}]}
     if asked.startswith("2"):
-        raise ServerError("the server hung up")
+        raise ServerError("the server hung up", status=500, retryable=False)
     turn = sum(message["role"] == "assistant" for message in messages)
     return str((len(asked) + turn) % 4)
 
@@ -240,3 +244,206 @@ async def test_there_and_back_again(tmp_path):
         tmp_path / "there", rubric=stepped(exact), run_dir=tmp_path / "back"
     )
     assert comparable(tmp_path / "back") == comparable(tmp_path / "run")
+
+
+def rewards(path):
+    with Run.open(path, "r") as run:
+        return dict(run.columns(("request_id", "reward"), status="ok"))
+
+
+@pytest.mark.parametrize("rubric", [[exact], [exact, rank]])
+async def test_an_interrupted_rescoring_continues(tmp_path, monkeypatch, rubric):
+    monkeypatch.setattr("rolltree.records.rescoring._BATCH_CALLS", 1)  # a group at a time
+    await stored(one_turn(Rubric([short])), tmp_path / "run", group_size=3)
+    scored = []
+
+    def counted(state, completion, answer):
+        scored.append(state["example_id"])
+        return exact(completion, answer)
+
+    def stop(progress):
+        seen.append(progress)
+        if progress.num_done == 3:
+            raise KeyboardInterrupt
+
+    seen = []
+    others = rubric[1:]
+    settings = {"rubric": Rubric([counted, *others]), "on_progress": stop}
+    with pytest.raises(KeyboardInterrupt):
+        await rt.records.rescore_async(tmp_path / "run", **settings)
+    with Run.open(tmp_path / "run-rescored", "r") as run:
+        assert run.num_rollouts() == 3
+    report = await rt.records.rescore_async(tmp_path / "run", **{**settings, "on_progress": None})
+    assert sorted(scored) == [0, 0, 0, 1, 1, 1, 3, 3, 3]  # example 2 failed before it was scored
+    assert report.num_rollouts == 12
+    again = await rt.records.rescore_async(tmp_path / "run", **{**settings, "on_progress": None})
+    assert len(scored) == 9
+    assert again.phases == report.phases
+    with Run.open(tmp_path / "run-rescored", "r") as run:
+        assert run.num_rollouts() == 12
+        assert run.meta["kind"] == "rescore"
+
+
+@pytest.mark.parametrize("compared", [False, True])
+async def test_what_a_judges_server_failed_is_scored_by_the_next_call(tmp_path, compared):
+    await stored(one_turn(Rubric([short])), tmp_path / "run", group_size=3)
+    is_down, asked = True, []
+
+    def reply(messages):
+        asked.append(messages[-1]["content"])
+        if is_down and asked[-1].startswith("1"):
+            raise ServerError("the judge is down", status=500, retryable=False)
+        return "yes"
+
+    judge = judged(reply)
+    rubric = RubricGroup([judge, Rubric([rank])]) if compared else judge
+    report = await rt.records.rescore_async(tmp_path / "run", rubric=rubric)
+    assert report.num_failed == 3
+    assert "the judge is down" in report.failure
+    assert len(rewards(tmp_path / "run-rescored")) == 6
+    is_down, asked[:] = False, []
+    report = await rt.records.rescore_async(tmp_path / "run", rubric=rubric)
+    assert len(asked) == 3  # the others are stored
+    assert report.num_failed == 0
+    assert len(rewards(tmp_path / "run-rescored")) == 9
+
+
+async def test_a_judge_is_asked_by_as_many_rollouts_at_once_as_allowed(tmp_path):
+    await stored(one_turn(Rubric([short])), tmp_path / "run", group_size=4)
+    now, most = 0, 0
+
+    async def slow(completion):
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        now -= 1
+        return 1.0
+
+    await rt.records.rescore_async(tmp_path / "run", rubric=slow, max_concurrent=3)
+    assert most == 3
+
+
+async def test_a_deadline_is_for_scoring_too(tmp_path):
+    async def stuck(answer):
+        if answer == "1":
+            await asyncio.Event().wait()
+        return 1.0
+
+    await stored(one_turn(Rubric([short])), tmp_path / "run", group_size=1)
+    report = await rt.records.rescore_async(tmp_path / "run", rubric=stuck, deadline_s=0.2)
+    assert rewards(tmp_path / "run-rescored").keys() == {"eval/sums/1/0", "eval/sums/3/0"}
+    (lost,) = [change for change in report.changes if change.after is None]
+    assert lost.request_id == "eval/sums/0/0"
+
+
+async def test_the_report_says_what_changed(tmp_path):
+    """Four answers to one sum; lengths 1, 2, 3, 4; the reward was the length, now it is its parity.
+
+    GRPO's advantages: (r - mean) / (std + 1e-6), with Bessel's correction.
+    """
+    env = SingleTurnEnv(dataset=ROWS[:2], rubric=Rubric([lengthy]), env_id="sums")
+    client = ScriptedClient(lambda messages: "x" * next(lengths))
+    lengths = iter([1, 2, 3, 4, 2, 2, 2, 2])
+    with Run.create(tmp_path / "run", config={"model": "m"}, kind="eval") as run:
+        await evaluate(env, client, rollouts_per_example=4, run=run, max_concurrent=1)
+    report = await rt.records.rescore_async(tmp_path / "run", rubric=odd)
+    assert (report.num_rollouts, report.num_changed, report.num_failed) == (8, 7, 0)
+    (phase,) = report.phases
+    assert (phase.phase, phase.num_rollouts, phase.num_changed) == ("eval", 8, 7)
+    assert phase.rewards.before.mean == 2.25
+    assert phase.rewards.after.mean == 0.25
+    assert phase.rewards.difference.mean == -2.0
+    assert [change.request_id for change in report.changes[:2]] == [
+        "eval/sums/0/3",
+        "eval/sums/0/1",
+    ]
+    most = report.changes[0]
+    assert (most.before, most.after) == (4.0, 0.0)
+    assert most.advantage_before == pytest.approx(1.5 / (5 / 3) ** 0.5, rel=1e-5)
+    assert most.advantage_after == pytest.approx(-0.5 / (1 / 3) ** 0.5, rel=1e-5)
+    credit = report.credit
+    assert (credit.name, credit.num_groups, credit.num_rollouts) == ("grpo", 2, 8)
+    assert (credit.num_flat_before, credit.num_flat_after) == (1, 1)
+    assert credit.num_turned == 2  # 1 was bad and 4 was good; 2 stays bad and 3 stays good
+    old = [-1.5 / (5 / 3) ** 0.5, -0.5 / (5 / 3) ** 0.5, 0.5 / (5 / 3) ** 0.5, 1.5 / (5 / 3) ** 0.5]
+    new = [0.5 / (1 / 3) ** 0.5 * sign for sign in (1, -1, 1, -1)]
+    change = sum(abs(a - b) for a, b in zip(old, new, strict=True)) / 8
+    assert credit.mean_change == pytest.approx(change, rel=1e-5)
+    assert report.as_dict()["phases"][0]["rewards"]["difference"]["mean"] == -2.0
+
+
+def lengthy(completion):
+    return float(len(said(completion)))
+
+
+def odd(completion):
+    return float(len(said(completion)) % 2)
+
+
+def zero_argument_rubric():
+    return Rubric([odd])
+
+
+NAMED = Rubric([odd])
+NOT_A_RUBRIC = 7
+
+
+@pytest.mark.parametrize("name", ["odd", "zero_argument_rubric", "NAMED"])
+def test_a_rubric_by_name(tmp_path, name):
+    asyncio.run(stored(one_turn(Rubric([exact])), tmp_path / "run"))
+    report = rt.rescore(tmp_path / "run", rubric=f"{__file__}:{name}")
+    assert report.scored_by == f"{__file__}:{name}"
+    assert set(rewards(tmp_path / "run-rescored").values()) == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "said"),
+    [
+        ({}, ConfigError, "an environment or a rubric"),
+        ({"rubric": odd, "environment": "gsm8k"}, ConfigError, "not both"),
+        ({"rubric": odd, "env_args": {"a": 1}}, ConfigError, "ignored"),
+        ({"rubric": odd, "phase": "train"}, ConfigError, "no rollouts of the phase 'train'"),
+        ({"rubric": "odd"}, ConfigError, "module:name"),
+        ({"rubric": f"{__file__}:odds"}, UnknownName, "Did you mean 'odd'"),
+        ({"rubric": f"{__file__}:NOT_A_RUBRIC"}, ConfigError, "cannot score"),
+        ({"rubric": "no_such_module:odd"}, UnknownName, "no module 'no_such_module'"),
+        ({"rubric": "no_such_file.py:odd"}, ConfigError, "no file"),
+        ({"rubric": odd, "run_dir": "run"}, ConfigError, "would be lost"),
+        ({"rubric": odd, "run_dir": "other"}, ConfigError, "rescored.rubric was 'exact'"),
+    ],
+)
+def test_what_cannot_be_scored(tmp_path, monkeypatch, settings, error, said):
+    monkeypatch.chdir(tmp_path)
+    asyncio.run(stored(one_turn(Rubric([exact])), tmp_path / "run"))
+    if settings.get("run_dir") == "other":
+        rt.rescore("run", rubric=exact, run_dir="other")
+    with pytest.raises(error, match=said):
+        rt.rescore("run", **settings)
+
+
+async def test_a_run_of_training_keeps_its_credit_and_steps(tmp_path):
+    """Its own credit, the groups of its steps, and not those of its evaluations."""
+    env = one_turn(Rubric([lengthy]))
+    config = load_train_config({}, credit="leave_one_out").as_dict()
+    lengths = itertools.count(1)
+    engine = RolloutEngine(env, ScriptedClient(lambda messages: "x" * next(lengths)))
+    with Run.create(tmp_path / "train", config=config, kind="train") as run:
+        await evaluate(env, ScriptedClient("x"), run=run, phase="eval@0")
+        for step in (1, 2):
+            requests = build_requests(
+                env, "train", indices=[0, 1], group_size=2, phase="train", train_step=step
+            )
+            for result in await engine.run_all(requests):
+                run.add_rollouts(encode_result(result))
+    report = await rt.records.rescore_async(tmp_path / "train", rubric=odd)
+    credit = report.credit
+    assert credit.name == "leave_one_out"
+    assert (credit.num_groups, credit.num_rollouts) == (4, 8)
+    assert (credit.num_flat_before, credit.num_flat_after) == (0, 0)
+    assert {phase.phase: phase.num_rollouts for phase in report.phases} == {"eval@0": 4, "train": 8}
+    with Run.open(tmp_path / "train-rescored", "r") as run:
+        assert sorted(row[0] for row in run.columns(("train_step",), phase="train")) == [
+            1, 1, 1, 1, 2, 2, 2, 2,
+        ]  # fmt: skip

@@ -327,8 +327,8 @@ def undo_scores(state: State) -> None:
     """Make a scored state what it was when it had been played, so that it can be scored again.
 
     What scoring added is gone, also what reward functions left in the state. A failure stays unless
-    scoring failed. In a state that does not say what it was (`State.played`) the rewards and metrics
-    of a world stay, and are overwritten where they are scored.
+    scoring failed. In a state that does not say what it was (`State.played`) a world's rewards and
+    metrics stay, and are overwritten where they are scored.
     """
     played = state.played or _guess(state)
     for key in [key for key in dict.keys(state) if key not in played.keys]:
