@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,14 @@ from rolltree.errors import ConfigError, Stopped
 from rolltree.evaluation import EvalProgress, evaluate
 from rolltree.inference import ModelClient
 from rolltree.redact import remember, secrets_in
-from rolltree.reports import SafeConsole, TrainView
+from rolltree.reports import SafeConsole, TrainView, print_report, say
 from rolltree.rollouts import RolloutSource
 from rolltree.store import Run
 from rolltree.tasks import run_sync
 from rolltree.training import (
     Evaluate,
     Reporter,
+    Silent,
     TrainConfig,
     TrainParts,
     TrainReport,
@@ -36,7 +37,7 @@ from rolltree.training import (
     run_training,
 )
 from rolltree.training.rank0 import follow
-from rolltree.training.ranks import STOP, start_ranks
+from rolltree.training.ranks import STOP, is_rank0, start_ranks
 
 ConfigSource = TrainConfig | Mapping[str, Any] | str | Path
 
@@ -75,7 +76,13 @@ def train(
         with stop_on_sigterm() if in_main_thread else nullcontext():
             return await train_async(config, environment=environment, model=model, **options)
 
-    return run_sync(work())
+    try:
+        return run_sync(work())
+    except KeyboardInterrupt:
+        if is_rank0() and not options.get("quiet") and options.get("reporter") is None:
+            again = "call" if options.get("command") is None else "command"
+            say(SafeConsole(stderr=True), f"stopped; the same {again} continues the run")
+        raise
 
 
 async def train_async(
@@ -88,6 +95,9 @@ async def train_async(
     engine: WeightTarget | None = None,
     evaluate: Evaluate | None = None,
     reporter: Reporter | None = None,
+    quiet: bool = False,
+    num_transcripts: int = 2,
+    command: Sequence[str] | None = None,
     run: Run | None = None,
     **settings: Any,
 ) -> TrainReport:
@@ -101,7 +111,11 @@ async def train_async(
         client: samples from `engine`; give both, with `model`, or none. They stay open.
         engine: serves `model`'s own tensors, or copies them when a version is published.
         evaluate: `(phase, step) -> metrics`, instead of the held-out evaluation of the config.
-        reporter: gets progress callbacks. None shows progress on stderr, `Silent()` nothing.
+        reporter: gets progress callbacks, and nothing is printed. None does what `rolltree train`
+            does: progress on stderr, and at the end curve, held-out results and transcripts.
+        quiet: print nothing.
+        num_transcripts: held-out examples to print at the end, before and after training.
+        command: the words of the command that called this, to suggest how to go on.
         run: where everything is stored, opened for writing, instead of the config's `run.dir`.
         settings: see `train`.
 
@@ -132,7 +146,7 @@ async def train_async(
                 async with AsyncExitStack() as stack:
                     checked, source = await _environment(checked, environment, stack)
                     stored = run or stack.enter_context(open_run(checked))
-                    shown = reporter or stack.enter_context(TrainView(SafeConsole(stderr=True)))
+                    shown = reporter or _default_reporter(quiet, stack)
                     if client is not None and engine is not None:
                         _check_engine(checked, ranks is not None)
                         parts = TrainParts(model, tokenizer, engine, client, model)
@@ -159,7 +173,20 @@ async def train_async(
     if stopped is not None:
         raise stopped
     with Run.open(checked.run.dir, "r") as finished:
+        if reporter is None and not quiet and is_rank0():
+            print_report(
+                finished,
+                SafeConsole(),
+                num_transcripts=num_transcripts,
+                train_command=command,
+                has_env_object=not isinstance(environment, str | Path | None),
+            )
         return TrainReport.read(finished)
+
+
+def _default_reporter(quiet: bool, stack: AsyncExitStack) -> Reporter:
+    """Return the live view of the run, which `stack` ends; a silent one if it is to be quiet."""
+    return Silent() if quiet else stack.enter_context(TrainView(SafeConsole(stderr=True)))
 
 
 async def _environment(

@@ -1,6 +1,7 @@
 """`rolltree train` end to end on the tiny model: report, evaluation, SIGKILL and again."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,9 +10,11 @@ import textwrap
 import pytest
 from click.testing import CliRunner
 
+import rolltree as rt
 from rolltree.cli import app
-from rolltree.errors import StoreError
+from rolltree.errors import ConfigError, StoreError
 from rolltree.store import Run
+from rolltree.training import load_train_config
 from wait_kit import wait_until
 
 ENVIRONMENT = textwrap.dedent(
@@ -112,6 +115,37 @@ def test_train_report_and_going_on(config, tmp_path, monkeypatch):
     other = invoke("train", config, "optim.lr=2e-4", "train.num_steps=4")
     assert other.exit_code == 2
     assert "optim.lr was 0.0001 and is now 0.0002" in other.stderr
+
+
+def test_python_prints_what_the_command_prints(config, tmp_path, capsys):
+    """The same lines on the same streams, but for times, names and how to go on."""
+
+    def told(text, run):
+        lines = text.replace(str(run), "RUN").splitlines()
+        return [re.sub(r" +(\|Δ|rollout s|eta).*", "", line).rstrip() for line in lines]
+
+    one, two = tmp_path / "one", tmp_path / "two"
+    few = ["train.num_steps=2", "engine.batch_invariant=true"]
+    result = invoke("train", config, *few, f"run.dir={one}")
+    assert result.exit_code == 0, result.output
+    capsys.readouterr()
+    settings = load_train_config(config, [*few, f"run.dir={two}"])
+    rt.train(settings)
+    seen = capsys.readouterr()
+    assert told(seen.err, two) == told(result.stderr, one)
+    command, python = told(result.stdout, one), told(seen.out, two)
+    assert python[:-1] == command[:-1]
+    assert command[-1].endswith("train.num_steps=4")
+    assert python[-1] == "  the same call with num_steps=4"
+    assert (two / "reward_curve.png").exists()
+
+    rt.train(settings, quiet=True, run_dir=str(tmp_path / "three"))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_silenced_run_still_says_why_it_fails(config, tmp_path):
+    with pytest.raises(ConfigError, match=r"optim\.lr"):
+        rt.train(config, quiet=True, run_dir=str(tmp_path / "x"), lr=-1.0)
 
 
 def test_edited_environment_code_is_said(config, tmp_path):

@@ -176,16 +176,19 @@ class Start:
 
 
 METRICS = {
-    "reward/mean": 0.5, "error/mean": 0.25, "rollout/total_sampled_tokens": 1234.0,
-    "train/entropy": 1.5, "train/sampling/sampling_logp_difference/mean": 3e-6,
-    "samples/reuse_factor": 3.5,
-    "time/wait_for_batch": 2.0, "time/step": 1.0,
+    "reward/mean": 0.5, "reward/low": 0.42, "reward/high": 0.58, "error/mean": 0.25,
+    "train/completions/mean_length": 12.5, "train/entropy": 1.5, "train/kl": 2e-3,
+    "train/grad_norm": 0.25, "train/sampling/sampling_logp_difference/mean": 3e-6,
+    "samples/reuse_factor": 3.5, "time/wait_for_batch": 2.0, "time/step": 1.0,
 }  # fmt: skip
+
+
+EVALUATED = {"reward": {"mean": 0.1, "low": 0.0, "high": 0.2}}
 
 
 def play(view):
     view.on_start(Start())
-    view.on_eval("eval_before", 0, {"reward": {"mean": 0.1, "low": 0.0, "high": 0.2}}, True)
+    view.on_eval("eval_before", 0, EVALUATED, True)
     view.on_eval_progress("eval_before", 1, 2)
     view.on_rollouts(3, 7, 8)
     view.on_step(3, METRICS)
@@ -195,39 +198,105 @@ def play(view):
     view.on_end(None)
 
 
+class Clock:
+    """A clock that a test sets."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def terminal(width=160):
+    return Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+
+
+def last_frame(console):
+    """Return what the live display leaves behind, its last table."""
+    return console.file.getvalue().rpartition(" reward  ")[2]
+
+
 class TestTrainView:
     def test_without_a_terminal_one_line_per_event(self):
         console = Console(file=io.StringIO(), width=80)
-        with TrainView(console) as view:
-            play(view)
+        clock = Clock()
+        with TrainView(console, clock) as view:
+            view.on_start(Start(num_steps=6))
+            view.on_eval("eval_before", 0, EVALUATED, True)
+            clock.now = 30.0
+            view.on_step(3, METRICS)
+            clock.now = 50.0
+            view.on_step(4, {"reward/mean": 0.75})
+            view.on_eval("eval_after", 4, {"reward": None}, False)
         lines = console.file.getvalue().splitlines()
         assert lines == [
             "1,234,567 parameters, run runs/x, continued at step 3",
             "held out, eval_before (step 0): 0.100 [0.000, 0.200], from an earlier start",
-            "step 3/4  reward 0.500  failed 25%  tokens 1,234  entropy 1.500  |Δ logprob| 3.0e-06  "
-            "reuse 3.5x  rollout s 2.0  step s 1.0",
-            "step 4/4  reward 0.750",
+            "step 3/6  reward 0.500 [0.42, 0.58]  failed 25%  length 12.5  entropy 1.500  "
+            "KL 2.0e-03  grad norm 0.25  |Δ logprob| 3.0e-06  reuse 3.5x  rollout s 2.0  "
+            "step s 1.0  eta 1 min 30 s",
+            "step 4/6  reward 0.750  eta 50.0 s",
             "held out, eval_after (step 4): no reward",
         ]
 
     def test_in_a_terminal_a_table_with_the_steps_before(self):
-        console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system=None)
+        console = terminal()
         with TrainView(console) as view:
             view.on_rollouts(1, 3, 8)
             play(view)
-            table = console.file  # what the live display leaves behind is its last frame
-        last = table.getvalue().rpartition("|Δ logprob|")[2]
+        last = last_frame(console)
         for text in ("1/4", "2/4", "3/4", "4/4", "0.750", "████", "eval_after (step 4): no reward"):
             assert text in last
+        for text in ("0.500 [0.42, 0.58]", "length", "KL", "grad norm", "2.0e-03", "12.5", "0.25"):
+            assert text in last
         assert "rollouts" not in last  # nothing is said to be going on any more
+        assert "ETA" not in last
+
+    def test_the_time_left_counts_down(self):
+        """Steps of 10 s, two to go, 4 s of the next one gone."""
+        console, clock = terminal(), Clock()
+        with TrainView(console, clock) as view:
+            view.on_start(Start(first_step=1, num_steps=4, history=()))
+            for step in (1, 2):
+                clock.now += 10
+                view.on_step(step, METRICS)
+            clock.now += 4
+            view.on_rollouts(3, 1, 8)
+            console.print(view._render())
+            assert "step 3/4: rollouts 1/8  (24.0 s, ETA 16.0 s)" in console.file.getvalue()
+
+    def test_a_continued_run_knows_the_time_of_its_steps(self):
+        console, clock = Console(file=io.StringIO(), width=80), Clock()
+        view = TrainView(console, clock)
+        view.on_start(Start(first_step=3, num_steps=5, history=({"time/step": 8.0},) * 2))
+        assert view._left() == "24.0 s"
+
+    @pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 200])
+    def test_what_does_not_fit_is_left_out_whole(self, width):
+        console = terminal(width)
+        with TrainView(console) as view:
+            view.on_start(Start(first_step=1, num_steps=9, history=()))
+            view.on_step(1, METRICS)
+        last = last_frame(console)
+        assert "…" not in last
+        assert "0.500 [0.42, 0.58]" in last
+        assert ("grad norm" in last) == (width >= 80)
+        assert ("reuse" in last) == (width >= 120)
+
+    def test_a_column_that_no_step_has_is_left_out(self):
+        console = terminal()
+        with TrainView(console) as view:
+            view.on_start(Start(first_step=1, num_steps=2, history=()))
+            view.on_step(1, {name: value for name, value in METRICS.items() if name != "train/kl"})
+        assert "KL" not in last_frame(console)
 
     def test_many_steps_keep_the_table_short(self):
-        console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system=None)
+        console = terminal()
         with TrainView(console) as view:
             view.on_start(Start(first_step=1, num_steps=99, history=()))
             for step in range(1, 60):
                 view.on_step(step, METRICS)
-        last = console.file.getvalue().rpartition("|Δ logprob|")[2]
+        last = last_frame(console)
         assert last.count("/99") == 14
         assert "59/99" in last
 

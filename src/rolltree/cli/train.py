@@ -69,37 +69,6 @@ def fork_run(
 
 def _train(config: TrainConfig, words: Sequence[str], transcripts: int) -> None:
     """Train, and print the report; `words` are the command."""
-    from rolltree.errors import ConfigError
     from rolltree.launch import train
-    from rolltree.reports import (
-        SafeConsole,
-        next_commands,
-        save_reward_curve,
-        say,
-        training_report,
-    )
-    from rolltree.training.ranks import is_rank0
 
-    try:
-        report = train(config)
-    except KeyboardInterrupt:
-        if is_rank0():
-            say(SafeConsole(stderr=True), "stopped; the same command continues the run")
-        raise
-    if not is_rank0():
-        return
-    out = SafeConsole()
-    with report.run as run:
-        for part in training_report(run, num_transcripts=transcripts):
-            out.print(part)
-        curve: object
-        try:
-            curve = save_reward_curve(run)
-        except ConfigError as error:  # no matplotlib, and the run is done
-            curve = error
-        say(out, f"run    {run.path}")
-        if curve is not None:
-            say(out, f"curve  {curve}")
-        say(out, "next")
-        for command in next_commands(run, words):
-            say(out, f"  {command}")
+    train(config, num_transcripts=transcripts, command=words)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rolltree.reports.runs import run_lines as run_lines
     from rolltree.reports.runs import transcript as transcript
     from rolltree.reports.training import next_commands as next_commands
+    from rolltree.reports.training import print_report as print_report
     from rolltree.reports.training import training_report as training_report
 
 _MODULES = {
@@ -42,7 +43,7 @@ _MODULES = {
     "live": "EvalView TrainView",
     "replay": "difference_lines replay_lines replays_summary",
     "runs": "phases_table run_lines transcript",
-    "training": "next_commands training_report",
+    "training": "next_commands print_report training_report",
 }
 __all__ = sorted(" ".join(_MODULES.values()).split())
 __getattr__ = loader(__name__, _MODULES)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,18 +22,48 @@ if TYPE_CHECKING:
     from rolltree.training.reporter import TrainReport, TrainStart
 
 NUM_ROWS = 14
-_COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("reward", "reward/mean", "{:.3f}".format),
-    ("", "reward/mean", lambda value: meter(value, 12)),
-    ("failed", "error/mean", "{:.0%}".format),
-    ("tokens", "rollout/total_sampled_tokens", "{:,.0f}".format),
-    ("entropy", "train/entropy", "{:.3f}".format),
-    ("|Δ logprob|", "train/sampling/sampling_logp_difference/mean", "{:.1e}".format),
-    ("reuse", "samples/reuse_factor", "{:.1f}x".format),
-    ("rollout s", "time/wait_for_batch", "{:.1f}".format),
-    ("step s", "time/step", "{:.1f}".format),
+_LATEST = 20
+"""Steps from which the time left is estimated."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A column of the table; the one with the largest `rank` goes first when space is short."""
+
+    heading: str
+    metric: str
+    show: Callable[[Mapping[str, Any]], str]
+    rank: int = 0
+
+    def cell(self, metrics: Mapping[str, Any]) -> str:
+        """Return what a step shows here, empty if it lacks the metric."""
+        return self.show(metrics) if metrics.get(self.metric) is not None else ""
+
+
+def _number(heading: str, metric: str, form: str, rank: int = 0) -> _Column:
+    return _Column(heading, metric, lambda metrics: form.format(float(metrics[metric])), rank)
+
+
+def _reward(metrics: Mapping[str, Any]) -> str:
+    low, high = metrics.get("reward/low"), metrics.get("reward/high")
+    known = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
+    return f"{metrics['reward/mean']:.3f}{known}"
+
+
+_COLUMNS = (
+    _Column("reward", "reward/mean", _reward),
+    _Column("", "reward/mean", lambda metrics: meter(float(metrics["reward/mean"]), 8), rank=9),
+    _number("failed", "error/mean", "{:.0%}", rank=1),
+    _number("length", "train/completions/mean_length", "{:,.1f}", rank=1),
+    _number("entropy", "train/entropy", "{:.3f}", rank=2),
+    _number("KL", "train/kl", "{:.1e}", rank=2),
+    _number("grad norm", "train/grad_norm", "{:.3g}", rank=3),
+    _number("|Δ logprob|", "train/sampling/sampling_logp_difference/mean", "{:.1e}", rank=7),
+    _number("reuse", "samples/reuse_factor", "{:.1f}x", rank=8),
+    _number("rollout s", "time/wait_for_batch", "{:.1f}", rank=6),
+    _number("step s", "time/step", "{:.1f}", rank=5),
 )
-"""Heading, metric, how it is shown. A metric that a step lacks leaves its cell empty."""
+"""A metric that a step lacks leaves its cell empty, one that all lack its column out."""
 
 
 class EvalView:
@@ -97,15 +130,17 @@ class EvalView:
 
 
 class TrainView:
-    """A training reporter. Use it as a context."""
+    """A training reporter. Use it as a context; `clock` gives seconds."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
+        self._clock = clock
         self._rows: list[tuple[int, Mapping[str, Any]]] = []
         self._evaluations: list[str] = []
         self._status = "loading the model"
-        self._num_steps = 0
-        self._start = time.monotonic()
+        self._num_steps = self._step = 0
+        self._start = self._stepped = clock()
+        self._step_s: deque[float] = deque(maxlen=_LATEST)
         self._live: Live | None = None
         if console.is_terminal:
             self._live = Live(
@@ -132,6 +167,9 @@ class TrainView:
         self._num_steps = start.num_steps
         first = start.first_step - len(start.history)
         self._rows = [(first + i, metrics) for i, metrics in enumerate(start.history)]
+        self._step, self._stepped = start.first_step - 1, self._clock()
+        known = (metrics.get("time/step") for metrics in start.history)
+        self._step_s.extend(float(seconds) for seconds in known if seconds is not None)
         continued = f", continued at step {start.first_step}" if start.first_step > 1 else ""
         say(self._console, f"{start.num_parameters:,} parameters, run {start.run_path}{continued}")
         self._status = "starting"
@@ -143,10 +181,14 @@ class TrainView:
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a finished step."""
+        now = self._clock()
+        self._step_s.append(now - self._stepped)
+        self._step, self._stepped = step, now
         self._rows.append((step, metrics))
         if self._live is None:
-            cells = _cells(metrics)
-            shown = "  ".join(f"{name} {value.strip()}" for name, value in cells if name and value)
+            found = {column.heading: column.cell(metrics) for column in _COLUMNS if column.heading}
+            found["eta"] = self._left()
+            shown = "  ".join(f"{name} {value}" for name, value in found.items() if value)
             say(self._console, f"step {step}/{self._num_steps}  {shown}")
 
     def on_eval_progress(self, phase: str, num_done: int, num_total: int) -> None:
@@ -173,22 +215,46 @@ class TrainView:
         """Clear the status line."""
         self._status = ""
 
+    def _left(self) -> str:
+        """Return how long the rest of the steps takes if they are like the last; empty at the end.
+
+        Evaluations and checkpoints between steps count, the evaluation after training does not.
+        """
+        steps = self._num_steps - self._step
+        if not self._step_s or steps < 1:
+            return ""
+        left = steps * fmean(self._step_s) - (self._clock() - self._stepped)
+        return duration(max(0.0, left))
+
     def _render(self) -> Group:
+        rows = self._rows[-NUM_ROWS:]
         table = Table(box=None, padding=(0, 1))
         table.add_column("step", justify="right", style="bold")
-        for heading, _, _ in _COLUMNS:
-            table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-        for step, metrics in self._rows[-NUM_ROWS:]:
-            table.add_row(f"{step}/{self._num_steps}", *(value for _, value in _cells(metrics)))
+        columns = _fitting(rows, self._console.width)
+        for column in columns:
+            table.add_column(
+                column.heading, justify="right" if column.heading else "left", no_wrap=True
+            )
+        for step, metrics in rows:
+            cells = (column.cell(metrics) for column in columns)
+            table.add_row(f"{step}/{self._num_steps}", *cells)
         lines = [safe_text(line) for line in self._evaluations[-4:]]
         if self._status:
-            spent = duration(time.monotonic() - self._start)
-            lines.append(safe_text(f"{self._status}  ({spent})", style="dim"))
-        return Group(*([table] if self._rows else []), *lines)
+            times = [duration(self._clock() - self._start)]
+            times += [f"ETA {left}"] if (left := self._left()) else []
+            lines.append(safe_text(f"{self._status}  ({', '.join(times)})", style="dim"))
+        return Group(*([table] if rows else []), *lines)
 
 
-def _cells(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [
-        (heading, show(float(metrics[name])) if metrics.get(name) is not None else "")
-        for heading, name, show in _COLUMNS
-    ]
+def _fitting(rows: Sequence[tuple[int, Mapping[str, Any]]], width: int) -> list[_Column]:
+    """Return the columns that some row has and that fit, with the step, into `width` characters."""
+    widths = {
+        column: max([len(column.heading), *map(len, cells)]) + 2
+        for column in _COLUMNS
+        if any(cells := [column.cell(metrics) for _, metrics in rows])
+    }
+    kept = list(widths)
+    most = width - max((2 * len(str(step)) + 3 for step, _ in rows), default=0) - 2
+    while len(kept) > 1 and sum(widths[column] for column in kept) > most:
+        kept.remove(max(kept, key=lambda column: column.rank))
+    return kept

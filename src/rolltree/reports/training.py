@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 from rich.text import Text
 
+from rolltree.errors import ConfigError
 from rolltree.evaluation import EvalReport, compare, stored_report
 from rolltree.redact import shown_command
-from rolltree.reports.curves import evaluations, reward_curve, terminal_curve
+from rolltree.reports.curves import evaluations, reward_curve, save_reward_curve, terminal_curve
 from rolltree.reports.evaluation import comparison_table, evaluation_table
+from rolltree.reports.formatting import say
 from rolltree.reports.runs import transcript
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
@@ -39,10 +41,40 @@ def training_report(run: Run, *, num_transcripts: int = 2) -> list[RenderableTyp
     return parts
 
 
-def next_commands(run: Run, train_command: Sequence[str]) -> list[str]:
-    """Return three commands to try: look closer, measure the trained model, go on.
+def print_report(
+    run: Run,
+    out: Console,
+    *,
+    num_transcripts: int = 2,
+    train_command: Sequence[str] | None = None,
+    has_env_object: bool = False,
+) -> None:
+    """Print what a training run came to: `training_report`, the PNG of its curve, what to try next.
 
-    `train_command` is the command that made the run, as a list of words.
+    The last two arguments are those of `next_commands`.
+    """
+    for part in training_report(run, num_transcripts=num_transcripts):
+        out.print(part)
+    curve: object
+    try:
+        curve = save_reward_curve(run)
+    except ConfigError as error:  # no matplotlib, and the run is done
+        curve = error
+    say(out, f"run    {run.path}")
+    if curve is not None:
+        say(out, f"curve  {curve}")
+    say(out, "next")
+    for line in next_commands(run, train_command, has_env_object=has_env_object):
+        say(out, f"  {line}")
+
+
+def next_commands(
+    run: Run, train_command: Sequence[str] | None, *, has_env_object: bool = False
+) -> list[str]:
+    """Return three things to try: look closer, measure the trained model, go on.
+
+    `train_command` is the command that made the run, as a list of words; None: Python did. An
+    environment that was given as an object has no name that a command could load.
     """
     config, path = run.config, str(run.path)
     env = config.get("env") or {}
@@ -53,12 +85,16 @@ def next_commands(run: Run, train_command: Sequence[str]) -> list[str]:
     more = f"train.num_steps={max(num_steps, len(run.steps())) * 2}"
     if (config.get("optim") or {}).get("schedule", "constant") != "constant":
         further = ["rolltree", "fork", path, f"--set={more}"]  # a horizon of its own
-    else:
+    elif train_command is not None:
         kept = (w for w in train_command if "train.num_steps=" not in w)
         further = [*kept, f"--set={more}" if "fork" in train_command[:2] else more]
+    else:
+        further = []
     phase = [["--phase", name] for _, name in evaluations(run)[-1:]]
     look = ["rolltree", "show", path, *(phase[0] if phase else []), "--transcripts", "5"]
-    return [shown_command(words) for words in (look, measure, further)]
+    commands = [look, *([] if has_env_object else [measure]), *([further] if further else [])]
+    by_call = [] if further else [f"the same call with {more.removeprefix('train.')}"]
+    return [*(shown_command(words) for words in commands), *by_call]
 
 
 def _held_out(run: Run, phase: str) -> EvalReport:
