@@ -146,8 +146,8 @@ def test_the_command_line_prints_in_one_place():
     ]
     assert bare == [
         "arguments.py: print(line, file=sys.stderr if error else sys.stdout, flush=True)",
+        "arguments.py: print(json.dumps(redact(to_plain(value)), indent=2))",
         "env.py: print(json.dumps(asdict(report), indent=2, default=str))",
-        "eval.py: print(json.dumps(redact(to_plain(report.as_dict())), indent=2))",
         'serve.py: print(f"token: {used_token}", flush=True)',
         'serve.py: print(f"admin token: {used_admin_token}", flush=True)',
     ]

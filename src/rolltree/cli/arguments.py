@@ -30,6 +30,14 @@ def tell(text: object, *, error: bool = False) -> None:
     print(line, file=sys.stderr if error else sys.stdout, flush=True)
 
 
+def tell_json(value: object) -> None:
+    """Print JSON on stdout, without secrets; its escapes leave nothing that steers a terminal."""
+    from rolltree.redact import redact
+    from rolltree.store import to_plain
+
+    print(json.dumps(redact(to_plain(value)), indent=2))
+
+
 def json_object(text: str | None, flag: str) -> dict[str, Any]:
     """Return the JSON object that a flag was given; an empty one when it was not.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from rolltree.cli.arguments import tell
+from rolltree.cli.arguments import tell, tell_json
 
 
 @click.command("compare")
@@ -54,12 +54,7 @@ def compare_stored_runs(
         num_examples=examples,
     )
     if as_json:
-        import json
-
-        from rolltree.redact import redact
-        from rolltree.store import to_plain
-
-        print(json.dumps(redact(to_plain(found.as_dict())), indent=2))
+        tell_json(found.as_dict())
         return
     if markdown:
         from rolltree.reports import comparison_markdown

@@ -19,6 +19,7 @@ from rolltree.cli.arguments import (
     json_object,
     known_name,
     secret,
+    tell_json,
 )
 
 if TYPE_CHECKING:
@@ -134,13 +135,12 @@ def evaluate_environment(
 ) -> None:
     """Evaluate a model on an environment."""
     import asyncio
-    import json
     from functools import partial
     from itertools import islice
 
     from rolltree.environments import changed_code, eval_defaults, load_environment
     from rolltree.evaluation import EvalReport, Settings, evaluate, write_results
-    from rolltree.redact import redact, remember, secrets_in
+    from rolltree.redact import remember, secrets_in
     from rolltree.reports import (
         EvalView,
         SafeConsole,
@@ -150,7 +150,7 @@ def evaluate_environment(
         transcript,
     )
     from rolltree.rollouts.decode import decode_results
-    from rolltree.store import Run, to_plain
+    from rolltree.store import Run
 
     api_key = secret(api_key_var, "-k")
     given = {"max_tokens": max_tokens, "temperature": temperature}
@@ -251,7 +251,7 @@ def evaluate_environment(
             )
             say(out, f"wrote {written / 'results.jsonl'} and metadata.json")
         if as_json:
-            print(json.dumps(redact(to_plain(report.as_dict())), indent=2))
+            tell_json(report.as_dict())
     if report.num_failed == report.num_rollouts:
         raise click.exceptions.Exit(1)
 

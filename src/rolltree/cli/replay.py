@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rolltree.cli.arguments import compat_option, json_object, secret
+from rolltree.cli.arguments import compat_option, json_object, secret, tell_json
 from rolltree.cli.eval import open_client
 from rolltree.cli.runs import phase_option, run_argument
 from rolltree.errors import ConfigError
@@ -66,8 +66,6 @@ def replay_rollouts(
     as_json: bool,
 ) -> None:
     """Play recorded rollouts again and show the first difference."""
-    import json
-
     from rolltree.records import replay, replay_many, replay_with_debugger
     from rolltree.reports import SafeConsole, replay_lines, replays_summary, say
 
@@ -105,7 +103,7 @@ def replay_rollouts(
     for line in lines:
         say(out, line)
     if as_json:
-        print(json.dumps([report.as_dict() for report in reports], indent=2))
+        tell_json([report.as_dict() for report in reports])
     if not goes_on and not all(report.is_equal for report in reports):
         raise click.exceptions.Exit(1)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from rolltree.cli.arguments import tell_json
 from rolltree.cli.runs import phase_option, run_argument
 
 
@@ -87,12 +88,10 @@ def show_run(
 
 
 def _print_json(stored: Any, request_ids: tuple[str, ...]) -> None:
-    import json
     from dataclasses import asdict
 
-    from rolltree.redact import redact
     from rolltree.rollouts.decode import export_line
-    from rolltree.store import summarize, to_plain
+    from rolltree.store import summarize
 
     summary = {**asdict(summarize(stored)), "path": str(stored.path)}
     rows = [
@@ -100,4 +99,4 @@ def _print_json(stored: Any, request_ids: tuple[str, ...]) -> None:
         for request_id in request_ids
         for row in stored.rollouts(request_id=request_id)
     ]
-    print(json.dumps(redact(to_plain({**summary, "rollouts": rows})), indent=2))
+    tell_json({**summary, "rollouts": rows})

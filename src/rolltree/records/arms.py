@@ -82,8 +82,8 @@ def _parsed(arm: ArmName) -> _Parsed:
         name, rest = "", arm
     runs = []
     for text in [rest] if _is_run(rest) else rest.split(","):
-        path, sign, phase = ("", "", "") if _is_run(text) else text.rpartition(":")
-        runs.append((Path(path if sign else text), phase))
+        path, sign, phase = text.rpartition(":")
+        runs.append((Path(path), phase) if sign and not _is_run(text) else (Path(text), ""))
     return name, runs
 
 
