@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm test-compat test-models test-gpu bench-gpu check bench format clean
+.PHONY: help demo test test-vllm test-compat test-models test-gpu bench-gpu check bench docs format clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -51,6 +51,9 @@ check: $(VENV)/.dev ## lint, format, types, room contract
 
 bench: $(VENV)/.dev ## run every benchmark and check its bars
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script --check; done
+
+docs: $(VENV)/.dev ## rewrite the outputs of commands that docs/ shows
+	cd tests && $(abspath $(BIN))/python -m golden.outputs $(ARGS)
 
 format: $(VENV)/.dev ## rewrite files to the house format
 	$(BIN)/ruff check --fix .

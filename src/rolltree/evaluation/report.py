@@ -146,7 +146,9 @@ def stored_report(
     Without `outcomes` the report has aggregates only. Then the rollouts are not read if the
     evaluation ended with the same settings and nothing of its phase has changed since.
     """
-    options = {"model": str(run.config.get("model", "")), "run_path": str(run.path), **options}
+    model = run.config.get("model", "")
+    name = model.get("name", "") if isinstance(model, Mapping) else model  # of a training run
+    options = {"model": str(name), "run_path": str(run.path), **options}
     if not outcomes:
         kept = _kept(run, phase, options)
         return kept or replace(stored_report(run, phase, **options), outcomes=())

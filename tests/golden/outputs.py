@@ -1,0 +1,109 @@
+"""Outputs of commands in README.md and docs/, on the committed real runs.
+
+    <!-- output: rolltree show runs/demo --transcripts 0 -->
+    ```text
+    what the command prints
+    ```
+
+`cd tests; python -m golden.outputs` (`make docs`) writes what the commands print today, and
+`test_docs_outputs.py` compares. Commands run from a folder with `runs/demo`, `runs/demo-seed1` and
+`runs/delegation` (`golden_kit.REAL_RUNS`), `environments/` and `examples/`; what the commands of a
+page write there lasts to the end of the page. `<!-- output, exit 1: ... -->` says that a command
+fails. The clock stands at one day after the runs were made, and stderr is not shown.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+from click.testing import CliRunner
+
+from golden_kit import REAL_RUNS, unpack
+from rolltree.cli import app
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = re.compile(
+    r"^(?P<head><!-- output(?:, exit (?P<status>\d+))?: (?P<command>rolltree [^\n]*) -->\n```\w*\n)"
+    r".*?^```$",
+    re.MULTILINE | re.DOTALL,
+)
+MARK = "<!-- output"
+NOW = 1795485600.0  # 2026-11-24, 02:00 UTC
+WIDTH = 100
+
+
+def pages() -> list[Path]:
+    """Return the pages with outputs."""
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [page for page in found if MARK in page.read_text(encoding="utf-8")]
+
+
+def rewritten(text: str, folder: Path) -> str:
+    """Return a page with the outputs that its commands have today, run in a folder for it."""
+    for name in REAL_RUNS:
+        if re.search(rf"runs/{name}\b", text):
+            unpack(name, folder / "runs" / name)
+    for name in ("environments", "examples"):
+        (folder / name).symlink_to(ROOT / name)
+
+    def renew(block: re.Match[str]) -> str:
+        output = printed(block["command"], int(block["status"] or 0))
+        return f"{block['head']}{output}```"
+
+    with _at(folder):
+        return BLOCK.sub(renew, text)
+
+
+def printed(command: str, status: int = 0) -> str:
+    """Return what a command prints on stdout.
+
+    Raises:
+        AssertionError: it ends with another exit status.
+    """
+    result = CliRunner().invoke(app, shlex.split(command)[1:])
+    assert result.exit_code == status, f"{command}\n{result.output}\n{result.exception!r}"
+    return "".join(f"{line.rstrip()}\n" for line in result.stdout.splitlines())
+
+
+@contextmanager
+def _at(folder: Path) -> Iterator[None]:
+    """Work in a folder, on a fixed day, with a terminal of one width."""
+    before, began = Path.cwd(), time.monotonic()
+    settings = {"COLUMNS": str(WIDTH), "TZ": "UTC", "TERM": "dumb", "NO_COLOR": "1"}
+    os.chdir(folder)
+    try:
+        with (
+            patch.dict(os.environ, settings),
+            patch("time.time", lambda: NOW + time.monotonic() - began),
+        ):
+            time.tzset()
+            yield
+    finally:
+        time.tzset()
+        os.chdir(before)
+
+
+def main() -> None:
+    """Write the outputs of every page, or of those that are named."""
+    names = sys.argv[1:]
+    for page in pages():
+        if names and page.name not in names:
+            continue
+        old = page.read_text(encoding="utf-8")
+        with tempfile.TemporaryDirectory() as folder:
+            new = rewritten(old, Path(folder))
+        page.write_text(new, encoding="utf-8")
+        print(f"{page.name}: {'rewritten' if new != old else 'as it was'}")
+
+
+if __name__ == "__main__":
+    main()
