@@ -57,7 +57,7 @@ def read_everything(path):
     shown = invoke("show", path)
     for phase in phases:
         assert phase in shown
-        assert "{" not in invoke("show", path, "--phase", phase, "--transcripts", 0)
+        assert "{'name'" not in invoke("show", path, "--phase", phase, "--transcripts", 0)
         invoke("show", path, "--phase", phase, "--transcripts", 2)
     invoke("show", path, "--failed", "--transcripts", 9)
     assert str(path) in invoke("runs", path.parent).replace("\n", "")
