@@ -107,6 +107,15 @@ def check_tools(client: object, tools: Sequence[ToolSchema] | None) -> None:
         )
 
 
+def answers_for_all(client: object) -> bool:
+    """Whether a client answers for agents with a client of their own too: recorded answers do.
+
+    The clients behind one that passes calls on are asked, too.
+    """
+    own = bool(getattr(client, "answers_for_all", False))
+    return own or any(answers_for_all(part) for part in getattr(client, "clients", ()))
+
+
 _IN_BODY = ("top_k", "stop_token_ids")
 """Fields that OpenAI's API lacks: the openai client sends them in `extra_body`."""
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from rolltree.agents import Agent
 from rolltree.errors import BudgetSpent, ModelError, PromptTooLong, record_error
-from rolltree.inference.client import as_client
+from rolltree.inference.client import answers_for_all, as_client
 from rolltree.inference.deadline import TimedClient
 from rolltree.protocols.budget import Budget, BudgetedClient
 from rolltree.protocols.episode import EpisodeContext, RolloutBuilder
@@ -88,9 +88,12 @@ class Player:
         return self.builder.over
 
     def begin(self, messages: Sequence[ChatMessage] = ()) -> None:
-        """Begin the agent's episode with its own model, or with the context's."""
+        """Begin the agent's episode with its own model, or with the context's.
+
+        Recorded answers (a replay) are the context's for all agents.
+        """
         context, client = self.context, self.agent.client
-        if client is None:
+        if client is None or answers_for_all(context.client):
             client = context.client
         else:
             for clock in context.clocks:

@@ -31,6 +31,9 @@ def outcome_difference(tape: Tape, live: RolloutResult, *, score: bool) -> Diffe
         num = (len(tape.tracks), len(states))
         return Difference("rollouts", "", 0, None, "how many rollouts the episode has", *num)
     pairs = list(zip(tape.tracks, states, strict=True))
+    for track, state in pairs:
+        if track.agent != str(state.get("agent") or ""):
+            return _at(track, "rollouts", None, "whose it is", track.agent, state.get("agent"))
     for compare in (_said, _world, _ended, _scored if score else _nothing):
         for track, state in pairs:
             for found in compare(tape, track, state):

@@ -156,6 +156,10 @@ class Tape:
             for index in unused[: None if track is not None else 1]:
                 if self._is_call(each.steps[index], call):
                     return self._found(each, index, call)
+        silent = next((t for t in tracks if track is None and _was_asked(t, call)), None)
+        if silent is not None:
+            silent.has_session = True
+            self._past_the_end([silent], call, is_own=True)
         waiting = [(each, unused[0]) for each, unused in ahead if unused]
         if not waiting:
             self._past_the_end(tracks, call, is_own=track is not None)
@@ -257,6 +261,15 @@ def _names(tools: Sequence[Any]) -> list[str]:
     return [str(tool.get("function", {}).get("name")) for tool in tools]
 
 
+def _was_asked(track: Track, call: ModelCall) -> bool:
+    """Whether a call may be the one that failed in a rollout without a single answer."""
+    if track.has_session or track.is_used or track.state.get("error") is None:
+        return False
+    task = track.state.get("subtask")
+    last = _last(call.prompt)
+    return task is None or (isinstance(last, dict) and last.get("content") == task)
+
+
 def _last(prompt: Any) -> Any:
     if isinstance(prompt, np.ndarray):
         return prompt.tolist()
@@ -313,6 +326,8 @@ class ReplayClient(ClientBase):
         tapes: request id to tape.
         then: the model that answers after the recorded part.
     """
+
+    answers_for_all = True
 
     def __init__(self, tapes: dict[str, Tape], then: ModelClient | None = None) -> None:
         self._tapes = tapes
