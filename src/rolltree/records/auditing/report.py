@@ -1,0 +1,155 @@
+"""What an audit found: checks with their counts, and findings that name the cause and the place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+CHECKS: dict[str, str] = {
+    "storage": "checksums and counts of every table, and the sums of each phase",
+    "columns": "each row's columns say what its messages and tokens say",
+    "counted_once": "every planned rollout is there, once, and trained once",
+    "tokens": "the token trees hold together and each step has its own call",
+    "alignment": "one logprob and one mask value per sampled token, within bounds",
+    "text": "decoding the ids gives the text that was read and said",
+    "sampler": "temperature, limits, seeds and endings fit the request",
+    "spans": "no sampled span is there twice, changed, or goes on after its end",
+    "versions": "each token was sampled by the policy that its phase or step had",
+    "rewards": "failures have no reward, and steps' rewards add up",
+    "steps": "training steps follow each other, with metrics that fit their rollouts",
+    "advantages": "recomputed from the rewards, they are those that were trained",
+    "logprobs": "the engine's logprobs are the trainer's, or those of a checkpoint",
+}
+"""The checks, in the order of the table."""
+
+MAX_FINDINGS = 100
+"""Of each check that a report keeps; `CheckResult.num_problems` counts all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong.
+
+    `check` is a row of `CHECKS`, `cause` a word for scripts (`docs/records.md` lists them).
+    `request_id` and `trajectory_index` name the rollout, `step` the training step, where there is
+    one; `message` says it to a person.
+    """
+
+    check: str
+    cause: str
+    message: str
+    request_id: str | None = None
+    trajectory_index: int = 0
+    step: int | None = None
+
+    @property
+    def where(self) -> str:
+        """The rollout, the step, or the run."""
+        if self.request_id is not None:
+            part = f" [{self.trajectory_index}]" if self.trajectory_index else ""
+            return f"{self.request_id}{part}"
+        return "run" if self.step is None else f"step {self.step}"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """One row of the table: how many things a check looked at, and in how many it found fault.
+
+    `skipped` says why a check, or a part of it, could not be made; None where it was made.
+    """
+
+    name: str
+    num_checked: int
+    num_problems: int
+    skipped: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """What `rolltree.audit` returns.
+
+    `breaks` counts broken prefixes by cause; they are facts, not faults. `recomputed` are the
+    figures of `recompute`: `num_tokens`, and the mean and the largest absolute difference of
+    logprobs. Times are CPU and wall seconds.
+    """
+
+    run: str
+    checks: tuple[CheckResult, ...]
+    findings: tuple[Finding, ...]
+    num_rollouts: int
+    num_steps: int
+    num_sampled_tokens: int
+    breaks: Mapping[str, int] = field(default_factory=dict)
+    recomputed: Mapping[str, float] = field(default_factory=dict)
+    elapsed_s: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether no check found anything."""
+        return not any(check.num_problems for check in self.checks)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as JSON data, `ok` included."""
+        return {"ok": self.ok, **asdict(self)}
+
+
+class Ledger:
+    """Collects counts and findings during an audit; `report` makes the values of it.
+
+    Ledgers of several processes are joined with `add`.
+    """
+
+    def __init__(self) -> None:
+        self.checked: Counter[str] = Counter()
+        self.problems: Counter[str] = Counter()
+        self.skipped: dict[str, str] = {}
+        self.findings: list[Finding] = []
+        self.breaks: Counter[str] = Counter()
+        self.num_sampled_tokens = 0
+
+    def count(self, check: str, number: int = 1) -> None:
+        """Note that a check looked at `number` more things."""
+        self.checked[check] += number
+
+    def find(self, finding: Finding) -> None:
+        """Keep a finding, and count it."""
+        self.problems[finding.check] += 1
+        if self.problems[finding.check] <= MAX_FINDINGS:
+            self.findings.append(finding)
+
+    def skip(self, check: str, why: str) -> None:
+        """Note why a check was not made; the first reason stays."""
+        self.skipped.setdefault(check, why)
+
+    def add(self, other: Ledger) -> None:
+        """Take in what another ledger collected."""
+        self.checked.update(other.checked)
+        self.breaks.update(other.breaks)
+        self.num_sampled_tokens += other.num_sampled_tokens
+        for check, why in other.skipped.items():
+            self.skip(check, why)
+        hidden = other.problems - Counter(finding.check for finding in other.findings)
+        for finding in other.findings:
+            self.find(finding)
+        self.problems.update(hidden)
+
+    def results(self) -> tuple[CheckResult, ...]:
+        """Return a row for each check."""
+        return tuple(
+            CheckResult(name, self.checked[name], self.problems[name], self.skipped.get(name))
+            for name in CHECKS
+        )
+
+    def ordered(self) -> tuple[Finding, ...]:
+        """Return the findings in the order of the checks."""
+        names = list(CHECKS)
+        return tuple(sorted(self.findings, key=lambda finding: names.index(finding.check)))
+
+
+def some(names: Iterable[object], most: int = 3) -> str:
+    """Return the first few of `names` as text."""
+    known = [str(name) for name in names]
+    more = f" and {len(known) - most} more" if len(known) > most else ""
+    return ", ".join(known[:most]) + more
