@@ -13,14 +13,25 @@ from pathlib import Path
 from typing import Any
 
 from rolltree.errors import ConfigError, UnknownName, did_you_mean
-from rolltree.models.made import TinyConfig, build_smollm2, gguf_path, made_once, make_tiny
+from rolltree.models.made import (
+    TinyConfig,
+    build_smollm2,
+    cache_root,
+    gguf_path,
+    made_once,
+    make_tiny,
+)
 
 _SAFE: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
+def _smollm2_key() -> str:
+    return f"smollm2-135m-{gguf_path()[1]}"
+
+
 def _smollm2() -> Path:
-    return made_once(f"smollm2-135m-{gguf_path()[1]}", build_smollm2)
+    return made_once(_smollm2_key(), build_smollm2)
 
 
 def _tiny() -> Path:
@@ -29,6 +40,10 @@ def _tiny() -> Path:
 
 MADE_MODELS: dict[str, Callable[[], Path]] = {"smollm2-135m": _smollm2, "tiny": _tiny}
 """The names that need no folder, and what makes each."""
+_KEYS: dict[str, Callable[[], str]] = {
+    "smollm2-135m": _smollm2_key,
+    "tiny": lambda: TinyConfig().key(),
+}
 
 
 def resolve_model(name: str) -> Path:
@@ -57,6 +72,16 @@ def resolve_model(name: str) -> Path:
             "Point at the folder that holds config.json, the tokenizer and *.safetensors."
         )
     return path
+
+
+def found_model(name: str) -> Path | None:
+    """Return the folder of a model that is on this machine already; nothing is made or loaded."""
+    key = _KEYS.get(name)
+    try:
+        path = Path(name).expanduser() if key is None else cache_root() / key()
+        return path if path.is_dir() else None
+    except (ConfigError, OSError, RuntimeError, ValueError):
+        return None
 
 
 def load_model(name: str, dtype: str = "float32", *, device: str = "cpu") -> tuple[Any, Any]:

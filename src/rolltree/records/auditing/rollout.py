@@ -201,7 +201,9 @@ class _One:
         if isinstance(metrics, dict) and row.metrics != metrics:
             names = [name for name, value in metrics.items() if row.metrics.get(name) != value]
             if names:
-                self._differs(f"metrics[{names[0]!r}]", row.metrics.get(names[0]), metrics[names[0]])
+                self._differs(
+                    f"metrics[{names[0]!r}]", row.metrics.get(names[0]), metrics[names[0]]
+                )
 
     def _failure(self, error: Any, fields: Mapping[str, Any]) -> None:
         row = self.row
@@ -251,7 +253,9 @@ class _One:
         if outside:
             raise ValueError(f"a step names call {outside[0]} of {tree.num_calls}")
         ids = [(step["extras"] or {}).get("call_id") for step in steps]
-        again = [name for name, count in Counter(i for i in ids if i is not None).items() if count > 1]
+        again = [
+            name for name, count in Counter(i for i in ids if i is not None).items() if count > 1
+        ]
         if again and not twice:
             at = [index for index, name in enumerate(ids) if name == again[0]]
             self.find(
@@ -291,13 +295,13 @@ class _One:
                 f"call {index} marks {int((tree.prompt_mask(handle) != 0).sum())} tokens of its "
                 "prompt as sampled; nobody sampled them",
             )
-        if sampled and self.expected.is_training and self.row.phase == "train":
-            if tree.logprobs(handle) is None and tree.mask(handle).any():
-                self.find(
-                    *("alignment", "no_logprobs"),
-                    f"call {index} sampled {sampled} tokens and has no logprobs, so it cannot be "
-                    "trained",
-                )
+        trains = self.expected.is_training and self.row.phase == "train"
+        if trains and sampled and tree.logprobs(handle) is None and tree.mask(handle).any():
+            self.find(
+                *("alignment", "no_logprobs"),
+                f"call {index} sampled {sampled} tokens and has no logprobs, so it cannot be "
+                "trained",
+            )
         self._sampler(tree, handle, extras, sampling)
 
     def _assigned(self, tree: TokenTree, handle: int, assigned: Mapping[str, Any]) -> None:
@@ -446,7 +450,7 @@ class _One:
         for found in find_breaks(whole, groups, None if self.text is None else self.text.decode):
             self.ledger.breaks[str(found.cause)] += 1
 
-    # -- for the checks of the whole run -------------------------------------------------------------
+    # -- for the checks of the whole run -----------------------------------------------
 
     def _keep(
         self,
@@ -484,9 +488,7 @@ class _One:
         facts.calls = tuple(
             None
             if handle is None
-            else CallFacts(
-                handle, tree.versions(handle), tree.logprobs(handle), tree.mask(handle)
-            )
+            else CallFacts(handle, tree.versions(handle), tree.logprobs(handle), tree.mask(handle))
             for handle in handles
         )
 

@@ -125,16 +125,19 @@ class TextCheck:
     def _without_special(self, ids: Any) -> str:
         return _squeezed(str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)))
 
-    def _prompt(
-        self, one: _One, tree: TokenTree, index: int, handle: int, prompt: Any
-    ) -> None:
+    def _prompt(self, one: _One, tree: TokenTree, index: int, handle: int, prompt: Any) -> None:
         shown = self._plain(tree.prompt_ids(handle))
-        parts = [prompt] if isinstance(prompt, str) else [
-            text
-            for message in prompt or ()
-            if isinstance(message, Mapping) and message.get("role") in ("system", "user", "tool")
-            for text in _texts(message.get("content"))
-        ]
+        parts = (
+            [prompt]
+            if isinstance(prompt, str)
+            else [
+                text
+                for message in prompt or ()
+                if isinstance(message, Mapping)
+                and message.get("role") in ("system", "user", "tool")
+                for text in _texts(message.get("content"))
+            ]
+        )
         at = 0
         for part in parts:
             wanted = _squeezed(part)

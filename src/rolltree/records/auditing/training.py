@@ -1,0 +1,375 @@
+"""The checks of training steps: what was trained, once, with the advantages that rewards give."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, median, pstdev
+from typing import Any
+
+import numpy as np
+
+from rolltree.errors import RolltreeError
+from rolltree.records.auditing.report import Finding, Ledger, some
+from rolltree.records.auditing.rollout import RolloutFacts, as_results
+from rolltree.store import Run, StepRow
+from rolltree.store.trained import TrainedRollout
+from rolltree.training.advantages import assign_credit
+from rolltree.training.batches import staleness_limit
+from rolltree.training.config import TrainConfig
+
+LEDGER = "batch"
+"""The kind of event in which asynchronous training keeps which groups a step takes."""
+_LEAST_TOLERANCE = 1e-3
+_NOISE = 20.0
+_AVERAGE = "credit/average/"
+
+
+@dataclass(slots=True)
+class Trained:
+    """What the table `trained` says of one trajectory in one step: an advantage per call."""
+
+    step: int
+    advantages: list[float]
+
+
+@dataclass(slots=True)
+class TrainingAudit:
+    """Checks the steps of a training run, after its rollouts were read.
+
+    `first` is the step after which it began: 0, or the step of the checkpoint that was forked.
+    """
+
+    run: Run
+    config: TrainConfig
+    ledger: Ledger
+    first: int = 0
+    taken: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    trained: dict[tuple[str, int], list[Trained]] = field(default_factory=dict)
+    mismatch: list[tuple[float, Finding]] = field(default_factory=list)
+    num_trained: int = 0
+
+    def __post_init__(self) -> None:
+        events = self.run.events(LEDGER)
+        self.taken = {event.step: event.data for event in events if event.step is not None}
+
+    def find(self, check: str, cause: str, message: str, **where: Any) -> None:
+        """Keep a finding."""
+        self.ledger.find(Finding(check, cause, message, **where))
+
+    # -- one rollout and what the table `trained` has of it ----------------------------------------
+
+    def check_trained(self, facts: RolloutFacts, rows: Iterable[TrainedRollout]) -> None:
+        """Compare the trained tokens of one trajectory with those that were sampled."""
+        for row in rows:
+            self.num_trained += 1
+            self.ledger.count("advantages")
+            where = {
+                "request_id": facts.request_id,
+                "trajectory_index": facts.trajectory_index,
+                "step": row.step,
+            }
+            calls = [call for call in facts.calls if call is not None]
+            sizes = [len(call.versions) for call in calls]
+            known = self.trained.setdefault((facts.request_id, facts.trajectory_index), [])
+            if [n for n in row.num_sampled.tolist() if n] != [n for n in sizes if n]:
+                self.find(
+                    *("advantages", "tokens_differ"),
+                    f"step {row.step} trained {row.num_tokens} tokens of its calls and they "
+                    f"sampled {sum(sizes)}",
+                    **where,
+                )
+                known.append(Trained(row.step, []))
+                continue
+            known.append(Trained(row.step, self._of_calls(row, where)))
+            if not sum(sizes):
+                continue
+            versions = np.concatenate([call.versions for call in calls])
+            mask = np.concatenate([call.mask for call in calls])
+            self._weights(row, versions, mask, where)
+            self._against_engine(row, versions, calls, where)
+
+    def _of_calls(self, row: TrainedRollout, where: Mapping[str, Any]) -> list[float]:
+        ends = np.cumsum(row.num_sampled)
+        parts = np.split(row.advantage, ends[:-1]) if len(ends) else []
+        for index, part in enumerate(parts):
+            if len(part) and not (part == part[0]).all():
+                self.find(
+                    *("advantages", "advantage_differs"),
+                    f"the tokens of call {index} were trained with advantages from "
+                    f"{part.min():g} to {part.max():g}; credit gives a call one",
+                    **where,
+                )
+        return [float(part[0]) if len(part) else math.nan for part in parts]
+
+    def _weights(
+        self, row: TrainedRollout, versions: Any, mask: Any, where: Mapping[str, Any]
+    ) -> None:
+        lag, used = row.step - 1 - versions, row.weight != 0
+        if (used & (mask == 0)).any():
+            self.find(
+                *("alignment", "masked_token_trained"),
+                f"{int((used & (mask == 0)).sum())} tokens have mask 0 and were trained",
+                **where,
+            )
+        if (used & (lag < 0)).any():
+            self.find(
+                *("versions", "too_new"),
+                f"step {row.step} trained tokens that say version {int(versions.max())} sampled "
+                f"them, and there were {row.step - 1} then",
+                **where,
+            )
+        if (used & (lag > staleness_limit(self.config))).any() and self.config.train.async_steps:
+            self.find(
+                *("versions", "stale_token_trained"),
+                f"step {row.step} trained tokens of version {int(versions[used].min())}, older "
+                f"than train.max_lag allows",
+                **where,
+            )
+
+    def _against_engine(
+        self, row: TrainedRollout, versions: Any, calls: Sequence[Any], where: Mapping[str, Any]
+    ) -> None:
+        if any(call.logprobs is None for call in calls):
+            return
+        engine = np.concatenate([call.logprobs for call in calls]).astype(np.float64)
+        fresh = (versions == row.step - 1) & np.isfinite(row.logprob)
+        if not fresh.any():
+            return
+        self.ledger.count("logprobs")
+        size = float(np.abs(row.logprob[fresh] - engine[fresh]).mean())
+        self.mismatch.append(
+            (
+                size,
+                Finding(
+                    *("logprobs", "engine_differs"),
+                    f"its engine logprobs differ from the trainer's by {size:.2g} on average",
+                    **where,
+                ),
+            )
+        )
+
+    # -- all rollouts of a step -----------------------------------------------------
+
+    def check_steps(self, facts: Sequence[RolloutFacts]) -> None:
+        """Check every step, once all rollouts were read."""
+        steps = self.run.steps()
+        self._contiguous(steps)
+        by_step: dict[int, list[RolloutFacts]] = {}
+        by_group: dict[str, list[RolloutFacts]] = {}
+        for item in facts:
+            by_group.setdefault(item.group_id, []).append(item)
+            if item.train_step is not None:
+                by_step.setdefault(item.train_step, []).append(item)
+        averages: dict[str, float] = {}
+        for row in steps:
+            if row.step > self.first:
+                self._check_step(row, by_step.get(row.step, []), by_group, averages)
+            averages = {
+                name.removeprefix(_AVERAGE): value
+                for name, value in row.metrics.items()
+                if name.startswith(_AVERAGE)
+            }
+        self._check_mismatch()
+        self._check_taken(facts)
+
+    def _contiguous(self, steps: Sequence[StepRow]) -> None:
+        last = steps[-1].step if steps else 0
+        missing = sorted(set(range(1, last + 1)) - {row.step for row in steps})
+        self.ledger.count("steps", len(steps))
+        for step in missing:
+            self.find("steps", "missing_step", f"step {step} of {last} has no metrics", step=step)
+        for row in steps:
+            version = row.metrics.get("policy/version", row.step)
+            if version != row.step:
+                said = f"step {row.step} says that its weights are version {version:g}"
+                self.find("steps", "wrong_version", said, step=row.step)
+
+    def _check_step(
+        self,
+        row: StepRow,
+        planned: Sequence[RolloutFacts],
+        by_group: Mapping[str, Sequence[RolloutFacts]],
+        averages: dict[str, float],
+    ) -> None:
+        section = self.config.algorithm
+        if self.config.train.async_steps:
+            data = self.taken.get(row.step, {})
+            names, others = list(data.get("groups", ())), list(data.get("dropped", ()))
+        else:
+            named = dict.fromkeys(item.group_id for item in planned)
+            names = sorted(name for name in named if _number(name, "g") is not None)
+            others = sorted(set(named) - set(names))
+            wanted = [f"train/{row.step:06d}/g{n:02d}" for n in range(section.groups_per_step)]
+            names = list(dict.fromkeys((*wanted, *names)))
+        self._members(row.step, names, by_group)
+        groups = [[*by_group.get(name, ())] for name in (*names, *others)]
+        sampled = [item for group in groups for item in group]
+        if section.dynamic_sampling_max and not self.config.train.async_steps:
+            trained = self._with_signal([group for group in groups if group], len(names))
+        else:
+            trained = [item for name in names for item in by_group.get(name, ())]
+        self._credit(row, trained, sampled, averages)
+
+    def _members(
+        self, step: int, names: Sequence[str], by_group: Mapping[str, Sequence[RolloutFacts]]
+    ) -> None:
+        size = self.config.algorithm.group_size
+        for name in names:
+            there = {item.request_id for item in by_group.get(name, ())}
+            planned = {f"{name}/{index}" for index in range(size)}
+            self.ledger.count("counted_once", size)
+            for request_id in sorted(planned - there):
+                self.find(
+                    *("counted_once", "missing_rollout"),
+                    f"step {step} was to have it, and it is not there",
+                    request_id=request_id,
+                    step=step,
+                )
+            for request_id in sorted(there - planned):
+                self.find(
+                    *("counted_once", "unplanned_rollout"),
+                    f"group {name} has {size} members, and this is not one of them",
+                    request_id=request_id,
+                    step=step,
+                )
+
+    def _with_signal(self, groups: Sequence[list[RolloutFacts]], wanted: int) -> list[RolloutFacts]:
+        """Return what dynamic sampling trains: groups with a signal, then the last ones without."""
+        section = self.config.algorithm
+        policy = replace(section.policy(self.config.train.max_seq_len), baseline="none")
+        useful, flat = [], []
+        for group in groups:
+            report = assign_credit(as_results(group), section.resolve().credit, policy)
+            signal = any(
+                (step.get("advantage") or 0.0) != 0.0
+                for state in report.trained
+                for step in state["trajectory"]
+            )
+            (useful if signal else flat).append(group)
+        missing = max(0, wanted - len(useful))
+        return [item for group in (*useful, *flat[len(flat) - missing :]) for item in group]
+
+    def _credit(
+        self,
+        row: StepRow,
+        trained: Sequence[RolloutFacts],
+        sampled: Sequence[RolloutFacts],
+        averages: Mapping[str, float],
+    ) -> None:
+        section = self.config.algorithm
+        where = {"step": row.step}
+        try:
+            report = assign_credit(
+                as_results(trained),
+                section.resolve().credit,
+                section.policy(self.config.train.max_seq_len),
+                averages,
+            )
+        except RolltreeError as error:
+            self.find("advantages", "no_credit", str(error), **where)
+            return
+        self._metrics(row, sampled, report.metrics)
+        if not self.trained:
+            return
+        chosen = {id(state) for state in report.trained}
+        for item in trained:
+            key = item.request_id, item.trajectory_index
+            rows = [known for known in self.trained.get(key, ()) if known.step == row.step]
+            if item.state is None:
+                continue
+            place = {**where, "request_id": key[0], "trajectory_index": key[1]}
+            if id(item.state) in chosen and not rows and item.num_sampled:
+                said = f"step {row.step} was to train it, and no token of it was"
+                self.find("counted_once", "not_trained", said, **place)
+            for known in rows if id(item.state) in chosen else ():
+                wanted = [step["advantage"] for step in item.state["trajectory"]]
+                self._compare(known, wanted, place)
+
+    def _compare(
+        self, known: Trained, wanted: Sequence[float | None], place: Mapping[str, Any]
+    ) -> None:
+        for index, (got, right) in enumerate(zip(known.advantages, wanted, strict=False)):
+            if math.isnan(got) or right is None:
+                continue
+            if not math.isclose(got, right, rel_tol=1e-4, abs_tol=1e-6):
+                self.find(
+                    *("advantages", "advantage_differs"),
+                    f"call {index} was trained with the advantage {got:g}, and the group's "
+                    f"rewards give {right:g}",
+                    **place,
+                )
+                return
+
+    def _metrics(
+        self, row: StepRow, sampled: Sequence[RolloutFacts], credit: Mapping[str, float]
+    ) -> None:
+        rewards = [
+            item.reward
+            for item in sampled
+            if item.parent_rollout is None and item.state is not None and item.reward is not None
+        ]
+        right = {"rollout/total_sampled_tokens": float(sum(item.num_sampled for item in sampled))}
+        right |= dict(credit)
+        if rewards:
+            right |= {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
+        for name, value in right.items():
+            stored = row.metrics.get(name)
+            if stored is None:
+                continue
+            self.ledger.count("steps")
+            if not math.isclose(float(stored), value, rel_tol=1e-6, abs_tol=1e-9):
+                self.find(
+                    *("steps", "metrics_differ"),
+                    f"{name} of step {row.step} is {stored:g}, and its rollouts give {value:g}: "
+                    "one of them was changed",
+                    step=row.step,
+                )
+
+    def _check_mismatch(self) -> None:
+        if not self.mismatch:
+            return
+        noise = median(size for size, _ in self.mismatch)
+        limit = min(max(_LEAST_TOLERANCE, _NOISE * noise), self.config.train.max_mismatch)
+        for size, finding in self.mismatch:
+            if size > limit:
+                usual = f"{finding.message}; {noise:.2g} is usual in this run"
+                self.ledger.find(replace(finding, message=usual))
+
+    def _check_taken(self, facts: Sequence[RolloutFacts]) -> None:
+        """Check that nothing was trained by two steps, and nothing that is not there."""
+        for (request_id, index), rows in self.trained.items():
+            taken = sorted({row.step for row in rows})
+            if len(taken) > 1:
+                self.find(
+                    *("counted_once", "trained_twice"),
+                    f"it was trained by the steps {some(taken)}",
+                    request_id=request_id,
+                    trajectory_index=index,
+                )
+        steps_of: dict[str, list[int]] = {}
+        for step, data in self.taken.items():
+            for name in data.get("groups", ()):
+                steps_of.setdefault(name, []).append(step)
+        for name, taken in steps_of.items():
+            if len(taken) > 1:
+                said = f"group {name} was trained by the steps {some(sorted(taken))}"
+                self.find("counted_once", "trained_twice", said, step=max(taken))
+        if not self.trained:
+            return
+        total = self.run.query("SELECT count(*) AS n FROM trained")[0]["n"]
+        if total > self.num_trained:
+            known = Counter(item.request_id for item in facts)
+            rows = self.run.query("SELECT DISTINCT request_id FROM trained")
+            gone = [row["request_id"] for row in rows if row["request_id"] not in known]
+            for request_id in gone or [None]:
+                said = "a step trained tokens of it, and the rollout is not there"
+                self.find("counted_once", "missing_rollout", said, request_id=request_id)
+
+
+def _number(group_id: str, kind: str) -> int | None:
+    """Return the number of a group of a kind ("g": planned, "x": a replacement), or None."""
+    label = group_id.rpartition("/")[2]
+    return int(label[1:]) if label[:1] == kind and label[1:].isdigit() else None
