@@ -10,6 +10,7 @@ import rolltree
 NAMES = [
     "Agent",
     "AgentStep",
+    "AuditReport",
     "BaseRolloutInput",
     "ChatMessage",
     "ConfigError",
@@ -85,6 +86,7 @@ NAMES = [
     "__version__",
     "as_client",
     "assign_credit",
+    "audit",
     "build_requests",
     "build_samples",
     "cleanup",

@@ -59,7 +59,9 @@ if TYPE_CHECKING:
     from rolltree.parsers import compose_parsers as compose_parsers
     from rolltree.parsers import extract_boxed_answer as extract_boxed_answer
     from rolltree.parsers import extract_hash_answer as extract_hash_answer
+    from rolltree.records import AuditReport as AuditReport
     from rolltree.records import RunData as RunData
+    from rolltree.records import audit as audit
     from rolltree.records import compare as compare
     from rolltree.records import read_run as read_run
     from rolltree.records import replay as replay
@@ -136,7 +138,7 @@ _ROOMS: dict[str, str] = {
     "models": "load_model",
     "parsers": "MaybeThinkParser Parser ThinkParser XMLParser compose_parsers extract_boxed_answer "
     "extract_hash_answer",
-    "records": "RunData compare read_run replay replay_many rescore",
+    "records": "AuditReport RunData audit compare read_run replay replay_many rescore",
     "rollouts": "GroupStrategy RolloutEngine RolloutSource build_requests",
     "rubrics": "JudgeRubric MathRubric Rubric RubricGroup ToolRubric run_inline",
     "samples": "build_samples pack_samples process_trajectories_for_training prune_sample",

@@ -31,6 +31,7 @@ FLAGS = {
         "run", "--phase", "--step", "--failed", "--where", "--sort", "--last", "--transcripts",
         "--limit", "--json",
     },
+    "audit": {"run", "--recompute", "--tokenizer", "--limit", "--json"},
     "replay": {
         "run", "rollout", "--env", "-a", "--env-args", "--compat", "--phase", "-n",
         "--num-rollouts", "--ignore", "--no-score", "--until", "--pdb", "--continue", "-m",

@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 from rolltree import __version__
-from rolltree.cli import compare, env, eval, replay, runs, serve, show, train
+from rolltree.cli import audit, compare, env, eval, replay, runs, serve, show, train
 from rolltree.cli.arguments import tell
 from rolltree.errors import ConfigError, RolltreeError, Stopped, UnknownName
 from rolltree.redact import shown
@@ -105,7 +105,7 @@ app = Program(
     commands=[
         *(eval.evaluate_environment, train.train_model, train.fork_run, serve.serve_model),
         *(runs.list_stored_runs, show.show_run, runs.export_run, serve.list_models),
-        *(compare.compare_stored_runs, replay.replay_rollouts),
+        *(audit.audit_run, compare.compare_stored_runs, replay.replay_rollouts),
         *(env.new_environment, env.environments),
     ],
     help="Reinforcement learning of LLM agents on the exact tokens the engine saw and sampled.",

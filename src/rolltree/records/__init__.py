@@ -10,6 +10,11 @@ from typing import TYPE_CHECKING
 from rolltree.lazy import loader
 
 if TYPE_CHECKING:
+    from rolltree.records.auditing.report import CHECKS as CHECKS
+    from rolltree.records.auditing.report import AuditReport as AuditReport
+    from rolltree.records.auditing.report import CheckResult as CheckResult
+    from rolltree.records.auditing.report import Finding as Finding
+    from rolltree.records.auditing.run import audit as audit
     from rolltree.records.chosen import shown_requests as shown_requests
     from rolltree.records.comparison import ComparedPair as ComparedPair
     from rolltree.records.comparison import RunComparison as RunComparison
@@ -32,6 +37,8 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "chosen": "shown_requests",
+    "auditing.report": "AuditReport CHECKS CheckResult Finding",
+    "auditing.run": "audit",
     "debugging": "replay_with_debugger",
     "read": "RunData read_run",
     "recorded": "Difference",

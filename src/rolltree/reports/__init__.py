@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from rolltree.lazy import loader
 
 if TYPE_CHECKING:
+    from rolltree.reports.audit import audit_lines as audit_lines
+    from rolltree.reports.audit import audit_table as audit_table
     from rolltree.reports.comparison import comparison_markdown as comparison_markdown
     from rolltree.reports.comparison import comparison_parts as comparison_parts
     from rolltree.reports.curves import Curve as Curve
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "comparison": "comparison_markdown comparison_parts",
+    "audit": "audit_lines audit_table",
     "curves": "Curve reward_curve save_curve save_reward_curve terminal_curve",
     "evaluation": "comparison_table evaluation_facts evaluation_table",
     "formatting": "SafeConsole say",

@@ -92,6 +92,17 @@ def read_full(folder: Path, model: Any, optimizer: Optimizer, ranks: Ranks | Non
         TrainingError: they belong to another model.
         ConfigError: a file cannot be read.
     """
+    read_weights(folder, model)
+    _copy_in(open_file(folder / OPTIMIZER), optimizer.tensors(), folder)
+
+
+def read_weights(folder: Path, model: Any) -> None:
+    """Copy the trained weights of a whole checkpoint, without the optimizer.
+
+    Raises:
+        TrainingError: they belong to another model.
+        ConfigError: a file cannot be read.
+    """
     own = trained_tensors(model)
     if is_adapted(model) != (folder / ADAPTER).is_file():
         raise TrainingError(
@@ -102,7 +113,6 @@ def read_full(folder: Path, model: Any, optimizer: Optimizer, ranks: Ranks | Non
         _copy_in(open_file(folder / ADAPTER), own, folder, peft_name)
     else:
         _copy_in(open_weights(folder), own, folder)
-    _copy_in(open_file(folder / OPTIMIZER), optimizer.tensors(), folder)
 
 
 def write_sharded(

@@ -8,19 +8,19 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 CHECKS: dict[str, str] = {
-    "storage": "checksums and counts of every table, and the sums of each phase",
-    "columns": "each row's columns say what its messages and tokens say",
-    "counted_once": "every planned rollout is there, once, and trained once",
-    "tokens": "the token trees hold together and each step has its own call",
-    "alignment": "one logprob and one mask value per sampled token, within bounds",
-    "text": "decoding the ids gives the text that was read and said",
-    "sampler": "temperature, limits, seeds and endings fit the request",
-    "spans": "no sampled span is there twice, changed, or goes on after its end",
-    "versions": "each token was sampled by the policy that its phase or step had",
-    "rewards": "failures have no reward, and steps' rewards add up",
-    "steps": "training steps follow each other, with metrics that fit their rollouts",
-    "advantages": "recomputed from the rewards, they are those that were trained",
-    "logprobs": "the engine's logprobs are the trainer's, or those of a checkpoint",
+    "storage": "checksums, counts, sums of each phase",
+    "columns": "columns against the rollout's record",
+    "counted_once": "each planned rollout there once, trained once",
+    "tokens": "token trees whole, a call of its own per step",
+    "alignment": "a logprob and a mask value per sampled token",
+    "text": "ids decode to what was read and said",
+    "sampler": "temperature, limits, seeds, endings",
+    "spans": "no span twice, changed, or past its end",
+    "versions": "sampled by the policy of phase or step",
+    "rewards": "none for failures; steps' rewards add up",
+    "steps": "no step missing, metrics fit the rollouts",
+    "advantages": "recomputed from rewards",
+    "logprobs": "the engine's against the trainer's",
 }
 """The checks, in the order of the table."""
 

@@ -79,7 +79,7 @@ class RolloutFacts:
     train_step: int | None
     failed: bool
     reward: float | None
-    fingerprint: tuple[Any, ...] | None
+    fingerprint: tuple[Any, ...] | None = None
     parent_rollout: str | None = None
     rollout_id: str | None = None
     error_type: str | None = None
@@ -100,9 +100,15 @@ class RolloutAudit:
     def check(self, row: StoredRollout) -> RolloutFacts:
         """Check one row and return what the checks of the whole run need."""
         facts = RolloutFacts(
-            *(row.request_id, row.trajectory_index, row.num_trajectories, row.group_id),
-            *(row.index_in_group, row.phase, row.train_step, row.status == "error", row.reward),
-            fingerprint=None,
+            request_id=row.request_id,
+            trajectory_index=row.trajectory_index,
+            num_trajectories=row.num_trajectories,
+            group_id=row.group_id,
+            index_in_group=row.index_in_group,
+            phase=row.phase,
+            train_step=row.train_step,
+            failed=row.status == "error",
+            reward=row.reward,
             error_type=row.error_type,
         )
         one = _One(self, row, facts)
@@ -316,9 +322,9 @@ class _One:
         for name, read in recorded.items():
             if name not in given:
                 continue
-            values = read(handle)
-            same = [] if values is None else values
-            if not np.array_equal(np.asarray(given[name], same.dtype if len(same) else None), same):
+            values: Any = read(handle)
+            same = np.empty(0) if values is None else values
+            if not np.array_equal(np.asarray(given[name], same.dtype), same):
                 self.find(
                     *("spans", "changed_after_sampling"),
                     f"{name} of call {handle} were replaced after the engine had answered; what is "

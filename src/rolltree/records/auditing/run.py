@@ -125,11 +125,9 @@ class _Audit:
             for name in ("steps", "advantages"):
                 self.ledger.skip(name, "the run trained nothing")
         elif not has_trained:
-            self.ledger.skip(
-                "advantages", "the run did not record what was trained: only its means are checked"
-            )
+            self.ledger.skip("advantages", "trained tokens were not recorded; see steps")
         if not has_trained:
-            self.ledger.skip("logprobs", "no trainer's logprobs are recorded; see --recompute")
+            self.ledger.skip("logprobs", "not recorded; see --recompute")
         return len(self.facts)
 
     def _training(self, meta: Mapping[str, Any]) -> TrainingAudit | None:
@@ -171,9 +169,7 @@ class _Audit:
                 except ConfigError as error:
                     self.ledger.skip("text", str(error))
                     return None
-        self.ledger.skip(
-            "text", "no tokenizer is here; name the model's folder: --tokenizer FOLDER"
-        )
+        self.ledger.skip("text", "no tokenizer found; see --tokenizer")
         return None
 
     def _count(self, row: StoredRollout) -> None:

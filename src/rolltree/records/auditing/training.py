@@ -66,7 +66,7 @@ class TrainingAudit:
         for row in rows:
             self.num_trained += 1
             self.ledger.count("advantages")
-            where = {
+            where: dict[str, Any] = {
                 "request_id": facts.request_id,
                 "trajectory_index": facts.trajectory_index,
                 "step": row.step,
@@ -240,7 +240,8 @@ class TrainingAudit:
         """Return what dynamic sampling trains: groups with a signal, then the last ones without."""
         section = self.config.algorithm
         policy = replace(section.policy(self.config.train.max_seq_len), baseline="none")
-        useful, flat = [], []
+        useful: list[list[RolloutFacts]] = []
+        flat: list[list[RolloutFacts]] = []
         for group in groups:
             report = assign_credit(as_results(group), section.resolve().credit, policy)
             signal = any(
@@ -362,8 +363,8 @@ class TrainingAudit:
         total = self.run.query("SELECT count(*) AS n FROM trained")[0]["n"]
         if total > self.num_trained:
             known = Counter(item.request_id for item in facts)
-            rows = self.run.query("SELECT DISTINCT request_id FROM trained")
-            gone = [row["request_id"] for row in rows if row["request_id"] not in known]
+            named = self.run.query("SELECT DISTINCT request_id FROM trained")
+            gone = [row["request_id"] for row in named if row["request_id"] not in known]
             for request_id in gone or [None]:
                 said = "a step trained tokens of it, and the rollout is not there"
                 self.find("counted_once", "missing_rollout", said, request_id=request_id)

@@ -1,0 +1,217 @@
+"""Engine logprobs against a recomputation with the weights that sampled them; needs torch.
+
+Weights are those of the run's checkpoints, and of the model that its settings name for version 0.
+Where they differ, simple causes are tried: values shifted by a token, raw instead of at the
+sampling temperature, and the weights of another version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from rolltree.errors import ConfigError, TrainingError
+from rolltree.models.load import found_model, load_model
+from rolltree.records.auditing.report import Finding, Ledger, some
+from rolltree.rollouts.decode import decode_rollout
+from rolltree.samples import build_samples
+from rolltree.store import Run
+from rolltree.training.config import TrainConfig, load_train_config
+from rolltree.types import FloatArray, Sample
+
+LEAST_TOLERANCE = 1e-3
+NOISE = 20.0
+MOST_TOLERANCE = 0.1
+"""A rollout differs if its mean absolute difference is above `NOISE` times the median of all,
+within these bounds; the upper one is `train.max_mismatch`'s default."""
+
+
+@dataclass(slots=True)
+class _Chosen:
+    """A rollout to recompute: its version, its samples, and what the engine said."""
+
+    request_id: str
+    trajectory_index: int
+    version: int
+    samples: list[Sample]
+    difference: FloatArray | None = None
+
+    @property
+    def engine(self) -> FloatArray:
+        return np.concatenate([sample.records.logprob for sample in self.samples])
+
+    @property
+    def size(self) -> float:
+        assert self.difference is not None
+        return float(np.abs(self.difference).mean())
+
+
+def recompute_logprobs(run: Run, ledger: Ledger, number: int) -> Mapping[str, float]:
+    """Recompute the logprobs of up to `number` rollouts; return how far they are apart.
+
+    Raises:
+        ConfigError: no weights are here that sampled a stored rollout.
+    """
+    weights = _Weights(run)
+    chosen = list(_choose(run, weights, number))
+    if not chosen:
+        there = some(weights.versions) or "none"
+        raise ConfigError(
+            f"{run.path} has no rollout that could be recomputed: its weights here are those of "
+            f"version {there}, and no rollout with logprobs was sampled by them alone. Checkpoints "
+            "are kept as checkpoint.keep says; leave --recompute out to check the rest."
+        )
+    ledger.skipped.pop("logprobs", None)
+    for version in sorted({item.version for item in chosen}):
+        compute = weights.at(version)
+        for item in chosen:
+            if item.version == version:
+                item.difference = item.engine - compute(item.samples)
+                ledger.count("logprobs")
+    noise = median(item.size for item in chosen)
+    limit = min(max(LEAST_TOLERANCE, NOISE * noise), MOST_TOLERANCE)
+    wrong = [item for item in chosen if not item.size <= limit]
+    for item in wrong:
+        ledger.find(_explain(item, weights, limit))
+    values = np.concatenate([item.difference for item in chosen if item.difference is not None])
+    return {
+        "num_rollouts": float(len(chosen)),
+        "num_tokens": float(len(values)),
+        "abs_mean": float(np.abs(values).mean()),
+        "abs_max": float(np.abs(values).max()),
+        "tolerance": limit,
+    }
+
+
+def _choose(run: Run, weights: _Weights, number: int) -> Iterator[_Chosen]:
+    """Yield rollouts that one known version sampled, spread evenly over the run."""
+    names = ("request_id", "trajectory_index", "min_version", "max_version")
+    known = [
+        (request_id, index, low)
+        for request_id, index, low, high in run.columns(names)
+        if low is not None and low == high and weights.has(low)
+    ]
+    places = np.unique(np.linspace(0, len(known) - 1, min(number, len(known))).astype(int))
+    for request_id, index, version in (known[place] for place in places.tolist()):
+        for row in run.rollouts(request_id=request_id, trajectory_index=index):
+            states = decode_rollout(row).states
+            samples = build_samples([states[0]["trajectory"]], "interleave").samples
+            samples = [s for s in samples if not np.isnan(s.records.logprob).any()]
+            if samples:
+                yield _Chosen(request_id, index, version, samples)
+
+
+def _explain(item: _Chosen, weights: _Weights, limit: float) -> Finding:
+    """Return the finding of a rollout that differs, with the cause that would explain it."""
+    engine = item.engine
+    cause, why = "engine_differs", ""
+    compute = weights.at(item.version)
+    right = compute(item.samples)
+    raw = compute([_at_temperature(sample, 1.0) for sample in item.samples])
+    if len(engine) > 1 and _near(engine[1:], right[:-1], limit):
+        cause, why = "shifted", "; they fit when each is moved to the token before"
+    elif len(engine) > 1 and _near(engine[:-1], right[1:], limit):
+        cause, why = "shifted", "; they fit when each is moved to the token after"
+    elif _near(engine, raw, limit):
+        cause, why = "raw_logprobs", "; they are those at temperature 1, not at the sampler's"
+    else:
+        for version in weights.versions:
+            if version != item.version and _near(engine, weights.at(version)(item.samples), limit):
+                cause, why = "other_version", f"; they are those of version {version}"
+                break
+    return Finding(
+        *("logprobs", cause),
+        f"its engine logprobs differ from those of version {item.version} by {item.size:.2g} on "
+        f"average, {np.abs(engine - right).max():.2g} at most{why}",
+        item.request_id,
+        item.trajectory_index,
+    )
+
+
+def _near(one: FloatArray, other: FloatArray, limit: float) -> bool:
+    return bool(np.abs(one - other).mean() <= limit)
+
+
+def _at_temperature(sample: Sample, temperature: float) -> Sample:
+    records = sample.records
+    return replace(
+        sample,
+        records=replace(records, temperature=np.full_like(records.temperature, temperature)),
+    )
+
+
+class _Weights:
+    """The policy versions whose weights are here; one model takes each in turn."""
+
+    def __init__(self, run: Run) -> None:
+        self._config = _settings(run)
+        self._folders: dict[int, Path | None] = {}
+        base = found_model(self._config.model.name)
+        if base is not None:
+            self._folders[0] = None
+        for folder in sorted(run.checkpoints.glob("step-*")):
+            number = folder.name.removeprefix("step-")
+            if number.isdigit() and any(folder.glob("*.safetensors")):
+                self._folders[int(number)] = folder
+        if base is None:
+            raise ConfigError(
+                f"the model {self._config.model.name!r} of {run.path} is not on this machine, so "
+                "nothing can be recomputed. `rolltree models NAME` makes those that rolltree knows."
+            )
+        self._base = base
+        self._model: Any = None
+        self._now: int | None = None
+
+    @property
+    def versions(self) -> list[int]:
+        """The versions, oldest first."""
+        return sorted(self._folders)
+
+    def has(self, version: int) -> bool:
+        """Whether the weights of a version are here."""
+        return version in self._folders
+
+    def at(self, version: int) -> Callable[[Sequence[Sample]], FloatArray]:
+        """Return what computes the logprobs of samples under a version's weights."""
+        import torch
+
+        from rolltree.training.checkpoint_formats import read_weights
+        from rolltree.training.forward import LogprobModel, choose_forward
+        from rolltree.training.layout import collate
+        from rolltree.training.rank0 import adapt
+
+        folder = self._folders[version]
+        if self._model is None or (folder is None and self._now != version):
+            self._model, _ = load_model(str(self._base), "float32")
+            adapt(self._model, self._config)
+            self._now = 0
+        if folder is not None and self._now != version:
+            try:
+                read_weights(folder, self._model)
+            except TrainingError as error:
+                raise ConfigError(str(error)) from error
+        self._now = version
+        logprobs = LogprobModel(self._model, choose_forward(self._model, "auto", "interleave"))
+
+        def compute(samples: Sequence[Sample]) -> FloatArray:
+            with torch.no_grad(), logprobs.context():
+                parts = [logprobs(collate([sample])).logprob.numpy() for sample in samples]
+            return np.concatenate(parts)
+
+        return compute
+
+
+def _settings(run: Run) -> TrainConfig:
+    """Return the settings of a run as far as they name its weights."""
+    config = run.config
+    if run.meta["kind"] == "train":
+        return load_train_config({name: config.get(name, {}) for name in ("run", "model")})
+    name = config.get("model")
+    if not isinstance(name, str):
+        raise ConfigError(f"{run.path} does not say which model it is of; nothing to recompute.")
+    return load_train_config({"model": {"name": name}})

@@ -1,0 +1,65 @@
+"""An audit for a person: a table of checks, then what was found, then a sentence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from rolltree.reports.formatting import counts, safe_text
+
+if TYPE_CHECKING:
+    from rolltree.records import AuditReport
+
+
+def audit_table(report: AuditReport) -> Table:
+    """Return one line per check: how much it looked at, and how much is wrong."""
+    from rolltree.records import CHECKS
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("check", "looked at", "wrong", "what"):
+        table.add_column(name, justify="right" if name in ("looked at", "wrong") else "left")
+    for check in report.checks:
+        style = "red" if check.num_problems else ""
+        told = CHECKS[check.name]
+        if check.skipped is not None:
+            told = f"not checked: {check.skipped}" if not check.num_checked else check.skipped
+            style = style or "dim"
+        table.add_row(
+            check.name,
+            f"{check.num_checked:,}" if check.num_checked else "-",
+            f"{check.num_problems:,}" if check.num_checked or check.num_problems else "-",
+            safe_text(told),
+            style=style,
+        )
+    return table
+
+
+def audit_lines(report: AuditReport, *, limit: int) -> list[str]:
+    """Return at most `limit` findings, the facts, and the sentence at the end."""
+    lines = [""] if report.findings else []
+    lines += [
+        f"{item.where}: {item.check}/{item.cause}: {item.message}"
+        for item in report.findings[:limit]
+    ]
+    num_problems = sum(check.num_problems for check in report.checks)
+    hidden = num_problems - min(limit, len(report.findings))
+    if hidden:
+        lines.append(f"... and {hidden:,} more (--limit, --json)")
+    lines.append("")
+    if report.breaks:
+        lines.append(f"breaks by cause (no fault): {counts(dict(report.breaks))}")
+    if report.recomputed:
+        found = report.recomputed
+        lines.append(
+            f"recomputed {found['num_tokens']:,.0f} tokens of {found['num_rollouts']:.0f} "
+            f"rollouts: engine logprobs differ by {found['abs_mean']:.2g} on average, "
+            f"{found['abs_max']:.2g} at most"
+        )
+    amount = (
+        f"{report.num_rollouts:,} rollouts, {report.num_sampled_tokens:,} sampled tokens, "
+        f"{report.num_steps:,} steps"
+    )
+    verdict = "nothing is wrong" if report.ok else f"{num_problems:,} things are wrong"
+    lines.append(f"{report.run}: {amount}: {verdict}")
+    return lines
