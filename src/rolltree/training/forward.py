@@ -7,7 +7,7 @@ padded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 from rolltree.errors import ConfigError, TrainingError
 from rolltree.inference.local.body import body_of
 from rolltree.training.head import check_head, head_logits
-from rolltree.training.layout import Forest
+from rolltree.training.layout import Forest, collate
 from rolltree.training.logprobs import (
     DEFAULT_CHUNK_ROWS,
     RecordLogprobs,
@@ -32,6 +32,7 @@ from rolltree.training.routing import KEYWORD, Replay
 from rolltree.training.tree_attention import tree_attention, tree_layout
 from rolltree.training.tree_probe import probe_forest
 from rolltree.training.tree_support import check_row_support, check_tree_support, why_not_tree
+from rolltree.types import FloatArray, Sample
 
 HiddenFn = Callable[[Any, Forest, torch.device, Tensor | None], Tensor]
 
@@ -267,6 +268,18 @@ class LogprobModel:
     def _autocast(self) -> torch.autocast:
         on = self.compute_dtype != torch.float32
         return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=on)
+
+
+def sample_logprobs(model: Any, samples: Sequence[Sample]) -> FloatArray:
+    """Return a model's logprob of every record, float32 `[_R]`, sample after sample; no gradient.
+
+    Raises:
+        TrainingError: the model cannot be read so, or a sample is longer than it allows.
+    """
+    logprobs = LogprobModel(model, choose_forward(model, "auto", "interleave"))
+    with torch.no_grad(), logprobs.context():
+        parts = [logprobs(collate([sample])).logprob.cpu().numpy() for sample in samples]
+    return np.concatenate(parts)
 
 
 @contextmanager

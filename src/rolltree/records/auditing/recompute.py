@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -178,11 +179,8 @@ class _Weights:
 
     def at(self, version: int) -> Callable[[Sequence[Sample]], FloatArray]:
         """Return what computes the logprobs of samples under a version's weights."""
-        import torch
-
         from rolltree.training.checkpoint_formats import read_weights
-        from rolltree.training.forward import LogprobModel, choose_forward
-        from rolltree.training.layout import collate
+        from rolltree.training.forward import sample_logprobs
         from rolltree.training.rank0 import adapt
 
         folder = self._folders[version]
@@ -196,14 +194,7 @@ class _Weights:
             except TrainingError as error:
                 raise ConfigError(str(error)) from error
         self._now = version
-        logprobs = LogprobModel(self._model, choose_forward(self._model, "auto", "interleave"))
-
-        def compute(samples: Sequence[Sample]) -> FloatArray:
-            with torch.no_grad(), logprobs.context():
-                parts = [logprobs(collate([sample])).logprob.numpy() for sample in samples]
-            return np.concatenate(parts)
-
-        return compute
+        return partial(sample_logprobs, self._model)
 
 
 def _settings(run: Run) -> TrainConfig:

@@ -12,8 +12,9 @@ from typing import Any
 
 from rolltree.errors import ConfigError, StoreError
 from rolltree.models.load import found_model
+from rolltree.records.auditing.facts import RolloutFacts
 from rolltree.records.auditing.report import CHECKS, AuditReport, Finding, Ledger, some
-from rolltree.records.auditing.rollout import Expected, RolloutAudit, RolloutFacts
+from rolltree.records.auditing.rollout import Expected, RolloutAudit
 from rolltree.records.auditing.text import TextCheck
 from rolltree.records.auditing.training import TrainingAudit
 from rolltree.store import Run, StoredRollout

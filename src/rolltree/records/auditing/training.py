@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from rolltree.errors import RolltreeError
+from rolltree.records.auditing.facts import RolloutFacts, as_results
 from rolltree.records.auditing.report import Finding, Ledger, some
-from rolltree.records.auditing.rollout import RolloutFacts, as_results
 from rolltree.store import Run, StepRow
 from rolltree.store.trained import TrainedRollout
 from rolltree.training.advantages import assign_credit
