@@ -13,7 +13,7 @@ from rolltree.cli import app
 
 
 @pytest.mark.parametrize(
-    "name", [*(f"{v}/{run}" for v in SCHEMAS for run in RUNS), *"demo", "delegation"]
+    "name", [*(f"{v}/{run}" for v in SCHEMAS for run in RUNS), "demo", "delegation"]
 )
 def test_nothing_is_wrong(name, tmp_path):
     report = rt.audit(unpack(name, tmp_path / "run"))
