@@ -14,9 +14,12 @@ import pytest
 from loop_kit import make_config, start
 
 from rolltree.errors import ConfigError, UnknownName
+from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
 from rolltree.training import Silent
 from rolltree.training.trackers import TRACKERS, TrackedRun, Trackers, numbers
+from rolltree.training.transcripts import COLUMNS, Transcript, transcripts
+from rolltree.types import ErrorRecord, RolloutRequest, RolloutResult, State
 from wait_kit import wait_until
 
 
@@ -36,10 +39,36 @@ def read_events(path):
     }
 
 
+def read_texts(path):
+    """Return {name: {step: text}} of the event files below `path`."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(path), size_guidance={"tensors": 0})
+    events.Reload()
+    ending = "/text_summary"
+    return {
+        tag.removesuffix(ending): {
+            event.step: event.tensor_proto.string_val[0].decode() for event in events.Tensors(tag)
+        }
+        for tag in events.Tags()["tensors"]
+    }
+
+
+HARD = Transcript(
+    *(1, "train", "train/000001/g00/0", ""),
+    prompt="user: ![x](http://a/b.png)\x1b",
+    completion="assistant: <img src=x>",
+    reward=0.5,
+    advantage=None,
+    error="",
+)
+
+
 class TestTensorBoard:
     def test_a_run_arrives_whole_also_after_a_stop_between_checkpoints(self, model, tmp_path):
         """Steps 3 and 4 are trained again; the event files hold each step once, as stored."""
-        options = {"track": {"to": ["tensorboard"]}, "checkpoint": {"every": 2}}
+        track = {"to": ["tensorboard"], "transcripts": 2, "transcripts_every": 2}
+        options = {"track": track, "checkpoint": {"every": 2}}
 
         class Stop(Silent):
             def on_step(self, step, metrics):
@@ -67,6 +96,14 @@ class TestTensorBoard:
             assert shown[4] == pytest.approx(steps[4][name], rel=1e-5, abs=1e-6), name
         assert found["eval/reward"] == {0: 0.0, 2: 0.5, 4: 1.0}  # one curve
         assert "eval/unit" not in found
+        texts = read_texts(tmp_path / "run" / "tensorboard")
+        assert set(texts["completions"]) == {1, 3}
+        with Run.open(tmp_path / "run", "r") as run:
+            first = next(run.rollouts(phase="train", train_step=1, request_id="train/000001/g00/0"))
+        ((state,),) = [each.states for each in decode_results([first], tokens=False)]
+        ((last,),) = [step["completion"] for step in state["trajectory"][-1:]]
+        assert f"    assistant: {last['content']}".splitlines()[0] in texts["completions"][1]
+        assert texts["completions"][1].count("advantage") == 2
 
 
 def seen_in(files):
@@ -81,7 +118,11 @@ class TestOthers:
         monkeypatch.setenv("WANDB_SILENT", "true")
         sink = TRACKERS["wandb"](tracked(tmp_path))
         sink.log({"reward/mean": 0.5}, 1)
+        sink.show("completions", [HARD], 1)
         sink.close()
+        (file,) = (tmp_path / "wandb").rglob("completions*.table.json")
+        table = json.loads(file.read_text())
+        assert (table["columns"], table["data"]) == (list(COLUMNS), [HARD.row()])
         # wandb's own process makes the file and writes it, and says nothing when it has
         written = (tmp_path / "wandb").glob
         wanted = {b"reward/mean", b"0.5"}
@@ -93,7 +134,8 @@ class TestOthers:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
         for step, value in ((1, 0.25), (2, 0.75)):
             sink = TRACKERS["mlflow"](tracked(tmp_path, step))
-            sink.log({"reward/mean": value}, step)
+            sink.log({"reward/mean": value, "mismatch/at_1024+": 0.5, "eval/pass@4": 1.0}, step)
+            sink.show("completions", [HARD], step)
             sink.close()
         import mlflow
 
@@ -102,6 +144,13 @@ class TestOthers:
         history = client.get_metric_history(identity, "reward/mean")
         assert [(metric.step, metric.value) for metric in history] == [(1, 0.25), (2, 0.75)]
         run = client.get_run(identity)
+        assert run.data.metrics == {
+            "reward/mean": 0.75,
+            "mismatch/at_1024_": 0.5,
+            "eval/pass_4": 1.0,
+        }
+        (text,) = (tmp_path / "mlruns").rglob("completions/step-000002.txt")
+        assert text.read_text() == str(HARD)
         assert run.data.params == {"optim.lr": "1e-05"}
         assert run.info.status == "FINISHED"
 
@@ -111,10 +160,13 @@ class TestOthers:
         script = f"""
             from pathlib import Path
             from rolltree.training.trackers import TRACKERS, TrackedRun
+            from rolltree.training.transcripts import Transcript
             for step, value in ((1, 0.25), (2, 0.75)):
                 run = TrackedRun(Path({str(tmp_path)!r}), "rolltree", "addition", {{}}, step)
                 sink = TRACKERS["trackio"](run)
                 sink.log({{"reward/mean": value}}, step)
+                shown = Transcript(step, "train", "r", "", "*p*", "c", 1.0, None, "")
+                sink.show("completions", [shown], step)
                 sink.close()
         """
         environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}
@@ -122,9 +174,16 @@ class TestOthers:
         done = subprocess.run(words, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         with closing(sqlite3.connect(tmp_path / "trackio" / "rolltree.db")) as store:
-            rows = store.execute("SELECT run_name, step, metrics FROM metrics ORDER BY step")
-            found = [(name, step, json.loads(data)["reward/mean"]) for name, step, data in rows]
-        assert found == [("addition", 1, 0.25), ("addition", 2, 0.75)]
+            rows = list(store.execute("SELECT run_name, step, metrics FROM metrics ORDER BY step"))
+        logged = [(name, step, json.loads(data)) for name, step, data in rows]
+        found = [(name, step, data.get("reward/mean")) for name, step, data in logged]
+        assert [each for each in found if each[2] is not None] == [
+            ("addition", 1, 0.25),
+            ("addition", 2, 0.75),
+        ]
+        tables = [data["completions"] for _, _, data in logged if "completions" in data]
+        assert len(tables) == 2
+        assert "    *p*" in json.dumps(tables)  # a block of code: shown as it was written
 
 
 @pytest.mark.parametrize("name", sorted(TRACKERS))
@@ -156,6 +215,10 @@ def test_a_failing_run_closes_its_trackers(model, tmp_path, monkeypatch):
         def __init__(self, run):
             assert run.first_step == 1
 
+        def show(self, name, rollouts, step):
+            assert name == "completions"
+            assert len(rollouts) == 4
+
         def log(self, values, step):
             assert all(type(value) is float for value in values.values())
 
@@ -182,3 +245,24 @@ def test_numbers_are_flat_and_finite():
     nested = {"a": {"b": 1, "c": "x", "d": {"e": True}}, "f": float("nan"), "g": 2.5, "h": None}
     assert numbers(nested) == {"a/b": 1.0, "a/d/e": 1.0, "g": 2.5}
     assert numbers({"x": 1}, "eval") == {"eval/x": 1.0}
+
+
+def test_transcripts_have_no_secrets_and_nothing_hidden():
+    request = RolloutRequest("r0", "env", {"prompt": "p", "example_id": 0}, 0, 0, "g", 0)
+    call = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
+    state = State(
+        prompt=[{"role": "user", "content": "key sk-abcdefghijklmnopqrstuvwx\u202e"}],
+        completion=[{"role": "assistant", "content": "a" * 30_000, "tool_calls": [call]}],
+        reward=1.0,
+        advantage=-0.5,
+        agent="white",
+    )
+    error = ErrorRecord("ServerError", "500", "", "model")
+    results = [RolloutResult(request, (state, state), None), RolloutResult(request, (), error)]
+    first, _, failed = transcripts(results, 9, step=3, phase="train")
+    assert len(transcripts(results, 2, step=3, phase="train")) == 2
+    assert first.prompt == "user: key [redacted]�"
+    assert len(first.completion) < 20_100
+    assert first.completion.endswith(" more)")
+    assert (first.reward, first.advantage, first.agent) == (1.0, -0.5, "white")
+    assert (failed.prompt, failed.completion, failed.error) == ("user: p", "", "ServerError: 500")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rolltree.reports.formatting import safe_text
+from rolltree.rollouts.conversation import conversation
 from rolltree.store import RunSummary, to_plain
 from rolltree.types import RolloutResult, State
 
@@ -66,7 +68,7 @@ def transcript(result: RolloutResult, *, limit: int = 600, title: str = "") -> R
     for state in result.states:
         if len(result.states) > 1:
             lines.add_row(Text("agent", style="bold"), _speaker(state))
-        for message in [*_messages(state.get("prompt"), "user"), *_completion(state)]:
+        for message in itertools.chain(*conversation(state)):
             role = str(message.get("role", "?"))
             style = _STYLES.get(role, "")
             lines.add_row(safe_text(role, style=f"bold {style}"), _body(message, style, limit))
@@ -84,22 +86,6 @@ def _speaker(state: State) -> Text:
     if state.get("parent_rollout") is None:
         return safe_text(name)
     return safe_text(f"{name}, asked by {state['parent_rollout']}: {state.get('subtask', '')}")
-
-
-def _messages(value: Any, role: str) -> list[Mapping[str, Any]]:
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    return [item for item in value or () if isinstance(item, Mapping)]
-
-
-def _completion(state: State) -> list[Mapping[str, Any]]:
-    found = _messages(state.get("completion"), "assistant")
-    if found or not state.get("trajectory"):
-        return found
-    last = state["trajectory"][-1]  # a rollout that failed before its completion was rendered
-    start = len(_messages(state.get("prompt"), "user"))
-    prompt = _messages(last["prompt"], "user")[start:]
-    return [*prompt, *_messages(last["completion"], "assistant")]
 
 
 def _body(message: Mapping[str, Any], style: str, limit: int) -> Text:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ import torch
 
 from rolltree.errors import TrainingError
 from rolltree.rollouts import RolloutEngine, RolloutSource
+from rolltree.rollouts.decode import decode_results
 from rolltree.samples import SampleBatch, build_samples
 from rolltree.store import Run
 from rolltree.tasks import uninterrupted
@@ -48,6 +49,7 @@ from rolltree.training.servers import Servers
 from rolltree.training.token_record import TokenRecord
 from rolltree.training.trackers import Trackers, eval_numbers, numbers
 from rolltree.training.trainer import Trainer
+from rolltree.training.transcripts import transcripts
 from rolltree.types import RolloutResult, State
 
 T = TypeVar("T")
@@ -276,6 +278,8 @@ class _Loop:
         await asyncio.to_thread(self._store, step, metrics, record)
         self.done, self.is_writing = step, False
         self._hint_at_equal_rewards(metrics)
+        if num := self.trackers.wants(step):
+            self._show("completions", found.sampled, num, step, "train")
         return metrics
 
     def _store(self, step: int, metrics: Mapping[str, float], record: TokenRecord | None) -> None:
@@ -361,6 +365,11 @@ class _Loop:
         self.run.add_event("checkpoint", data, step=step)
         self.saved = step
 
+    def _show(
+        self, name: str, results: Iterable[RolloutResult], num: int, step: int, phase: str
+    ) -> None:
+        self.trackers.show(name, transcripts(results, num, step=step, phase=phase), step)
+
     def _last_phase(self, step: int) -> str:
         """Return the phase of the evaluation after training.
 
@@ -421,6 +430,10 @@ class _Loop:
             self.run.add_event("evaluation", {"phase": phase, "metrics": metrics}, step=step)
         if not stored:
             self.trackers.log(eval_numbers(metrics), step)
+            if num := self.trackers.wants():
+                rows = self.run.rollouts(phase=phase, limit=num, sort="request_id")
+                found = decode_results(rows, tokens=False)
+                self._show("eval/completions", found, num, step, phase)
         self.reporter.on_eval(phase, step, metrics, bool(stored))
 
     def _end(self) -> TrainReport:

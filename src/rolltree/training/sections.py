@@ -227,16 +227,19 @@ class CheckpointSection(Section, frozen=True):
 
 
 class TrackSection(Section, frozen=True):
-    """Experiment trackers that get the metrics, besides the run store.
+    """Experiment trackers that get metrics and transcripts, besides the run store.
 
     `to`: any of `"tensorboard"`, `"wandb"`, `"trackio"`, `"mlflow"`; each needs its package
     (`pip install 'rolltree[track]'`). `project`: the project or experiment. `name`: the run's name
-    there (None: that of the run directory).
+    there (None: that of the run directory). `transcripts`: rollouts to send of each evaluation, of
+    the first step, and of every `transcripts_every`-th step after it.
     """
 
     to: tuple[str, ...] = ()
     project: Text = "rolltree"
     name: str | None = None
+    transcripts: AtLeast0 = 4
+    transcripts_every: AtLeast1 = 10
 
     def __post_init__(self) -> None:
         if len(set(self.to)) < len(self.to):

@@ -1,7 +1,7 @@
 """Metrics to TensorBoard, wandb, trackio and MLflow, beside the run store, which always has them.
 
 A continued run goes on under the same name. Steps that are trained again after a kill are sent
-again. Only numbers are sent.
+again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 from rolltree.errors import ConfigError, UnknownName, did_you_mean
 from rolltree.redact import redact, redact_text, shown_command
 from rolltree.training.config import TrainConfig
+from rolltree.training.transcripts import COLUMNS, Transcript
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,13 @@ class TrackedRun:
 
 @dataclass(frozen=True, slots=True)
 class Sink:
-    """An open tracker: `log(values, step)` sends numbers, `close()` flushes them."""
+    """An open tracker.
+
+    `log(values, step)` sends numbers, `show(name, transcripts, step)` texts, `close()` flushes.
+    """
 
     log: Callable[[Mapping[str, float], int], None]
+    show: Callable[[str, Sequence[Transcript], int], None]
     close: Callable[[], None]
 
 
@@ -61,7 +66,11 @@ def tensorboard(run: TrackedRun) -> Sink:
             writer.add_scalar(name, value, step)
         writer.flush()
 
-    return Sink(log, writer.close)
+    def show(name: str, rollouts: Sequence[Transcript], step: int) -> None:
+        writer.add_text(name, "\n\n---\n\n".join(_literal(str(each)) for each in rollouts), step)
+        writer.flush()
+
+    return Sink(log, show, writer.close)
 
 
 def wandb(run: TrackedRun) -> Sink:
@@ -83,14 +92,27 @@ def wandb(run: TrackedRun) -> Sink:
     )
     tracked.define_metric("step")
     tracked.define_metric("*", step_metric="step")
-    return Sink(lambda values, step: tracked.log({**values, "step": step}), tracked.finish)
+
+    def show(name: str, rollouts: Sequence[Transcript], step: int) -> None:
+        table = package.Table(columns=list(COLUMNS), data=[each.row() for each in rollouts])
+        tracked.log({name: table, "step": step})
+
+    return Sink(lambda values, step: tracked.log({**values, "step": step}), show, tracked.finish)
 
 
 def trackio(run: TrackedRun) -> Sink:
     """Log to trackio's own local store."""
     package = _package("trackio")
     package.init(project=run.project, name=run.name, resume="allow", config=dict(run.config))
-    return Sink(lambda values, step: package.log(dict(values), step=step), package.finish)
+
+    def show(name: str, rollouts: Sequence[Transcript], step: int) -> None:
+        rows = [
+            [_literal(value) if isinstance(value, str) else value for value in each.row()]
+            for each in rollouts
+        ]
+        package.log({name: package.Table(columns=list(COLUMNS), data=rows)}, step=step)
+
+    return Sink(lambda values, step: package.log(dict(values), step=step), show, package.finish)
 
 
 _NOT_IN_MLFLOW = re.compile(r"[^\w\-. :/]")
@@ -132,7 +154,11 @@ def mlflow(run: TrackedRun) -> Sink:
         ]
         client.log_batch(identity, metrics=metrics)
 
-    return Sink(log, lambda: client.set_terminated(identity))
+    def show(name: str, rollouts: Sequence[Transcript], step: int) -> None:
+        text = "\n\n---\n\n".join(map(str, rollouts))
+        client.log_text(identity, text, f"{name}/step-{step:06d}.txt")
+
+    return Sink(log, show, lambda: client.set_terminated(identity))
 
 
 TRACKERS: dict[str, Callable[[TrackedRun], Sink]] = {
@@ -141,6 +167,11 @@ TRACKERS: dict[str, Callable[[TrackedRun], Sink]] = {
     "trackio": trackio,
     "mlflow": mlflow,
 }
+
+
+def _literal(text: str) -> str:
+    """Return text as a block of code, so that Markdown in it is shown and not obeyed."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 def _package(name: str) -> Any:
@@ -189,6 +220,18 @@ class Trackers:
         for tracker, sink in list(self._sinks.items()):
             with self._survived(tracker):
                 sink.log(values, step)
+
+    def wants(self, step: int | None = None) -> int:
+        """Return how many transcripts to send of a step, or of an evaluation (None)."""
+        section = self._config.track
+        is_shown = step is None or (step - 1) % section.transcripts_every == 0
+        return section.transcripts if self._sinks and is_shown else 0
+
+    def show(self, name: str, rollouts: Sequence[Transcript], step: int) -> None:
+        """Send transcripts."""
+        for tracker, sink in list(self._sinks.items()) if rollouts else ():
+            with self._survived(tracker):
+                sink.show(name, rollouts, step)
 
     def close(self) -> None:
         """Close the trackers, also after a failure."""

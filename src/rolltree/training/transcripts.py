@@ -1,0 +1,92 @@
+"""Some rollouts of a step or an evaluation as text, for trackers.
+
+Texts are as a person may be shown them: without secrets, control characters made visible.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from itertools import islice
+from typing import Any
+
+from rolltree.parsers.parser import text_of
+from rolltree.redact import shown
+from rolltree.rollouts.conversation import conversation
+from rolltree.types import RolloutResult, State
+
+_MOST_CHARACTERS = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    """One rollout: what was asked and answered, and what it earned."""
+
+    step: int
+    phase: str
+    rollout: str
+    agent: str
+    prompt: str
+    completion: str
+    reward: float | None
+    advantage: float | None
+    error: str
+
+    def row(self) -> list[Any]:
+        """Return the values of `COLUMNS`."""
+        return [getattr(self, name) for name in COLUMNS]
+
+    def __str__(self) -> str:
+        facts = [f"step {self.step}", self.phase, self.rollout, self.agent]
+        facts += [] if self.reward is None else [f"reward {self.reward:.4g}"]
+        facts += [] if self.advantage is None else [f"advantage {self.advantage:.4g}"]
+        parts = [", ".join(fact for fact in facts if fact), self.prompt, self.completion]
+        parts += [f"failed: {self.error}"] if self.error else []
+        return "\n\n".join(parts)
+
+
+COLUMNS = tuple(field.name for field in fields(Transcript))
+
+
+def transcripts(
+    results: Iterable[RolloutResult], num: int, *, step: int, phase: str
+) -> list[Transcript]:
+    """Return the first `num` rollouts of `results`; a request that made none has an empty one."""
+    return list(islice(_each(results, step, phase), num))
+
+
+def _each(results: Iterable[RolloutResult], step: int, phase: str) -> Iterator[Transcript]:
+    for result in results:
+        error = "" if result.error is None else f"{result.error.type}: {result.error.message}"
+        asked = State(prompt=result.request.input.get("prompt"))
+        for state in result.states or (asked,):
+            prompt, completion = conversation(state)
+            yield Transcript(
+                step,
+                phase,
+                shown(result.request.request_id),
+                shown(str(state.get("agent") or "")),
+                _text(prompt),
+                _text(completion),
+                state.get("reward"),
+                state.get("advantage"),
+                _cut(error),
+            )
+
+
+def _text(messages: Iterable[Mapping[str, Any]]) -> str:
+    """Return chat messages as text: `role: what it says`."""
+    return _cut("\n".join(map(_line, messages)))
+
+
+def _line(message: Mapping[str, Any]) -> str:
+    said = [str(message["reasoning_content"])] if message.get("reasoning_content") else []
+    said += [text_of(message)] if message.get("content") else []
+    said += [json.dumps(call, default=str) for call in message.get("tool_calls") or ()]
+    return f"{message.get('role', '?')}: " + "\n".join(said)
+
+
+def _cut(text: str) -> str:
+    more = len(text) - _MOST_CHARACTERS
+    return shown(text[:_MOST_CHARACTERS]) + (f" … ({more:,} more)" if more > 0 else "")
