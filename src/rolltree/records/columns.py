@@ -123,3 +123,26 @@ TABLES = {
     "events": EVENTS,
 }
 """Name to columns. `rollouts` and `steps` have one column per metric besides."""
+
+CONVERSATIONS = (
+    *ROLLOUTS,
+    Column("prompt", "messages", "the first messages"),
+    Column("completion", "messages", "what model and environment said after them"),
+)
+
+SFT = (
+    *_KEY,
+    Column("sample", "int32", "which row of the rollout, from 0: each break begins another"),
+    Column("env_id", "string", "the environment"),
+    Column("example_id", "string", "the example, as text"),
+    Column("task", "string", "the example's task"),
+    Column("agent", "string", "the agent, where there are several"),
+    Column("reward", "float64", "the rollout's"),
+    Column("messages", "messages", "the conversation up to the last token"),
+    Column("input_ids", "int32 list", "the exact ids that the engine saw and sampled"),
+    Column("labels", "int32 list", "the id where it is to be learned, else -100"),
+    Column("loss_mask", "int32 list", "1 where it is to be learned, else 0"),
+)
+
+EXPORTS = {"conversations": CONVERSATIONS, "sft": SFT}
+"""What `rolltree export` writes as a data set; `conversations` has the metrics besides."""

@@ -8,18 +8,28 @@ The run may be written by another process meanwhile; a table shows what is store
 
 from __future__ import annotations
 
-import json
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rolltree.errors import UnknownName, did_you_mean
-from rolltree.records.columns import BREAKS, CALLS, EVENTS, ROLLOUTS, STEPS, TABLES, TOKENS
-from rolltree.records.table import Batch, Column, Table, clean_text
-from rolltree.store import Run, to_plain
+from rolltree.records.columns import (
+    BREAKS,
+    CALLS,
+    CONVERSATIONS,
+    EVENTS,
+    ROLLOUTS,
+    SFT,
+    STEPS,
+    TABLES,
+    TOKENS,
+)
+from rolltree.records.table import Batch, Column, Table
+from rolltree.records.values import is_number, json_text, number_of, rollout_values, stored_names
+from rolltree.store import Run
 from rolltree.store.filters import METRIC, order_clause, where_clause
 from rolltree.tokens import Decoder
 
@@ -89,15 +99,14 @@ class RunData:
         is a number.
         """
         _check(filters)
-        metrics = [Column(METRIC + name, "float64", "a metric") for name in self._metrics()]
-        columns = [*ROLLOUTS, *metrics]
+        columns = [*ROLLOUTS, *self._metric_columns()]
         return Table("rollouts", columns, lambda names: self._rollouts(names, filters))
 
     def steps(self) -> Table:
         """Return one row per optimizer step, with one column per metric that is a number."""
         steps = self.run.steps()
         metrics = dict.fromkeys(
-            name for step in steps for name, value in step.metrics.items() if _is_number(value)
+            name for step in steps for name, value in step.metrics.items() if is_number(value)
         )
         columns = [*STEPS, *(Column(name, "float64", "a metric") for name in metrics)]
 
@@ -105,7 +114,7 @@ class RunData:
             yield {
                 "step": [step.step for step in steps],
                 "created_at": [step.created_at for step in steps],
-                **{name: [_number(step.metrics.get(name)) for step in steps] for name in metrics},
+                **{name: [number_of(step.metrics.get(name)) for step in steps] for name in metrics},
             }
 
         return Table("steps", columns, read)
@@ -119,7 +128,7 @@ class RunData:
                 "created_at": [event.created_at for event in events],
                 "kind": [event.kind for event in events],
                 "step": [event.step for event in events],
-                "data": [_json(event.data) for event in events],
+                "data": [json_text(event.data) for event in events],
             }
 
         return Table("events", EVENTS, read)
@@ -158,6 +167,45 @@ class RunData:
             "breaks", BREAKS, lambda _: break_batches(self.run.rollouts(**filters), decode)
         )
 
+    def conversations(self, **filters: Any) -> Table:
+        """Return the rows of `rollouts` and their messages, in `prompt` and `completion`."""
+        from rolltree.records.conversations import conversation_batches
+
+        _check(filters)
+        columns = [*CONVERSATIONS[:-2], *self._metric_columns(), *CONVERSATIONS[-2:]]
+
+        def read(names: Sequence[str]) -> Iterator[Batch]:
+            return conversation_batches(self.run.rollouts(**filters), names)
+
+        return Table("conversations", columns, read)
+
+    def sft(
+        self, *, min_reward: float | None = None, best_of_group: bool = False, **filters: Any
+    ) -> Table:
+        """Return a set for supervised fine-tuning: exact ids, with labels where the model spoke.
+
+        One row per conversation of a rollout (scope `interleave`: a break begins another), each
+        sampled token once. Rollouts that failed or that nothing scored are left out; so are
+        tokens that the environment masked.
+
+        Args:
+            min_reward: leave out rollouts with less.
+            best_of_group: of each group, and of each agent in it, only the rollout with the
+                highest reward, the first of equals.
+            filters: those of every table.
+        """
+        from rolltree.records.conversations import sft_batches
+
+        _check(filters)
+
+        def read(_: Sequence[str]) -> Iterator[Batch]:
+            return sft_batches(self.run, min_reward, best_of_group, filters)
+
+        return Table("sft", SFT, read)
+
+    def _metric_columns(self) -> list[Column]:
+        return [Column(METRIC + name, "float64", "a metric") for name in self._metrics()]
+
     def _metrics(self) -> list[str]:
         """Return the names of all metrics of rollouts, in the order in which they appeared."""
         found: dict[str, None] = {}
@@ -167,15 +215,11 @@ class RunData:
         return [name for name in found if isinstance(name, str) and name.isprintable()]
 
     def _rollouts(self, names: Sequence[str], filters: Mapping[str, Any]) -> Iterator[Batch]:
-        sources = {name: _source(name) for name in names}
-        stored = list(dict.fromkeys(source for source, _ in sources.values()))
+        stored = stored_names(names)
         rows = self.run.columns(stored, **filters)
         while page := list(islice(rows, _BATCH_ROWS)):
             found = dict(zip(stored, map(list, zip(*page, strict=True)), strict=True))
-            yield {
-                name: found[source] if read is None else [read(value) for value in found[source]]
-                for name, (source, read) in sources.items()
-            }
+            yield rollout_values(names, found)
 
 
 def _check(filters: Mapping[str, Any]) -> None:
@@ -183,40 +227,3 @@ def _check(filters: Mapping[str, Any]) -> None:
     where_clause({name: value for name, value in filters.items() if name not in _CHOICES})
     if filters.get("sort") is not None:
         order_clause(filters["sort"])
-
-
-def _source(name: str) -> tuple[str, Callable[[Any], Any] | None]:
-    """Return the stored column that a column is made of, and by which function (None: as it is)."""
-    if name.startswith(METRIC):
-        metric = name.removeprefix(METRIC)
-        return "metrics", lambda metrics: _number(metrics.get(metric))
-    return _DERIVED.get(name, (name, None))
-
-
-def _json(value: Any) -> str:
-    return clean_text(json.dumps(to_plain(value), ensure_ascii=False))
-
-
-def _first_message(errors: Sequence[Mapping[str, Any]]) -> str | None:
-    message = errors[0].get("message") if errors else None
-    return None if message is None else clean_text(str(message))
-
-
-_DERIVED: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "error_message": ("errors", _first_message),
-    "errors": ("errors", _json),
-    "input": ("input", _json),
-    "example_id": ("example_id", lambda value: None if value is None else str(value)),
-}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, bool | int | float)
-
-
-def _number(value: Any) -> float | None:
-    """Return a number as a finite float, and None for what is none."""
-    if not _is_number(value):
-        return None
-    found = float(value)
-    return found if found - found == 0.0 else None

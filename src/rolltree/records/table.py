@@ -18,10 +18,14 @@ from rolltree.errors import ConfigError, StoreError, UnknownName, did_you_mean
 if TYPE_CHECKING:
     import pyarrow as pa
 
-Kind: TypeAlias = Literal["string", "bool", "int32", "int64", "float32", "float64", "int32 list"]
+Kind: TypeAlias = Literal[
+    "string", "bool", "int32", "int64", "float32", "float64", "int32 list", "messages"
+]
 Batch: TypeAlias = Mapping[str, Any]
 """Column name to its values, all of one length: a list (None: no value) or an array of numpy (a
 masked array where values may be missing)."""
+MESSAGE_TEXTS = ("role", "content", "reasoning_content", "name", "tool_call_id", "extra")
+"""The texts of a message in a column of kind `messages`; `extra` is JSON of its other keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +244,11 @@ def _as_list(values: Any) -> Sequence[Any]:
 def _arrow_type(pa: Any, kind: Kind) -> Any:
     if kind == "int32 list":
         return pa.list_(pa.int32())
+    if kind == "messages":
+        text = dict.fromkeys(MESSAGE_TEXTS, pa.string())
+        function = pa.struct({"name": pa.string(), "arguments": pa.string()})
+        call = pa.struct({"id": pa.string(), "type": pa.string(), "function": function})
+        return pa.list_(pa.struct({**text, "tool_calls": pa.list_(call)}))
     return getattr(pa, {"bool": "bool_"}.get(kind, kind))()
 
 

@@ -1,0 +1,64 @@
+"""The values of table `rollouts`, from the columns that the store has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rolltree.records.table import clean_text
+from rolltree.store import to_plain
+from rolltree.store.filters import METRIC
+
+
+def stored_names(names: Sequence[str]) -> list[str]:
+    """Return the stored columns that columns of `rollouts` are made of."""
+    return list(dict.fromkeys(_source(name)[0] for name in names))
+
+
+def rollout_values(names: Sequence[str], found: Mapping[str, list[Any]]) -> dict[str, Any]:
+    """Return columns of `rollouts` from those of `stored_names`."""
+    values: dict[str, Any] = {}
+    for name in names:
+        source, read = _source(name)
+        values[name] = found[source] if read is None else [read(each) for each in found[source]]
+    return values
+
+
+def _source(name: str) -> tuple[str, Callable[[Any], Any] | None]:
+    """Return the stored column that a column is made of, and by which function (None: as it is)."""
+    if name.startswith(METRIC):
+        metric = name.removeprefix(METRIC)
+        return "metrics", lambda metrics: number_of(metrics.get(metric))
+    return _DERIVED.get(name, (name, None))
+
+
+def json_text(value: Any) -> str:
+    """Return a value as strict JSON that has UTF-8."""
+    return clean_text(json.dumps(to_plain(value), ensure_ascii=False))
+
+
+def _first_message(errors: Sequence[Mapping[str, Any]]) -> str | None:
+    message = errors[0].get("message") if errors else None
+    return None if message is None else clean_text(str(message))
+
+
+_DERIVED: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "error_message": ("errors", _first_message),
+    "errors": ("errors", json_text),
+    "input": ("input", json_text),
+    "example_id": ("example_id", lambda value: None if value is None else str(value)),
+}
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number; True and False are."""
+    return isinstance(value, bool | int | float)
+
+
+def number_of(value: Any) -> float | None:
+    """Return a number as a finite float, and None for what is none."""
+    if not is_number(value):
+        return None
+    found = float(value)
+    return found if found - found == 0.0 else None
