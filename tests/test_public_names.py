@@ -95,6 +95,7 @@ NAMES = [
     "compose_parsers",
     "evaluate",
     "export_model",
+    "export_run",
     "extract_boxed_answer",
     "extract_hash_answer",
     "load_environment",

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from rolltree.records import RunData as RunData
     from rolltree.records import audit as audit
     from rolltree.records import compare as compare
+    from rolltree.records import export_run as export_run
     from rolltree.records import read_run as read_run
     from rolltree.records import replay as replay
     from rolltree.records import replay_many as replay_many
@@ -138,7 +139,7 @@ _ROOMS: dict[str, str] = {
     "models": "load_model",
     "parsers": "MaybeThinkParser Parser ThinkParser XMLParser compose_parsers extract_boxed_answer "
     "extract_hash_answer",
-    "records": "AuditReport RunData audit compare read_run replay replay_many rescore",
+    "records": "AuditReport RunData audit compare export_run read_run replay replay_many rescore",
     "rollouts": "GroupStrategy RolloutEngine RolloutSource build_requests",
     "rubrics": "JudgeRubric MathRubric Rubric RubricGroup ToolRubric run_inline",
     "samples": "build_samples pack_samples process_trajectories_for_training prune_sample",

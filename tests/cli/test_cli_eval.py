@@ -283,6 +283,6 @@ def test_show_and_export(env, tmp_path):
     invoke("export", tmp_path / "run", tmp_path / "out.jsonl")
     first, _ = (json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines())
     assert first["trajectory"][0]["tokens"]["completion_ids"]
-    light = invoke("export", tmp_path / "run", tmp_path / "light.jsonl", "--light")
-    assert "wrote 2 rollouts" in light.stdout
+    light = invoke("data", tmp_path / "run", "rollouts", "-o", tmp_path / "light.jsonl")
+    assert "wrote 2 rows" in light.stdout
     assert "trajectory" not in json.loads((tmp_path / "light.jsonl").read_text().splitlines()[0])

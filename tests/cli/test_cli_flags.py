@@ -41,7 +41,13 @@ FLAGS = {
     "compare": {
         "arms", "--confidence", "--pass-threshold", "--price", "--examples", "--markdown", "--json",
     },
-    "export": {"run", "target", "--phase", "--light"},
+    "data": {
+        "run", "table", "--phase", "--where", "--sort", "-n", "--limit", "-c", "--columns",
+        "--full", "--format", "--json", "-o", "--output",
+    },
+    "export": {
+        "run", "target", "--as", "--phase", "--where", "--min-reward", "--best-of-group", "--json",
+    },
     "models": {"prepare"},
     "init": {"name", "--kind", "--path"},
     "env list": set(),

@@ -153,9 +153,8 @@ class TestDamagedRow:
         path = make(tmp_path / "run", 3)
         self.damage(path, "UPDATE rollouts SET reward = 1.0 WHERE request_id = '1-1'")
         target = tmp_path / "x.jsonl"
-        done = CliRunner().invoke(app, ["export", str(path), str(target), "--light"])
-        assert (done.exit_code, "'1-1' (row" in done.output) == (1, True)
-        assert len(target.read_text().splitlines()) == 11
+        done = CliRunner().invoke(app, ["data", str(path), "rollouts", "-o", str(target)])
+        assert (done.exit_code, "rollout '1-1' (row" in done.output) == (1, True)
         done = CliRunner().invoke(app, ["show", str(path), "--phase", "train"])
         assert (done.exit_code, "is damaged" in done.output) == (1, True)
 

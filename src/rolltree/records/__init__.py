@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rolltree.records.comparison import RunComparison as RunComparison
     from rolltree.records.comparison import compare as compare
     from rolltree.records.debugging import replay_with_debugger as replay_with_debugger
+    from rolltree.records.export import export_run as export_run
     from rolltree.records.read import RunData as RunData
     from rolltree.records.read import read_run as read_run
     from rolltree.records.recorded import Difference as Difference
@@ -40,6 +41,7 @@ _MODULES = {
     "auditing.report": "AuditReport CHECKS CheckResult Finding",
     "auditing.run": "audit",
     "debugging": "replay_with_debugger",
+    "export": "export_run",
     "read": "RunData read_run",
     "recorded": "Difference",
     "replaying": "ReplayReport replay replay_async replay_many replay_many_async",

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rolltree.errors import UnknownName, did_you_mean
+from rolltree.errors import ConfigError, UnknownName, did_you_mean
 from rolltree.records.columns import (
     BREAKS,
     CALLS,
@@ -89,6 +89,11 @@ class RunData:
         """
         if name not in TABLES:
             raise UnknownName(f"a run has no table {name!r}.{did_you_mean(name, TABLES)}")
+        if name in ("steps", "events") and filters:
+            raise ConfigError(
+                f"table {name!r} is not made of rollouts, so {next(iter(filters))!r} chooses "
+                "nothing there. Leave it out."
+            )
         found: Table = getattr(self, name)(**filters)
         return found
 

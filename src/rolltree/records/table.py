@@ -79,6 +79,20 @@ class Table:
                 )
         return Table(self.name, [by_name[name] for name in names], self._read)
 
+    def head(self, limit: int) -> Table:
+        """Return the first rows only."""
+
+        def read(names: Sequence[str]) -> Iterator[Batch]:
+            left = limit
+            for batch in self._read(names) if left else ():
+                size = len(batch[names[0]])
+                yield {name: batch[name][:left] for name in names} if size > left else batch
+                left -= size
+                if left <= 0:
+                    return
+
+        return Table(self.name, self.columns, read)
+
     def batches(self) -> Iterator[dict[str, Any]]:
         """Yield the rows a batch at a time: name to values."""
         names = self.column_names

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from rolltree.reports.curves import save_curve as save_curve
     from rolltree.reports.curves import save_reward_curve as save_reward_curve
     from rolltree.reports.curves import terminal_curve as terminal_curve
+    from rolltree.reports.data import print_columns as print_columns
+    from rolltree.reports.data import print_table as print_table
     from rolltree.reports.evaluation import comparison_table as comparison_table
     from rolltree.reports.evaluation import evaluation_facts as evaluation_facts
     from rolltree.reports.evaluation import evaluation_table as evaluation_table
@@ -41,6 +43,7 @@ _MODULES = {
     "comparison": "comparison_markdown comparison_parts",
     "audit": "audit_lines audit_table",
     "curves": "Curve reward_curve save_curve save_reward_curve terminal_curve",
+    "data": "print_columns print_table",
     "evaluation": "comparison_table evaluation_facts evaluation_table",
     "formatting": "SafeConsole say",
     "live": "EvalView TrainView",

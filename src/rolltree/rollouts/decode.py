@@ -39,7 +39,7 @@ def decode_rollout(row: StoredRollout, *, tokens: bool = True) -> RolloutResult:
         raise StoreError(
             f"rollout {row.request_id!r} has a record that rolltree did not write "
             f"({type(error).__name__}: {error}), so its messages and tokens cannot be read. "
-            "`rolltree export RUN FILE --light` writes its columns."
+            "`rolltree data RUN rollouts` shows its columns."
         ) from error
 
 

@@ -1,0 +1,112 @@
+"""Tables of a run in the terminal, and as JSON or CSV on stdout."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table as RichTable
+
+from rolltree.redact import shown
+from rolltree.reports.formatting import SafeConsole, safe_text, say
+
+if TYPE_CHECKING:
+    from rolltree.records import RunData, Table
+
+_SHOWN_ROWS = 20
+_CELL = 48
+_FIRST = {
+    "rollouts": "request_id phase train_step task reward status num_calls num_completion_tokens",
+    "calls": "request_id call agent num_prompt_tokens num_new_tokens num_completion_tokens "
+    "finish_reason mean_logprob",
+    "tokens": "request_id call position token_id author logprob version advantage trainer_logprob",
+    "breaks": "request_id call previous_call agent position cause",
+}
+"""What a terminal shows of a table where no columns were chosen; else the first eight."""
+
+
+def print_columns(data: RunData, *, as_json: bool) -> None:
+    """Print the tables of a run with their columns."""
+    from rolltree.records.columns import TABLES
+
+    tables = [data.table(name) for name in TABLES]
+    if as_json:
+        print(json.dumps({table.name: _described(table) for table in tables}, indent=2))
+        return
+    console = SafeConsole()
+    for table in tables:
+        grid = RichTable.grid(padding=(0, 2))
+        for column in table.columns:
+            grid.add_row(
+                safe_text("  " + column.name, style="cyan"),
+                safe_text(column.kind, style="dim"),
+                safe_text(column.description),
+            )
+        console.print(safe_text(table.name, style="bold"), grid, "")
+
+
+def print_table(table: Table, form: str, limit: int | None) -> None:
+    """Print rows on stdout as a `table`, `jsonl`, `csv` or `json`.
+
+    What models wrote cannot steer a terminal: JSON is ASCII, and in CSV control characters are
+    shown as pictures. Files have them as they are.
+    """
+    if form == "table":
+        _print_grid(table, _SHOWN_ROWS if limit is None else limit)
+        return
+    rows = islice(table.rows(), limit)
+    if form == "jsonl":
+        for row in rows:
+            print(json.dumps(row))
+    elif form == "csv":
+        out = csv.writer(sys.stdout, lineterminator="\n")
+        out.writerow(table.column_names)
+        for row in rows:
+            out.writerow([shown(x) if isinstance(x, str) else x for x in row.values()])
+    else:
+        columns = _described(table)
+        print(json.dumps({"table": table.name, "columns": columns, "rows": list(rows)}))
+
+
+def _described(table: Table) -> list[dict[str, str]]:
+    return [
+        {"name": column.name, "type": column.kind, "description": column.description}
+        for column in table.columns
+    ]
+
+
+def _print_grid(table: Table, limit: int) -> None:
+    from rolltree.records.columns import TABLES
+
+    console, num_columns = SafeConsole(), len(table.columns)
+    is_whole = num_columns >= len(TABLES.get(table.name, ()))
+    if is_whole and num_columns > 8:
+        first = _FIRST.get(table.name, " ".join(table.column_names[:8])).split()
+        table = table.select(first)
+    rows = list(islice(table.rows(), limit + 1))
+    grid = RichTable(box=None, pad_edge=False)
+    for column in table.columns:
+        is_text = column.kind in ("string", "int32 list", "messages")
+        grid.add_column(safe_text(column.name), justify="left" if is_text else "right")
+    for row in rows[:limit]:
+        grid.add_row(*(safe_text(_cell(value), limit=_CELL) for value in row.values()))
+    console.print(grid)
+    notes = []
+    if len(rows) > limit:
+        notes.append("more rows: --limit N, or -o FILE for all")
+    if len(table.columns) < num_columns:
+        more = num_columns - len(table.columns)
+        notes.append(f"{more} more columns: `rolltree data RUN` lists them, --columns chooses")
+    if not rows:
+        notes.append("no rows")
+    for note in notes:
+        say(console, note)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) and abs(value) < 1e6 else str(value)
