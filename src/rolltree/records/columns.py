@@ -143,6 +143,3 @@ SFT = (
     Column("labels", "int32 list", "the id where it is to be learned, else -100"),
     Column("loss_mask", "int32 list", "1 where it is to be learned, else 0"),
 )
-
-EXPORTS = {"conversations": CONVERSATIONS, "sft": SFT}
-"""What `rolltree export` writes as a data set; `conversations` has the metrics besides."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _SHOWN_ROWS = 20
 _CELL = 48
 _FIRST = {
-    "rollouts": "request_id phase train_step task reward status num_calls num_completion_tokens",
+    "rollouts": "request_id reward status num_calls num_completion_tokens stop_condition",
     "calls": "request_id call agent num_prompt_tokens num_new_tokens num_completion_tokens "
     "finish_reason mean_logprob",
     "tokens": "request_id call position token_id author logprob version advantage trainer_logprob",
