@@ -193,6 +193,8 @@ class ModelResponse:
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0
     wait_s: float = 0.0  # time in queues and retries, excluded from time limits
+    sent_s: float = 0.0  # when it was called, from the start of its episode
+    time_s: float = 0.0  # how long the episode waited for it, `wait_s` included
     info: Mapping[str, Any] = field(default_factory=dict)  # `num_retries`, `rerendered`: why, ...
     id: str = ""
     model: str | None = None
@@ -215,6 +217,13 @@ class ModelResponse:
         object.__setattr__(self, "routed_experts", None)
         if self.prompt_ids is None or self.prompt_ids.flags.writeable:  # somebody else's array
             object.__setattr__(self, "prompt_ids", tree.prompt_view(call))
+        return self
+
+    def timed(self, sent_s: float, time_s: float) -> ModelResponse:
+        """Note when it was called and how long that took, unless that is known. Returns itself."""
+        if not self.sent_s:
+            object.__setattr__(self, "sent_s", round(sent_s, 6))
+            object.__setattr__(self, "time_s", round(time_s, 6))
         return self
 
     def annotated(self, *, wait_s: float = 0.0, **info: Any) -> ModelResponse:

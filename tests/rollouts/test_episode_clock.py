@@ -155,3 +155,19 @@ def test_episodes_nest():
         with playing(inner):
             assert current_episode() is inner
         assert current_episode() is outer
+
+
+async def test_an_answer_carries_when_it_was_asked_for_and_how_long_that_took(now):
+    clock = Clock()
+    now.seconds += 2.0
+
+    class Slow(Model):
+        async def chat(self, messages, **settings):
+            now.seconds += 3.0
+            return await super().chat(messages, **settings)
+
+    part = Clock()  # of a delegated rollout: the episode's times count
+    inner = TimedClient(Slow(delay_s=0.0, wait_s=1.0), clock)
+    now.seconds += 1.0
+    answer = await TimedClient(inner, part).chat("hi")
+    assert (answer.sent_s, answer.time_s, answer.wait_s) == (3.0, 3.0, 1.0)

@@ -14,12 +14,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scripted_source import Model, Source, a_request
 
+import rolltree as rt
 from rolltree.errors import StoreError, TokenError
 from rolltree.rollouts import RolloutEngine
 from rolltree.rollouts.decode import decode_results, decode_rollout, export_line
 from rolltree.rollouts.message_table import MessageTable
 from rolltree.rollouts.record import encode_result, run_stored
 from rolltree.store import Opaque, Run
+from rolltree.testing import ScriptedClient
 from rolltree.tokens import TokenStream, TokenTree, Trajectory
 from rolltree.types import (
     ErrorRecord,
@@ -538,3 +540,23 @@ class TestRunStored:
         async with aclosing(run_stored(engine, [a_request(0)], None)) as batches:
             ((_, (row,)),) = await anext(batches)
         assert (row.reward, row.record, row.tokens) == (1.0, b"", b"")
+
+
+async def test_the_times_of_calls_are_stored(tmp_path):
+    """What lies between two calls is the environment's own time."""
+
+    class Slow(rt.MultiTurnEnv):
+        async def env_response(self, messages, state, **kwargs):
+            await asyncio.sleep(0.05)
+            return [{"role": "user", "content": "again"}]
+
+    env = Slow(dataset=[{"question": "?", "answer": "!"}], max_turns=2)
+    run = Run.create(tmp_path / "run")
+    await rt.evaluate(env, ScriptedClient(["one", "two"]), num_examples=1, run=run)
+    ((state,),) = [result.states for result in decode_results(run.rollouts())]
+    run.close()
+    first, second = [step["response"] for step in state["trajectory"]]
+    assert first.sent_s > 0
+    assert first.time_s > 0
+    own_s = second.sent_s - first.sent_s - first.time_s
+    assert 0.05 <= own_s <= state["timing"]["total_ms"] / 1000

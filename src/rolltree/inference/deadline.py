@@ -46,6 +46,10 @@ class Clock:
         """Seconds since the start, without the known waits."""
         return time.monotonic() - self._start - self._waited_s
 
+    def at(self, moment: float) -> float:
+        """Return how many seconds after its start a moment of `time.monotonic` was."""
+        return moment - self._start
+
     @property
     def expired(self) -> bool:
         """Whether the limit is reached: the episode should end at its next turn boundary."""
@@ -129,6 +133,8 @@ class Clock:
 class TimedClient(DelegatingClient):
     """A client that tells an episode's clock when its calls start, end and waited.
 
+    Answers carry when they were asked for and how long that took.
+
     `model`, when given, is the model that it asks instead of the inner client's.
     """
 
@@ -144,13 +150,14 @@ class TimedClient(DelegatingClient):
 
     async def call(self, call: ModelCall) -> ModelResponse:
         """Pass the call on, timed."""
-        wait_s = 0.0
+        wait_s, began = 0.0, time.monotonic()
         self._clock.call_started()
         try:
             if call.model is None and self._model is not None:
                 call = replace(call, model=self._model)
             response = await call.to(self._inner)
             wait_s, answered = response.wait_s, time.monotonic()
+            response.timed(self._clock.at(began), answered - began)
             await my_turn()  # many answers may have come at once
             wait_s += time.monotonic() - answered
             return response

@@ -75,7 +75,9 @@ CALLS = (
     Column("min_version", "int32", "oldest policy version of its sampled tokens"),
     Column("max_version", "int32", "newest policy version of its sampled tokens"),
     Column("mean_logprob", "float32", "mean of the engine's logprobs"),
-    Column("wait_ms", "float64", "ms of queueing and retries, which time limits leave out"),
+    Column("sent_ms", "float64", "ms from the episode's start to the call"),
+    Column("time_ms", "float64", "ms that the episode waited for the answer"),
+    Column("wait_ms", "float64", "ms of queueing and retries in it, which time limits leave out"),
     Column("reward", "float64", "the step's own reward"),
     Column("advantage", "float64", "the step's own advantage, where a rubric or script set one"),
 )

@@ -51,7 +51,7 @@ def _call_rows(row: StoredRollout, state: State) -> Iterator[dict[str, Any]]:
     for step, source in zip(rollout.steps, state["trajectory"], strict=True):
         extras = peek(source, "extras") or {}
         response = peek(source, "response")
-        wait_s = getattr(response, "wait_s", None)
+        times = {name: _ms(getattr(response, name, None)) for name in _TIMES}
         yield {
             "call": step.index,
             "agent": step.agent,
@@ -64,11 +64,20 @@ def _call_rows(row: StoredRollout, state: State) -> Iterator[dict[str, Any]]:
             "num_completion_tokens": _whole(extras.get("num_completion_tokens")),
             "finish_reason": step.finish_reason,
             "temperature": _real(extras.get("temperature")),
-            "wait_ms": None if wait_s is None else 1000.0 * wait_s,
+            "sent_ms": times["sent_s"],
+            "time_ms": times["time_s"],
+            "wait_ms": times["wait_s"],
             "reward": _real(source.get("reward")),
             "advantage": _real(source.get("advantage")),
             **(_token_facts(rollout.tree, step.handle, shown) if step.handle >= 0 else {}),
         }
+
+
+_TIMES = ("sent_s", "time_s", "wait_s")
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1000.0 * seconds
 
 
 def _token_facts(tree: TokenTree, call: int, shown: _Shown) -> dict[str, Any]:

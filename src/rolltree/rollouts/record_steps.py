@@ -124,7 +124,8 @@ def _answer_data(
     values = {name: getattr(response, name) for name in told}
     values["finish_reason"] = response.finish_reason.value
     data = {name: value for name, value in values.items() if value != told[name]}
-    rest = {name: getattr(response, name) for name in ("id", "model", "wait_s", "info")}
+    names = ("id", "model", "wait_s", "sent_s", "time_s", "info")
+    rest = {name: getattr(response, name) for name in names}
     return data | {name: value for name, value in rest.items() if value}
 
 

@@ -188,7 +188,7 @@ class _Unread:
 _UNREAD: Any = _Unread()
 _KEPT = (
     *("message", "text", "finish_reason", "temperature", "call_id", "extends"),
-    *("wait_s", "info", "id", "model"),
+    *("wait_s", "info", "id", "model", "sent_s", "time_s"),
 )
 _kept_of = attrgetter(*_KEPT)
 _NO_INFO: dict[str, Any] = {}
