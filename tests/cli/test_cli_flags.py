@@ -26,7 +26,7 @@ FLAGS = {
         "--logprobs-mode", "--record-experts", "--seed", "--num-threads", "--read-timeout",
         "--control-in-messages",
     },
-    "runs": {"root"},
+    "runs": {"root", "--json"},
     "show": {
         "run", "--phase", "--step", "--failed", "--where", "--sort", "--last", "--transcripts",
         "--limit", "--json",

@@ -75,6 +75,7 @@ def invoke(*words):
 def test_runs(path):
     first, second = invoke("runs", path.parent).splitlines()
     assert first == str(path)
+    assert second.startswith("  unknown, 0.")
     for text in ("train", "add", "2 steps", "eval_before 0.000", "train 0.750"):
         assert text in second
     (path.parent / "broken").mkdir()

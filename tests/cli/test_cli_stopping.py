@@ -8,7 +8,7 @@ import pytest
 from test_cli_train import config, invoke, wait_for, what_it_holds  # noqa: F401  (a fixture)
 
 from rolltree.cli.app import STOPPED_STATUS
-from rolltree.store import Run
+from rolltree.store import Run, summarize
 
 SETTINGS = ["optim.lr=1e-3", "checkpoint.every=1000", "eval.before=false", "eval.after=false"]
 TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
@@ -38,6 +38,9 @@ def test_sigterm_saves_and_any_number_of_ranks_continues(config, tmp_path):  # n
         assert f"step {done + 1}/" in errors
         assert f"step {done}/" not in errors
         done = num_steps(tmp_path / "run")
+        with Run.open(tmp_path / "run", mode="r") as run:
+            seen = summarize(run)
+        assert (seen.state, seen.num_planned_steps) == ("stopped", 5000)
         latest = (tmp_path / "run" / "checkpoints" / "latest").read_text()
         assert latest.strip() == f"step-{done:06d}"
 

@@ -204,6 +204,7 @@ def test_runs(tmp_path):
         summary = summarize(run)
     path, facts = run_lines(summary)
     assert path == str(tmp_path / "run")
+    assert facts.startswith("  running, ")
     assert "train  add  1 steps  eval/0 0.500" in facts
     assert "3 more phases" in facts
     out = shown(phases_table(summary))

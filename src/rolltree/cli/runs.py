@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from rolltree.cli.arguments import tell_json
+
 run_argument = click.argument("run", type=click.Path(path_type=Path), help="A run directory.")
 phase_option = click.option("--phase", help="Only this phase.")
 
@@ -14,12 +16,18 @@ phase_option = click.option("--phase", help="Only this phase.")
 @click.argument(
     "root", type=click.Path(path_type=Path), default=Path("runs"), help="Directory to search."
 )
-def list_stored_runs(root: Path) -> None:
-    """List the runs below a directory, newest first."""
+@click.option("--json", "as_json", is_flag=True, help="Print the runs as JSON.")
+def list_stored_runs(root: Path, as_json: bool) -> None:
+    """List the runs below a directory, newest first: state, age, progress, rewards."""
     from rolltree.reports import SafeConsole, run_lines, say
     from rolltree.store import list_runs
 
     console, found = SafeConsole(), list_runs(root)
+    if as_json:
+        from dataclasses import asdict
+
+        tell_json([{**asdict(run), "path": str(run.path)} for run in found])
+        return
     for run in found:
         for line in run_lines(run):
             say(console, line)

@@ -102,6 +102,7 @@ async def evaluate(
             seed=seed,
             group_size=rollouts_per_example if _compares_groups(source) else None,
         )
+        run.plan(f"phase/{phase}", len(plan))
     found, again = await asyncio.to_thread(_finished, run, phase, plan, retry_failed, source)
     tally = await asyncio.to_thread(_Tally, len(plan), found, on_progress)
     tally.tell()

@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from rolltree.reports.formatting import safe_text
+from rolltree.reports.formatting import duration, safe_text
 from rolltree.rollouts.conversation import conversation
 from rolltree.store import RunSummary, to_plain
 from rolltree.types import RolloutResult, State
@@ -21,14 +21,32 @@ from rolltree.types import RolloutResult, State
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
-def run_lines(run: RunSummary) -> list[str]:
-    """Return a run as two lines: its path, and what it holds."""
+def run_lines(run: RunSummary, now: float | None = None) -> list[str]:
+    """Return a run as lines: its path, its state and what it holds, and what it failed with.
+
+    `now` is the time that its age is counted to, in seconds since the epoch.
+    """
     phases = [f"{phase.phase} {_mean(phase.mean_reward)}" for phase in run.phases[:4]]
     if len(run.phases) > 4:
         phases.append(f"{len(run.phases) - 4} more phases")
-    steps = [f"{run.num_steps} steps"] if run.num_steps else []
-    facts = [_when(run.last_written), run.kind, *run.env_ids, *steps, *phases]
-    return [str(run.path), "  " + "  ".join(facts)]
+    age = duration(max(0.0, (time.time() if now is None else now) - run.last_written))
+    facts = [f"{run.state}, {age} ago", run.kind, *run.env_ids, *_progress(run), *phases]
+    lines = [str(run.path), "  " + "  ".join(facts)]
+    if run.error:
+        lines.append(f"  {' '.join(run.error.split())[:200]}")
+    return lines
+
+
+def _progress(run: RunSummary) -> list[str]:
+    """Return how far a run is: its steps, and the phase that is not whole."""
+    said = []
+    if run.num_steps or run.num_planned_steps:
+        planned = f"/{run.num_planned_steps}" if run.num_planned_steps else ""
+        said.append(f"{run.num_steps}{planned} steps")
+    for phase in run.phases:
+        if phase.num_planned is not None and phase.num_requests < phase.num_planned:
+            said.append(f"{phase.phase} {phase.num_requests}/{phase.num_planned} rollouts")
+    return said
 
 
 def phases_table(run: RunSummary) -> Table:
@@ -51,10 +69,6 @@ def phases_table(run: RunSummary) -> Table:
 
 def _mean(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
-
-
-def _when(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 def transcript(result: RolloutResult, *, limit: int = 600, title: str = "") -> RenderableType:

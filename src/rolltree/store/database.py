@@ -43,6 +43,7 @@ from rolltree.store.schema import (
 )
 from rolltree.store.trained import check_trained
 
+_LOCK_ATTEMPTS = 5
 PAGE_ROWS = 64
 LIGHT_PAGE_ROWS = 1024  # without their blobs
 _SQL_ERRORS = (sqlite3.Error, UnicodeDecodeError, OverflowError, MemoryError)
@@ -416,7 +417,7 @@ class WriterLock:
     def __init__(self, path: Path) -> None:
         self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_soon(self._fd)
         except BlockingIOError:
             holder = _describe(self._fd)
             os.close(self._fd)
@@ -430,11 +431,47 @@ class WriterLock:
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, json.dumps(note).encode(), 0)
 
+    @staticmethod
+    def holder(path: Path) -> str | None:
+        """Return who writes to the run whose lock is at `path`, or None.
+
+        It holds a shared lock for an instant, for which a writer that starts waits.
+        """
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _describe(fd)
+        except OSError:  # a disk without flock
+            return None
+        finally:
+            os.close(fd)
+        return None
+
     def release(self) -> None:
         """Let another writer in. Doing it twice does nothing."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+def _lock_soon(fd: int) -> None:
+    """Lock a file; who only looks whether it is locked (`holder`) is gone in an instant.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
+    for attempt in range(_LOCK_ATTEMPTS):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if attempt == _LOCK_ATTEMPTS - 1:
+                raise
+            time.sleep(0.01)
 
 
 def _describe(fd: int) -> str:

@@ -1,20 +1,31 @@
-"""The runs below a directory, and a summary of each."""
+"""The runs below a directory, and a summary of each: what it holds, how far it is, how it ended."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from rolltree.errors import StoreError
-from rolltree.store.integrity import Totals
+from rolltree.store.database import WriterLock
+from rolltree.store.integrity import Totals, report_key
+from rolltree.store.reading import StoredRun
+from rolltree.store.rows import Event
 from rolltree.store.run import Run
+
+RunState: TypeAlias = Literal["running", "done", "stopped", "failed", "killed", "unknown"]
+"""`running`: a process writes it. `done`: everything that was planned is stored. `stopped`: its
+last start was asked to end. `failed`: it ended with an error. `killed`: it ended without a word.
+`unknown`: nobody said how much there is to be."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseSummary:
-    """One phase of a run. `mean_reward` is over scored rows only; None when there are none."""
+    """One phase of a run. `mean_reward` is over scored rows only; None when there are none.
+
+    `num_planned` is how many requests an evaluation is to have; None where nobody said.
+    """
 
     phase: str
     num_requests: int
@@ -24,11 +35,15 @@ class PhaseSummary:
     mean_reward: float | None
     num_prompt_tokens: int
     num_completion_tokens: int
+    num_planned: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """One run at a glance. `last_written` is seconds since the epoch."""
+    """One run at a glance. `last_written` is seconds since the epoch.
+
+    `writer` names the process that writes it, `error` what the last start failed with.
+    """
 
     path: Path
     kind: str
@@ -38,34 +53,85 @@ class RunSummary:
     num_steps: int
     phases: tuple[PhaseSummary, ...]
     config: dict[str, Any]
+    state: RunState = "unknown"
+    num_planned_steps: int | None = None
+    writer: str | None = None
+    error: str | None = None
 
 
-def summarize(run: Run) -> RunSummary:
-    """Return what a run holds, from its sums: the rollouts are not read."""
+def summarize(run: StoredRun) -> RunSummary:
+    """Return what a run holds, from its sums: neither rollouts nor metrics of steps are read."""
     totals, meta = run.totals(), run.meta
-    steps, events = run.steps(), run.events()
+    events = run.events()
+    num_steps, last_step_at = run.last_step()
     written = [
         meta["created_at"],
+        last_step_at,
         *(item.last_created_at for item in totals),
-        *(step.created_at for step in steps),
         *(event.created_at for event in events),
     ]
-    phases: dict[str, list[Totals]] = {}
+    planned = meta.get("planned") or {}
+    by_phase: dict[str, list[Totals]] = {}
     for item in totals:
-        phases.setdefault(item.phase, []).append(item)
+        by_phase.setdefault(item.phase, []).append(item)
+    phases = [_phase(name, items, planned.get(f"phase/{name}")) for name, items in by_phase.items()]
+    num_planned = planned.get("steps") or (meta["config"].get("train") or {}).get("num_steps")
+    writer = WriterLock.holder(run.path / "run.lock")
+    is_done = _is_done(meta, phases, events, num_steps, num_planned)
+    ended = _last_end(events)
+    state: RunState = "done" if is_done else ended.data["state"] if ended else "killed"
+    if is_done is None and not ended:
+        state = "unknown"
+    if writer is not None:
+        state = "running"
+    error = None
+    if state == "failed" and ended is not None:
+        error = f"{ended.data.get('error')}: {ended.data.get('message')}"
     return RunSummary(
         path=run.path,
         kind=meta["kind"],
         created_at=meta["created_at"],
         last_written=max(written),
         env_ids=tuple(sorted({item.env_id for item in totals})),
-        num_steps=len(steps),
-        phases=tuple(_phase(name, items) for name, items in phases.items()),
+        num_steps=num_steps,
+        phases=tuple(phases),
         config=meta["config"],
+        state=state,
+        num_planned_steps=num_planned,
+        writer=writer,
+        error=error,
     )
 
 
-def _phase(name: str, items: Sequence[Totals]) -> PhaseSummary:
+def _last_end(events: Sequence[Event]) -> Event | None:
+    """Return how the last start ended, None if it did not say."""
+    marks = [event for event in events if event.kind in ("resumed", "ended")]
+    return marks[-1] if marks and marks[-1].kind == "ended" else None
+
+
+def _is_done(
+    meta: Mapping[str, Any],
+    phases: Sequence[PhaseSummary],
+    events: Sequence[Event],
+    num_steps: int,
+    num_planned: int | None,
+) -> bool | None:
+    """Say whether everything that was planned is stored; None where nothing was."""
+    if meta["kind"] == "train" and num_planned is not None:
+        if num_steps < num_planned:
+            return False
+        evaluated = [e.step or 0 for e in events if e.kind.startswith("evaluation")]
+        is_last_wanted = (meta["config"].get("eval") or {}).get("after", False)
+        begun = {e.data.get("phase") for e in events if e.kind == "evaluation_begun"}
+        ended = {e.data.get("phase") for e in events if e.kind == "evaluation"}
+        return begun <= ended and not (is_last_wanted and evaluated and max(evaluated) < num_steps)
+    known = [phase for phase in phases if phase.num_planned is not None]
+    if known:
+        return all(phase.num_requests >= (phase.num_planned or 0) for phase in known)
+    return True if any(report_key(phase.phase) in meta for phase in phases) else None
+
+
+def _phase(name: str, items: Sequence[Totals], num_planned: int | None) -> PhaseSummary:
     num_scored = sum(item.num_scored for item in items)
     return PhaseSummary(
         phase=name,
@@ -76,6 +142,7 @@ def _phase(name: str, items: Sequence[Totals]) -> PhaseSummary:
         mean_reward=sum(item.sum_reward for item in items) / num_scored if num_scored else None,
         num_prompt_tokens=sum(item.num_prompt_tokens for item in items),
         num_completion_tokens=sum(item.num_completion_tokens for item in items),
+        num_planned=num_planned,
     )
 
 

@@ -218,6 +218,12 @@ class StoredRun:
         rows = self._database.table("steps")
         return [StepRow(step, created, renamed(loads(text))) for step, created, text in rows]
 
+    def last_step(self) -> tuple[int, float]:
+        """Return the last step and when it was stored, without reading metrics; 0 without steps."""
+        sql = "SELECT coalesce(max(step), 0), coalesce(max(created_at), 0.0) FROM steps"
+        step, created = self._database.all(sql)[0]
+        return int(step), float(created)
+
     def events(self, kind: str | None = None) -> list[Event]:
         """Return what happened, oldest first."""
         return [

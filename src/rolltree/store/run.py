@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from rolltree.errors import ConfigError, StoreError
+from rolltree.errors import ConfigError, Stopped, StoreError
 from rolltree.redact import known_secrets, redact, remember, secrets_in
 from rolltree.store.change import Change
 from rolltree.store.codec import dumps
@@ -177,7 +177,18 @@ class Run(StoredRun):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None and not self.read_only:
+            self._note_end(error)
         self.close()
+
+    def _note_end(self, error: BaseException) -> None:
+        """Store that, and why, the block of this run was left before its end."""
+        is_failure = isinstance(error, Exception) and not isinstance(error, Stopped)
+        data = {"state": "failed" if is_failure else "stopped"}
+        if is_failure:
+            data |= {"error": type(error).__name__, "message": str(error)}
+        with contextlib.suppress(StoreError):  # a full disk, for example, is what it ends of
+            self.add_event("ended", data)
 
     def close(self) -> None:
         """Close the database and let another writer in."""
@@ -196,6 +207,15 @@ class Run(StoredRun):
         text = dumps(redact(value, self._secrets))
         with self._database.transaction() as change:
             change.put("meta", key, text)
+
+    def plan(self, what: str, number: int) -> None:
+        """Note how much there is to be: of `steps`, or of the requests of `phase/NAME`.
+
+        It tells those who look at the run how far it is; a later number replaces it.
+        """
+        planned = self.meta.get("planned") or {}
+        if planned.get(what) != number:
+            self.set_meta("planned", {**planned, what: number})
 
     def keep_report(self, phase: str, report: Any, *, num_requests: int) -> bool:
         """Store what was computed from all rollouts of a phase; say whether it was.

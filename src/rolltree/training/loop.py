@@ -218,6 +218,7 @@ class _Loop:
         return state
 
     def _start(self, first: TrainState) -> None:
+        self.run.plan("steps", self.config.train.num_steps)
         self.trackers.open(self.run.path, first.step + 1)
         self.reporter.on_start(
             TrainStart(
