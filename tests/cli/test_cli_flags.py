@@ -48,6 +48,10 @@ FLAGS = {
     "export": {
         "run", "target", "--as", "--phase", "--where", "--min-reward", "--best-of-group", "--json",
     },
+    "rescore": {
+        "run", "--env", "-a", "--env-args", "--compat", "--rubric", "--run", "--phase", "-c",
+        "--max-concurrent", "--deadline", "--retries", "--top", "--json",
+    },
     "models": {"prepare"},
     "init": {"name", "--kind", "--path"},
     "env list": set(),

@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 from rolltree import __version__
-from rolltree.cli import audit, compare, data, env, eval, replay, runs, serve, show, train
+from rolltree.cli import audit, compare, data, env, eval, replay, rescore, runs, serve, show, train
 from rolltree.cli.arguments import tell
 from rolltree.errors import ConfigError, RolltreeError, Stopped, UnknownName
 from rolltree.redact import shown
@@ -107,7 +107,7 @@ app = Program(
         *(eval.evaluate_environment, train.train_model, train.fork_run, serve.serve_model),
         *(runs.list_stored_runs, show.show_run, data.show_data, data.export_rollouts),
         *(audit.audit_run, compare.compare_stored_runs, replay.replay_rollouts),
-        serve.list_models,
+        *(rescore.rescore_run, serve.list_models),
         *(env.new_environment, env.environments),
     ],
     help="Reinforcement learning of LLM agents on the exact tokens the engine saw and sampled.",

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from rolltree.records.replaying import replay_async as replay_async
     from rolltree.records.replaying import replay_many as replay_many
     from rolltree.records.replaying import replay_many_async as replay_many_async
+    from rolltree.records.rescored import CreditChange as CreditChange
     from rolltree.records.rescored import RescoreReport as RescoreReport
-    from rolltree.records.rescoring import RescoreProgress as RescoreProgress
     from rolltree.records.rescoring import rescore as rescore
     from rolltree.records.rescoring import rescore_async as rescore_async
     from rolltree.records.table import Column as Column
@@ -45,8 +45,8 @@ _MODULES = {
     "read": "RunData read_run",
     "recorded": "Difference",
     "replaying": "ReplayReport replay replay_async replay_many replay_many_async",
-    "rescored": "RescoreReport",
-    "rescoring": "RescoreProgress rescore rescore_async",
+    "rescored": "CreditChange RescoreReport",
+    "rescoring": "rescore rescore_async",
     "table": "Column Table",
     "comparison": "ComparedPair RunComparison compare",
 }

@@ -16,9 +16,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rolltree.environments import Environment, changed_code, load_environment, score_episode
-from rolltree.environments.registry import load_object
+from rolltree.environments import (
+    EnvGroup,
+    Environment,
+    ProtocolEnvironment,
+    changed_code,
+    load_environment,
+    load_object,
+    score_episode,
+)
 from rolltree.errors import INFRASTRUCTURE, ConfigError
+from rolltree.evaluation import EvalProgress
 from rolltree.inference.client import sampling_to_args
 from rolltree.inference.client_base import ClientBase, ModelCall
 from rolltree.records.rescored import RescoreReport, rescore_report
@@ -32,15 +40,6 @@ from rolltree.types import ModelResponse, RolloutRequest, RolloutResult, State
 
 _BATCH_CALLS = 4096
 """Model calls whose rollouts are in memory at once; groups are never divided."""
-
-
-@dataclass(frozen=True, slots=True)
-class RescoreProgress:
-    """Where rescoring stands; the counts include what an earlier start had stored."""
-
-    num_done: int
-    num_total: int
-    num_failed: int
 
 
 def rescore(run: str | Path, **settings: Any) -> RescoreReport:
@@ -61,7 +60,7 @@ async def rescore_async(
     deadline_s: float | None = None,
     retries: int = 0,
     on_notice: Callable[[str], object] | None = None,
-    on_progress: Callable[[RescoreProgress], None] | None = None,
+    on_progress: Callable[[EvalProgress], None] | None = None,
 ) -> RescoreReport:
     """Score the rollouts of a run again, store them as a new run, and report what changed.
 
@@ -84,7 +83,7 @@ async def rescore_async(
         deadline_s: most seconds that scoring one rollout, or one group, may take.
         retries: how often scoring that a judge's server failed is tried again.
         on_notice: called with what a person should know, such as that the rewards' code changed.
-        on_progress: called after each batch that is stored.
+        on_progress: called after each batch that is stored; tokens are not counted.
 
     Raises:
         ConfigError: neither an environment nor a rubric or both, nothing to score, or `run_dir`
@@ -168,12 +167,13 @@ def _scorer(
             )
         name = rubric if isinstance(rubric, str) else _name_of(rubric)
         found = _as_rubric(load_object(rubric) if isinstance(rubric, str) else rubric, name)
-        return _Scorer(found, name, {"rubric": name})
+        knows = isinstance(found, PerAgentRubric)
+        return _Scorer(found, name, {"rubric": name}, knows_agents=knows)
     if isinstance(environment, str):
         args = dict(env_args or {})
         loaded = load_environment(environment, compat=compat, **args)
         settings = {"env": environment, "env_args": args, "compat": compat}
-        return _Scorer(loaded.rubric, environment, settings, loaded.loaded_by)
+        return _of_environment(loaded, environment, settings)
     assert environment is not None, "checked above"
     if env_args or compat:
         raise ConfigError(
@@ -181,7 +181,12 @@ def _scorer(
             "already, so they would be ignored. Leave them out, or pass its name."
         )
     settings = {"env": environment.env_id, "env_args": dict(environment.env_args)}
-    return _Scorer(environment.rubric, environment.env_id, settings, environment.loaded_by)
+    return _of_environment(environment, environment.env_id, settings)
+
+
+def _of_environment(environment: Environment, name: str, settings: dict[str, Any]) -> _Scorer:
+    knows = isinstance(environment, ProtocolEnvironment | EnvGroup)
+    return _Scorer(environment.rubric, name, settings, environment.loaded_by, knows)
 
 
 def _name_of(rubric: object) -> str:
@@ -217,6 +222,7 @@ class _Scorer:
     name: str
     settings: dict[str, Any]
     loaded_by: object = None  # for `changed_code`
+    knows_agents: bool = False
     env_id: str = ""
     model: str = ""
     stored: dict[str, RolloutResult] = field(default_factory=dict)
@@ -252,12 +258,9 @@ class _Scorer:
         await self._rubric_of(states).score_group(states)
 
     def _rubric_of(self, states: Sequence[State]) -> Rubric:
-        """Return the rubric; it scores the episode's own agents where agents delegate.
-
-        An environment of agents has its own rubric for that.
-        """
+        """Return the rubric; one that knows no agents scores the episode's own, as in an environment."""
         has_agents = any("rollout_id" in state for state in states)
-        if has_agents and "rubric" in self.settings and not isinstance(self.rubric, PerAgentRubric):
+        if has_agents and not self.knows_agents:
             return PerAgentRubric(self.rubric, {})
         return self.rubric
 
@@ -364,13 +367,12 @@ async def _score_all(
     scorer: _Scorer,
     where: Mapping[str, Any],
     *,
-    on_progress: Callable[[RescoreProgress], None] | None,
+    on_progress: Callable[[EvalProgress], None] | None,
     **limits: Any,
 ) -> None:
     """Score what is missing in `target`, and store it there."""
     done, again = await asyncio.to_thread(_finished, target, plan, scorer.has_group_rewards)
-    num_total = sum(len(members) for members in plan.groups.values())
-    num_done, num_failed = len(done), target.num_rollouts(status="error") if done else 0
+    tally = _Tally(sum(len(members) for members in plan.groups.values()), len(done))
     scorer.model = _model_name(source)
     engine = RolloutEngine(scorer, _NoModel(scorer.model), **limits)
     batches = _batches(source, plan, done, where)
@@ -384,15 +386,46 @@ async def _score_all(
                 await asyncio.to_thread(target.add_rollouts, rows)
             scorer.stored = {r.request.request_id: r for r in batch if r.states}
             requests = [result.request for result in scorer.stored.values()]
-            num_done, num_failed = num_done + len(empty), num_failed + len(empty)
+            tally.add(empty)
             async with aclosing(run_stored(engine, requests, target, replaced=again)) as stored:
                 async for ready in stored:
-                    num_done += len(ready)
-                    num_failed += sum(result.error is not None for result, _ in ready)
+                    tally.add([result for result, _ in ready])
                     if on_progress is not None:
-                        on_progress(RescoreProgress(num_done, num_total, num_failed))
+                        on_progress(tally.progress())
     finally:
         await asyncio.gather(following, return_exceptions=True)
+
+
+class _Tally:
+    """Counts what is scored; the mean reward is that of this start's rollouts."""
+
+    def __init__(self, num_total: int, num_resumed: int) -> None:
+        self._num_total, self._num_resumed = num_total, num_resumed
+        self._num_done, self._num_failed, self._num_truncated = num_resumed, 0, 0
+        self._num_scored, self._sum = 0, 0.0
+
+    def add(self, results: Sequence[RolloutResult]) -> None:
+        """Count results that are stored."""
+        self._num_done += len(results)
+        for result in results:
+            self._num_failed += result.error is not None
+            for state in result.states[:1]:
+                self._num_truncated += bool(state.get("truncated"))
+                self._num_scored += state["reward"] is not None
+                self._sum += state["reward"] or 0.0
+
+    def progress(self) -> EvalProgress:
+        """Return where it stands."""
+        return EvalProgress(
+            num_done=self._num_done,
+            num_total=self._num_total,
+            num_resumed=self._num_resumed,
+            num_failed=self._num_failed,
+            num_truncated=self._num_truncated,
+            num_scored=self._num_scored,
+            mean_reward=self._sum / self._num_scored if self._num_scored else None,
+            num_completion_tokens=0,
+        )
 
 
 def _model_name(run: Run) -> str:

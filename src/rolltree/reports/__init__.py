@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rolltree.reports.replay import difference_lines as difference_lines
     from rolltree.reports.replay import replay_lines as replay_lines
     from rolltree.reports.replay import replays_summary as replays_summary
+    from rolltree.reports.rescore import rescore_parts as rescore_parts
     from rolltree.reports.runs import phases_table as phases_table
     from rolltree.reports.runs import run_lines as run_lines
     from rolltree.reports.runs import transcript as transcript
@@ -48,6 +49,7 @@ _MODULES = {
     "formatting": "SafeConsole say",
     "live": "EvalView TrainView",
     "replay": "difference_lines replay_lines replays_summary",
+    "rescore": "rescore_parts",
     "runs": "phases_table run_lines transcript",
     "training": "next_commands print_report training_report",
 }

@@ -1,0 +1,101 @@
+"""`rolltree rescore`: other rewards on the rollouts of a run, without asking its model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from rolltree.cli.arguments import compat_option, json_object
+from rolltree.cli.runs import phase_option, run_argument
+
+
+@click.command("rescore")
+@run_argument
+@click.option("--env", help="Environment whose rewards score: a name, or a path to its folder.")
+@click.option("-a", "--env-args", help="Arguments of the environment, a JSON object.")
+@compat_option
+@click.option(
+    "--rubric",
+    help="Instead: a rubric or reward function, as module:name or path/to/file.py:name.",
+)
+@click.option(
+    "--run",
+    "target",
+    type=click.Path(path_type=Path),
+    help="Directory of the new run (default: RUN-rescored); an existing one is continued.",
+)
+@phase_option
+@click.option(
+    "-c",
+    "--max-concurrent",
+    type=click.IntRange(min=1),
+    default=64,
+    help="Maximum rollouts that are scored at once.",
+)
+@click.option(
+    "--deadline", type=float, help="Maximum seconds that scoring a rollout or a group may take."
+)
+@click.option(
+    "--retries",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Retries of scoring after an error of a judge's server.",
+)
+@click.option(
+    "--top", type=click.IntRange(0, 100), default=10, help="Number of changed rollouts to show."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def rescore_run(
+    run: Path,
+    env: str | None,
+    env_args: str | None,
+    compat: bool,
+    rubric: str | None,
+    target: Path | None,
+    phase: str | None,
+    max_concurrent: int,
+    deadline: float | None,
+    retries: int,
+    top: int,
+    as_json: bool,
+) -> None:
+    """Score the rollouts of a run again, with other rewards, as a new run."""
+    import json
+    from functools import partial
+
+    from rolltree.records import rescore
+    from rolltree.redact import redact, remember, secrets_in
+    from rolltree.reports import EvalView, SafeConsole, rescore_parts, say
+    from rolltree.store import to_plain
+
+    arguments = json_object(env_args, "-a")
+    remember(*secrets_in(arguments))
+    errors = SafeConsole(stderr=True)
+    try:
+        with EvalView(errors, f"rescore {run}") as view:
+            report = rescore(
+                run,
+                environment=env,
+                env_args=arguments,
+                compat=compat,
+                rubric=rubric,
+                run_dir=target,
+                phase=phase,
+                max_concurrent=max_concurrent,
+                deadline_s=deadline,
+                retries=retries,
+                on_notice=partial(say, errors),
+                on_progress=view.update,
+            )
+    except KeyboardInterrupt:
+        say(errors, "stopped; the same command continues")
+        raise
+    if as_json:
+        print(json.dumps(redact(to_plain(report.as_dict())), indent=2))
+    else:
+        out = SafeConsole()
+        for part in rescore_parts(report, num_changes=top):
+            out.print(part)
+    if report.num_failed == report.num_rollouts:
+        raise click.exceptions.Exit(1)
