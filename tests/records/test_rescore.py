@@ -2,12 +2,15 @@
 
 import asyncio
 import itertools
+import json
 import random
 
 import pytest
+from click.testing import CliRunner
 
 import rolltree as rt
 from rolltree.agents import Agent, ToolAgent
+from rolltree.cli import app
 from rolltree.environments import EnvGroup, MultiTurnEnv, ProtocolEnvironment, SingleTurnEnv
 from rolltree.errors import ConfigError, ServerError, UnknownName
 from rolltree.evaluation import evaluate
@@ -447,3 +450,41 @@ async def test_a_run_of_training_keeps_its_credit_and_steps(tmp_path):
         assert sorted(row[0] for row in run.columns(("train_step",), phase="train")) == [
             1, 1, 1, 1, 2, 2, 2, 2,
         ]  # fmt: skip
+
+
+def command(*words):
+    return CliRunner().invoke(app, ["rescore", *map(str, words)])
+
+
+def test_the_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    asyncio.run(stored(one_turn(Rubric([short])), tmp_path / "run"))
+    shown = command("run", "--rubric", f"{__file__}:exact", "--top", 1)
+    assert shown.exit_code == 0
+    assert "run, scored by" in shown.stdout
+    assert "6 of 8 rollouts have another reward" in shown.stdout
+    assert "Advantages (grpo, 4 groups)" in shown.stdout
+    assert shown.stdout.count("eval/sums/") == 1
+    assert shown.stdout.endswith("run  run-rescored\n")
+    again = command("run", "--rubric", f"{__file__}:exact", "--json")
+    report = json.loads(again.stdout)
+    assert (report["num_rollouts"], report["num_changed"], report["run"]) == (8, 6, "run-rescored")
+    assert [change["after"] for change in report["changes"]] == [0.0] * 6
+
+
+def test_a_command_that_scores_nothing_fails_and_says_why(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    rows = [{"question": "0 + 1 =", "answer": "none"}]
+    env = SingleTurnEnv(dataset=rows, rubric=Rubric([short]), env_id="sums")
+    asyncio.run(stored(env, tmp_path / "run"))
+    failed = command("run", "--rubric", f"{__file__}:brave")
+    assert failed.exit_code == 1
+    assert "2 could not be scored" in failed.stdout
+    assert "I only like right answers" in failed.stdout
+    wrong = command("run")
+    assert wrong.exit_code == 2
+    assert "--rubric module:name" in wrong.stderr
+    assert not wrong.stdout
+    assert command("no_run", "--rubric", f"{__file__}:exact").exit_code == 1

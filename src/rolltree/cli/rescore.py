@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from rolltree.cli.arguments import compat_option, json_object
+from rolltree.cli.arguments import compat_option, json_object, tell_json
 from rolltree.cli.runs import phase_option, run_argument
 
 
@@ -61,13 +61,11 @@ def rescore_run(
     as_json: bool,
 ) -> None:
     """Score the rollouts of a run again, with other rewards, as a new run."""
-    import json
     from functools import partial
 
     from rolltree.records import rescore
-    from rolltree.redact import redact, remember, secrets_in
+    from rolltree.redact import remember, secrets_in
     from rolltree.reports import EvalView, SafeConsole, rescore_parts, say
-    from rolltree.store import to_plain
 
     arguments = json_object(env_args, "-a")
     remember(*secrets_in(arguments))
@@ -92,7 +90,7 @@ def rescore_run(
         say(errors, "stopped; the same command continues")
         raise
     if as_json:
-        print(json.dumps(redact(to_plain(report.as_dict())), indent=2))
+        tell_json(report.as_dict())
     else:
         out = SafeConsole()
         for part in rescore_parts(report, num_changes=top):

@@ -99,10 +99,8 @@ async def rescore_async(
         if not plan.groups:
             what = "no rollouts" if phase is None else f"no rollouts of the phase {phase!r}"
             raise ConfigError(f"{source_dir} holds {what}, so there is nothing to score.")
-        config = {
-            "model": source.config.get("model"),
-            "rescored": {"run": str(source_dir), "phase": phase, **scorer.settings},
-        }
+        scorer.model = _model_name(source)
+        config = {"model": scorer.model, "rescored": _settings(source, phase, scorer)}
         with Run.open_or_create(target_dir, config=config, kind="rescore") as target:
             changed = changed_code(scorer, target)
             if changed is not None:
@@ -123,15 +121,20 @@ async def rescore_async(
             )
 
 
+def _settings(source: Run, phase: str | None, scorer: _Scorer) -> dict[str, Any]:
+    return {"run": str(source.path.resolve()), "phase": phase, **scorer.settings}
+
+
 def _directories(run: str | Path, run_dir: str | Path | None) -> tuple[Path, Path]:
     """Return the run and the directory of the new one.
 
     Raises:
         ConfigError: they are the same.
     """
-    source = Path(run).resolve()
-    target = source.with_name(f"{source.name}-rescored") if run_dir is None else Path(run_dir)
-    if target.resolve() == source:
+    source = Path(run)
+    named = source if source.name else source.resolve()
+    target = named.with_name(f"{named.name}-rescored") if run_dir is None else Path(run_dir)
+    if target.resolve() == source.resolve():
         raise ConfigError(
             f"run_dir is {target}, the run that is scored again; its rewards would be lost. "
             "Choose another directory."
@@ -258,7 +261,7 @@ class _Scorer:
         await self._rubric_of(states).score_group(states)
 
     def _rubric_of(self, states: Sequence[State]) -> Rubric:
-        """Return the rubric; one that knows no agents scores the episode's own, as in an environment."""
+        """Return the rubric; one that knows no agents scores the episode's own ones."""
         has_agents = any("rollout_id" in state for state in states)
         if has_agents and not self.knows_agents:
             return PerAgentRubric(self.rubric, {})
@@ -373,7 +376,6 @@ async def _score_all(
     """Score what is missing in `target`, and store it there."""
     done, again = await asyncio.to_thread(_finished, target, plan, scorer.has_group_rewards)
     tally = _Tally(sum(len(members) for members in plan.groups.values()), len(done))
-    scorer.model = _model_name(source)
     engine = RolloutEngine(scorer, _NoModel(scorer.model), **limits)
     batches = _batches(source, plan, done, where)
     following = asyncio.create_task(asyncio.to_thread(next, batches, None))

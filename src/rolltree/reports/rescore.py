@@ -6,16 +6,13 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from rolltree.records import CreditChange, RescoreReport
-from rolltree.reports.formatting import duration, interval, safe_text
+from rolltree.reports.formatting import interval, safe_text
 
 
 def rescore_parts(report: RescoreReport, *, num_changes: int = 10) -> list[RenderableType]:
     """Return what is printed: counts, phases, group advantages, the rollouts that changed most."""
     parts: list[RenderableType] = [_phases(report)]
-    facts = [
-        f"{report.num_changed:,} of {report.num_rollouts:,} rollouts have another reward "
-        f"({duration(report.elapsed_s)})"
-    ]
+    facts = [f"{report.num_changed:,} of {report.num_rollouts:,} rollouts have another reward."]
     if report.num_failed:
         facts.append(
             f"{report.num_failed:,} could not be scored, so they have no reward; the first: "
