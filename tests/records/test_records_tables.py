@@ -234,6 +234,15 @@ class TestOtherTables:
         (expected,) = rt.build_samples(states, "interleave").breaks
         assert found["cause"] == expected.cause
 
+    def test_evaluations_are_one_curve(self, run, data):
+        for step, mean in ((8, 0.75), (0, 0.25)):
+            found = {"reward": {"mean": mean, "low": 0.0, "high": 1.0}, "unit": "share"}
+            run.add_event("evaluation", {"phase": f"eval/{step}", "metrics": found}, step=step)
+        table = data.evaluations()
+        names = ["eval/reward", "eval/reward_low", "eval/reward_high"]
+        assert table.column_names == ["step", "phase", *names]
+        assert columns(table, "step", "eval/reward") == [(0, 0.25), (8, 0.75)]
+
     def test_events_are_there(self, run, data):
         run.add_event("checkpoint", {"name": "x"}, step=2)
         assert columns(data.events(), "kind", "step", "data") == [

@@ -12,9 +12,8 @@ import docs_kit
 import rolltree
 from rolltree.evaluation import build_report
 from rolltree.store import StoredRollout
-from rolltree.store.metric_names import OLD_NAMES, OLD_STEMS
+from rolltree.store.metric_names import OLD_NAMES, OLD_STEMS, eval_numbers
 from rolltree.training.metrics import rollout_metrics
-from rolltree.training.trackers import eval_numbers
 
 PAGE = docs_kit.text_of("metrics.md")
 LISTED, _, OLD = PAGE.partition("## Old names")

@@ -16,8 +16,9 @@ from loop_kit import make_config, start
 from rolltree.errors import ConfigError, UnknownName
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
+from rolltree.store.metric_names import numbers
 from rolltree.training import Silent
-from rolltree.training.trackers import TRACKERS, TrackedRun, Trackers, numbers
+from rolltree.training.trackers import TRACKERS, TrackedRun, Trackers
 from rolltree.training.transcripts import COLUMNS, Transcript, transcripts
 from rolltree.types import ErrorRecord, RolloutRequest, RolloutResult, State
 from wait_kit import wait_until

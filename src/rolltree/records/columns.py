@@ -55,6 +55,11 @@ STEPS = (
     Column("created_at", "float64", "when it was stored, s since 1970 (UTC)"),
 )
 
+EVALUATIONS = (
+    Column("step", "int64", "optimizer steps before it; 0: before training"),
+    Column("phase", "string", "the phase of its rollouts"),
+)
+
 EVENTS = (
     Column("created_at", "float64", "s since 1970 (UTC)"),
     Column("kind", "string", "what happened"),
@@ -119,12 +124,13 @@ BREAKS = (
 TABLES = {
     "rollouts": ROLLOUTS,
     "steps": STEPS,
+    "evaluations": EVALUATIONS,
     "calls": CALLS,
     "tokens": TOKENS,
     "breaks": BREAKS,
     "events": EVENTS,
 }
-"""Name to columns. `rollouts` and `steps` have one column per metric besides."""
+"""Name to columns. `rollouts`, `steps` and `evaluations` have one column per metric besides."""
 
 CONVERSATIONS = (
     *ROLLOUTS,

@@ -20,6 +20,7 @@ from rolltree.records.columns import (
     BREAKS,
     CALLS,
     CONVERSATIONS,
+    EVALUATIONS,
     EVENTS,
     ROLLOUTS,
     SFT,
@@ -123,6 +124,21 @@ class RunData:
             }
 
         return Table("steps", columns, read)
+
+    def evaluations(self) -> Table:
+        """Return one row per held-out evaluation of a training run, with one column per number."""
+        found = self.run.evaluations()
+        metrics = dict.fromkeys(name for done in found for name in done.numbers)
+        columns = [*EVALUATIONS, *(Column(name, "float64", "a metric") for name in metrics)]
+
+        def read(names: Sequence[str]) -> Iterator[Batch]:
+            yield {
+                "step": [done.step for done in found],
+                "phase": [done.phase for done in found],
+                **{name: [done.numbers.get(name) for done in found] for name in metrics},
+            }
+
+        return Table("evaluations", columns, read)
 
     def events(self) -> Table:
         """Return what happened to the run, oldest first."""

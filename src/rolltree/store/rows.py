@@ -18,6 +18,7 @@ from rolltree.errors import StoreError
 from rolltree.redact import REDACTED, cut_secrets, cut_text, redact
 from rolltree.store.codec import dumps, loads
 from rolltree.store.integrity import blob_checksum, checksum
+from rolltree.store.metric_names import eval_numbers
 
 Secrets: TypeAlias = tuple[str, ...]
 Status: TypeAlias = Literal["ok", "error"]
@@ -113,20 +114,20 @@ class StoredEvaluation:
         return cls(event.step or 0, event.data["phase"], event.data.get("metrics") or {})
 
     @property
+    def numbers(self) -> dict[str, float]:
+        """The numbers, named as in `docs/metrics.md`: `eval/reward`, `eval/reward_low`, ..."""
+        return eval_numbers(self.metrics)
+
+    @property
     def reward(self) -> float | None:
         """The mean reward; None without one."""
-        return self._of_reward("mean")
+        return self.numbers.get("eval/reward")
 
     @property
     def interval(self) -> tuple[float, float] | None:
         """The interval of the mean reward; None without one."""
-        low, high = self._of_reward("low"), self._of_reward("high")
+        low, high = (self.numbers.get(f"eval/reward_{end}") for end in ("low", "high"))
         return None if low is None or high is None else (low, high)
-
-    def _of_reward(self, name: str) -> float | None:
-        found = self.metrics.get("reward")
-        value = found.get(name) if isinstance(found, Mapping) else found if name == "mean" else None
-        return float(value) if isinstance(value, int | float) else None
 
 
 class Column(NamedTuple):

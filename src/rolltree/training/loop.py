@@ -25,6 +25,7 @@ from rolltree.rollouts import RolloutEngine, RolloutSource
 from rolltree.rollouts.decode import decode_results
 from rolltree.samples import SampleBatch, build_samples
 from rolltree.store import Run
+from rolltree.store.metric_names import eval_numbers, numbers
 from rolltree.tasks import uninterrupted
 from rolltree.training.advantages import assign_credit
 from rolltree.training.batches import mask_stale, staleness_limit
@@ -47,7 +48,7 @@ from rolltree.training.ranks import Ranks
 from rolltree.training.reporter import Reporter, Silent, TrainReport, TrainStart
 from rolltree.training.servers import Servers
 from rolltree.training.token_record import TokenRecord
-from rolltree.training.trackers import Trackers, eval_numbers, numbers
+from rolltree.training.trackers import Trackers
 from rolltree.training.trainer import Trainer
 from rolltree.training.transcripts import transcripts
 from rolltree.types import RolloutResult, State

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import math
 import os
 import re
 import shlex
@@ -254,44 +253,3 @@ class Trackers:
                 "and gets nothing more from this start; the run goes on, and its run directory has "
                 "every number."
             )
-
-
-def numbers(data: Mapping[str, Any], stem: str = "") -> dict[str, float]:
-    """Return the finite numbers of nested metrics under flat names.
-
-    >>> numbers({"reward": {"mean": 0.5, "unit": "share"}, "num_failed": 0}, "eval")
-    {'eval/reward/mean': 0.5, 'eval/num_failed': 0.0}
-    """
-    flat: dict[str, float] = {}
-    for name, value in data.items():
-        key = f"{stem}/{name}" if stem else str(name)
-        if isinstance(value, Mapping):
-            flat |= numbers(value, key)
-        elif isinstance(value, int | float) and math.isfinite(value):
-            flat[key] = float(value)
-    return flat
-
-
-def eval_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of an evaluation: one curve per name over all evaluations of a run.
-
-    An estimate's mean has the name of what is estimated, its interval the ending `_low` or `_high`.
-
-    >>> eval_numbers({"reward": {"mean": 0.5, "low": 0.25}, "pass_at": {"4": {"mean": 0.75}}})
-    {'eval/reward': 0.5, 'eval/reward_low': 0.25, 'eval/pass@4': 0.75}
-    """
-    flat = numbers(metrics, "eval")
-    found = {}
-    for name, value in flat.items():
-        stem, _, last = name.rpartition("/")
-        if f"{stem}/mean" in flat:
-            if last not in _OF_ESTIMATES:
-                continue
-            name = stem + _OF_ESTIMATES[last]
-        if name not in _SETTINGS:
-            found[name.replace("eval/pass_at/", "eval/pass@")] = value
-    return found
-
-
-_OF_ESTIMATES = {"mean": "", "low": "_low", "high": "_high"}
-_SETTINGS = ("eval/confidence", "eval/pass_threshold")
