@@ -10,8 +10,9 @@ from test_training_metrics import ERROR, result, step
 
 import docs_kit
 import rolltree
+from golden_kit import SCHEMAS, unpack
 from rolltree.evaluation import build_report
-from rolltree.store import StoredRollout
+from rolltree.store import Run, StoredRollout
 from rolltree.store.metric_names import OLD_NAMES, OLD_STEMS, eval_numbers
 from rolltree.training.metrics import rollout_metrics
 
@@ -96,6 +97,16 @@ def test_the_old_names_are_those_of_the_store():
     rows = re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|", OLD, re.MULTILINE)
     ends = {old.partition("<")[0]: new.partition("<")[0] for old, new in rows}
     assert ends == OLD_NAMES | OLD_STEMS
+
+
+@pytest.mark.parametrize("version", SCHEMAS)
+def test_runs_of_every_schema_are_read_with_the_listed_names(version, tmp_path):
+    listed = [pattern(name) for name in names_in(LISTED)]
+    with Run.open(unpack(f"{version}/train", tmp_path / "run"), "r") as run:
+        names = {name for step in run.steps() for name in step.metrics}
+        names |= {name for done in run.evaluations() for name in done.numbers}
+    assert {"reward/mean", "time/step", "eval/reward"} <= names
+    assert [name for name in names if not any(each.fullmatch(name) for each in listed)] == []
 
 
 def test_no_old_name_is_used_any_more():
