@@ -58,7 +58,7 @@ def recompute_logprobs(run: Run, ledger: Ledger, number: int) -> Mapping[str, fl
     Raises:
         ConfigError: no weights are here that sampled a stored rollout.
     """
-    weights = _Weights(run)
+    weights = Weights(run)
     chosen = list(_choose(run, weights, number))
     if not chosen:
         there = some(weights.versions) or "none"
@@ -89,7 +89,7 @@ def recompute_logprobs(run: Run, ledger: Ledger, number: int) -> Mapping[str, fl
     }
 
 
-def _choose(run: Run, weights: _Weights, number: int) -> Iterator[_Chosen]:
+def _choose(run: Run, weights: Weights, number: int) -> Iterator[_Chosen]:
     """Yield rollouts that one known version sampled, spread evenly over the run."""
     names = ("request_id", "trajectory_index", "min_version", "max_version")
     known = [
@@ -107,13 +107,13 @@ def _choose(run: Run, weights: _Weights, number: int) -> Iterator[_Chosen]:
                 yield _Chosen(request_id, index, version, samples)
 
 
-def _explain(item: _Chosen, weights: _Weights, limit: float) -> Finding:
+def _explain(item: _Chosen, weights: Weights, limit: float) -> Finding:
     """Return the finding of a rollout that differs, with the cause that would explain it."""
     engine = item.engine
     cause, why = "engine_differs", ""
     compute = weights.at(item.version)
     right = compute(item.samples)
-    raw = compute([_at_temperature(sample, 1.0) for sample in item.samples])
+    raw = compute([at_temperature(sample, 1.0) for sample in item.samples])
     if len(engine) > 1 and _near(engine[1:], right[:-1], limit):
         cause, why = "shifted", "; they fit when each is moved to the token before"
     elif len(engine) > 1 and _near(engine[:-1], right[1:], limit):
@@ -135,10 +135,11 @@ def _explain(item: _Chosen, weights: _Weights, limit: float) -> Finding:
 
 
 def _near(one: FloatArray, other: FloatArray, limit: float) -> bool:
-    return bool(np.abs(one - other).mean() <= limit)
+    return bool(np.median(np.abs(one - other)) <= limit)  # a shift leaves some out at the edges
 
 
-def _at_temperature(sample: Sample, temperature: float) -> Sample:
+def at_temperature(sample: Sample, temperature: float) -> Sample:
+    """Return a sample as if it had been sampled at another temperature."""
     records = sample.records
     return replace(
         sample,
@@ -146,7 +147,7 @@ def _at_temperature(sample: Sample, temperature: float) -> Sample:
     )
 
 
-class _Weights:
+class Weights:
     """The policy versions whose weights are here; one model takes each in turn."""
 
     def __init__(self, run: Run) -> None:

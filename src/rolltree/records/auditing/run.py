@@ -55,14 +55,18 @@ def audit(
         audited = _Audit(run, ledger, tokenizer)
         recomputed: Mapping[str, float] = {}
         num_rollouts = num_steps = 0
-        if audited.is_whole():
-            num_rollouts = audited.check_rollouts()
-            num_steps = len(run.steps())
+        try:
+            audited.check_rollouts()
+            num_rollouts, num_steps = len(audited.facts), len(run.steps())
             audited.check_run()
             if recompute:
                 from rolltree.records.auditing.recompute import recompute_logprobs
 
                 recomputed = recompute_logprobs(run, ledger, recompute)
+        except StoreError as error:  # without the whole file nothing else can be believed
+            ledger.find(Finding("storage", "damaged", str(error)))
+            for name in CHECKS:
+                ledger.skip(name, "the file is damaged")
         return AuditReport(
             run=str(run.path),
             checks=ledger.results(),
@@ -89,23 +93,12 @@ class _Audit:
     def find(self, check: str, cause: str, message: str, **where: Any) -> None:
         self.ledger.find(Finding(check, cause, message, **where))
 
-    def is_whole(self) -> bool:
-        """Compare the whole file with its checksums; without that nothing else can be believed."""
-        self.ledger.count("storage")
-        try:
-            self.run.query("SELECT 1")
-        except StoreError as error:
-            self.find("storage", "damaged", str(error))
-            for name in CHECKS:
-                if name != "storage":
-                    self.ledger.skip(name, "the file is damaged")
-            return False
-        return True
-
     # -- rollouts ----------------------------------------------------------------------------------
 
-    def check_rollouts(self) -> int:
-        """Check every rollout on its own; return how many there are."""
+    def check_rollouts(self) -> None:
+        """Check every rollout on its own, after the checksums of all tables."""
+        self.ledger.count("storage")
+        self.run.query("SELECT 1")
         run, meta = self.run, self.run.meta
         self.training = self._training(meta)
         text = self._text()
@@ -129,7 +122,6 @@ class _Audit:
             self.ledger.skip("advantages", "trained tokens were not recorded; see steps")
         if not has_trained:
             self.ledger.skip("logprobs", "not recorded; see --recompute")
-        return len(self.facts)
 
     def _training(self, meta: Mapping[str, Any]) -> TrainingAudit | None:
         if meta["kind"] != "train":

@@ -1,0 +1,195 @@
+"""Planted corruptions, below the checksums, are found with the right cause at the right place."""
+
+import shutil
+
+import numpy as np
+import pytest
+from corrupt_kit import Corrupter
+
+import rolltree as rt
+from golden import make_runs
+from rolltree.models import make_tiny
+from rolltree.records.auditing.text import TextCheck
+
+
+@pytest.fixture(scope="module")
+def trained_run(tmp_path_factory):
+    """A training run of three-turn rollouts, some failed, with a checkpoint and trained tokens."""
+    folder = tmp_path_factory.mktemp("audited")
+    (folder / "model").mkdir()
+    make_tiny(folder / "model", make_runs.TINY)
+    sections = {
+        "run": {"dir": str(folder / "run"), "seed": 3},
+        "model": {"name": str(folder / "model")},
+    }
+    rt.train(
+        make_runs.TRAIN | sections,
+        environment=make_runs.letters_environment(),
+        reporter=rt.Silent(),
+    )
+    return folder / "run"
+
+
+@pytest.fixture
+def corrupter(trained_run, tmp_path):
+    (tmp_path / "model").symlink_to(trained_run.parent / "model")
+    return Corrupter(shutil.copytree(trained_run, tmp_path / "run"))
+
+
+def change_of(name, function):
+    """The corruption that puts one stream of a rollout's tree through a function."""
+    return lambda c, victim: c.tree(victim, **{name: function})
+
+
+def first_call(change):
+    """Apply `change` to the values of call 0 alone."""
+    return lambda call, values: change(values) if call == 0 else values
+
+
+def other_answer(record):
+    table = record["table"]["messages"]
+    said = next(message for message in table if message["role"] == "assistant")
+    said["content"] = "something else"
+
+
+def other_question(record):
+    table = record["table"]["messages"]
+    next(m for m in table if m["role"] == "user")["content"] = "write nothing"
+
+
+def other_reward(record):
+    record["state"]["fields"]["reward"] += 0.25
+    for step in record["state"]["steps"]:
+        step["reward"] += 0.25
+
+
+def no_reward_step(record):
+    record["state"]["steps"][1]["reward"] += 0.5
+
+
+def same_call(record):
+    record["state"]["steps"][1]["call"] = 0
+
+
+def same_answer(record):
+    first, second, *_ = record["state"]["steps"]
+    second["extras"]["call_id"] = first["extras"]["call_id"]
+
+
+def other_temperature(record):
+    record["state"]["steps"][0]["extras"]["temperature"] = 1.0
+
+
+def replaced_ids(record):
+    record["state"]["steps"][0]["assigned"] = {"completion_ids": [1, 2, 3]}
+
+
+def long_mask(record):
+    record["state"]["steps"][0]["assigned"] = {"completion_mask": [1] * 40}
+
+
+def other_seed(record):
+    record["request"]["sampling_seed"] += 1
+
+
+def reward_in_both(c, victim):
+    _, row = c.row(victim)
+    c.record(victim, other_reward, reward=row.reward + 0.25)
+
+
+def failure_with_reward(c, victim):
+    failed = c.ids("phase = 'train' AND status = 'error'")[0]
+    c.record(failed, lambda r: r["state"]["fields"].update(reward=0.0), reward=0.0)
+
+
+def copied(c, victim):
+    _, row = c.row(victim)
+    c.copy(victim, f"{row.group_id}/9", index_in_group=9)
+
+
+def end_inside(c, victim):
+    end = min(TextCheck(c.path.parent / "model").end_ids)
+    c.tree(victim, completion_ids=first_call(lambda ids: np.append([end], ids[1:])))
+
+
+def not_trained(c, victim):
+    with c.change() as change:
+        c.db.execute("DELETE FROM trained WHERE request_id = ?", (victim,))
+        change.counts.trained -= 1
+
+
+def evaluated(c, victim):
+    name = c.ids("phase = 'eval_before' AND status = 'ok'")[0]
+    _, row = c.row(name)
+    c.record(name, other_reward, reward=row.reward + 0.25)
+
+
+def grown(c, victim):
+    c.tree(victim, completion_ids=first_call(lambda ids: np.append(ids, [5, 6, 7, 8, 9, 10, 11])))
+
+
+CORRUPTIONS = {
+    "a flipped bit": (lambda c, v: c.flip(v), "storage", "damaged"),
+    "sums of a phase": (lambda c, v: c.sums("train", sum_reward=99.0), "storage", "sums_differ"),
+    "a reward in its column": (lambda c, v: c.edit(v, reward=9.0), "columns", "column_differs"),
+    "a reward everywhere": (reward_in_both, "advantages", "advantage_differs"),
+    "a reward everywhere, in the means": (reward_in_both, "steps", "metrics_differ"),
+    "a step's reward": (lambda c, v: c.record(v, no_reward_step), "rewards", "step_rewards"),
+    "a failure with reward 0": (failure_with_reward, "rewards", "reward_of_failure"),
+    "a rollout gone": (lambda c, v: c.delete(v), "counted_once", "missing_rollout"),
+    "a rollout copied": (copied, "counted_once", "duplicate_rollout"),
+    "trained by two steps": (*(lambda c, v: c.train_again(v, 4), "counted_once", "trained_twice"),),
+    "a call in two steps": (lambda c, v: c.record(v, same_call), "spans", "call_twice"),
+    "an answer twice": (lambda c, v: c.record(v, same_answer), "spans", "duplicated_span"),
+    "ids replaced later": (
+        *(lambda c, v: c.record(v, replaced_ids), "spans", "changed_after_sampling"),
+    ),
+    "an invented span": (grown, "sampler", "too_long"),
+    "an end token inside": (end_inside, "spans", "after_the_end"),
+    "trained tokens gone": (not_trained, "counted_once", "not_trained"),
+    "a reward of an evaluation": (evaluated, "rewards", "evaluation_differs"),
+    "an id": (
+        *(change_of("completion_ids", first_call(lambda ids: ids ^ 1)), "text", "answer_differs"),
+    ),
+    "an answer's text": (lambda c, v: c.record(v, other_answer), "text", "answer_differs"),
+    "a prompt's text": (lambda c, v: c.record(v, other_question), "text", "prompt_differs"),
+    "a mask too long": (lambda c, v: c.record(v, long_mask), "alignment", "length_differs"),
+    "a masked prompt": (
+        *(change_of("prompt_mask", lambda call, m: m + 1), "alignment", "prompt_marked"),
+    ),
+    "a mask over what was trained": (
+        *(change_of("mask", lambda call, m: m * 0), "alignment", "masked_token_trained"),
+    ),
+    "a version": (*(change_of("versions", lambda call, v: v + 1), "versions", "wrong_version"),),
+    "a temperature": (lambda c, v: c.record(v, other_temperature), "sampler", "temperature"),
+    "a seed": (lambda c, v: c.record(v, other_seed), "sampler", "seed"),
+    "engine logprobs": (
+        *(change_of("logprobs", lambda call, p: p - 0.01), "logprobs", "engine_differs"),
+    ),
+    "an advantage": (
+        *(lambda c, v: c.trained(v, advantage=lambda a: a + 0.5), "advantages"),
+        "advantage_differs",
+    ),
+    "a step gone": (lambda c, v: c.step(2, None), "steps", "missing_step"),
+    "a step's metric": (lambda c, v: c.step(2, {"reward/mean": 0.9}), "steps", "metrics_differ"),
+}
+"""Name -> (plant it in a rollout, check, cause)."""
+
+
+def test_the_run_is_clean_before(trained_run):
+    report = rt.audit(trained_run)
+    assert report.findings == ()
+    checked = {check.name: check.num_checked for check in report.checks}
+    assert min(checked.values()) > 0  # every check was made, with text and trained tokens
+    assert [check.skipped for check in report.checks if check.skipped] == []
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_it_is_found_with_its_cause(name, corrupter):
+    plant, check, cause = CORRUPTIONS[name]
+    victim = corrupter.ids()[5]
+    plant(corrupter, victim)
+    report = rt.audit(corrupter.path)
+    assert not report.ok
+    found = [item for item in report.findings if (item.check, item.cause) == (check, cause)]
+    assert found, [str(item) for item in report.findings]
