@@ -193,8 +193,8 @@ class ModelResponse:
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0
     wait_s: float = 0.0  # time in queues and retries, excluded from time limits
-    sent_s: float = 0.0  # when it was called, from the start of its episode
-    time_s: float = 0.0  # how long the episode waited for it, `wait_s` included
+    sent_s: float = field(default=0.0, repr=False)  # when, from the start of its episode
+    time_s: float = field(default=0.0, repr=False)  # how long that waited, `wait_s` included
     info: Mapping[str, Any] = field(default_factory=dict)  # `num_retries`, `rerendered`: why, ...
     id: str = ""
     model: str | None = None
