@@ -8,6 +8,7 @@ from click.testing import CliRunner
 
 import rolltree as rt
 from rolltree.cli import app
+from rolltree.testing import ScriptedServer
 
 ENV = """
 import rolltree as rt
@@ -81,10 +82,12 @@ def test_until(run):
 
 
 def test_it_goes_on_with_a_model(run):
-    words = (run, "eval/guess/0/0", "--continue", "--until", "2", "-m", "tiny", "-r", "2")
-    done = call(*words)
+    with ScriptedServer(lambda messages: "0", model="other") as server:
+        words = (run, "eval/guess/0/0", "--continue", "--until", "2", "-m", "other", "-r", "2")
+        done = call(*words, "-b", server.base_url)
     assert done.exit_code == 0, done.output
     assert "2 of 3 recorded calls, then 1 calls of a model" in done.stdout
+    assert "  rewards 0.000, 0.000; recorded 1.000" in done.stdout.splitlines()
     with rt.Run.open("run-branches", mode="r") as stored:
         assert sorted(row.request_id for row in stored.rollouts()) == [
             "eval/guess/0/0@2/0",

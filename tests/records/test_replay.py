@@ -7,9 +7,9 @@ import pytest
 import docs_kit
 import rolltree as rt
 from rolltree.inference import ChatRenderer
-from rolltree.records.replaying import replay, replay_many
+from rolltree.records import replay, replay_async, replay_many
 from rolltree.rollouts.decode import decode_results
-from rolltree.testing import SPECIAL_TOKENS, ByteTokenizer, ScriptedClient
+from rolltree.testing import SPECIAL_TOKENS, ByteTokenizer, ScriptedClient, ScriptedServer
 
 
 class Guess(rt.MultiTurnEnv):
@@ -39,6 +39,10 @@ ROWS = [{"question": f"guess {index}", "answer": str(index + 3)} for index in ra
 def a_game(kind=Guess, rubric=None, **settings):
     rubric = rubric or rt.Rubric([right])
     return kind(dataset=ROWS, rubric=rubric, env_id="guess", **{"max_turns": 4, **settings})
+
+
+def by_turn(messages):
+    return {1: "1", 3: "9", 5: "4"}.get(len(messages), "0")
 
 
 def record(folder, env, client, **settings):
@@ -167,6 +171,39 @@ def test_recorded_failures_fail_again(tmp_path):
         )
 
 
+async def test_a_rollout_that_a_time_limit_cut_is_compared_up_to_there(tmp_path):
+    class Slow(Guess):
+        limited = True
+
+        async def env_response(self, messages, state):
+            if self.limited and len(state["trajectory"]) == 2:
+                await asyncio.Event().wait()
+            return await super().env_response(messages, state)
+
+    with rt.Run.create(tmp_path / "run") as run:
+        await rt.evaluate(
+            a_game(Slow), ScriptedClient(["1", "9", "8"]), num_examples=1, run=run, deadline_s=0.3
+        )
+
+    class Fast(Slow):
+        limited = False
+
+    report = await replay_async(tmp_path / "run", "eval/guess/0/0", a_game(Fast))
+    assert (report.difference, report.num_replayed) == (None, 2)
+    assert report.stopped.startswith("the recording ends here: RolloutTimeout")
+
+
+def test_completions_of_strings_replay_and_continue(tmp_path):
+    def env(**more):
+        rows = [{"prompt": "1 + 1 =", "answer": "2", **more}]
+        return rt.SingleTurnEnv(dataset=rows, message_type="completion", env_id="text")
+
+    record(tmp_path / "run", env(), ScriptedClient([" 2"]))
+    report = replay(tmp_path / "run", "eval/text/0/0", env())
+    assert report.is_equal
+    assert report.live.states[0]["completion"] == " 2"
+
+
 def test_rewards_of_a_group_are_compared_with_the_whole_group(tmp_path):
     async def rank(completions):
         return [
@@ -268,6 +305,27 @@ class TestBranches:
         report = replay(run, "eval/guess/1/0", a_game(), client=client, until=2)
         steps = report.live.states[0]["trajectory"]
         assert [step["tokens"] is None for step in steps] == [True, True, False]
+
+    @pytest.mark.parametrize("name", ["server-model", "another-model"])
+    async def test_behind_a_server_ids_are_kept_where_the_model_has_the_name(self, tmp_path, name):
+        with ScriptedServer(by_turn, model="server-model") as server:
+            client = rt.OpenAIClient(server.base_url, "server-model")
+            with rt.Run.create(tmp_path / "run") as run:
+                await rt.evaluate(a_game(), client, num_examples=2, run=run)
+            await client.aclose()
+        with ScriptedServer(by_turn, model=name) as server:
+            client = rt.OpenAIClient(server.base_url, name)
+            report = await replay_async(
+                tmp_path / "run", "eval/guess/1/0", a_game(), client=client, until=2
+            )
+            await client.aclose()
+        steps = report.live.states[0]["trajectory"]
+        is_same = name == "server-model"
+        assert [step["tokens"] is not None for step in steps] == [is_same, is_same, True]
+        if is_same:
+            before = [*steps[1]["tokens"]["prompt_ids"], *steps[1]["tokens"]["completion_ids"]]
+            assert steps[2]["tokens"]["prompt_ids"][: len(before)] == before
+            assert steps[2]["response"].extends is not None
 
     def test_branches_need_a_model(self, run):
         with pytest.raises(rt.ConfigError, match="no client was given"):

@@ -45,6 +45,7 @@ class ReplayReport:
         stopped: why it ended early, such as "the recording ends here, ..."; empty where it did not.
         notes: what was not compared, or is not as it was.
         recorded, live: both episodes.
+        branch_rewards: what each branch earned that a model has played.
     """
 
     request_id: str
@@ -56,6 +57,7 @@ class ReplayReport:
     notes: tuple[str, ...]
     recorded: RolloutResult
     live: RolloutResult
+    branch_rewards: tuple[float | None, ...] = ()
 
     @property
     def is_equal(self) -> bool:
@@ -65,6 +67,7 @@ class ReplayReport:
     def as_dict(self) -> dict[str, Any]:
         """Return what is not an episode, as plain data."""
         names = ("request_id", "num_calls", "num_replayed", "num_continued", "stopped", "notes")
+        names += ("branch_rewards",)
         found = {name: getattr(self, name) for name in names}
         differing = self.difference
         if differing is not None:
@@ -357,7 +360,9 @@ class _Replayer:
                 for live, _ in batch:
                     request_id = live.request.request_id
                     reports[request_id] = self._report(tapes[request_id], live)
-        return reports[requests[0].request_id]
+        played = [reports[request.request_id] for request in requests]
+        rewards = tuple(next((s.get("reward") for s in r.live.states), None) for r in played)
+        return replace(played[0], branch_rewards=rewards)
 
     def _report(self, tape: Tape, live: RolloutResult) -> ReplayReport:
         difference, notes = tape.difference, list(self.notes)

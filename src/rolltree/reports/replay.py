@@ -25,15 +25,18 @@ def replay_lines(report: ReplayReport) -> list[str]:
         lines.append(f"  {report.stopped}")
     if report.difference is not None:
         lines += difference_lines(report.difference)
-    reward = [state.get("reward") for state in report.live.states[:1]]
-    if report.num_continued and reward and reward[0] is not None:
-        lines.append(f"  reward {reward[0]:.3f}, recorded {_recorded_reward(report)}")
+    if report.branch_rewards:
+        rewards = ", ".join(map(_number, report.branch_rewards))
+        lines.append(f"  rewards {rewards}; recorded {_recorded_reward(report)}")
     return [*lines, *(f"  note: {note}" for note in report.notes)]
 
 
 def _recorded_reward(report: ReplayReport) -> str:
-    rewards = [state.get("reward") for state in report.recorded.states[:1]]
-    return "none" if not rewards or rewards[0] is None else f"{rewards[0]:.3f}"
+    return _number(next((state.get("reward") for state in report.recorded.states), None))
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3f}"
 
 
 def difference_lines(difference: Difference) -> list[str]:
