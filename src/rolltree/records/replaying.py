@@ -66,8 +66,8 @@ class ReplayReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what is not an episode, as plain data."""
-        names = ("request_id", "num_calls", "num_replayed", "num_continued", "stopped", "notes")
-        names += ("branch_rewards",)
+        names = [*("request_id", "num_calls", "num_replayed", "num_continued", "stopped", "notes")]
+        names.append("branch_rewards")
         found = {name: getattr(self, name) for name in names}
         differing = self.difference
         if differing is not None:
