@@ -257,47 +257,61 @@ def _call_part(
     sampled_in: IntArray,
     facts: dict[str, Any],
 ) -> dict[str, Any]:
-    call, count = step.handle, tree.num_sampled(step.handle)
-    num_context = len(at) - count
-    is_sampled = np.arange(len(at)) >= num_context
-    by_model = sampled_in >= 0
+    """Return the columns of one call: one value for all rows, an array, or `facts` of its samples.
 
-    def sampled(values: Any, dtype: Any) -> Any:
-        """Return the values of sampled tokens; none for the context."""
-        column = np.zeros(len(at), dtype)
-        if values is not None:
-            column[num_context:] = values
-        missing = ~is_sampled | (values is None) | (column != column)  # NaN: nobody knows
-        return np.ma.MaskedArray(column, mask=missing)
-
+    Arrays are `[num rows]`, those in `facts` `[num sampled]` or None.
+    """
+    call, length = step.handle, len(at)
+    is_sampled = np.zeros(length, bool)
+    is_sampled[length - tree.num_sampled(call) :] = True
     return {
         "call": step.index,
         "agent": step.agent,
-        "position": np.arange(start, start + len(at), dtype=np.int32),
+        "position": np.arange(start, start + length, dtype=np.int32),
         "token_id": tree.arena.ids[at],
         "is_sampled": is_sampled,
-        "author": np.where(by_model, "model", "environment").astype(object),
-        "sampled_in": np.ma.MaskedArray(sampled_in, mask=~by_model),
-        "logprob": sampled(tree.logprobs(call), np.float32),
-        "version": sampled(tree.versions(call), np.int32),
-        "mask": sampled(tree.mask(call), np.float32),
-        "trained_step": sampled(facts.pop("trained_step"), np.int64),
-        **{name: sampled(values, np.float32) for name, values in facts.items()},
+        "sampled_in": sampled_in,
+        "facts": {
+            "logprob": tree.logprobs(call),
+            "version": tree.versions(call),
+            "mask": tree.mask(call),
+            **facts,
+        },
     }
 
 
 def _joined(parts: list[dict[str, Any]]) -> Batch:
-    """Return parts as one batch; a single value stands for all rows of its part."""
+    """Return parts as one batch."""
     counts = np.array([len(part["token_id"]) for part in parts])
     batch: dict[str, Any] = {}
-    for name, kind in _KINDS.items():
-        values = [part[name] for part in parts]
-        if isinstance(values[0], np.ma.MaskedArray):
-            data = np.concatenate([each.data for each in values])
-            batch[name] = np.ma.MaskedArray(data, np.concatenate([each.mask for each in values]))
-        elif isinstance(values[0], np.ndarray):
-            batch[name] = np.concatenate(values)
-        else:
-            dtype = object if kind == "string" else kind
-            batch[name] = np.repeat(np.array(values, dtype), counts)
+    for name in ("position", "token_id", "is_sampled", "sampled_in"):
+        batch[name] = np.concatenate([part[name] for part in parts])
+    for name in ("request_id", "trajectory_index", "call", "agent"):
+        dtype = object if _KINDS[name] == "string" else _KINDS[name]
+        batch[name] = np.repeat(np.array([part[name] for part in parts], dtype), counts)
+    by_model = batch["sampled_in"] >= 0
+    batch["author"] = np.where(by_model, "model", "environment").astype(object)
+    batch["sampled_in"] = np.ma.MaskedArray(batch["sampled_in"], mask=~by_model)
+    rows = np.flatnonzero(batch["is_sampled"])
+    num_sampled = [int(part["is_sampled"].sum()) for part in parts]
+    for name in parts[0]["facts"]:
+        values = [part["facts"][name] for part in parts]
+        batch[name] = _of_samples(values, num_sampled, rows, int(counts.sum()), _KINDS[name])
     return batch
+
+
+def _of_samples(
+    values: list[Any], num_sampled: list[int], rows: Any, num_rows: int, kind: str
+) -> Any:
+    """Return a column that has values for sampled tokens: those at `rows`.
+
+    `values` has an array per call, or None where nobody knows; NaN says the same.
+    """
+    column, missing = np.zeros(num_rows, kind), np.ones(num_rows, bool)
+    if any(each is not None for each in values):
+        pairs = list(zip(values, num_sampled, strict=True))
+        found = [np.zeros(size, kind) if each is None else each for each, size in pairs]
+        unknown = np.repeat([each is None for each in values], num_sampled)
+        column[rows] = np.concatenate(found)
+        missing[rows] = unknown | np.isnan(column[rows])
+    return np.ma.MaskedArray(column, mask=missing)
