@@ -39,10 +39,18 @@ def dumps(value: Any) -> str:
 
 
 def loads(text: str | bytes) -> Any:
-    """Return the value that `dumps` wrote."""
+    """Return the value that `dumps` wrote.
+
+    Raises:
+        ValueError: it wrote no such text.
+    """
     if not isinstance(text, str):
         text = text.decode("utf-8", "surrogatepass")
-    return _unpack(_parse(text)) if TAG in text else _parse(text)
+    try:
+        return _unpack(_parse(text)) if TAG in text else _parse(text)
+    except (ArithmeticError, LookupError, MemoryError, RecursionError, TypeError) as error:
+        what = f"a value that rolltree did not write ({type(error).__name__}: {error})"
+        raise ValueError(what) from error
 
 
 _read_first = json.JSONDecoder().raw_decode

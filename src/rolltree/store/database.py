@@ -48,7 +48,7 @@ PAGE_ROWS = 64
 LIGHT_PAGE_ROWS = 1024  # without their blobs
 _SQL_ERRORS = (sqlite3.Error, UnicodeDecodeError, OverflowError, MemoryError)
 """What SQLite's module raises; the last three when a damaged file has impossible texts or sizes."""
-ROW_ERRORS = (StoreError, TypeError)
+ROW_ERRORS = (StoreError, AttributeError, TypeError, ValueError)
 """What a row raises that is not as it was written."""
 
 
@@ -85,6 +85,7 @@ class Database:
                     f"{path} is empty: the program that made it was stopped before it could write. "
                     "Nothing is lost; start that command again, or delete the directory."
                 )
+            self._connection.execute("PRAGMA trusted_schema = OFF")  # the file may be anybody's
             self.version = check_schema(self._connection, path)
             if not self.is_new:
                 self._compare(noted)

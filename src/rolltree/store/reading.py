@@ -31,6 +31,8 @@ from rolltree.store.trained import TRAINED_COLUMNS, TrainedRollout, trained_from
 
 T = TypeVar("T")
 
+_META: dict[str, Any] = {"kind": str, "config": dict, "created_at": (int, float)}
+
 
 class StoredRun:
     """The part of `Run` that reads; its methods may be called from any thread of the process."""
@@ -47,7 +49,13 @@ class StoredRun:
     @property
     def meta(self) -> dict[str, Any]:
         """Everything stored with `set_meta`, plus `kind`, `config` and `created_at`."""
-        return {key: loads(value) for key, value in self._database.table("meta")}
+        rows = self._database.table("meta")
+        with self._database.naming():
+            found = {key: loads(value) for key, value in rows}
+            for key, kinds in _META.items():
+                if not isinstance(found.get(key), kinds):
+                    raise ValueError(f"{key!r} of table meta is not what rolltree wrote")
+        return found
 
     @property
     def config(self) -> dict[str, Any]:
@@ -216,7 +224,8 @@ class StoredRun:
     def steps(self) -> list[StepRow]:
         """Return the metrics of every step, in order, under the names of `docs/metrics.md`."""
         rows = self._database.table("steps")
-        return [StepRow(step, created, renamed(loads(text))) for step, created, text in rows]
+        with self._database.naming():
+            return [StepRow(step, created, renamed(loads(text))) for step, created, text in rows]
 
     def last_step(self) -> tuple[int, float]:
         """Return the last step and when it was stored, without reading metrics; 0 without steps."""
@@ -226,11 +235,13 @@ class StoredRun:
 
     def events(self, kind: str | None = None) -> list[Event]:
         """Return what happened, oldest first."""
-        return [
-            Event(name, created, step, loads(data))
-            for _, created, name, step, data in self._database.table("events")
-            if kind is None or name == kind
-        ]
+        rows = self._database.table("events")
+        with self._database.naming():
+            return [
+                Event(name, created, step, loads(data))
+                for _, created, name, step, data in rows
+                if kind is None or name == kind
+            ]
 
     def evaluations(self) -> list[StoredEvaluation]:
         """Return the finished held-out evaluations of a training run, by step."""

@@ -22,6 +22,12 @@ TRAINED_SINCE = 4
 APPLICATION_ID = 0x726F6C74  # "rolt", in the header of every run.db
 
 
+_ACTING = """
+SELECT CASE type WHEN 'table' THEN 'virtual table' ELSE type END, name FROM sqlite_master
+WHERE type IN ('view', 'trigger') OR upper(sql) LIKE 'CREATE VIRTUAL%' ORDER BY rowid LIMIT 1
+"""
+
+
 def _counts_table() -> str:
     counts = ", ".join(f"{item.name} INTEGER" for item in fields(Counts))
     return f"CREATE TABLE counts ({counts}, checksum INTEGER)"
@@ -93,6 +99,11 @@ def check_schema(connection: sqlite3.Connection, path: Path) -> int:
         raise StoreError(
             f"{path} is a SQLite file, but not one that rolltree made, so nothing is read from or "
             "written to it. Choose another run directory."
+        )
+    for kind, name in connection.execute(_ACTING).fetchall():
+        raise StoreError(
+            f"{path} has a {kind}, {name!r}, which rolltree never makes and which could act on "
+            "what is read or written, so the file is not used. Ask for the run where it is from."
         )
     if version not in SCHEMAS:
         newer = version > SCHEMA_VERSION
