@@ -89,7 +89,6 @@ def hostile(tmp_path):
         config = json.loads(value)
         config["env"] = {"id": str(path / "evil.py"), "args": {"x": "__import__('os')"}}
         config["model"]["name"] = str(path / "model")
-        config["algorithm"]["loss"] = "evil:Evil"
         return json.dumps(config)
 
     rewrite(path, meta)
@@ -140,7 +139,13 @@ COMMANDS = [
     "show {run} --phase train --transcripts 9",
     "show {run} --failed --transcripts 99",
     "export {run} {out}.jsonl",
-    "export {run} {out}.jsonl --light",
+    "export {run} {out}-sft.jsonl --as sft",
+    "export {run} {out}-results --as results --phase eval_after",
+    "data {run}",
+    "data {run} rollouts --where reward>0 --sort -reward",
+    "data {run} tokens --json",
+    "data {run} breaks",
+    "audit {run}",
     "compare {run}:eval_before {run}:eval_after",
 ]
 
@@ -156,12 +161,10 @@ def watched(commands, path, folder, cwd):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_readers_run_nothing_of_it(hostile, tmp_path, inside):
-    """The commands that read, in a process that watches; also from within the run's directory."""
+def test_readers_run_nothing_of_it(hostile, tmp_path):
+    """The commands that read, in a process that watches, from within the run's directory."""
     path, mark = hostile
-    more = [f"{name} {{run}}" for name in ("audit", "data") if name in app.commands]
-    done = watched([*COMMANDS, *more], path, tmp_path, cwd=path if inside else tmp_path)
+    done = watched(COMMANDS, path, tmp_path, cwd=path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert not mark.exists()
 
