@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 import rolltree as rt
+from golden_kit import unpack
 from rolltree.cli import app
 from rolltree.rollouts.record import encode_result
 from rolltree.store import Run
@@ -116,7 +117,7 @@ class TestArms:
             (["demo:eval_before"], "One arm has nothing to be compared with"),
             (["demo:eval_befor", "demo"], "Did you mean 'eval_before'"),
             (["demo", "other"], "no scored example in common"),
-            (["other"], "has 0 held-out evaluations"),
+            (["other"], "has no held-out evaluation"),
             (["demo", "empty"], "no rollouts"),
             (["demo", "nothing"], "is not a run directory"),
             (["demo", "--json", "--markdown"], "choose one"),
@@ -132,6 +133,36 @@ class TestArms:
         assert result.exit_code in (1, 2)
         assert said in result.stderr
         assert "Traceback" not in result.stderr
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    where = tmp_path_factory.mktemp("runs")
+    return [unpack(name, where / name) for name in ("demo", "demo-seed1")]
+
+
+class TestTheDemo:
+    """The committed runs of the real demo: 135M parameters, 100 held-out sums."""
+
+    def test_before_and_after_training_is_not_noise(self, runs):
+        found = rt.compare(runs[0])
+        assert [arm.name for arm in found.arms] == ["step 0", "step 28"]
+        (pair,) = found.pairs
+        assert pair.reward.verdict == "higher"
+        assert pair.reward.difference.low > 0.5
+        assert str(found).endswith("over 100 examples: not noise.")
+        assert pair.num_won > 50 > 10 > pair.num_lost
+
+    def test_two_seeds_are_noise(self, runs):
+        found = rt.compare(*runs)
+        assert found.pairs[0].reward.verdict == "noise"
+        assert "over 100 examples: noise, the interval contains 0." in str(found)
+
+    def test_before_and_after_over_both_seeds(self, runs):
+        arms = [[f"{run}:{step}" for run in runs] for step in (0, 28)]
+        reward = rt.compare(*arms).pairs[0].reward
+        assert (reward.num_runs, reward.difference.num_examples) == ((2, 2), 100)
+        assert reward.difference.mean == pytest.approx(0.70, abs=0.05)
 
 
 class TestFacts:

@@ -96,9 +96,9 @@ def _first_and_last(path: Path) -> list[_Parsed]:
         found = [done.phase for done in run.evaluations()]
     if len(found) < 2:
         raise ConfigError(
-            f"{path} has {len(found)} held-out evaluations, and one run alone is compared with "
-            "itself: the first with the last. Name a second run or phase: rolltree compare "
-            f"{path} OTHER_RUN."
+            f"{path} has {'one held-out evaluation' if found else 'no held-out evaluation'}, and a "
+            "run alone is compared with itself: the first one with the last. Name a second run or "
+            f"phase: rolltree compare {path} OTHER_RUN."
         )
     return [("", [(path, phase)]) for phase in (found[0], found[-1])]
 
