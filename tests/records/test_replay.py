@@ -224,6 +224,18 @@ def test_rewards_of_a_group_are_compared_with_the_whole_group(tmp_path):
 
 
 class TestWhatCannotBeReplayed:
+    def test_calls_beside_the_conversation(self, tmp_path):
+        class Simulated(Guess):
+            async def env_response(self, messages, state):
+                ask = state["client"].chat.completions.create
+                seen = await ask(model="m", messages=[{"role": "user", "content": "play a user"}])
+                return [{"role": "user", "content": seen.choices[0].message.content}]
+
+        record(tmp_path / "run", a_game(Simulated), ScriptedClient(["1", "9", "4"]))
+        found = replay(tmp_path / "run", "eval/guess/1/0", a_game(Simulated)).difference
+        assert (found.kind, found.live["content"]) == ("extra call", "play a user")
+        assert "not stored, so they cannot be replayed" in found.where
+
     def test_no_such_rollout(self, run):
         with pytest.raises(rt.ConfigError, match="Did you mean 'eval/guess/1/0'"):
             replay(run, "eval/guess/1/00", a_game())

@@ -141,8 +141,12 @@ class Tape:
             text = pattern.sub("", text)
         return text
 
-    def find(self, call: ModelCall, track: Track | None) -> tuple[Track, int] | None:
+    def find(
+        self, call: ModelCall, track: Track | None, *, in_session: bool = True
+    ) -> tuple[Track, int] | None:
         """Return the recorded call that a live one is; None where a model has to answer it.
+
+        `track` is that of the call's session so far; `in_session` says whether it has a session.
 
         Raises:
             ReplayStopped: it is none, or the replay is over; `difference` and `stopped` say why.
@@ -156,6 +160,9 @@ class Tape:
             for index in unused[: None if track is not None else 1]:
                 if self._is_call(each.steps[index], call):
                     return self._found(each, index, call)
+        if not in_session and any(each.has_session for each in tracks):
+            self._end("", Difference("extra call", "", 0, None, ASIDE, None, _last(call.prompt)))
+            return None
         silent = next((t for t in tracks if track is None and _was_asked(t, call)), None)
         if silent is not None:
             silent.has_session = True
@@ -383,7 +390,7 @@ class ReplaySession(ClientBase):
 
     async def call(self, call: ModelCall) -> ModelResponse:
         """Give the recorded answer, or the model's after the recorded part."""
-        found = self._tape.find(call, self._track)
+        found = self._tape.find(call, self._track, in_session=self._is_lasting)
         if found is None:
             self._tape.num_continued += 1
             response: ModelResponse = await call.to(self._live)
