@@ -6,7 +6,7 @@ from pathlib import Path
 GOLDEN = Path(__file__).parent / "golden"
 SCHEMAS = sorted(int(path.name) for path in GOLDEN.iterdir() if path.name.isdigit())
 RUNS = ("train", "agents", "tools")
-REAL_RUNS = ("demo", "demo-seed1", "delegation")
+REAL_RUNS = ("demo", "demo-seed1", "delegation", "delegation-evaluated")
 
 
 def unpack(name, folder):

@@ -6,8 +6,8 @@
     ```
 
 `cd tests; python -m golden.outputs` (`make docs`) writes what the commands print today, and
-`test_docs_outputs.py` compares. Commands run from a folder with `runs/demo`, `runs/demo-seed1` and
-`runs/delegation` (`golden_kit.REAL_RUNS`), `environments/` and `examples/`; what the commands of a
+`test_docs_outputs.py` compares. Commands run from a folder with the runs of
+`golden_kit.REAL_RUNS`, such as `runs/demo`, `environments/` and `examples/`; what the commands of a
 page write there lasts to the end of the page. `<!-- output, exit 1: ... -->` says that a command
 fails. The clock stands at one day after the runs were made, and stderr is not shown.
 """
