@@ -45,8 +45,8 @@ def as_then(found, line):
     return found
 
 
-def read_everything(path):
-    """Read a run in every way there is, and compare it with what its own version read."""
+def expected_lines(path):
+    """Compare a run's rollouts with what its own version read, and return that."""
     expected = [json.loads(line) for line in (path / EXPECTED).read_text().splitlines()]
     for step in (step for line in expected for step in line.get("trajectory") or ()):
         del step["response"]  # a text that names its fields, of which there may be more today
@@ -54,6 +54,13 @@ def read_everything(path):
         for row, line in zip(run.rollouts(), expected, strict=True):
             found = json.loads(json.dumps(to_plain(export_line(row))))
             assert as_then(found, line) == line
+    return expected
+
+
+def read_everything(path):
+    """Read a run in every way there is, and compare it with what its own version read."""
+    expected = expected_lines(path)
+    with Run.open(path, "r") as run:
         phases = {line["phase"] for line in expected}
         for result in decode_results(run.rollouts()):
             for state in result.states:
@@ -107,7 +114,7 @@ def test_a_writer_brings_it_up_to_date_in_one_transaction(name, tmp_path, monkey
             with pytest.raises(KeyboardInterrupt):
                 Run.open(path)
         assert version_of(path) == int(name.partition("/")[0])
-        read_everything(path)
+        expected_lines(path)
     with Run.open(path, "r") as reader:
         before = list(reader.columns(["request_id", "reward"]))
         with Run.open(path) as run:
@@ -117,7 +124,7 @@ def test_a_writer_brings_it_up_to_date_in_one_transaction(name, tmp_path, monkey
         assert list(reader.columns(["request_id", "reward"])) == before  # it was open all the time
         assert reader.num_rollouts() == len(before)
         assert reader.query("SELECT count(*) AS n FROM rollouts") == [{"n": len(before)}]
-    read_everything(path)
+    expected_lines(path)
 
 
 @pytest.mark.parametrize("version", SCHEMAS)
