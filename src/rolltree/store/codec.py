@@ -53,6 +53,11 @@ def loads(text: str | bytes) -> Any:
         raise ValueError(what) from error
 
 
+def unpack(value: Any) -> Any:
+    """Return what a part of parsed JSON, which `dumps` wrote, stands for."""
+    return _unpack(value)
+
+
 _read_first = json.JSONDecoder().raw_decode
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from rolltree.errors import RolltreeError
@@ -23,7 +24,8 @@ from rolltree.samples.build import by_prefix, find_breaks
 from rolltree.samples.resolve import ResolvedRollout, ResolvedStep
 from rolltree.samples.truncation import TruncationEffect
 from rolltree.seeds import derive_seed
-from rolltree.store import StoredRollout, loads
+from rolltree.store import StoredRollout
+from rolltree.store.codec import unpack
 from rolltree.tokens import TokenTree
 from rolltree.training.sampled import not_the_models_own
 
@@ -33,6 +35,7 @@ _STATE_COLUMNS = (
     *("reward", "parent_rollout", "depth", "terminated", "truncated", "truncation_reason"),
     *("stop_condition", "is_completed"),
 )
+_parse = msgspec.json.Decoder().decode
 _EFFECT = TruncationEffect("keep", False, None, None)
 
 
@@ -96,15 +99,17 @@ class _One:
 
     def check(self) -> None:
         row, ledger = self.row, self.ledger
-        record = loads(row.record)
+        record = _parse(row.record)  # what is tagged in it is unpacked where it is read
         state, request = record["state"], record["request"]
+        request["sampling"] = unpack(request["sampling"])
         for name in ("columns", "rewards"):
             ledger.count(name)
         self._request(request)
         if state is None:
             self._failure(record["error"], {})
             return
-        fields, steps = state["fields"], state["steps"]
+        fields, steps = unpack(state["fields"]), state["steps"]
+        state["fields"] = fields
         self._columns(fields)
         self._failure(record["error"], fields)
         self._step_rewards(fields, steps)
@@ -254,7 +259,8 @@ class _One:
                     *("alignment", "count_differs"),
                     f"call {index} says {name} = {extras[name]} and has {size}",
                 )
-        self._assigned(tree, handle, step.get("assigned") or {})
+        if step.get("assigned"):
+            self._assigned(tree, handle, unpack(step["assigned"]))
         if tree.prompt_mask(handle).any():
             self.find(
                 *("alignment", "prompt_marked"),
