@@ -345,9 +345,14 @@ class TestMistakes:
         with pytest.raises(StoreError, match="is not a run directory"):
             rt.read_run(tmp_path)
 
-    def test_letting_go_closes_the_run(self, run):
-        found = rt.read_run(run.path)
-        stored = found.run
-        del found
-        with pytest.raises(StoreError):
-            stored.steps()
+    def test_a_table_and_a_run_outlive_what_they_are_from(self, run):
+        run.add_step(1, {"a": 1})
+        assert [row["a"] for row in rt.read_run(run.path).steps().rows()] == [1.0]
+        assert list(rt.read_run(run.path).rollouts().rows()) == []
+        assert len(rt.read_run(run.path).run.steps()) == 1
+
+    def test_a_closed_run_is_not_read(self, run):
+        with rt.read_run(run.path) as data:
+            table = data.rollouts()
+        with pytest.raises(StoreError, match="closed"):
+            list(table.rows())

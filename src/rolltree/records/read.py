@@ -61,7 +61,7 @@ class RunData:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._close = weakref.finalize(self, run.close)
+        weakref.finalize(run, run._database.close)  # a table may live longer than this object
 
     def __enter__(self) -> RunData:
         return self
@@ -76,7 +76,7 @@ class RunData:
 
     def close(self) -> None:
         """Close the run; tables that were not read yet cannot be read after that."""
-        self._close()
+        self.run.close()
 
     def __repr__(self) -> str:
         return f"<RunData {self.run.path}: {', '.join(TABLES)}>"
