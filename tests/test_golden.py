@@ -99,6 +99,22 @@ def test_every_reader_reads_it_and_leaves_it_as_it_is(name, tmp_path):
     assert hashlib.sha256((path / "run.db").read_bytes()).digest() == before
 
 
+@pytest.mark.parametrize("version", SCHEMAS)
+def test_what_training_knew_of_its_tokens(version, tmp_path):
+    path = unpack(f"{version}/train", tmp_path / "it")
+    with Run.open(path, "r") as run:
+        found = {(row.step, row.request_id): row for row in run.trained()}
+        whole = {row.request_id for row in run.rollouts(phase="train", status="ok", blobs=False)}
+    if version < schema.TRAINED_SINCE:
+        assert not found
+        return
+    assert {step for step, _ in found} == {1, 2, 3, 4}
+    assert {request_id for _, request_id in found} == whole
+    for row in found.values():
+        assert len(row.advantage) == row.num_sampled.sum() > 0
+        assert (row.weight > 0).all()
+
+
 @pytest.mark.parametrize("name", [name for name in EVERY_RUN if name.endswith("train")])
 def test_a_writer_brings_it_up_to_date_in_one_transaction(name, tmp_path, monkeypatch):
     path = unpack(name, tmp_path / "it")
