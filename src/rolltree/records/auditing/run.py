@@ -10,19 +10,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rolltree.errors import ConfigError, StoreError
-from rolltree.models.load import found_model
+from rolltree.errors import StoreError
 from rolltree.records.auditing.facts import RolloutFacts
+from rolltree.records.auditing.parts import PHASE, RolloutPass
 from rolltree.records.auditing.report import CHECKS, AuditReport, Finding, Ledger, some
-from rolltree.records.auditing.rollout import Expected, RolloutAudit
-from rolltree.records.auditing.text import TextCheck
 from rolltree.records.auditing.training import TrainingAudit
-from rolltree.store import Run, StoredRollout
+from rolltree.store import Run
 from rolltree.store.integrity import Totals
-from rolltree.training.config import load_train_config
 
-PHASE = "train"
-_SECTIONS = ("run", "algorithm", "train")
 _SUMS = (
     *("num_requests", "num_rollouts", "num_errors", "num_truncated", "num_scored", "sum_reward"),
     *("num_prompt_tokens", "num_completion_tokens"),
@@ -93,88 +88,14 @@ class _Audit:
     def find(self, check: str, cause: str, message: str, **where: Any) -> None:
         self.ledger.find(Finding(check, cause, message, **where))
 
-    # -- rollouts ----------------------------------------------------------------------------------
-
     def check_rollouts(self) -> None:
         """Check every rollout on its own, after the checksums of all tables."""
         self.ledger.count("storage")
         self.run.query("SELECT 1")
-        run, meta = self.run, self.run.meta
-        self.training = self._training(meta)
-        text = self._text()
-        expected = self._expected(meta, text)
-        rollouts = RolloutAudit(expected, self.ledger, text)
-        has_trained = self.training is not None and any(True for _ in run.trained())
-        for row in run.rollouts():
-            facts = rollouts.check(row)
-            self._count(row)
-            if has_trained and row.phase == PHASE and self.training is not None:
-                found = run.trained(
-                    request_id=row.request_id, trajectory_index=row.trajectory_index
-                )
-                self.training.check_trained(facts, found)
-            facts.calls = ()
-            self.facts.append(facts)
-        if self.training is None:
-            for name in ("steps", "advantages"):
-                self.ledger.skip(name, "the run trained nothing")
-        elif not has_trained:
-            self.ledger.skip("advantages", "trained tokens were not recorded; see steps")
-        if not has_trained:
-            self.ledger.skip("logprobs", "not recorded; see --recompute")
-
-    def _training(self, meta: Mapping[str, Any]) -> TrainingAudit | None:
-        if meta["kind"] != "train":
-            return None
-        known = meta.get("config") or {}
-        try:  # only what decides what is trained; a newer rolltree may refuse other settings
-            config = load_train_config({name: known.get(name, {}) for name in _SECTIONS})
-        except ConfigError as error:
-            for name in ("steps", "advantages"):
-                self.ledger.skip(name, f"this rolltree cannot read the run's settings: {error}")
-            return None
-        first = int((meta.get("forked_from") or {}).get("step", 0))
-        return TrainingAudit(self.run, config, self.ledger, first)
-
-    def _expected(self, meta: Mapping[str, Any], text: TextCheck | None) -> Expected:
-        ends = frozenset() if text is None else text.end_ids
-        if self.training is None:
-            return Expected(end_ids=ends)
-        versions = {
-            str(event.data["phase"]): int(event.step)
-            for kind in ("evaluation_begun", "evaluation")
-            for event in self.run.events(kind)
-            if event.step is not None
-        }
-        config = self.training.config
-        return Expected(versions, config.run.seed, True, config.train.async_steps > 0, ends)
-
-    def _text(self) -> TextCheck | None:
-        if self.tokenizer is not None:
-            return TextCheck(Path(self.tokenizer))
-        model = self.run.config.get("model")
-        name = model.get("name") if isinstance(model, Mapping) else model
-        named = found_model(name) if isinstance(name, str) else None
-        for folder in (self.run.path / "model", named):
-            if folder is not None and (folder / "tokenizer.json").is_file():
-                try:
-                    return TextCheck(folder)
-                except ConfigError as error:
-                    self.ledger.skip("text", str(error))
-                    return None
-        self.ledger.skip("text", "no tokenizer found; see --tokenizer")
-        return None
-
-    def _count(self, row: StoredRollout) -> None:
-        key = row.phase, row.env_id or ""
-        found = self.totals.setdefault(key, Totals(*key))
-        found.num_rollouts += 1
-        found.num_errors += row.status == "error"
-        found.num_truncated += row.truncated
-        found.num_scored += row.reward is not None
-        found.sum_reward += row.reward or 0.0
-        found.num_prompt_tokens += row.num_prompt_tokens
-        found.num_completion_tokens += row.num_completion_tokens
+        rollouts = RolloutPass(self.run, self.ledger, self.tokenizer)
+        rollouts.check_all()
+        self.facts, self.totals = rollouts.facts, rollouts.totals
+        self.training = rollouts.training
 
     # -- the run -----------------------------------------------------------------------------------
 

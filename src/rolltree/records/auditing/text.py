@@ -37,6 +37,7 @@ class TextCheck:
                 "the package tokenizers is missing, so text cannot be compared with ids. Install "
                 "rolltree with its extra: pip install 'rolltree[torch]'."
             ) from error
+        self.folder = folder
         file = folder / "tokenizer.json"
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
