@@ -19,7 +19,20 @@ from typing import Any
 import click
 
 from rolltree import __version__
-from rolltree.cli import audit, compare, data, env, eval, replay, rescore, runs, serve, show, train
+from rolltree.cli import (
+    audit,
+    compare,
+    data,
+    env,
+    eval,
+    replay,
+    rescore,
+    runs,
+    serve,
+    show,
+    train,
+    view,
+)
 from rolltree.cli.arguments import tell
 from rolltree.errors import ConfigError, RolltreeError, Stopped, UnknownName
 from rolltree.redact import shown
@@ -105,7 +118,8 @@ app = Program(
     "rolltree",
     commands=[
         *(eval.evaluate_environment, train.train_model, train.fork_run, serve.serve_model),
-        *(runs.list_stored_runs, show.show_run, data.show_data, data.export_rollouts),
+        *(runs.list_stored_runs, show.show_run, view.view_runs),
+        *(data.show_data, data.export_rollouts),
         *(audit.audit_run, compare.compare_stored_runs, replay.replay_rollouts),
         *(rescore.rescore_run, serve.list_models),
         *(env.new_environment, env.environments),

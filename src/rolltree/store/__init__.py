@@ -4,7 +4,7 @@ The only room that writes runs. It takes plain values and blobs.
 """
 
 from rolltree.store.codec import Opaque, dumps, loads, to_plain
-from rolltree.store.listing import PhaseSummary, RunSummary, list_runs, summarize
+from rolltree.store.listing import PhaseSummary, RunSummary, list_runs, run_folders, summarize
 from rolltree.store.rows import Event, StepRow, StoredEvaluation, StoredRollout
 from rolltree.store.run import Run
 from rolltree.store.trained import TrainedRollout
@@ -22,6 +22,7 @@ __all__ = [
     "dumps",
     "list_runs",
     "loads",
+    "run_folders",
     "summarize",
     "to_plain",
 ]

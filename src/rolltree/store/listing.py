@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -149,11 +149,17 @@ def _phase(name: str, items: Sequence[Totals], num_planned: int | None) -> Phase
 def list_runs(root: str | Path, *, max_depth: int = 3) -> list[RunSummary]:
     """Return the runs at and below `root`, newest first; what is not a readable run is skipped."""
     found = []
+    for folder in run_folders(root, max_depth=max_depth):
+        try:
+            with Run.open(folder, mode="r") as run:
+                found.append(summarize(run))
+        except StoreError:
+            continue
+    return sorted(found, key=lambda run: run.last_written, reverse=True)
+
+
+def run_folders(root: str | Path, *, max_depth: int = 3) -> Iterator[Path]:
+    """Yield the folders at and below `root` that may be runs, the higher ones first."""
     for depth in range(max_depth + 1):
         for file in Path(root).glob("/".join(["*"] * depth + ["run.db"])):
-            try:
-                with Run.open(file.parent, mode="r") as run:
-                    found.append(summarize(run))
-            except StoreError:
-                continue
-    return sorted(found, key=lambda run: run.last_written, reverse=True)
+            yield file.parent

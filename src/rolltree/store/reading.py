@@ -182,6 +182,11 @@ class StoredRun:
         sql = f"SELECT count(*) FROM rollouts WHERE {clause}"
         return int(self._database.all(sql, values)[0][0])
 
+    @property
+    def num_commits(self) -> int:
+        """How many batches were ever stored: it grows with everything that is written."""
+        return self._database.counts().commits
+
     def totals(self) -> list[Totals]:
         """Return the sums over each phase and environment, in the order they began."""
         return self._database.totals()[1]

@@ -7,9 +7,7 @@ default only this machine can reach it.
 
 from __future__ import annotations
 
-import ipaddress
 import secrets
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -34,6 +32,7 @@ from rolltree.inference.server.http import (
     json_response,
     while_connected,
 )
+from rolltree.inference.server.listening import AnnouncingServer, is_loopback, listen
 from rolltree.inference.server.model_server import ServedModel
 from rolltree.inference.server.requests import (
     CHAT_FIELDS,
@@ -291,16 +290,6 @@ class ServerOptions:
             )
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def serve(
     served: ServedModel, options: ServerOptions, *, on_ready: Callable[[str, str, str | None], None]
 ) -> None:
@@ -316,7 +305,7 @@ def serve(
     admin_token = options.admin_token
     if admin_token is None and is_loopback(options.host):
         admin_token = secrets.token_urlsafe(24)
-    listener = _listen(options)
+    listener = listen(options.host, options.port)
     port = listener.getsockname()[1]
     name = f"[{options.host}]" if ":" in options.host else options.host
     config = uvicorn.Config(
@@ -330,32 +319,4 @@ def serve(
     )
     url = f"http://{name}:{port}/v1"
     with listener:
-        _Announcing(config, lambda: on_ready(url, token, admin_token)).run([listener])
-
-
-class _Announcing(uvicorn.Server):
-    """A server that says when it is ready."""
-
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._on_ready = on_ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start listening, then say so."""
-        await super().startup(sockets)
-        self._on_ready()
-
-
-def _listen(options: ServerOptions) -> socket.socket:
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((options.host, options.port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"{options.host}:{options.port} cannot be listened on ({error}). Another server may "
-            "run there: choose another --port, or 0 for a free one."
-        ) from error
-    return listener
+        AnnouncingServer(config, lambda: on_ready(url, token, admin_token)).run([listener])

@@ -1,0 +1,128 @@
+"""A run at a glance, as plain data: one row of a list, and the summary of one run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rolltree.redact import redact
+from rolltree.store import Run, RunSummary, summarize, to_plain
+from rolltree.store.rows import StoredEvaluation
+
+
+def run_overview(run: Run, *, now: float | None = None) -> dict[str, Any]:
+    """Return one row of a list of runs; `now` is the time that its age is counted to.
+
+    `reward` is that of the last held-out evaluation, else that of the last step, else the mean of
+    the last phase, with its 95 % interval where one is stored; `of` says which. `progress` counts
+    steps, or the requests of the phase that is not whole.
+    """
+    return _overview(run, summarize(run), time.time() if now is None else now)
+
+
+def _overview(run: Run, found: RunSummary, now: float) -> dict[str, Any]:
+    phases = found.phases
+    return {
+        "name": found.path.resolve().name,
+        "path": str(found.path),
+        "kind": found.kind,
+        "state": found.state,
+        "error": found.error,
+        "writer": found.writer,
+        "created_at": found.created_at,
+        "last_written": found.last_written,
+        "age_s": max(0.0, now - found.last_written),
+        "progress": _progress(found),
+        "envs": list(found.env_ids),
+        "model": _model(found.config),
+        "num_steps": found.num_steps,
+        "num_rollouts": sum(phase.num_rollouts for phase in phases),
+        "num_failed": sum(phase.num_errors for phase in phases),
+        "num_truncated": sum(phase.num_truncated for phase in phases),
+        "reward": _reward(run, found),
+        "tokens": {
+            "prompt": sum(phase.num_prompt_tokens for phase in phases),
+            "sampled": sum(phase.num_completion_tokens for phase in phases),
+        },
+        "num_commits": run.num_commits,
+    }
+
+
+def run_summary(run: Run, *, now: float | None = None) -> dict[str, Any]:
+    """Return what a run holds: its row of the list, its settings, phases, evaluations, notices."""
+    found = summarize(run)
+    events = run.events()
+    steps = run.steps()
+    return {
+        **_overview(run, found, time.time() if now is None else now),
+        "config": redact(to_plain(found.config)),
+        "phases": [asdict(phase) for phase in found.phases],
+        "steps": {
+            "first": steps[0].step if steps else None,
+            "last": steps[-1].step if steps else None,
+            "first_at": steps[0].created_at if steps else None,
+            "last_at": steps[-1].created_at if steps else None,
+        },
+        "evaluations": [
+            {"step": done.step, "phase": done.phase, "reward": _estimate(done.metrics)}
+            for done in run.evaluations()
+        ],
+        "notices": [
+            {
+                "step": event.step,
+                "created_at": event.created_at,
+                "kind": event.kind,
+                "data": to_plain(event.data),
+            }
+            for event in events
+            if event.kind in _NOTICES
+        ],
+        "num_events": len(events),
+    }
+
+
+_NOTICES = ("notice", "retried", "truncated", "resumed", "ended")
+
+
+def _model(config: Mapping[str, Any]) -> str | None:
+    model = config.get("model")
+    name = model.get("name") if isinstance(model, Mapping) else model
+    return None if name is None else str(name)
+
+
+def _progress(found: RunSummary) -> dict[str, Any] | None:
+    for phase in found.phases:
+        if phase.num_planned is not None and phase.num_requests < phase.num_planned:
+            return {"unit": phase.phase, "done": phase.num_requests, "planned": phase.num_planned}
+    if found.num_planned_steps:
+        return {"unit": "steps", "done": found.num_steps, "planned": found.num_planned_steps}
+    return None
+
+
+def _reward(run: Run, found: RunSummary) -> dict[str, Any] | None:
+    evaluations = [StoredEvaluation.of(event) for event in run.events("evaluation")]
+    for done in sorted(evaluations, reverse=True):
+        estimate = _estimate(done.metrics)
+        if estimate is not None:
+            return {**estimate, "of": done.phase}
+    if found.num_steps:
+        metrics = run.steps()[-1].metrics
+        if isinstance(metrics.get("reward/mean"), int | float):
+            names = {"mean": "reward/mean", "low": "reward/low", "high": "reward/high"}
+            values = {name: metrics.get(metric) for name, metric in names.items()}
+            return {**values, "of": f"step {found.num_steps}"}
+    for phase in reversed(found.phases):
+        if phase.mean_reward is not None:
+            kept = run.kept_report(phase.phase) or {}
+            low, high = ((kept.get("results") or {}).get("reward") or [None] * 3)[1:3]
+            return {"mean": phase.mean_reward, "low": low, "high": high, "of": phase.phase}
+    return None
+
+
+def _estimate(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
+    reward = metrics.get("reward")
+    if not isinstance(reward, Mapping) or reward.get("mean") is None:
+        return None
+    return {name: reward.get(name) for name in ("mean", "low", "high")}

@@ -1,0 +1,251 @@
+"""The JSON endpoints: which function of `records` answers which path, with which parameters.
+
+A run is named by its path relative to the root, percent-encoded as one segment. A parameter that an
+endpoint does not know is an error.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import parse_qsl, unquote
+
+import msgspec
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rolltree.errors import ConfigError, RolltreeError, StoreError, UnknownName, did_you_mean
+from rolltree.records import compare
+from rolltree.records.curves import run_curves
+from rolltree.records.overview import run_overview, run_summary
+from rolltree.records.pages import MAX_ROWS, group_page, rollout_page
+from rolltree.records.table import clean_text
+from rolltree.store import Run, run_folders, to_plain
+
+logger = logging.getLogger("rolltree.viewer")
+
+_MAX_OPEN = 16
+Offset = Annotated[int, msgspec.Meta(ge=0)]
+Limit = Annotated[int, msgspec.Meta(ge=1, le=MAX_ROWS)]
+
+
+def json_response(value: object, status: int = 200) -> Response:
+    """Return `value` as JSON; a number that is not finite is null."""
+    try:
+        content = msgspec.json.encode(value, enc_hook=to_plain)
+    except UnicodeEncodeError:  # half of a surrogate pair, which a model may well write
+        content = msgspec.json.encode(_clean(value), enc_hook=to_plain)
+    return Response(content, status, media_type="application/json")
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, str):
+        return clean_text(value)
+    if isinstance(value, Mapping):
+        return {_clean(key): _clean(item) for key, item in value.items()}
+    return [_clean(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A run that stays open; `file` tells whether another one has taken its place."""
+
+    run: Run
+    file: tuple[int, int]
+
+
+class Runs:
+    """The runs at and below a folder, opened for reading when they are asked for."""
+
+    def __init__(self, root: Path) -> None:
+        root = root.resolve()
+        is_run = (root / "run.db").is_file()
+        self.root = root.parent if is_run else root
+        self._only = root if is_run else None
+        self._open: OrderedDict[str, _Opened] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def overviews(self) -> list[dict[str, Any]]:
+        """Return a row per run, the newest first; what is no readable run is left out."""
+        folders = run_folders(self.root) if self._only is None else [self._only]
+        found = []
+        for folder in folders:
+            name = folder.relative_to(self.root).as_posix()
+            try:
+                with Run.open(folder, mode="r") as run:
+                    found.append({"id": name, **run_overview(run)})
+            except StoreError:
+                continue
+        return sorted(found, key=lambda row: row["last_written"], reverse=True)
+
+    def folder(self, name: str) -> Path:
+        """Return the directory of a run.
+
+        Raises:
+            UnknownName: there is no run of this name.
+        """
+        parts = name.split("/")
+        folder = self.root.joinpath(*parts)
+        is_below = all(part not in ("", ".", "..") and "\0" not in part for part in parts)
+        is_shown = self._only is None or folder == self._only
+        if not (is_below and is_shown and len(parts) <= 4 and (folder / "run.db").is_file()):
+            raise UnknownName(f"there is no run {name!r} below {self.root}.")
+        return folder
+
+    def get(self, name: str) -> Run:
+        """Return a run, open for reading; it closes when nobody uses it any more.
+
+        Raises:
+            UnknownName: there is no run of this name.
+            StoreError: it cannot be read.
+        """
+        folder = self.folder(name)
+        status = (folder / "run.db").stat()
+        file = (status.st_dev, status.st_ino)
+        with self._lock:
+            found = self._open.get(name)
+            if found is None or found.file != file:
+                run = Run.open(folder, mode="r")
+                weakref.finalize(run, run._database.close)
+                found = self._open[name] = _Opened(run, file)
+            self._open.move_to_end(name)
+            while len(self._open) > _MAX_OPEN:
+                self._open.popitem(last=False)
+        return found.run
+
+
+# -- endpoints -------------------------------------------------------------------------------------
+
+
+def _rollouts(
+    run: Run,
+    *,
+    phase: str | None = None,
+    step: int | None = None,
+    where: str | None = None,
+    sort: str | None = None,
+    offset: Offset = 0,
+    limit: Limit = 100,
+) -> Any:
+    return rollout_page(
+        run, phase=phase, step=step, where=where, sort=sort, offset=offset, limit=limit
+    )
+
+
+def _groups(
+    run: Run,
+    *,
+    phase: str | None = None,
+    step: int | None = None,
+    offset: Offset = 0,
+    limit: Limit = 100,
+) -> Any:
+    return group_page(run, phase=phase, step=step, offset=offset, limit=limit)
+
+
+def _changed(run: Run, *, since: int = -1) -> Any:
+    commits = run.num_commits
+    return {"commits": commits, "changed": commits != since}
+
+
+_OF_RUN: dict[str, Callable[..., Any]] = {
+    "": lambda run: run_summary(run),
+    "changed": _changed,
+    "curves": lambda run: run_curves(run),
+    "rollouts": _rollouts,
+    "groups": _groups,
+}
+"""What `/api/runs/R/NAME` is answered by, with the run and the parameters of the query."""
+
+
+class Api:
+    """What answers `/api/...` for the runs at and below one folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.runs = Runs(root)
+
+    async def answer(self, request: Request) -> Response:
+        """Answer one request; an error is `{"error": what happened and what to do}`."""
+        raw = request.scope.get("raw_path") or request.scope["path"].encode()
+        path = [unquote(part) for part in raw.decode("latin-1").split("/")[2:]]
+        query = request.scope["query_string"].decode("latin-1")
+        try:
+            return await run_in_threadpool(lambda: json_response(self._answer(path, query)))
+        except RolltreeError as error:
+            return json_response({"error": str(error)}, _status(error))
+        except Exception as error:  # a mistake of ours; the page goes on
+            logger.error("GET %s failed", request.url.path, exc_info=error)
+            return json_response({"error": f"{type(error).__name__}: {error}"}, 500)
+
+    def _answer(self, path: list[str], query: str) -> Any:
+        if path == ["runs"]:
+            return _call(
+                lambda: {"root": str(self.runs.root), "runs": self.runs.overviews()}, query
+            )
+        if path == ["compare"]:
+            return _call(self._compare, query)
+        if path[0] == "runs" and len(path) in (2, 3):
+            name = path[2] if len(path) == 3 else ""
+            if name in _OF_RUN:
+                return _call(_OF_RUN[name], query, self.runs.get(path[1]))
+        raise UnknownName(f"there is nothing at /api/{'/'.join(path)}.")
+
+    def _compare(self, *, a: str, b: str) -> Any:
+        return compare(self._arm(a), self._arm(b)).as_dict()
+
+    def _arm(self, text: str) -> Path | str:
+        """Return an arm of a comparison: a run's id, or `ID:PHASE`."""
+        try:
+            return self.runs.folder(text)
+        except UnknownName:
+            name, colon, phase = text.rpartition(":")
+            if not colon:
+                raise
+            return f"{self.runs.folder(name)}:{phase}"
+
+
+def _status(error: RolltreeError) -> int:
+    if isinstance(error, UnknownName):
+        return 404
+    return 400 if isinstance(error, ConfigError) else 500
+
+
+def _call(function: Callable[..., Any], query: str, *given: Any) -> Any:
+    """Call an endpoint with the parameters of a query, converted to the types it names.
+
+    Raises:
+        ConfigError: a parameter that it does not have, one too few, or of another type.
+    """
+    pairs = parse_qsl(query, keep_blank_values=True)
+    named = dict(pairs)
+    model = _parameters(function)
+    unknown = [name for name in named if name not in model.__struct_fields__]
+    if unknown or len(named) != len(pairs):
+        said = unknown[0] if unknown else "the same twice"
+        near = did_you_mean(said, model.__struct_fields__)
+        raise ConfigError(f"the query has a parameter that is not taken: {said!r}.{near}")
+    try:
+        found = msgspec.convert(named, model, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"the query cannot be read: {error}.") from error
+    return function(*given, **{name: getattr(found, name) for name in model.__struct_fields__})
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> type[msgspec.Struct]:
+    """Return the keyword-only parameters of an endpoint as a type."""
+    fields: list[Any] = []
+    for item in inspect.signature(function, eval_str=True).parameters.values():
+        if item.kind is item.KEYWORD_ONLY:
+            default = () if item.default is item.empty else (item.default,)
+            fields.append((item.name, item.annotation, *default))
+    return msgspec.defstruct("Parameters", fields, kw_only=True)

@@ -1,0 +1,138 @@
+"""The application: who may ask (host, origin, token), which headers answers carry, static files."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Collection
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rolltree.viewer.api import Api, json_response
+
+STATIC = Path(__file__).parent / "static"
+_TYPES = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+HEADERS = {
+    "Content-Security-Policy": "; ".join(
+        (
+            "default-src 'none'",
+            "script-src 'self'",
+            "style-src 'self'",
+            "img-src 'self'",
+            "connect-src 'self'",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+            "require-trusted-types-for 'script'",
+            "trusted-types 'none'",
+        )
+    ),
+    "Cache-Control": "no-store",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+"""On every answer. No script or style but the page's own files, and no text becomes either."""
+
+
+def create_app(root: Path, token: str, hosts: Collection[str]) -> Starlette:
+    """Return the ASGI application on the runs at and below `root`.
+
+    Args:
+        root: a run directory, or a folder with runs below it.
+        token: what requests for data carry as a bearer token.
+        hosts: the `Host` headers that are answered, such as `127.0.0.1:8321`.
+    """
+    api = Api(root)
+    return Starlette(
+        routes=[
+            Route("/", _page),
+            Route("/static/{name}", _static),
+            Route("/api/{rest:path}", api.answer),
+        ],
+        middleware=[Middleware(Guard, token=token, hosts=hosts)],
+        exception_handlers={HTTPException: _refused},
+    )
+
+
+async def _page(request: Request) -> Response:
+    return _file("index.html")
+
+
+async def _static(request: Request) -> Response:
+    return _file(request.path_params["name"])
+
+
+def _file(name: str) -> Response:
+    path = STATIC / name
+    if path.parent != STATIC or path.suffix not in _TYPES or not path.is_file():
+        raise HTTPException(404, f"there is no file {name!r}.")
+    return FileResponse(path, media_type=_TYPES[path.suffix])
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    detail = error.detail if isinstance(error, HTTPException) else str(error)
+    return json_response({"error": f"{request.url.path} cannot be answered: {detail}"}, status)
+
+
+class Guard:
+    """Refuses what does not come from the page, before anything of it is read.
+
+    A foreign `Host` is answered 421 (a name that was rebound to this machine), a foreign `Origin`
+    403, a request for data without the token 401, anything but GET and HEAD 405.
+    """
+
+    def __init__(self, app: ASGIApp, token: str, hosts: Collection[str]) -> None:
+        self._app = app
+        self._hosts = frozenset(hosts)
+        self._origins = frozenset(f"http://{host}" for host in hosts)
+        self._bearer = f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or refuse it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        refusal = self._refusal(scope)
+        app = self._app if refusal is None else json_response({"error": refusal[1]}, refusal[0])
+        await app(scope, receive, send_guarded)
+
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        headers = Headers(scope=scope)
+        hosts = headers.getlist("host")
+        if len(hosts) != 1 or hosts[0] not in self._hosts:
+            return 421, "this server answers only under the address that `rolltree view` printed."
+        origins = headers.getlist("origin")
+        if origins and (len(origins) > 1 or origins[0] not in self._origins):
+            return 403, "the request comes from another page."
+        if scope["method"] not in ("GET", "HEAD"):
+            return 405, "this server only reads: use GET."
+        if not scope["path"].startswith("/api/"):
+            return None
+        if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+            return 403, "the request comes from another page."
+        given = headers.get("authorization", "").encode("utf-8", "replace")
+        if not hmac.compare_digest(given, self._bearer):
+            return 401, "the token is missing or old. Open the link that `rolltree view` printed."
+        return None

@@ -1,0 +1,58 @@
+"""The process of the page: where it listens, its link, and the browser that it opens."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import webbrowser
+from collections.abc import Callable
+from pathlib import Path
+
+import uvicorn
+
+from rolltree.errors import ConfigError
+from rolltree.inference.server.http import impatient
+from rolltree.inference.server.listening import AnnouncingServer, listen
+from rolltree.viewer.app import create_app
+
+HOST = "127.0.0.1"
+_READ_TIMEOUT_S = 30.0
+
+
+def serve(
+    root: Path, *, port: int = 0, browser: bool = True, on_ready: Callable[[str], None]
+) -> None:
+    """Serve the page on the runs at and below `root`, to this machine only, until told to stop.
+
+    `on_ready(link)` is called when the first request can come. The link carries the token of this
+    start behind `#`, which browsers keep to themselves.
+
+    Raises:
+        ConfigError: there is no such folder, or the port cannot be listened on.
+    """
+    if not root.is_dir():
+        raise ConfigError(
+            f"{root} is not a folder, so there are no runs to show. Name a run directory or a "
+            "folder of runs: rolltree view runs."
+        )
+    token = secrets.token_urlsafe(24)
+    listener = listen(HOST, port)
+    port = listener.getsockname()[1]
+    config = uvicorn.Config(
+        create_app(root, token, (f"{HOST}:{port}", f"localhost:{port}")),
+        http=impatient(_READ_TIMEOUT_S),
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=1,
+        ws="none",
+    )
+    link = f"http://{HOST}:{port}/#token={token}"
+
+    def ready() -> None:
+        on_ready(link)
+        if browser:
+            threading.Thread(target=webbrowser.open, args=(link,), daemon=True).start()
+
+    with listener:
+        AnnouncingServer(config, ready).run([listener])
