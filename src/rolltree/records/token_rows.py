@@ -40,6 +40,11 @@ def resolved(state: State) -> ResolvedRollout:
 # -- calls -----------------------------------------------------------------------------------------
 
 
+def call_rows(row: StoredRollout, state: State) -> list[dict[str, Any]]:
+    """Return the rows of table `calls` of one rollout, without its name."""
+    return list(_call_rows(row, state))
+
+
 def call_batches(rows: Iterable[StoredRollout]) -> Iterator[Batch]:
     """Yield the rows of table `calls`."""
     yield from _row_batches(rows, [column.name for column in CALLS], _call_rows)
@@ -69,7 +74,7 @@ def _call_rows(row: StoredRollout, state: State) -> Iterator[dict[str, Any]]:
             "wait_ms": times["wait_s"],
             "reward": _real(source.get("reward")),
             "advantage": _real(source.get("advantage")),
-            **(_token_facts(rollout.tree, step.handle, shown) if step.handle >= 0 else {}),
+            **(_sampled_facts(rollout.tree, step.handle, shown) if step.handle >= 0 else {}),
         }
 
 
@@ -80,7 +85,7 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else 1000.0 * seconds
 
 
-def _token_facts(tree: TokenTree, call: int, shown: _Shown) -> dict[str, Any]:
+def _sampled_facts(tree: TokenTree, call: int, shown: _Shown) -> dict[str, Any]:
     prompt_len, count = tree.prompt_len(call), tree.num_sampled(call)
     versions, logprobs = tree.versions(call), tree.logprobs(call)
     return {
@@ -108,21 +113,28 @@ def break_batches(rows: Iterable[StoredRollout], decode: Decoder | None) -> Iter
     """Yield the rows of table `breaks`; with a decoder (ids to text) their texts too."""
 
     def read(row: StoredRollout, state: State) -> Iterator[dict[str, Any]]:
-        for found in trajectory_breaks(state, decode):
-            yield {
-                "call": found.call,
-                "previous_call": found.previous,
-                "agent": found.agent,
-                "position": found.position,
-                "cause": str(found.cause),
-                "previous_ids": found.previous_ids.tolist(),
-                "current_ids": found.current_ids.tolist(),
-                "previous_text": found.previous_text,
-                "current_text": found.current_text,
-            }
+        yield from break_rows(state, decode)
 
     several = (row for row in rows if row.num_calls > 1)
     yield from _row_batches(several, [column.name for column in BREAKS], read)
+
+
+def break_rows(state: State, decode: Decoder | None) -> list[dict[str, Any]]:
+    """Return the rows of table `breaks` of one rollout, without its name."""
+    return [
+        {
+            "call": found.call,
+            "previous_call": found.previous,
+            "agent": found.agent,
+            "position": found.position,
+            "cause": str(found.cause),
+            "previous_ids": found.previous_ids.tolist(),
+            "current_ids": found.current_ids.tolist(),
+            "previous_text": found.previous_text,
+            "current_text": found.current_text,
+        }
+        for found in trajectory_breaks(state, decode)
+    ]
 
 
 def _row_batches(rows: Iterable[StoredRollout], names: list[str], read: Any) -> Iterator[Batch]:
@@ -172,7 +184,7 @@ def token_batches(run: Run, rows: Iterable[StoredRollout], *, full: bool) -> Ite
         state = state_of(row)
         if state is None:
             continue
-        for part in _token_parts(resolved(state), full, _trained(run, row)):
+        for part in _token_parts(resolved(state), full, trained_tokens(run, row)):
             parts.append({**part, "request_id": row.request_id})
             parts[-1]["trajectory_index"] = row.trajectory_index
             num_rows += len(part["token_id"])
@@ -194,7 +206,7 @@ _TRAINED = {
 """Column to the array of `TrainedRollout`."""
 
 
-def _trained(run: Run, row: StoredRollout) -> TrainedRollout | None:
+def trained_tokens(run: Run, row: StoredRollout) -> TrainedRollout | None:
     """Return what training knew of a rollout's tokens; of several steps the last."""
     if row.train_step is None:
         return None
@@ -217,14 +229,29 @@ def _token_parts(
         prompt_len, length = tree.prompt_len(call), tree.path_len(call)
         known = shown.add(call)
         start = 0 if full else min(known, prompt_len)
-        at = _places(tree, call, length - start)
+        at = places(tree, call, length - start)
         new = at[prompt_len - start :]
         sampler[new] = np.where(sampler[new] < 0, step.index, sampler[new])
-        yield _call_part(tree, step, start, at, sampler[at], _facts(trained, step, len(new)))
+        yield _call_part(tree, step, start, at, sampler[at], sampled_facts(tree, step, trained))
 
 
-def _facts(trained: TrainedRollout | None, step: ResolvedStep, count: int) -> dict[str, Any]:
-    """Return the values of one call's sampled tokens by column; None where there are none."""
+def sampled_facts(
+    tree: TokenTree, step: ResolvedStep, trained: TrainedRollout | None
+) -> dict[str, Any]:
+    """Return what is known of one call's sampled tokens: column to array `[_C]` or None."""
+    call = step.handle
+    return {
+        "logprob": tree.logprobs(call),
+        "version": tree.versions(call),
+        "mask": tree.mask(call),
+        **_trained_facts(trained, step, tree.num_sampled(call)),
+    }
+
+
+def _trained_facts(
+    trained: TrainedRollout | None, step: ResolvedStep, count: int
+) -> dict[str, Any]:
+    """Return what training knew of them."""
     if trained is None:
         return dict.fromkeys(("trained_step", *_TRAINED))
     at = trained.num_sampled
@@ -241,7 +268,7 @@ def _facts(trained: TrainedRollout | None, step: ResolvedStep, count: int) -> di
     return found
 
 
-def _places(tree: TokenTree, call: int, count: int) -> IntArray:
+def places(tree: TokenTree, call: int, count: int) -> IntArray:
     """Return the arena indices of the last tokens of a call's path."""
     parts = tree.arena.slices(tree.calls.end(call), count)
     if not parts:
@@ -271,12 +298,7 @@ def _call_part(
         "token_id": tree.arena.ids[at],
         "is_sampled": is_sampled,
         "sampled_in": sampled_in,
-        "facts": {
-            "logprob": tree.logprobs(call),
-            "version": tree.versions(call),
-            "mask": tree.mask(call),
-            **facts,
-        },
+        "facts": facts,
     }
 
 

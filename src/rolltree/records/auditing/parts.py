@@ -14,12 +14,12 @@ import msgspec
 import numpy as np
 
 from rolltree.errors import ConfigError, StoreError
-from rolltree.models.load import found_model
 from rolltree.records.auditing.facts import RolloutFacts
 from rolltree.records.auditing.report import Finding, Ledger
 from rolltree.records.auditing.rollout import Expected, RolloutAudit
 from rolltree.records.auditing.text import TextCheck
 from rolltree.records.auditing.training import Trained, TrainingAudit
+from rolltree.records.tokenizer import RunTokenizer, found_tokenizer
 from rolltree.store import Run, StoredRollout
 from rolltree.store.integrity import Totals
 from rolltree.training.config import load_train_config
@@ -147,19 +147,16 @@ class RolloutPass:
 
     def _text(self) -> TextCheck | None:
         if self.tokenizer is not None:
-            return TextCheck(Path(self.tokenizer))
-        model = self.run.config.get("model")
-        name = model.get("name") if isinstance(model, Mapping) else model
-        named = found_model(name) if isinstance(name, str) else None
-        for folder in (self.run.path / "model", named):
-            if folder is not None and (folder / "tokenizer.json").is_file():
-                try:
-                    return TextCheck(folder)
-                except ConfigError as error:
-                    self.ledger.skip("text", str(error))
-                    return None
-        self.ledger.skip("text", "no tokenizer found; see --tokenizer")
-        return None
+            return TextCheck(RunTokenizer(Path(self.tokenizer)))
+        try:
+            found = found_tokenizer(self.run)
+        except ConfigError as error:
+            self.ledger.skip("text", str(error))
+            return None
+        if found is None:
+            self.ledger.skip("text", "no tokenizer found; see --tokenizer")
+            return None
+        return TextCheck(found)
 
     def _count(self, row: StoredRollout) -> None:
         key = row.phase, row.env_id or ""

@@ -419,7 +419,9 @@ class _One:
         whole = ResolvedRollout(
             *(0, "", tree, tuple(calls), tuple(calls), None, False, False, None, False, _EFFECT)
         )
-        for found in find_breaks(whole, groups, None if self.text is None else self.text.decode):
+        for found in find_breaks(
+            whole, groups, None if self.text is None else self.text.tokenizer.decode
+        ):
             self.ledger.breaks[str(found.cause)] += 1
 
     # -- for the checks of the whole run -----------------------------------------------

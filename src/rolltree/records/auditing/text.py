@@ -1,17 +1,11 @@
-"""Text against ids: what was sampled must read as the answer, and prompts as their messages.
-
-Only the tokenizer's own file is read (`tokenizer.json`, with the package tokenizers): no torch, and
-no code of whoever made the run.
-"""
+"""Text against ids: what was sampled must read as the answer, and prompts as their messages."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rolltree.errors import ConfigError
+from rolltree.records.tokenizer import RunTokenizer
 from rolltree.rollouts.message_table import MessageReader
 from rolltree.tokens import TokenTree
 
@@ -23,42 +17,19 @@ _CUT = 160
 
 
 class TextCheck:
-    """Decodes with the tokenizer of `folder`.
+    """Compares calls with their messages, by what a tokenizer decodes."""
 
-    Raises:
-        ConfigError: there is no tokenizer that can be read.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        try:
-            from tokenizers import Tokenizer
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                "the package tokenizers is missing, so text cannot be compared with ids. Install "
-                "rolltree with its extra: pip install 'rolltree[torch]'."
-            ) from error
-        self.folder = folder
-        file = folder / "tokenizer.json"
-        try:
-            self._tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # tokenizers raises Exception itself
-            raise ConfigError(
-                f"{file} is not a tokenizer that can be read ({error}). Name the folder of the "
-                "model that was sampled: --tokenizer FOLDER."
-            ) from error
-        self.end_ids = end_ids(folder, self._tokenizer)
+    def __init__(self, tokenizer: RunTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.folder, self.end_ids = tokenizer.folder, tokenizer.end_ids
         self._known: dict[bytes, str] = {}
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, special tokens spelled out."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def _plain(self, ids: Any) -> str:
         """Return the text of an int32 array without spaces; that of a prompt is remembered."""
         key = ids.tobytes()
         text = self._known.get(key)
         if text is None:
-            text = _squeezed(self.decode(ids.tolist()))
+            text = _squeezed(self.tokenizer.decode(ids.tolist()))
             if len(self._known) >= _REMEMBERED:
                 self._known.clear()
             self._known[key] = text
@@ -103,7 +74,7 @@ class TextCheck:
         ids = tree.completion_ids(handle)
         while len(ids) and int(ids[-1]) in self.end_ids:
             ids = ids[:-1]
-        sampled = _squeezed(self.decode(ids.tolist()))
+        sampled = _squeezed(self.tokenizer.decode(ids.tolist()))
         said = _squeezed(text)
         cut = bool(stop) and sampled.startswith(said)
         if sampled != said and not cut and said != self._without_special(ids):
@@ -124,7 +95,7 @@ class TextCheck:
                     )
 
     def _without_special(self, ids: Any) -> str:
-        return _squeezed(str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)))
+        return _squeezed(self.tokenizer.decode_plain(ids.tolist()))
 
     def _prompt(self, one: _One, tree: TokenTree, index: int, handle: int, prompt: Any) -> None:
         shown = self._plain(tree.prompt_ids(handle))
@@ -151,23 +122,6 @@ class TextCheck:
                 )
                 return
             at = max(at, found + len(wanted)) if found >= 0 else at
-
-
-def end_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
-    """Return the ids at which the model of a folder stops, as its own files name them."""
-    found: set[int] = set()
-    for name in ("generation_config.json", "config.json", "tokenizer_config.json"):
-        try:
-            data = json.loads((folder / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        known = data.get("eos_token_id") if isinstance(data, dict) else None
-        found.update(i for i in (known if isinstance(known, list) else [known]) if type(i) is int)
-        token = data.get("eos_token") if isinstance(data, dict) else None
-        spelled = token.get("content") if isinstance(token, dict) else token
-        if isinstance(spelled, str) and tokenizer.token_to_id(spelled) is not None:
-            found.add(int(tokenizer.token_to_id(spelled)))
-    return frozenset(found)
 
 
 def _squeezed(text: str) -> str:

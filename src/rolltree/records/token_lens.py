@@ -1,0 +1,205 @@
+"""The token lens: every token of the exact context of one model call, and what is known of it.
+
+The values are those of table `tokens`. A token of the prompt that an earlier call sampled has the
+values of that call, so one context shows what the whole conversation up to there was paid.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rolltree.errors import UnknownName
+from rolltree.records.token_rows import (
+    break_rows,
+    places,
+    resolved,
+    sampled_facts,
+    state_of,
+    trained_tokens,
+)
+from rolltree.records.tokenizer import RunTokenizer, shown_tokenizer
+from rolltree.samples.resolve import ResolvedRollout, ResolvedStep
+from rolltree.store import Run, StoredRollout, TrainedRollout
+from rolltree.tokens import TokenTree
+from rolltree.tokens.breaks import NEIGHBOURHOOD_TOKENS
+from rolltree.types import IntArray, State
+
+VALUES = {
+    "logprob": "logprob",
+    "version": "version",
+    "mask": "mask",
+    "advantage": "advantage",
+    "weight": "loss_weight",
+    "trainer_logprob": "trainer_logprob",
+    "entropy": "entropy",
+    "reference_logprob": "reference_logprob",
+    "kl": "kl",
+    "trained_step": "trained_step",
+}
+"""What is known of a sampled token: the lens's name to the column of table `tokens`."""
+_WHOLE = ("version", "trained_step")
+
+
+def one_rollout(run: Run, request_id: str, trajectory_index: int = 0) -> StoredRollout:
+    """Return the stored row with this name.
+
+    Raises:
+        UnknownName: the run has no such rollout.
+    """
+    for row in run.rollouts(request_id=request_id, trajectory_index=trajectory_index):
+        return row
+    raise UnknownName(f"{run.path} has no rollout {request_id!r} with index {trajectory_index}.")
+
+
+def token_lens(
+    run: Run,
+    request_id: str,
+    trajectory_index: int = 0,
+    call: int = 0,
+    *,
+    offset: int = 0,
+    limit: int | None = None,
+) -> dict[str, Any]:
+    """Return the tokens `offset`, ... of a call's prompt and completion as columns, JSON-ready.
+
+    Besides the columns (`ids`, `texts`, `bytes` in hexadecimal, `author`, `is_sampled`,
+    `sampled_in`, those of `VALUES`, and `difference`: trainer minus engine logprob) there are
+    `calls`, with which the page goes from call to call, and `breaks` of the whole rollout with both
+    sides. A column of which the rollout has no value is None; so are `texts` and `bytes` without
+    a tokenizer.
+
+    Raises:
+        UnknownName: the run has no such rollout, or the rollout no such call with tokens.
+    """
+    row = one_rollout(run, request_id, trajectory_index)
+    state = state_of(row)
+    rollout = None if state is None else resolved(state)
+    if state is None or rollout is None or all(step.index != call for step in rollout.calls):
+        known = [] if rollout is None else [step.index for step in rollout.calls]
+        raise UnknownName(
+            f"rollout {request_id!r} has no tokens of a call {call}; its calls with tokens are "
+            f"{known or 'none'}."
+        )
+    tokenizer = shown_tokenizer(run)
+    tree = rollout.tree
+    sampled_in, values = _known(rollout, trained_tokens(run, row), call)
+    handle = next(step.handle for step in rollout.calls if step.index == call)
+    length = tree.path_len(handle)
+    end = length if limit is None else min(length, offset + limit)
+    at = places(tree, handle, length)[offset:end]
+    ids = tree.arena.ids[at]
+    texts, spelled = (None, None) if tokenizer is None else tokenizer.pieces(ids)
+    by = sampled_in[at]
+    found = {name: column[at] for name, column in values.items()}
+    return {
+        "request_id": request_id,
+        "trajectory_index": trajectory_index,
+        "call": call,
+        "calls": _calls(rollout),
+        "num_tokens": length,
+        "num_prompt_tokens": tree.prompt_len(handle),
+        "offset": offset,
+        "has_tokenizer": tokenizer is not None,
+        "ids": ids.tolist(),
+        "texts": texts,
+        "bytes": spelled,
+        "author": np.where(by >= 0, "model", "environment").tolist(),
+        "is_sampled": (np.arange(offset, offset + len(at)) >= tree.prompt_len(handle)).tolist(),
+        "sampled_in": _listed(by, by < 0),
+        **{name: _values(name, found.get(name)) for name in VALUES},
+        "difference": _difference(found),
+        "breaks": rollout_breaks(state, tokenizer),
+    }
+
+
+def rollout_breaks(state: State, tokenizer: RunTokenizer | None) -> list[dict[str, Any]]:
+    """Return the rows of table `breaks` of a rollout, and both sides cut where they part.
+
+    `common_text` is what both sides agree on before `position`, `previous_after` and
+    `current_after` how each goes on; None without a tokenizer.
+    """
+    rows = break_rows(state, None if tokenizer is None else tokenizer.decode)
+    for row in rows:
+        shared = min(NEIGHBOURHOOD_TOKENS, row["position"])
+        sides = {
+            "common_text": row["previous_ids"][:shared],
+            "previous_after": row["previous_ids"][shared:],
+            "current_after": row["current_ids"][shared:],
+        }
+        row |= {
+            name: None if tokenizer is None else tokenizer.decode(ids)
+            for name, ids in sides.items()
+        }
+    return rows
+
+
+def _calls(rollout: ResolvedRollout) -> list[dict[str, Any]]:
+    tree = rollout.tree
+    return [
+        {
+            "call": step.index,
+            "agent": step.agent,
+            "turn": step.turn,
+            "num_tokens": tree.path_len(step.handle),
+            "num_prompt_tokens": tree.prompt_len(step.handle),
+        }
+        for step in rollout.calls
+    ]
+
+
+def _known(
+    rollout: ResolvedRollout, trained: TrainedRollout | None, call: int
+) -> tuple[IntArray, dict[str, NDArray[np.float64]]]:
+    """Return which call sampled each token of the arena first, and what is known of the token.
+
+    Tokens that `call` samples again have what it knew. Values are float64, which holds float32 and
+    versions exactly; NaN is no value.
+    """
+    tree = rollout.tree
+    sampled_in = np.full(tree.num_tokens, -1, np.int32)
+    values: dict[str, NDArray[np.float64]] = {}
+    own = [step for step in rollout.calls if step.index == call]
+    for step in [*(step for step in rollout.calls if step.index != call), *own]:
+        at = places(tree, step.handle, tree.num_sampled(step.handle))
+        known = sampled_in[at]
+        is_first = (known < 0) | (step.index < known)
+        sampled_in[at[is_first]] = step.index
+        wanted = np.ones(len(at), bool) if step in own else is_first
+        for name, column in _facts_of(tree, step, trained).items():
+            if column is not None:
+                into = values.setdefault(name, np.full(tree.num_tokens, np.nan))
+                into[at[wanted]] = column[wanted]
+    return sampled_in, values
+
+
+def _facts_of(
+    tree: TokenTree, step: ResolvedStep, trained: TrainedRollout | None
+) -> dict[str, Any]:
+    facts = sampled_facts(tree, step, trained)
+    return {name: facts[column] for name, column in VALUES.items()}
+
+
+def _difference(found: dict[str, NDArray[np.float64]]) -> list[float | None] | None:
+    if "trainer_logprob" not in found or "logprob" not in found:
+        return None
+    return _values("difference", found["trainer_logprob"] - found["logprob"])
+
+
+def _values(name: str, column: NDArray[np.float64] | None) -> list[Any] | None:
+    """Return a column as a list; None where nothing is known of any token of the rollout."""
+    if column is None:
+        return None
+    missing = np.isnan(column)
+    whole = np.where(missing, 0.0, column).astype(np.int64) if name in _WHOLE else column
+    return _listed(whole, missing)
+
+
+def _listed(column: NDArray[Any], missing: NDArray[np.bool_]) -> list[Any]:
+    """Return a column as a list with None where there is no value."""
+    whole = column.astype(object)
+    whole[missing] = None
+    found: list[Any] = whole.tolist()
+    return found

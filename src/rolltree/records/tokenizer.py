@@ -1,0 +1,153 @@
+"""The tokenizer of a run, to show ids as text: the run's own, or that of the model it names.
+
+Only `tokenizer.json` is read (with the package tokenizers): no torch, and no code of whoever made
+the run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rolltree.errors import ConfigError
+from rolltree.models.load import found_model
+from rolltree.store.reading import StoredRun
+from rolltree.types import IntArray
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class RunTokenizer:
+    """Decodes with the tokenizer of `folder`.
+
+    Attributes:
+        end_ids: the ids at which the model of the folder stops, as its own files name them.
+
+    Raises:
+        ConfigError: there is no tokenizer that can be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from tokenizers import Tokenizer
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "the package tokenizers is missing, so ids cannot be shown or compared as text. "
+                "Install rolltree with its extra: pip install 'rolltree[torch]'."
+            ) from error
+        self.folder = folder
+        file = folder / "tokenizer.json"
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # tokenizers raises Exception itself
+            raise ConfigError(
+                f"{file} is not a tokenizer that can be read ({error}). Name the folder of the "
+                "model that was sampled: --tokenizer FOLDER."
+            ) from error
+        self.end_ids = _end_ids(folder, self._tokenizer)
+        self._added = set(self._tokenizer.get_added_tokens_decoder())
+        self._is_byte_level = "ByteLevel" in repr(self._tokenizer.decoder)
+        self._known: dict[int, bytes] = {}
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`, special tokens spelled out."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def decode_plain(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids` without special tokens."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return what one token adds to the text; nothing for an id that the tokenizer lacks."""
+        found = self._known.get(token_id)
+        if found is None:
+            found = self._known[token_id] = self._bytes_of(token_id)
+        return found
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        piece = self._tokenizer.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if token_id in self._added:
+            return str(piece).encode()
+        if self._is_byte_level:
+            table = _byte_level()
+            return b"".join(table.get(each) or each.encode() for each in piece)
+        if match := _BYTE.fullmatch(piece):
+            return bytes([int(match[1], 16)])
+        return str(piece).replace("\u2581", " ").encode()
+
+    def pieces(self, ids: IntArray) -> tuple[list[str], list[str]]:
+        """Return each token's text and its bytes in hexadecimal, of int32 `[_T]`.
+
+        A token that holds only a part of a character reads as U+FFFD.
+        """
+        distinct, at = np.unique(ids, return_inverse=True)
+        raw = [self.bytes_of(each) for each in distinct.tolist()]
+        texts = np.array([each.decode("utf-8", "replace") for each in raw], object)
+        spelled = np.array([each.hex() for each in raw], object)
+        return texts[at].tolist(), spelled[at].tolist()
+
+
+def found_tokenizer(run: StoredRun) -> RunTokenizer | None:
+    """Return the tokenizer of the run's exported model, or of the model that its settings name.
+
+    None where neither has one on this machine.
+
+    Raises:
+        ConfigError: there is one, and it cannot be read.
+    """
+    model = run.config.get("model")
+    name = model.get("name") if isinstance(model, Mapping) else model
+    named = found_model(name) if isinstance(name, str) else None
+    for folder in (run.path / "model", named):
+        if folder is not None and (file := folder / "tokenizer.json").is_file():
+            return _opened(folder, file.stat().st_mtime_ns)
+    return None
+
+
+@lru_cache(maxsize=4)
+def _opened(folder: Path, written: int) -> RunTokenizer:
+    return RunTokenizer(folder)
+
+
+def shown_tokenizer(run: StoredRun) -> RunTokenizer | None:
+    """Return `found_tokenizer`, and None for one that cannot be read: ids are shown without it."""
+    try:
+        return found_tokenizer(run)
+    except ConfigError:
+        return None
+
+
+@cache
+def _byte_level() -> dict[str, bytes]:
+    """Return the characters that byte-level vocabularies write bytes as.
+
+    Printable ones of Latin-1 stand for themselves, the others for U+0100 and up, in order.
+    """
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in set(plain)]
+    table = {chr(byte): bytes([byte]) for byte in plain}
+    return table | {chr(256 + index): bytes([byte]) for index, byte in enumerate(rest)}
+
+
+def _end_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json", "tokenizer_config.json"):
+        try:
+            data = json.loads((folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        known = data.get("eos_token_id") if isinstance(data, dict) else None
+        found.update(i for i in (known if isinstance(known, list) else [known]) if type(i) is int)
+        token = data.get("eos_token") if isinstance(data, dict) else None
+        spelled = token.get("content") if isinstance(token, dict) else token
+        if isinstance(spelled, str) and tokenizer.token_to_id(spelled) is not None:
+            found.add(int(tokenizer.token_to_id(spelled)))
+    return frozenset(found)
