@@ -1,25 +1,73 @@
-// Requests to the server. The link's `#token=...` is kept in this origin's storage (which no other
-// port shares, as a cookie would) and sent as a header; the address bar loses it at once.
+// The server's answers. A page that was exported has them inside, by path.
 
-const KEY = "rolltree-token";
-const given = /^#token=([\w-]+)/.exec(location.hash);
-if (given) {
-  localStorage.setItem(KEY, given[1]);
-  history.replaceState(null, "", `${location.pathname}#/`);
+const stored = document.getElementById("data");
+const answers = stored ? JSON.parse(stored.textContent) : null;
+
+/** The token comes behind the link's `#`; it leaves the address and stays in this origin's storage, which no
+ * other port shares, as a cookie would. */
+function takeToken() {
+  const given = /^#token=([\w-]+)/.exec(location.hash);
+  if (given) {
+    history.replaceState(null, "", `${location.pathname}#/`);
+    localStorage.setItem("token", given[1]);
+  }
+  return answers ? null : localStorage.getItem("token");
 }
 
-async function get(path, params = {}, signal) {
-  const known = Object.entries(params).filter(([, value]) => value !== null && value !== undefined && value !== "");
-  const query = new URLSearchParams(known).toString();
-  const headers = { Authorization: `Bearer ${localStorage.getItem(KEY) ?? ""}` };
-  const answer = await fetch(query ? `${path}?${query}` : path, { headers, signal });
-  const body = await answer.json();
-  if (!answer.ok) throw Object.assign(new Error(body.error), { status: answer.status });
-  return body;
+const token = takeToken();
+
+async function get(path, query = {}, signal = undefined) {
+  const kept = Object.entries(query).filter(([, v]) => v !== null && v !== undefined && v !== "");
+  const text = new URLSearchParams(kept).toString();
+  const url = `api/${path}${text ? `?${text}` : ""}`;
+  if (answers) {
+    if (url in answers) return answers[url];
+    throw new Error("This file does not hold that part of the run. Open the run with `rolltree view`.");
+  }
+  const answer = await fetch(url, { signal, headers: { Authorization: `Bearer ${token}` } });
+  if (answer.ok) return answer.json();
+  const said = await answer.json().catch(() => ({}));
+  throw new Error(said.error ?? `The server answers ${answer.status} to ${url}.`);
 }
 
-// api.run("sub/demo", "rollouts", {phase: "train"}) -> /api/runs/sub%2Fdemo/rollouts?phase=train
-const run = (id, what = "", params = {}, signal) =>
-  get(`/api/runs/${encodeURIComponent(id)}${what && `/${what}`}`, params, signal);
+const of = (run, part) => `runs/${encodeURIComponent(run)}${part ? `/${part}` : ""}`;
 
-export const api = { get, run };
+/** The endpoints, for one view: what it still waits for ends with `signal`. */
+export function apiFor(signal) {
+  return {
+    signal,
+    isExported: answers !== null,
+    runs: () => get("runs", {}, signal),
+    run: (run) => get(of(run), {}, signal),
+    changed: (run, since) => get(of(run, "changed"), { since }, signal),
+    curves: (run) => get(of(run, "curves"), {}, signal),
+    story: (run) => get(of(run, "story"), {}, signal),
+    rollouts: (run, query) => get(of(run, "rollouts"), query, signal),
+    groups: (run, query) => get(of(run, "groups"), query, signal),
+    group: (run, id) => get(of(run, "group"), { id }, signal),
+    rollout: (run, id, index) => get(of(run, "rollout"), { id, index }, signal),
+    tokens: (run, query) => get(of(run, "tokens"), query, signal),
+    tree: (run, query) => get(of(run, "tree"), query, signal),
+    compare: (query) => get("compare", query, signal),
+  };
+}
+
+/** Call `update` when the run has grown, at most every `period_ms` while the page is seen. */
+export function whenChanged(api, run, update, period_ms = 2000) {
+  if (api.isExported) return;
+  let since = null;
+  const ask = async () => {
+    if (api.signal.aborted) return;
+    if (!document.hidden) {
+      try {
+        const { commits } = await api.changed(run, since ?? -1);
+        if (since !== null && commits !== since) await update();
+        since = commits;
+      } catch {
+        if (api.signal.aborted) return;
+      }
+    }
+    setTimeout(ask, period_ms);
+  };
+  setTimeout(ask, 0);
+}

@@ -1,7 +1,205 @@
-import { api } from "./api.js";
+// The shell: which view an address opens, the keys, the theme.
 
-const root = document.getElementById("root");
-api.get("/api/runs").then(
-  ({ runs }) => { root.textContent = runs.map((run) => run.id).join("\n"); },
-  (error) => { root.textContent = error.message; },
-);
+import { apiFor } from "./api.js";
+import { h, href, put } from "./dom.js";
+import * as compare from "./compare.js";
+import * as group from "./group.js";
+import * as rollout from "./rollout.js";
+import * as rollouts from "./rollouts.js";
+import * as run from "./run.js";
+import * as runs from "./runs.js";
+import * as tokens from "./tokens.js";
+import * as tree from "./tree.js";
+
+const ROUTES = [
+  { path: [], view: runs },
+  { path: ["compare"], view: compare },
+  { path: ["run", ":run"], view: run },
+  { path: ["run", ":run", "rollouts"], view: rollouts },
+  { path: ["run", ":run", "group", ":id"], view: group },
+  { path: ["run", ":run", "rollout", ":id", ":index"], view: rollout },
+  { path: ["run", ":run", "tokens", ":id", ":index", ":call"], view: tokens },
+  { path: ["run", ":run", "tree", ":id", ":index"], view: tree },
+  { path: ["run", ":run", "tree", ":id"], view: tree },
+];
+
+const KEYS = [
+  ["j, k", "next and previous row"],
+  ["Enter", "open the row"],
+  ["x", "choose the row (runs)"],
+  ["/", "search or filter"],
+  ["u", "one level up"],
+  ["[, ]", "previous and next call, rollout or page"],
+  ["t", "light or dark"],
+  ["Esc", "leave a field, reset the zoom"],
+  ["?", "these keys"],
+];
+
+const root = document.getElementById("view");
+const trail = document.getElementById("trail");
+const dialog = document.getElementById("keys");
+let current = null;
+
+/** Return the route of an address with its parameters, or null. */
+function match(hash) {
+  const [path, query] = hash.replace(/^#\/?/, "").split("?");
+  const parts = path ? path.split("/").map((part) => {
+    try {
+      return decodeURIComponent(part);
+    } catch {
+      return part;
+    }
+  }) : [];
+  const params = Object.fromEntries(new URLSearchParams(query ?? ""));
+  for (const route of ROUTES) {
+    if (route.path.length !== parts.length) continue;
+    if (!route.path.every((name, at) => name.startsWith(":") || name === parts[at])) continue;
+    route.path.forEach((name, at) => {
+      if (name.startsWith(":")) params[name.slice(1)] = parts[at];
+    });
+    return { view: route.view, params };
+  }
+  return null;
+}
+
+/** Draw the links above the view: [text, parts of the address] each. */
+function drawTrail(params) {
+  const links = [];
+  if (params.run !== undefined) {
+    links.push([params.run === "." ? "run" : params.run, ["run", params.run]]);
+    if (params.id !== undefined) links.push([params.id, null]);
+  }
+  put(trail, links.map(([text, parts]) => [
+    h("span", { class: "sep", "aria-hidden": "true" }, "/"),
+    parts ? h("a", { href: href(parts) }, text) : h("span", { class: "here" }, text),
+  ]));
+}
+
+async function show() {
+  current?.abort();
+  const controller = new AbortController();
+  current = controller;
+  delete document.body.dataset.ready;
+  if (dialog.open) dialog.close();
+  put(document.getElementById("live"));
+  const found = match(location.hash || "#/");
+  if (!found) {
+    put(root, h("p", { class: "error" }, "There is no such page. ", h("a", { href: "#/" }, "All runs")));
+    return;
+  }
+  drawTrail(found.params);
+  document.title = ["rolltree", found.params.run, found.params.id].filter(Boolean).join(" · ");
+  const page = h("div", { class: "page" });
+  const wait = setTimeout(() => put(root, h("p", { class: "muted" }, "Reading …")), 150);
+  performance.mark("view-begin");
+  try {
+    await found.view.render(page, found.params, apiFor(controller.signal));
+  } catch (error) {
+    if (controller.signal.aborted) return;
+    put(page, h("p", { class: "error", role: "alert" }, error.message));
+  } finally {
+    clearTimeout(wait);
+  }
+  if (controller.signal.aborted) return;
+  put(root, page);
+  page.dispatchEvent(new Event("shown"));
+  performance.measure("view", "view-begin");
+  if (!document.activeElement || document.activeElement === document.body) root.focus({ preventScroll: true });
+  document.body.dataset.ready = location.hash || "#/";
+}
+
+function rowsOf() {
+  return [...root.querySelectorAll("[data-row]")].filter((row) => row.offsetParent !== null);
+}
+
+/** Move the marked row; a virtual table moves on its own. */
+function move(by) {
+  const virtual = root.querySelector("[data-virtual]");
+  if (virtual) {
+    virtual.dispatchEvent(new CustomEvent("move", { detail: by }));
+    return;
+  }
+  const rows = rowsOf();
+  const at = rows.findIndex((row) => row.classList.contains("marked"));
+  const next = rows[Math.max(0, Math.min(rows.length - 1, at + by))];
+  if (!next) return;
+  rows[at]?.classList.remove("marked");
+  next.classList.add("marked");
+  next.scrollIntoView({ block: "nearest" });
+}
+
+function openMarked() {
+  const row = root.querySelector(".marked");
+  const link = row?.matches("a, button") ? row : row?.querySelector("a, button, summary");
+  link?.click();
+}
+
+function goUp() {
+  const params = match(location.hash)?.params ?? {};
+  if (params.call !== undefined) location.hash = href(["run", params.run, "rollout", params.id, params.index]);
+  else if (params.id !== undefined) location.hash = href(["run", params.run, "rollouts"]);
+  else if (location.hash.includes("/rollouts")) location.hash = href(["run", params.run]);
+  else location.hash = "#/";
+}
+
+function toggleTheme() {
+  const isDark = document.documentElement.dataset.theme
+    ? document.documentElement.dataset.theme === "dark"
+    : matchMedia("(prefers-color-scheme: dark)").matches;
+  document.documentElement.dataset.theme = isDark ? "light" : "dark";
+  try {
+    localStorage.setItem("theme", document.documentElement.dataset.theme);
+  } catch {
+    // A page from disk may have no storage: the choice lasts until it is closed.
+  }
+}
+
+function showKeys() {
+  put(dialog, h("h2", null, "Keys"),
+    h("dl", null, KEYS.map(([key, text]) => [h("dt", null, h("kbd", null, key)), h("dd", null, text)])),
+    h("button", { type: "button", onclick: () => dialog.close() }, "Close"));
+  dialog.showModal();
+}
+
+const ACTIONS = {
+  j: () => move(1),
+  k: () => move(-1),
+  Enter: openMarked,
+  u: goUp,
+  t: toggleTheme,
+  "?": showKeys,
+  x: () => root.querySelector(".marked input[type=checkbox]")?.click(),
+  "/": () => {
+    const field = root.querySelector("[data-search]");
+    field?.focus();
+    field?.select?.();
+  },
+  "[": () => root.querySelector("[data-previous]")?.click(),
+  "]": () => root.querySelector("[data-next]")?.click(),
+  Escape: () => root.querySelector("[data-reset]")?.click(),
+};
+
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || dialog.open) return;
+  const isField = event.target.matches("input:not([type=checkbox]), select, textarea");
+  if (isField) {
+    if (event.key === "Escape") event.target.blur();
+    return;
+  }
+  if (event.key === "Enter" && event.target.matches("a, button, summary")) return;
+  const action = ACTIONS[event.key];
+  if (!action) return;
+  event.preventDefault();
+  action();
+});
+
+try {
+  const theme = localStorage.getItem("theme");
+  if (theme) document.documentElement.dataset.theme = theme;
+} catch {
+  // No storage: the system's theme.
+}
+document.getElementById("theme").addEventListener("click", toggleTheme);
+document.getElementById("help").addEventListener("click", showKeys);
+addEventListener("hashchange", show);
+show();

@@ -1,0 +1,224 @@
+// Curves in SVG: lines with their intervals, a common pointer and a common zoom for all charts.
+
+import { h, num, put, s } from "./dom.js";
+
+const WIDTH = 420;
+const HEIGHT = 170;
+const LEFT = 46;
+const RIGHT = 8;
+const TOP = 8;
+const BOTTOM = 22;
+
+/** Round values that divide a range into about `wanted` parts. */
+export function ticks(low, high, wanted = 4) {
+  const size = (high - low) / wanted;
+  const power = 10 ** Math.floor(Math.log10(size));
+  const unit = [1, 2, 5, 10].find((each) => each * power >= size) * power;
+  const found = [];
+  for (let at = Math.ceil(low / unit) * unit; at <= high + unit * 1e-9; at += unit) {
+    found.push(Math.abs(at) < unit * 1e-9 ? 0 : at);
+  }
+  return found;
+}
+
+/** The values between which a chart's lines and intervals lie, with a margin. */
+function limits(series, steps, range) {
+  let low = Infinity;
+  let high = -Infinity;
+  for (const each of series) {
+    steps.forEach((step, at) => {
+      if (step < range[0] || step > range[1]) return;
+      for (const values of [each.values, each.low, each.high]) {
+        const value = values?.[at];
+        if (value === null || value === undefined || !Number.isFinite(value)) continue;
+        low = Math.min(low, value);
+        high = Math.max(high, value);
+      }
+    });
+  }
+  if (low > high) return [0, 1];
+  if (low >= 0 && low < 0.35 * high) low = 0;
+  if (high - low < 1e-12 * Math.max(1, Math.abs(high))) {
+    const room = Math.abs(high) * 0.1 || 1;
+    return low === 0 ? [0, room] : [low - room, high + room];
+  }
+  const room = 0.06 * (high - low);
+  return [low === 0 ? 0 : low - room, high + room];
+}
+
+function path(points) {
+  let text = "";
+  let isPen = false;
+  for (const point of points) {
+    if (!point) {
+      isPen = false;
+      continue;
+    }
+    text += `${isPen ? "L" : "M"}${point[0].toFixed(1)},${point[1].toFixed(1)}`;
+    isPen = true;
+  }
+  return text;
+}
+
+/**
+ * A board of charts with one step axis. `panels` are {title, unit, series: [{label, values, low,
+ * high}]}; `onStep(step)` is called when a step is clicked. Drag to zoom, double click to reset.
+ */
+export function board(steps, panels, { onStep, readout }) {
+  const all = [steps[0] ?? 0, steps.at(-1) ?? 1];
+  let range = all;
+  const reset = h("button", {
+    type: "button", class: "quiet", hidden: true, "data-reset": true, onclick: () => zoom(all),
+  }, "Whole run (Esc)");
+  const charts = panels.map((panel) => chart(panel));
+  const where = readout ?? h("span");
+
+  function zoom(wanted) {
+    range = wanted[1] > wanted[0] ? wanted : all;
+    reset.hidden = range === all;
+    for (const each of charts) each.draw();
+  }
+
+  function point(at) {
+    put(where, at === null ? "" : `step ${steps[at]}`);
+    for (const each of charts) each.point(at);
+  }
+
+  function chart(panel) {
+    const plot = s("svg", {
+      viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "plot", role: "img", tabindex: "0",
+      "aria-label": `${panel.title}: ${panel.series.map((each) => `${each.label} ${num(last(each.values))}`).join(", ")}`,
+    });
+    const values = panel.series.map(() => h("span", { class: "value" }));
+    const legend = h("div", { class: "legend" }, panel.series.map((each, at) => h("span", { class: `key c${at % 8}`, title: each.name },
+      h("i", { class: "swatch" }), panel.series.length > 1 ? `${each.label} ` : "", values[at])));
+    const marks = s("g");
+    let from = null;
+    let pointed = null;
+    const x = (step) => LEFT + ((step - range[0]) / (range[1] - range[0] || 1)) * (WIDTH - LEFT - RIGHT);
+
+    function say(at) {
+      panel.series.forEach((each, number) => {
+        const value = at === null ? last(each.values) : each.values[at];
+        const hasInterval = at !== null && each.low?.[at] !== null && each.low?.[at] !== undefined;
+        put(values[number], num(value), hasInterval ? ` [${num(each.low[at])}, ${num(each.high[at])}]` : "");
+      });
+    }
+
+    function draw() {
+      const [low, high] = limits(panel.series, steps, range);
+      const y = (value) => TOP + (1 - (value - low) / (high - low)) * (HEIGHT - TOP - BOTTOM);
+      const parts = [];
+      for (const value of ticks(low, high)) {
+        parts.push(s("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }));
+        parts.push(s("text", { class: "tick", x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, axis(value)));
+      }
+      for (const value of ticks(range[0], range[1], 5).filter(Number.isInteger)) {
+        parts.push(s("text", { class: "tick", x: x(value), y: HEIGHT - 6, "text-anchor": "middle" }, value));
+      }
+      const inside = (at) => at >= 0 && steps[at] >= range[0] && steps[at] <= range[1];
+      const points = (list) => steps.map((step, at) =>
+        inside(at) && Number.isFinite(list[at] ?? NaN) ? [x(step), y(list[at])] : null);
+      panel.series.forEach((each, number) => {
+        if (each.low && each.high) {
+          const band = [...points(each.high).filter(Boolean), ...points(each.low).filter(Boolean).reverse()];
+          if (band.length) parts.push(s("path", { class: `band c${number % 8}`, d: `${path(band)}Z` }));
+        }
+        const found = points(each.values);
+        parts.push(s("path", { class: `line c${number % 8}`, d: path(found) }));
+        found.forEach((each, at) => {
+          if (each && !found[at - 1] && !found[at + 1]) {
+            parts.push(s("circle", { class: `dot c${number % 8}`, cx: each[0], cy: each[1], r: 2.5 }));
+          }
+        });
+      });
+      put(plot, parts, marks);
+      drawMarks(pointed, y);
+      plot.toY = y;
+    }
+
+    function drawMarks(at, y) {
+      if (at === null || steps[at] < range[0] || steps[at] > range[1]) return put(marks);
+      const dots = panel.series.map((each, number) => Number.isFinite(each.values[at] ?? NaN) &&
+        s("circle", { class: `dot c${number % 8}`, cx: x(steps[at]), cy: y(each.values[at]), r: 3 }));
+      return put(marks, s("line", { class: "pointer", x1: x(steps[at]), x2: x(steps[at]), y1: TOP, y2: HEIGHT - BOTTOM }), dots);
+    }
+
+    function nearest(event) {
+      const box = plot.getBoundingClientRect();
+      const place = ((event.clientX - box.left) / box.width) * WIDTH;
+      const step = range[0] + ((place - LEFT) / (WIDTH - LEFT - RIGHT)) * (range[1] - range[0]);
+      let best = 0;
+      steps.forEach((each, at) => {
+        if (Math.abs(each - step) < Math.abs(steps[best] - step)) best = at;
+      });
+      return best;
+    }
+
+    plot.addEventListener("pointermove", (event) => {
+      const at = nearest(event);
+      point(at);
+      if (from !== null && at !== from) {
+        const [left, right] = [x(steps[from]), x(steps[at])].sort((a, b) => a - b);
+        marks.append(s("rect", { class: "zoom", x: left, y: TOP, width: right - left, height: HEIGHT - TOP - BOTTOM }));
+      }
+    });
+    plot.addEventListener("pointerleave", () => point(null));
+    plot.addEventListener("pointerdown", (event) => {
+      from = nearest(event);
+      plot.setPointerCapture(event.pointerId);
+    });
+    plot.addEventListener("pointerup", (event) => {
+      const at = nearest(event);
+      const begun = from;
+      from = null;
+      if (begun !== null && begun !== at) zoom([steps[begun], steps[at]].sort((a, b) => a - b));
+      else if (begun !== null && event.detail < 2) onStep?.(steps[at]);
+    });
+    plot.addEventListener("pointercancel", () => { from = null; });
+    plot.addEventListener("keydown", (event) => {
+      const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+      if (by) {
+        event.preventDefault();
+        point(Math.max(0, Math.min(steps.length - 1, (pointed ?? (by > 0 ? -1 : steps.length)) + by)));
+      } else if (event.key === "Enter" && pointed !== null) {
+        event.stopPropagation();
+        onStep?.(steps[pointed]);
+      }
+    });
+    draw();
+    say(null);
+    return {
+      element: h("figure", { class: "chart" }, h("figcaption", null, panel.title,
+        panel.unit ? h("span", { class: "muted" }, ` ${panel.unit}`) : null), legend, plot),
+      draw,
+      point: (at) => {
+        pointed = at;
+        drawMarks(at, plot.toY);
+        say(at);
+      },
+    };
+  }
+
+  return { reset, where, element: h("div", { class: "board" }, charts.map((each) => each.element)), zoom };
+}
+
+const last = (values) => values.findLast((value) => value !== null && value !== undefined) ?? null;
+
+function axis(value) {
+  const size = Math.abs(value);
+  if (size >= 1e6) return `${+(value / 1e6).toPrecision(3)}M`;
+  if (size >= 1e4) return `${+(value / 1e3).toPrecision(3)}k`;
+  if (size && size < 0.001) return value.toExponential(0);
+  return String(+value.toPrecision(4)).replace("-", "−");
+}
+
+/** A value with its interval on a line from `low` to `high`; `zero` draws where nothing changes. */
+export function interval(mean, bounds, [low, high], { zero = null, label = "" } = {}) {
+  const x = (value) => 2 + 96 * ((value - low) / (high - low || 1));
+  const [from, to] = bounds ?? [mean, mean];
+  return s("svg", { viewBox: "0 0 100 14", class: "interval", role: "img", "aria-label": label, preserveAspectRatio: "none" },
+    zero !== null && s("line", { class: "grid", x1: x(zero), x2: x(zero), y1: 0, y2: 14 }),
+    from !== null && to !== null && s("line", { class: "whisker", x1: x(from), x2: x(to), y1: 7, y2: 7 }),
+    s("rect", { class: "mean", x: x(mean) - 1.2, y: 2, width: 2.4, height: 10 }));
+}

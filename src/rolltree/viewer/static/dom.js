@@ -1,0 +1,139 @@
+// Elements without HTML: text reaches the page as text nodes only, so nothing a model wrote can run.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function fill(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes ?? {})) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "vars") {
+      for (const [key, each] of Object.entries(value)) element.style.setProperty(key, each);
+    } else element.setAttribute(name, value === true ? "" : value);
+  }
+  add(element, children);
+  return element;
+}
+
+function add(element, children) {
+  for (const child of children.flat(Infinity)) {
+    if (child === null || child === undefined || child === false) continue;
+    element.append(child instanceof Node ? child : document.createTextNode(visible(String(child))));
+  }
+}
+
+/** An HTML element. `on...` attributes are listeners, `vars` sets style properties. */
+export function h(tag, attributes, ...children) {
+  return fill(document.createElement(tag), attributes, children);
+}
+
+/** An SVG element. */
+export function s(tag, attributes, ...children) {
+  return fill(document.createElementNS(SVG, tag), attributes, children);
+}
+
+/** Replace what an element holds. */
+export function put(element, ...children) {
+  element.replaceChildren();
+  add(element, children);
+  return element;
+}
+
+const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g;
+
+/** The text with its control and direction characters shown, so that they cannot reorder or hide. */
+export function visible(text) {
+  return text.replace(/\r\n/g, "\n").replace(HIDDEN, (found) => {
+    const code = found.codePointAt(0);
+    if (code < 0x20) return String.fromCodePoint(0x2400 + code);
+    if (code === 0x7f) return "\u2421";
+    return `⟨U+${code.toString(16).toUpperCase().padStart(4, "0")}⟩`;
+  });
+}
+
+/** The first characters of a text, with a button for the rest. */
+export function folded(text, limit = 4000) {
+  const value = String(text ?? "");
+  if (value.length <= limit) return h("span", { class: "text" }, value);
+  const whole = h("span", { class: "text" }, value.slice(0, limit));
+  let shown = limit;
+  const more = h("button", { type: "button", class: "more" });
+  const name = () => put(more, `… ${count(value.length - shown)} more characters`);
+  more.addEventListener("click", () => {
+    whole.append(visible(value.slice(shown, shown + 20 * limit)));
+    shown += 20 * limit;
+    if (shown < value.length) name();
+    else more.remove();
+  });
+  name();
+  return h("span", null, whole, more);
+}
+
+/** One line of a text: no line breaks, at most `limit` characters. */
+export function line(text, limit = 120) {
+  const flat = String(text ?? "").slice(0, 4 * limit).replace(/\s+/g, " ").trim();
+  return flat.length > limit ? `${flat.slice(0, limit - 1)}…` : flat;
+}
+
+/** A whole number with commas. */
+export const count = (value) =>
+  value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en-US");
+
+/** A number with three significant digits or more. */
+export function num(value, sign = false) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (typeof value !== "number") return String(value);
+  const size = Math.abs(value);
+  let text;
+  if (Number.isInteger(value)) text = value.toLocaleString("en-US");
+  else if (size >= 100) text = value.toLocaleString("en-US", { maximumFractionDigits: 1 });
+  else if (size >= 0.001) text = value.toFixed(size >= 10 ? 2 : 3);
+  else text = value.toExponential(2);
+  return (sign && value > 0 ? `+${text}` : text).replace("-", "−");
+}
+
+/** A large number in short: 5,176 is 5.2k. */
+export function short(value) {
+  if (value === null || value === undefined) return "–";
+  for (const [size, unit] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
+    if (Math.abs(value) >= size) return `${(value / size).toFixed(value >= 100 * size ? 0 : 1)}${unit}`;
+  }
+  return num(value);
+}
+
+/** A share as a percentage. */
+export const percent = (value) =>
+  value === null || value === undefined ? "–" : `${num(Math.round(1000 * value) / 10)} %`;
+
+/** Seconds, minutes, hours or days. */
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  if (seconds < 1) return `${Math.round(1000 * seconds)} ms`;
+  for (const [size, unit] of [[86400, "d"], [3600, "h"], [60, "min"]]) {
+    if (seconds >= 2 * size) return `${Math.floor(seconds / size)} ${unit}`;
+  }
+  return `${seconds < 10 ? seconds.toFixed(1) : Math.round(seconds)} s`;
+}
+
+/** A link within the page: parts are path segments, `query` what follows them. */
+export function href(parts, query = {}) {
+  const path = parts.map((part) => encodeURIComponent(part)).join("/");
+  const kept = Object.entries(query).filter(([, v]) => v !== null && v !== undefined && v !== "");
+  const text = new URLSearchParams(kept).toString();
+  return `#/${path}${text ? `?${text}` : ""}`;
+}
+
+/** A table of a few rows: heads are texts, cells are texts or elements. */
+export function plainTable(heads, rows, numeric = []) {
+  const side = (at) => (numeric.includes(at) ? "number" : null);
+  return h("div", { class: "scroll", tabindex: "0" }, h("table", null,
+    h("thead", null, h("tr", null, heads.map((head, at) => h("th", { class: side(at), scope: "col" }, head)))),
+    h("tbody", null, rows.map((row) => h("tr", null, row.map((cell, at) => h("td", { class: side(at) }, cell))))),
+  ));
+}
+
+/** A reward as a word with a colour: what was paid, or that nothing was. */
+export function reward(value) {
+  if (value === null || value === undefined) return h("span", { class: "reward none" }, "no reward");
+  const kind = value > 0 ? "good" : value < 0 ? "bad" : "zero";
+  return h("span", { class: `reward ${kind}` }, num(value));
+}

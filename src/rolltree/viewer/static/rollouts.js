@@ -1,0 +1,81 @@
+// A run's rollouts, or its groups, as a table of any length, with filters and an order.
+
+import { count, duration, h, href, num, put, reward } from "./dom.js";
+import { interval } from "./chart.js";
+import { virtualTable } from "./table.js";
+
+const COLUMNS = [
+  { label: "rollout", width: "minmax(9rem, 3fr)", narrow: "minmax(0, 2fr)", cell: (row) => `${row.request_id}${row.num_trajectories > 1 ? ` · ${row.trajectory_index}` : ""}` },
+  { label: "reward", width: "5.5rem", narrow: "4.6rem", numeric: true, sort: "reward", cell: (row) => reward(row.reward) },
+  { label: "ended by", width: "minmax(6rem, 1.4fr)", narrow: "minmax(0, 1.2fr)", cell: ending },
+  { label: "step", width: "4rem", numeric: true, minor: true, sort: "train_step", cell: (row) => row.train_step ?? "–" },
+  { label: "task", width: "minmax(4rem, 1fr)", minor: true, cell: (row) => row.task || row.env_id },
+  { label: "agent", width: "minmax(3rem, 0.8fr)", minor: true, cell: (row) => row.agent ?? "" },
+  { label: "calls", width: "4rem", numeric: true, minor: true, sort: "num_calls", cell: (row) => count(row.num_calls) },
+  { label: "prompt", width: "5rem", numeric: true, minor: true, sort: "num_prompt_tokens", cell: (row) => count(row.num_prompt_tokens) },
+  { label: "sampled", width: "5rem", numeric: true, minor: true, sort: "num_completion_tokens", cell: (row) => count(row.num_completion_tokens) },
+  { label: "time", width: "5rem", numeric: true, minor: true, sort: "total_ms", cell: (row) => duration(row.total_ms === null ? null : row.total_ms / 1000) },
+];
+
+function ending(row) {
+  if (row.error_type) return h("span", { class: "bad", title: row.error_message }, row.error_type);
+  if (row.truncated) return h("span", { class: "warn" }, `cut: ${row.truncation_reason ?? "truncated"}`);
+  return row.stop_condition ?? row.finish_reason ?? "";
+}
+
+const GROUPS = [
+  { label: "group", width: "minmax(9rem, 2fr)", narrow: "minmax(0, 1.4fr)", cell: (row) => row.group_id },
+  { label: "rewards", width: "minmax(7rem, 2fr)", narrow: "minmax(0, 1fr)", cell: (row) => spread(row.rewards) },
+  { label: "mean", width: "5rem", narrow: "4rem", numeric: true, cell: (row) => num(row.mean) },
+  { label: "std", width: "5rem", numeric: true, minor: true, cell: (row) => row.std === 0 ? h("span", { class: "warn", title: "equal rewards teach nothing" }, "0") : num(row.std) },
+  { label: "step", width: "4rem", numeric: true, minor: true, cell: (row) => row.train_step ?? "–" },
+  { label: "rollouts", width: "5rem", numeric: true, minor: true, cell: (row) => count(row.rewards.length) },
+  { label: "failed", width: "4rem", numeric: true, minor: true, cell: (row) => row.num_failed ? h("span", { class: "bad" }, row.num_failed) : "0" },
+];
+
+/** Rewards of a group as marks on a line from the least to the most. */
+function spread(rewards) {
+  const scored = rewards.filter((value) => value !== null);
+  const range = [Math.min(0, ...scored), Math.max(1, ...scored)];
+  const sum = scored.reduce((total, value) => total + value, 0);
+  if (!scored.length) return h("span", { class: "muted" }, "none scored");
+  return h("span", { class: "spread", title: scored.map((value) => num(value)).join(", ") },
+    interval(sum / scored.length, [Math.min(...scored), Math.max(...scored)], range, { label: `rewards ${scored.map((v) => num(v)).join(", ")}` }));
+}
+
+export async function render(root, params, api) {
+  const { run, by, phase, step, where, sort } = params;
+  const isGroups = by === "group";
+  const summary = await api.run(run);
+  const go = (changes) => { location.hash = href(["run", run, "rollouts"], { by, phase, step, where, sort, ...changes }); };
+  const phases = h("select", { "aria-label": "Phase", onchange: () => go({ phase: phases.value, step: null }) },
+    h("option", { value: "" }, "all phases"),
+    (summary.phases ?? []).map((each) => h("option", { value: each.phase, selected: each.phase === phase }, each.phase)));
+  const at = h("input", { type: "number", min: 0, placeholder: "step", "aria-label": "Step", value: step, class: "step", onchange: () => go({ step: at.value }) });
+  const filter = h("input", {
+    type: "search", value: where, "data-search": true, "aria-label": "Filter", class: "filter", placeholder: "reward < 0.5 and num_calls > 2  (/)",
+    onkeydown: (event) => { if (event.key === "Enter") go({ where: filter.value }); },
+    onsearch: () => { if (!filter.value && where) go({ where: null }); },
+  });
+  const total = h("span", { class: "muted", role: "status" });
+  const box = h("div", { class: "tall" });
+  put(root, h("div", { class: "bar" },
+    h("h1", null, isGroups ? "Groups" : "Rollouts"), phases, at, !isGroups && filter, total,
+    h("a", { class: "button", href: href(["run", run, "rollouts"], { by: isGroups ? null : "group", phase, step }) }, isGroups ? "Rollouts" : "Groups")), box);
+  const query = isGroups ? { phase, step } : { phase, step, where, sort };
+  const fetchRows = async (offset, limit) => {
+    const page = await (isGroups ? api.groups : api.rollouts)(run, { ...query, offset, limit });
+    put(total, count(page.total));
+    return page;
+  };
+  try {
+    put(box, await virtualTable({
+      columns: isGroups ? GROUPS : COLUMNS, fetchRows, sort, onSort: isGroups ? null : (name) => go({ sort: name }),
+      link: (row) => isGroups ? href(["run", run, "group", row.group_id]) : href(["run", run, "rollout", row.request_id, row.trajectory_index]),
+      empty: isGroups ? "No group is here." : "No rollout passes the filter.",
+    }));
+  } catch (error) {
+    if (api.signal.aborted) throw error;
+    put(box, h("p", { class: "error", role: "alert" }, error.message));
+  }
+}

@@ -1,0 +1,124 @@
+// One run: what the numbers say in sentences, the curves, the phases, the settings.
+
+import { whenChanged } from "./api.js";
+import { board } from "./chart.js";
+import { count, duration, h, href, line, num, plainTable, put, short } from "./dom.js";
+import { estimate, progress, stateBadge } from "./runs.js";
+
+const FIRST = ["Reward", "Policy", "Engine against trainer", "Rollouts"];
+
+export async function render(root, params, api) {
+  const story = h("section", { class: "story", "aria-label": "What happened" });
+  const head = h("div");
+  const curves = h("div");
+  const rest = h("div");
+  put(root, head, story, curves, rest);
+
+  async function draw() {
+    const [summary, told, found] = await Promise.all([
+      api.run(params.run), api.story(params.run).catch(() => null), api.curves(params.run),
+    ]);
+    if (api.signal.aborted) return summary;
+    drawHead(head, summary, params);
+    drawStory(story, told?.sentences, params.run);
+    const isBusy = curves.querySelector(":hover, :focus-within") !== null;
+    if (!isBusy || !curves.firstChild) drawCurves(curves, found, params);
+    drawRest(rest, summary, params.run);
+    return summary;
+  }
+
+  const summary = await draw();
+  put(document.getElementById("live"), summary.state === "running" ? "live" : "");
+  whenChanged(api, params.run, draw);
+}
+
+function drawHead(head, run, params) {
+  const facts = [
+    ["reward", estimate(run.reward, [Math.min(0, run.reward?.low ?? 0), Math.max(1, run.reward?.high ?? 1)])],
+    ["progress", progress(run)],
+    ["rollouts", h("a", { href: href(["run", params.run, "rollouts"]) }, count(run.num_rollouts))],
+    ["failed", run.num_failed ? h("a", { class: "bad", href: href(["run", params.run, "rollouts"], { where: "status = error" }) }, count(run.num_failed)) : "0"],
+    ["sampled tokens", short(run.tokens?.sampled)],
+    ["environment", (run.envs ?? []).join(", ") || "–"],
+    ["model", run.model ?? "–"],
+    ["last written", `${duration(run.age_s)} ago`],
+  ];
+  put(head,
+    h("div", { class: "bar" }, h("h1", null, run.name), stateBadge(run),
+      h("a", { class: "button", href: href(["run", params.run, "rollouts"]) }, "Rollouts"),
+      h("a", { class: "button", href: href(["run", params.run, "rollouts"], { by: "group" }) }, "Groups")),
+    run.error && h("p", { class: "error" }, line(run.error, 400)),
+    h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))));
+}
+
+/** The address of what a sentence rests on. */
+export function evidenceLink(run, evidence) {
+  const { view, ...given } = evidence ?? {};
+  const steps = given.steps ?? [];
+  const step = given.step ?? (steps.length === 1 ? steps[0] : null);
+  if (view === "rollout") return href(["run", run, "rollout", given.request_id ?? given.id, given.trajectory_index ?? given.index ?? 0]);
+  if (view === "tokens") return href(["run", run, "tokens", given.request_id ?? given.id, given.trajectory_index ?? given.index ?? 0, given.call ?? 0], { at: given.position });
+  if (view === "tree") return href(["run", run, "tree", given.request_id ?? given.id, given.trajectory_index ?? given.index ?? 0]);
+  if (view === "group") return href(["run", run, "group", given.group_id ?? given.id]);
+  if (view === "rollouts" || view === "groups") {
+    return href(["run", run, "rollouts"], { by: view === "groups" ? "group" : null, phase: given.phase, step, where: given.where, sort: given.sort });
+  }
+  return href(["run", run], { metric: given.name ?? given.metric ?? given.series, from: steps[0], to: steps.at(-1) });
+}
+
+function drawStory(box, sentences, run) {
+  if (!sentences?.length) return put(box, h("p", { class: "muted" }, "Nothing stands out."));
+  const shown = { curves: "curve", rollouts: "rollouts", groups: "groups", group: "group", rollout: "rollout", tokens: "tokens", tree: "tree" };
+  return put(box, sentences.map((each) => h("p", { class: `sentence ${each.severity ?? "info"}`, "data-row": true },
+    h("span", { class: "hidden" }, `${each.severity ?? "note"}: `), each.text, " ",
+    each.evidence?.view && h("a", { href: evidenceLink(run, each.evidence) }, `see ${shown[each.evidence.view] ?? each.evidence.view}`))));
+}
+
+/** Curves of one unit that belong together are one chart; the others have one each. */
+function panelsOf(series) {
+  return series.map((each) => ({ title: each.label, unit: each.unit, names: [each.name], group: each.group, series: [each] }));
+}
+
+function drawCurves(box, { steps, series }, params) {
+  if (!steps.length || !series.length) return put(box);
+  const search = h("input", {
+    type: "search", placeholder: "Find a curve (/)", "aria-label": "Find a curve", "data-search": true,
+    value: params.metric, oninput: () => draw(),
+  });
+  const readout = h("span", { class: "muted", role: "status" });
+  const place = h("div");
+  const bar = h("div", { class: "bar" });
+  const open = (step) => { location.hash = href(["run", params.run, "rollouts"], { phase: "train", step }); };
+
+  function draw() {
+    const wanted = search.value.toLowerCase();
+    const found = panelsOf(series).filter((panel) => wanted
+      ? `${panel.title} ${panel.names.join(" ")} ${panel.group}`.toLowerCase().includes(wanted) : FIRST.includes(panel.group));
+    const shown = found.length || wanted ? found : panelsOf(series);
+    const drawn = board(steps, shown, { onStep: open, readout });
+    const others = series.length - shown.length;
+    put(bar, h("h2", null, "Curves"), search, readout, drawn.reset);
+    put(place, drawn.element, others > 0 && !wanted && h("button", { type: "button", class: "quiet", onclick: () => {
+      const all = board(steps, panelsOf(series), { onStep: open, readout });
+      put(bar, h("h2", null, "Curves"), search, readout, all.reset);
+      put(place, all.element);
+    } }, `${others} more curves`));
+    if (params.from !== undefined) drawn.zoom([Number(params.from) - 1, Number(params.to) + 1]);
+  }
+
+  draw();
+  return put(box, bar, h("p", { class: "muted small" }, "Drag to zoom; click a step for its rollouts."), place);
+}
+
+function drawRest(rest, run, name) {
+  const link = (phase) => h("a", { href: href(["run", name, "rollouts"], { phase }) }, phase);
+  put(rest,
+    h("h2", null, "Phases"),
+    plainTable(["phase", "reward", "rollouts", "failed", "truncated", "prompt tokens", "sampled tokens"],
+      (run.phases ?? []).map((each) => [link(each.phase), num(each.mean_reward), count(each.num_rollouts), count(each.num_errors),
+        count(each.num_truncated), count(each.num_prompt_tokens), count(each.num_completion_tokens)]), [1, 2, 3, 4, 5, 6]),
+    run.notices?.length > 0 && h("details", null, h("summary", null, `${run.notices.length} notices`),
+      plainTable(["when", "step", "kind", "what"], run.notices.map((each) =>
+        [new Date(1000 * each.created_at).toLocaleString(), each.step ?? "–", each.kind, line(JSON.stringify(each.data), 300)]))),
+    h("details", null, h("summary", null, "Settings"), h("pre", null, JSON.stringify(run.config ?? {}, null, 2))));
+}
