@@ -11,6 +11,7 @@ import rolltree as rt
 from golden_kit import unpack
 from rolltree.errors import UnknownName
 from rolltree.records.group_tree import group_tree, tree_picture
+from rolltree.records.rollout_view import rollout_view, tool_errors
 from rolltree.records.token_lens import token_lens
 from rolltree.records.tokenizer import RunTokenizer, found_tokenizer
 from rolltree.rollouts.record import encode_result
@@ -252,3 +253,47 @@ def test_200_000_tokens_take_half_a_second(tmp_path):
         taken = time.process_time() - began
     assert len(found["texts"]) == 200_000
     assert taken < 0.5  # measured: 0.08
+
+
+# -- one rollout to read ---------------------------------------------------------------------------
+
+
+def test_a_rollout_says_where_its_time_went(tmp_path):
+    path = unpack("4/tools", tmp_path / "run")
+    with rt.read_run(path) as data:
+        found = rollout_view(data.run, "eval/tool_calls/0/0")
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    said = [(m["role"], m["call"], len(m["tool_calls"])) for m in found["messages"]]
+    assert said == [
+        ("system", None, 0),
+        ("user", None, 0),
+        ("assistant", 0, 1),
+        ("tool", None, 0),
+        ("assistant", 1, 1),
+        ("tool", None, 0),
+        ("assistant", 2, 0),
+    ]
+    call = found["messages"][2]["tool_calls"][0]
+    assert (call["name"], call["arguments"]) == ("price", '{"item": "clock"}')
+    assert {"name": "total_tool_calls", "value": 2.0} in found["rewards"]
+    timing, calls = found["timing"], found["calls"]
+    assert timing["server_ms"] == pytest.approx(sum(each["time_ms"] for each in calls))
+    assert timing["server_ms"] + timing["own_ms"] == pytest.approx(timing["generation_ms"])
+    own = calls[1]["sent_ms"] - calls[0]["sent_ms"] - calls[0]["time_ms"]
+    assert calls[1]["own_ms"] == pytest.approx(own)
+    assert [each["call"] for each in found["breaks"]] == [1, 2]
+    (error,) = tool_errors({"tool_errors": [{"tool": "price", "type": "ToolTimeLimit"}]})
+    assert (error["tool"], error["message"]) == ("price", "")
+
+
+def test_a_failed_rollout_has_its_traceback(tmp_path):
+    with rt.read_run(unpack("4/train", tmp_path / "run")) as data:
+        found = rollout_view(data.run, "eval_before/letters/3/0")
+    assert found["rollout"]["reward"] is None
+    assert "the letter box is stuck" in found["errors"][0]["traceback"]
+    assert found["messages"][-1]["call"] == 0
+
+
+def test_times_that_nobody_noted_are_not_zero(run):
+    found = rollout_view(run, "g/0")
+    assert found["timing"]["server_ms"] is found["calls"][0]["own_ms"] is None

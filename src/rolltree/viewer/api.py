@@ -26,9 +26,12 @@ from starlette.responses import Response
 from rolltree.errors import ConfigError, RolltreeError, StoreError, UnknownName, did_you_mean
 from rolltree.records import compare
 from rolltree.records.curves import run_curves
+from rolltree.records.group_tree import group_tree, tree_picture
 from rolltree.records.overview import run_overview, run_summary
 from rolltree.records.pages import MAX_ROWS, group_page, rollout_page
+from rolltree.records.rollout_view import rollout_view
 from rolltree.records.table import clean_text
+from rolltree.records.token_lens import token_lens
 from rolltree.store import Run, run_folders, to_plain
 
 logger = logging.getLogger("rolltree.viewer")
@@ -152,6 +155,32 @@ def _groups(
     return group_page(run, phase=phase, step=step, offset=offset, limit=limit)
 
 
+def _group(run: Run, *, id: str) -> Any:
+    return group_tree(run, id)
+
+
+def _rollout(run: Run, *, id: str, index: Offset = 0) -> Any:
+    return rollout_view(run, id, index)
+
+
+def _tokens(
+    run: Run,
+    *,
+    id: str,
+    index: Offset = 0,
+    call: Offset = 0,
+    offset: Offset = 0,
+    limit: Annotated[int, msgspec.Meta(ge=1)] | None = None,
+) -> Any:
+    return token_lens(run, id, index, call, offset=offset, limit=limit)
+
+
+def _tree(run: Run, *, id: str | None = None, index: Offset = 0, group: str | None = None) -> Any:
+    if (id is None) == (group is None):
+        raise ConfigError("a tree is that of a rollout or of a group. Give either id or group.")
+    return tree_picture(run, id, index, group_id=group)
+
+
 def _changed(run: Run, *, since: int = -1) -> Any:
     commits = run.num_commits
     return {"commits": commits, "changed": commits != since}
@@ -163,6 +192,10 @@ _OF_RUN: dict[str, Callable[..., Any]] = {
     "curves": lambda run: run_curves(run),
     "rollouts": _rollouts,
     "groups": _groups,
+    "group": _group,
+    "rollout": _rollout,
+    "tokens": _tokens,
+    "tree": _tree,
 }
 """What `/api/runs/R/NAME` is answered by, with the run and the parameters of the query."""
 

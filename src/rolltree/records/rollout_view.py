@@ -1,0 +1,148 @@
+"""One rollout to read: what was said, what it was paid, where its time went, how it failed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rolltree.records.columns import ROLLOUTS
+from rolltree.records.token_lens import one_rollout, rollout_breaks
+from rolltree.records.token_rows import call_rows, state_of
+from rolltree.records.tokenizer import shown_tokenizer
+from rolltree.records.values import json_text, number_of, rollout_values, stored_names
+from rolltree.rollouts.conversation import conversation
+from rolltree.store import Run, StoredRollout, to_plain
+from rolltree.types import State
+
+_COLUMNS = tuple(column.name for column in ROLLOUTS if column.name not in ("input", "errors"))
+
+
+def rollout_view(run: Run, request_id: str, trajectory_index: int = 0) -> dict[str, Any]:
+    """Return everything about one rollout but its tokens, JSON-ready.
+
+    - `rollout`: its columns of table `rollouts`; `input`: its dataset row without the prompt.
+    - `messages`: `role`, `content` (a text, or parts), `reasoning`, `tool_calls` (`id`, `name`,
+      `arguments`), `tool_call_id`, `name`, `is_prompt`, and `call`: which model call said it.
+    - `calls`: rows of table `calls`, with `own_ms`: how long environment and tools took after the
+      call before (None where times were not recorded).
+    - `rewards`: `name`, `value` of every reward function and metric.
+    - `timing`: `generation_ms`, of it `server_ms` waiting for answers and `own_ms` the rest;
+      `scoring_ms`, `total_ms`.
+    - `errors` with their tracebacks; `tool_errors`: what tools raised, which the model was told.
+    - `breaks` with both sides; `others`: the other rollouts of its request.
+
+    Raises:
+        UnknownName: the run has no such rollout.
+    """
+    row = one_rollout(run, request_id, trajectory_index)
+    state = state_of(row)
+    calls = [] if state is None else _timed(call_rows(row, state))
+    return {
+        "rollout": _columns(row),
+        "input": to_plain(dict(row.input)),
+        "messages": [] if state is None else _messages(state),
+        "calls": calls,
+        "rewards": [
+            {"name": str(name), "value": number_of(value)} for name, value in row.metrics.items()
+        ],
+        "timing": _timing(row, calls),
+        "errors": [to_plain(dict(error)) for error in row.errors],
+        "tool_errors": [] if state is None else tool_errors(state),
+        "breaks": [] if state is None else rollout_breaks(state, shown_tokenizer(run)),
+        "others": [
+            {"trajectory_index": index, "agent": agent, "reward": reward}
+            for index, agent, reward in run.columns(
+                ("trajectory_index", "agent", "reward"), request_id=request_id
+            )
+            if index != trajectory_index
+        ],
+    }
+
+
+def tool_errors(state: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return what the tools of a rollout raised: `tool`, `type`, `message`, `traceback`."""
+    found = state.get("tool_errors")
+    names = ("tool", "type", "message", "traceback")
+    return [
+        {name: str(error.get(name) or "") for name in names}
+        for error in (found if isinstance(found, list) else ())
+        if isinstance(error, Mapping)
+    ]
+
+
+def _columns(row: StoredRollout) -> dict[str, Any]:
+    found = {name: [getattr(row, name)] for name in stored_names(_COLUMNS)}
+    return {name: values[0] for name, values in rollout_values(_COLUMNS, found).items()}
+
+
+def _messages(state: State) -> list[dict[str, Any]]:
+    """Return prompt and completion; a message that a call's completion ends with is that call's."""
+    prompt, completion = conversation(state)
+    said = [_last(step.get("completion")) for step in state["trajectory"]]
+    shown = [_message(message, True, None) for message in prompt]
+    at = 0
+    for message in completion:
+        call = None
+        if message.get("role") == "assistant":
+            call = next((i for i in range(at, len(said)) if said[i] == message), None)
+            at = at if call is None else call + 1
+        shown.append(_message(message, False, call))
+    return shown
+
+
+def _last(completion: Any) -> Any:
+    if isinstance(completion, str):
+        return {"role": "assistant", "content": completion}
+    return completion[-1] if completion else None
+
+
+def _message(message: Mapping[str, Any], is_prompt: bool, call: int | None) -> dict[str, Any]:
+    content = message.get("content")
+    return {
+        "role": str(message.get("role") or ""),
+        "content": content if isinstance(content, str) else to_plain(content),
+        "reasoning": message.get("reasoning_content") or message.get("reasoning"),
+        "tool_calls": [_tool_call(each) for each in message.get("tool_calls") or ()],
+        "tool_call_id": message.get("tool_call_id"),
+        "name": message.get("name"),
+        "is_prompt": is_prompt,
+        "call": call,
+    }
+
+
+def _tool_call(call: Any) -> dict[str, Any]:
+    """Return id, name and arguments (JSON as the model wrote it) of a tool call."""
+    known = call if isinstance(call, Mapping) else {}
+    function = known.get("function")
+    about = function if isinstance(function, Mapping) else known
+    arguments = about.get("arguments")
+    return {
+        "id": known.get("id"),
+        "name": str(about.get("name") or ""),
+        "arguments": arguments if isinstance(arguments, str) else json_text(arguments),
+    }
+
+
+def _timed(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add `own_ms`; runs of older versions have no times of calls, which is None, not 0."""
+    is_timed = any(call["time_ms"] for call in calls)
+    ended = 0.0
+    for call in calls:
+        if not is_timed or call["sent_ms"] is None or call["time_ms"] is None:
+            call |= {"own_ms": None, "sent_ms": None, "time_ms": None}
+            continue
+        call["own_ms"] = max(0.0, call["sent_ms"] - ended)
+        ended = call["sent_ms"] + call["time_ms"]
+    return calls
+
+
+def _timing(row: StoredRollout, calls: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    times = [call["time_ms"] for call in calls if call["time_ms"] is not None]
+    server = min(sum(times), row.generation_ms) if times else None
+    return {
+        "generation_ms": row.generation_ms,
+        "server_ms": server,
+        "own_ms": None if server is None else row.generation_ms - server,
+        "scoring_ms": row.scoring_ms,
+        "total_ms": row.total_ms,
+    }
