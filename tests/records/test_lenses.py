@@ -201,6 +201,9 @@ def test_breaks_show_both_sides(run):
     (found,) = token_lens(run, "g/2", call=1)["breaks"]
     assert found["common_text"] == "b"
     assert (found["previous_after"], found["current_after"]) == ("cg", "ji")
+    pieces = group_tree(run, "g")["segments"][6]["pieces"]
+    assert [tuple(each.values()) for each in pieces] == [("environment", "ji"), ("model", "g")]
+    assert token_lens(run, "g/2", call=0)["breaks"] == []
 
 
 def test_an_unknown_rollout_or_call_is_named(run):
@@ -275,7 +278,7 @@ def test_a_rollout_says_where_its_time_went(tmp_path):
     ]
     call = found["messages"][2]["tool_calls"][0]
     assert (call["name"], call["arguments"]) == ("price", '{"item": "clock"}')
-    assert {"name": "total_tool_calls", "value": 2.0} in found["rewards"]
+    assert found["rewards"]["total_tool_calls"] == 2.0
     timing, calls = found["timing"], found["calls"]
     assert timing["server_ms"] == pytest.approx(sum(each["time_ms"] for each in calls))
     assert timing["server_ms"] + timing["own_ms"] == pytest.approx(timing["generation_ms"])

@@ -70,11 +70,11 @@ class _Segments:
 def group_tree(run: Run, group_id: str) -> dict[str, Any]:
     """Return the rollouts of a group as one tree with reward and advantage on each branch.
 
-    - `segments`: parents first, with `parent`, `start` (tokens above it), `num_tokens`, `text`
-      (None without a tokenizer; `num_left_out` tokens of its middle are not in it), `authors` as
-      `[author, tokens]` in order, `members` (which go through it), `reward` and `advantage` (means
-      over the scored members, and over its sampled tokens as they were trained; None where there
-      is none).
+    - `segments`: parents first, with `parent`, `start` (tokens above it), `num_tokens`, `authors`
+      as `[author, tokens]` in order, `pieces`: `author` and `text` of each (None without a
+      tokenizer: `ids` then; of long ones the middle is left out), `members` (which go through it),
+      `reward` and `advantage` (means over the scored members, and over its sampled tokens as they
+      were trained; None where there is none).
     - `members`: the rollouts with `reward`, `advantage` (mean over its sampled tokens, as trained;
       None if that was not recorded), `above_mean` (its reward minus the group's mean), `path` (its
       segments in the order in which its calls reach them) and `calls`.
@@ -106,9 +106,11 @@ def group_tree(run: Run, group_id: str) -> dict[str, Any]:
         "group_id": group_id,
         "phase": first.phase,
         "train_step": first.train_step,
-        "example_id": None if first.example_id is None else str(first.example_id),
-        "task": first.task,
-        "env_id": first.env_id,
+        "example": {
+            "env_id": first.env_id,
+            "task": first.task,
+            "example_id": None if first.example_id is None else str(first.example_id),
+        },
         "has_tokenizer": shown is not None,
         "is_trained": any(member.trained is not None for member in members),
         "reward": middle,
@@ -117,8 +119,7 @@ def group_tree(run: Run, group_id: str) -> dict[str, Any]:
                 "parent": int(segments.parent[at]),
                 "start": int(segments.start_depth[at]),
                 "num_tokens": int(segments.end[at] - segments.start[at]),
-                **_text(tree.arena.ids[segments.start[at] : segments.end[at]], shown),
-                "authors": _authors(by_model[segments.start[at] : segments.end[at]]),
+                **_said(tree, by_model, segments, at, shown),
                 "members": inside[at],
                 "reward": _mean([rewards[index] for index in inside[at]]),
                 "advantage": paid[at],
@@ -128,6 +129,7 @@ def group_tree(run: Run, group_id: str) -> dict[str, Any]:
         "members": [
             {
                 **member.name,
+                "index_in_group": member.row.index_in_group,
                 "reward": member.row.reward,
                 "above_mean": _above(member.row.reward, middle),
                 "advantage": _member_advantage(member.trained),
@@ -316,15 +318,31 @@ def _sampled(
     return by_model, [value / number if number else None for value, number in pairs]
 
 
-def _text(ids: IntArray, tokenizer: RunTokenizer | None) -> dict[str, Any]:
-    left_out = max(0, len(ids) - MAX_SHOWN_TOKENS)
+def _said(
+    tree: TokenTree,
+    by_model: NDArray[np.bool_],
+    segments: _Segments,
+    at: int,
+    tokenizer: RunTokenizer | None,
+) -> dict[str, Any]:
+    start, end = int(segments.start[at]), int(segments.end[at])
+    ids, authors = tree.arena.ids[start:end], _authors(by_model[start:end])
     if tokenizer is None:
-        return {"text": None, "num_left_out": 0, "ids": ids[:MAX_SHOWN_TOKENS].tolist()}
-    if not left_out:
-        return {"text": tokenizer.decode(ids.tolist()), "num_left_out": 0}
+        return {"authors": authors, "pieces": None, "ids": ids[:MAX_SHOWN_TOKENS].tolist()}
+    pieces, done = [], 0
+    for author, size in authors:
+        pieces.append({"author": author, "text": _text(ids[done : done + size], tokenizer)})
+        done += size
+    return {"authors": authors, "pieces": pieces}
+
+
+def _text(ids: IntArray, tokenizer: RunTokenizer) -> str:
+    left_out = len(ids) - MAX_SHOWN_TOKENS
+    if left_out <= 0:
+        return tokenizer.decode(ids.tolist())
     half = MAX_SHOWN_TOKENS // 2
-    parts = [tokenizer.decode(part.tolist()) for part in (ids[:half], ids[-half:])]
-    return {"text": " … ".join(parts), "num_left_out": left_out}
+    first, last = (tokenizer.decode(part.tolist()) for part in (ids[:half], ids[-half:]))
+    return f"{first}\n… {left_out:,} tokens …\n{last}"
 
 
 def _authors(by_model: NDArray[np.bool_]) -> list[list[Any]]:

@@ -25,7 +25,7 @@ def rollout_view(run: Run, request_id: str, trajectory_index: int = 0) -> dict[s
       `arguments`), `tool_call_id`, `name`, `is_prompt`, and `call`: which model call said it.
     - `calls`: rows of table `calls`, with `own_ms`: how long environment and tools took after the
       call before (None where times were not recorded).
-    - `rewards`: `name`, `value` of every reward function and metric.
+    - `rewards`: the value of every reward function and metric by its name.
     - `timing`: `generation_ms`, of it `server_ms` waiting for answers and `own_ms` the rest;
       `scoring_ms`, `total_ms`.
     - `errors` with their tracebacks; `tool_errors`: what tools raised, which the model was told.
@@ -42,9 +42,7 @@ def rollout_view(run: Run, request_id: str, trajectory_index: int = 0) -> dict[s
         "input": to_plain(dict(row.input)),
         "messages": [] if state is None else _messages(state),
         "calls": calls,
-        "rewards": [
-            {"name": str(name), "value": number_of(value)} for name, value in row.metrics.items()
-        ],
+        "rewards": {str(name): number_of(value) for name, value in row.metrics.items()},
         "timing": _timing(row, calls),
         "errors": [to_plain(dict(error)) for error in row.errors],
         "tool_errors": [] if state is None else tool_errors(state),

@@ -67,9 +67,9 @@ def token_lens(
 
     Besides the columns (`ids`, `texts`, `bytes` in hexadecimal, `author`, `is_sampled`,
     `sampled_in`, those of `VALUES`, and `difference`: trainer minus engine logprob) there are
-    `calls`, with which the page goes from call to call, and `breaks` of the whole rollout with both
-    sides. A column of which the rollout has no value is None; so are `texts` and `bytes` without
-    a tokenizer.
+    `calls`, with which the page goes from call to call, and `breaks`: where this call's prompt does
+    not extend what came before, with both sides. A column of which the rollout has no value is
+    None; so are `texts` and `bytes` without a tokenizer.
 
     Raises:
         UnknownName: the run has no such rollout, or the rollout no such call with tokens.
@@ -99,6 +99,7 @@ def token_lens(
         "trajectory_index": trajectory_index,
         "call": call,
         "calls": _calls(rollout),
+        "num_calls": len(rollout.steps),
         "num_tokens": length,
         "num_prompt_tokens": tree.prompt_len(handle),
         "offset": offset,
@@ -111,7 +112,7 @@ def token_lens(
         "sampled_in": _listed(by, by < 0),
         **{name: _values(name, found.get(name)) for name in VALUES},
         "difference": _difference(found),
-        "breaks": rollout_breaks(state, tokenizer),
+        "breaks": [each for each in rollout_breaks(state, tokenizer) if each["call"] == call],
     }
 
 
