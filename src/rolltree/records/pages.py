@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from statistics import pstdev
+from collections.abc import Mapping, Sequence
+from statistics import mean, pstdev
 from typing import Any
 
 from rolltree.records.columns import ROLLOUTS
 from rolltree.records.values import number_of, rollout_values, stored_names
-from rolltree.store import Run, to_plain
+from rolltree.store import Run, StoredRollout, to_plain
 
 MAX_ROWS = 1000
 COLUMNS = tuple(each.name for each in ROLLOUTS if each.name not in ("input", "errors"))
 """Columns of table `rollouts` that a page has; `metrics` comes with them."""
-_OF_GROUP = ("group_id", "phase", "train_step", "env_id", "task", "example_id")
-_OF_MEMBER = ("request_id", "trajectory_index", "reward", "status", "truncated")
+_OF_MEMBERS = ("request_id", "trajectory_index", "agent", "reward", "status")
+_OF_GROUPS = (
+    *("group_id", "phase", "train_step", "env_id", "task", "example_id", "index_in_group"),
+    *("truncated", "num_completion_tokens", *_OF_MEMBERS),
+)
 
 
 def rollout_page(
@@ -39,13 +43,25 @@ def rollout_page(
         filters["where"] = where
     names = [*stored_names(COLUMNS), "metrics"]
     page = list(run.columns(names, limit=limit, offset=offset, sort=sort, **filters))
-    found = dict(zip(names, map(list, zip(*page, strict=True)), strict=True)) if page else {}
-    columns = rollout_values(COLUMNS, found) if page else {}
-    rows = [
-        {**{name: columns[name][at] for name in COLUMNS}, "metrics": _numbers(found["metrics"][at])}
-        for at in range(len(page))
+    found = [list(column) for column in zip(*page, strict=True)]
+    return {
+        "total": run.num_rollouts(**filters),
+        "rows": _rows(dict(zip(names, found, strict=True))) if page else [],
+    }
+
+
+def page_rows(rows: Sequence[StoredRollout]) -> list[dict[str, Any]]:
+    """Return stored rollouts as the rows of a page."""
+    names = [*stored_names(COLUMNS), "metrics"]
+    return _rows({name: [getattr(row, name) for row in rows] for name in names})
+
+
+def _rows(found: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
+    columns = rollout_values(COLUMNS, found)
+    return [
+        {**{name: columns[name][at] for name in COLUMNS}, "metrics": _numbers(metrics)}
+        for at, metrics in enumerate(found["metrics"])
     ]
-    return {"total": run.num_rollouts(**filters), "rows": rows}
 
 
 def group_page(
@@ -64,7 +80,8 @@ def group_page(
     Raises:
         StoreError: a row is damaged or missing.
     """
-    clauses, values = ["group_id <> ''"], []
+    clauses: list[str] = ["group_id <> ''"]
+    values: list[Any] = []
     for name, value in (("phase", phase), ("train_step", step)):
         if value is not None:
             clauses.append(f"{name} = ?")
@@ -78,29 +95,28 @@ def group_page(
         limit,
         offset,
     )
-    groups: dict[str, list[tuple[Any, ...]]] = {row["group_id"]: [] for row in chosen}
-    names = (*_OF_GROUP, *_OF_MEMBER, "num_completion_tokens")
-    for row in run.columns(names, group_id=list(groups)) if groups else ():
-        groups[row[0]].append(row)
+    groups: dict[str, list[dict[str, Any]]] = {row["group_id"]: [] for row in chosen}
+    for found in run.columns(_OF_GROUPS, group_id=list(groups)) if groups else ():
+        row = dict(zip(_OF_GROUPS, found, strict=True))
+        groups[row["group_id"]].append(row)
     return {"total": total[0]["n"], "rows": [_group(rows) for rows in groups.values() if rows]}
 
 
-def _group(rows: list[tuple[Any, ...]]) -> dict[str, Any]:
-    group_id, phase, step, env_id, task, example_id, *_ = rows[0]
-    rewards = [row[8] for row in rows]
+def _group(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    rows.sort(key=lambda row: (row["index_in_group"], row["trajectory_index"]))
+    rewards = [row["reward"] for row in rows]
     scored = [reward for reward in rewards if reward is not None]
+    first = rows[0]
     return {
-        "group_id": group_id,
-        "phase": phase,
-        "train_step": step,
-        "example": {"env_id": env_id, "task": task, "example_id": to_plain(example_id)},
-        "members": [{"request_id": row[6], "trajectory_index": row[7]} for row in rows],
+        **{name: first[name] for name in ("group_id", "phase", "train_step")},
+        "example": {name: to_plain(first[name]) for name in ("env_id", "task", "example_id")},
+        "members": [{name: row[name] for name in _OF_MEMBERS} for row in rows],
         "rewards": rewards,
-        "mean": sum(scored) / len(scored) if scored else None,
+        "mean": mean(scored) if scored else None,
         "std": pstdev(scored) if scored else None,
-        "num_failed": sum(row[9] == "error" for row in rows),
-        "num_truncated": sum(bool(row[10]) for row in rows),
-        "num_completion_tokens": sum(row[11] for row in rows),
+        "num_failed": sum(row["status"] == "error" for row in rows),
+        "num_truncated": sum(row["truncated"] for row in rows),
+        "num_completion_tokens": sum(row["num_completion_tokens"] for row in rows),
     }
 
 

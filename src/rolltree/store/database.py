@@ -55,7 +55,8 @@ ROW_ERRORS = (StoreError, AttributeError, TypeError, ValueError)
 class Database:
     """A connection for one writer (`"w"`), its maker (`"create"`) or a reader (`"r"`).
 
-    `first_meta` fills the meta table in the transaction that makes the schema.
+    `first_meta` fills the meta table in the transaction that makes the schema. With `check="rows"`
+    only what is read is compared with its checksums.
 
     Raises:
         StoreError: the file is missing, empty, damaged, not a run's, or of another schema.
@@ -66,11 +67,14 @@ class Database:
         path: Path,
         mode: Literal["r", "w", "create"],
         first_meta: Mapping[str, str] | None = None,
+        *,
+        check: Literal["file", "rows"] = "file",
     ) -> None:
         self.path = path
         self.is_new = False
         self._lock = threading.RLock()
         self._is_checked = False
+        self._check_file = check == "file"
         self._note = CommitNote(path)
         if mode != "r" and _has_wal(path) and path.is_file():
             # A writer that closes merges the log, and a damaged one would be gone: look first.
@@ -221,7 +225,7 @@ class Database:
         Raises:
             StoreError: something is damaged; the first findings are named.
         """
-        if self._is_checked:
+        if self._is_checked or not self._check_file:
             return
         with self.snapshot() as connection:
             said = [row[0] for row in connection.execute(f"PRAGMA integrity_check({MAX_TOLD})")]

@@ -73,15 +73,25 @@ class Run(StoredRun):
         return run
 
     @classmethod
-    def open(cls, path: str | Path, mode: Literal["r", "w"] = "w") -> Run:
+    def open(
+        cls,
+        path: str | Path,
+        mode: Literal["r", "w"] = "w",
+        *,
+        check: Literal["file", "rows"] = "file",
+    ) -> Run:
         """Open an existing run to continue it (`"w"`), or to read it while others write (`"r"`).
+
+        What is read is compared with its checksums, and before the first filter the whole file is.
+        A reader that wants its first rows at once has `check="rows"`: then that is left out, and a
+        damaged index may hide rows.
 
         Raises:
             StoreError: not a run, of another schema, or (`"w"`) being written by another process.
         """
         directory = Path(path)
         if mode == "r":
-            return cls(directory, Database(directory / "run.db", "r"), None)
+            return cls(directory, Database(directory / "run.db", "r", check=check), None)
         if not (directory / "run.db").is_file():
             Database(directory / "run.db", "w")  # raises with the explanation
         with _writing(directory):

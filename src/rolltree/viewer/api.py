@@ -117,7 +117,7 @@ class Runs:
         with self._lock:
             found = self._open.get(name)
             if found is None or found.file != file:
-                run = Run.open(folder, mode="r")
+                run = Run.open(folder, mode="r", check="rows")
                 weakref.finalize(run, run._database.close)
                 found = self._open[name] = _Opened(run, file)
             self._open.move_to_end(name)
@@ -233,7 +233,10 @@ class Api:
         raise UnknownName(f"there is nothing at /api/{'/'.join(path)}.")
 
     def _compare(self, *, a: str, b: str) -> Any:
-        return compare(self._arm(a), self._arm(b)).as_dict()
+        found = compare(self._arm(a), self._arm(b))
+        paths = {run.path for arm in found.arms for run in arm.runs}
+        ids = {str(path): path.relative_to(self.runs.root).as_posix() for path in paths}
+        return {**found.as_dict(), "ids": ids}
 
     def _arm(self, text: str) -> Path | str:
         """Return an arm of a comparison: a run's id, or `ID:PHASE`."""

@@ -1,0 +1,66 @@
+"""A real server process over a folder of runs, and a client that has its token."""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import httpx
+import pytest
+
+import golden_kit
+
+
+@dataclass
+class Page:
+    process: subprocess.Popen
+    link: str
+
+    @property
+    def base(self):
+        return self.link.partition("/#")[0]
+
+    @property
+    def token(self):
+        return self.link.partition("#token=")[2]
+
+    def get(self, path, *, token=None, **headers):
+        """GET with the token of the link, or another one; "" sends none."""
+        token = self.token if token is None else token
+        given = {"Authorization": f"Bearer {token}"} if token else {}
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return httpx.get(self.base + path, headers=given | named, timeout=60)
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory):
+    """Return a folder with the three runs of the newest schema, one of them deeper down."""
+    root = tmp_path_factory.mktemp("view") / "runs"
+    newest = golden_kit.SCHEMAS[-1]
+    golden_kit.unpack(f"{newest}/train", root / "train")
+    golden_kit.unpack(f"{newest}/agents", root / "deep" / "agents")
+    golden_kit.unpack("3/tools", root / "tools")
+    return root
+
+
+@pytest.fixture(scope="session")
+def start():
+    """Return a function that starts `rolltree view` on a folder; all are stopped at the end."""
+    pages = []
+
+    def begin(where):
+        command = [sys.executable, "-m", "rolltree", "view", str(where), "--no-browser"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        pages.append(Page(process, process.stdout.readline().strip()))
+        return pages[-1]
+
+    yield begin
+    for page in pages:
+        page.process.terminate()
+    for page in pages:
+        page.process.wait(timeout=30)
+        page.process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def page(start, runs):
+    return start(runs)

@@ -1,0 +1,211 @@
+"""The JSON endpoints give what Python gives: one query layer under both."""
+
+import json
+import math
+from urllib.parse import quote
+
+import pytest
+
+import golden_kit
+import rolltree as rt
+from rolltree.store import Run, StoredRollout, list_runs
+
+
+def data(page, path):
+    answer = page.get(path)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def plain(value):
+    """Return what JSON makes of a value: no number that is not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return json.loads(json.dumps(value))
+
+
+def test_the_runs_are_those_of_the_store(page, runs):
+    found = data(page, "/api/runs")["runs"]
+    listed = list_runs(runs)
+    assert [row["path"] for row in found] == [str(run.path) for run in listed]
+    assert {row["id"] for row in found} == {"train", "deep/agents", "tools"}
+    for row, run in zip(found, listed, strict=True):
+        assert row["state"] == run.state
+        assert row["num_steps"] == run.num_steps
+        assert row["num_rollouts"] == sum(phase.num_rollouts for phase in run.phases)
+        assert row["tokens"]["sampled"] == sum(phase.num_completion_tokens for phase in run.phases)
+
+
+def test_a_run_below_a_folder_is_one_segment(page):
+    assert data(page, "/api/runs/deep%2Fagents")["name"] == "agents"
+    assert page.get("/api/runs/deep/agents").status_code == 404
+
+
+def test_a_single_run_is_shown_alone(start, runs):
+    page = start(runs / "train")
+    assert [row["id"] for row in data(page, "/api/runs")["runs"]] == ["train"]
+    assert page.get("/api/runs/tools").status_code == 404
+
+
+def test_the_curves_are_the_steps_table(page, runs):
+    found = data(page, "/api/runs/train/curves")
+    with rt.read_run(runs / "train") as stored:
+        steps = list(stored.steps().rows())
+        evaluations = list(stored.evaluations().rows())
+    rows = {row["step"]: row for row in [*evaluations, *steps]}
+    assert found["steps"] == sorted(rows)
+    series = {each["name"]: each for each in found["series"]}
+    assert series["reward/mean"]["values"][-len(steps) :] == [s["reward/mean"] for s in steps]
+    assert all(len(each["values"]) == len(found["steps"]) for each in found["series"])
+    shown = {name for each in found["series"] for name in [each["name"]]}
+    bounds = {"reward/low", "reward/high"}
+    kept = {name for step in steps for name, value in step.items() if value is not None}
+    assert kept - {"step", "created_at"} - bounds <= shown
+    if "eval/reward" in series:
+        assert {"low", "high"} <= series["eval/reward"].keys()
+
+
+@pytest.mark.parametrize(
+    ("query", "filters"),
+    [
+        ("", {}),
+        ("?phase=train", {"phase": "train"}),
+        (
+            "?phase=train&step=1&sort=-reward",
+            {"phase": "train", "train_step": 1, "sort": "-reward"},
+        ),
+        (
+            "?where=" + quote("reward > 0 and num_calls >= 1"),
+            {"where": "reward > 0 and num_calls >= 1"},
+        ),
+        ("?offset=3&limit=2", {"offset": 3, "limit": 2}),
+    ],
+)
+def test_a_page_of_rollouts_is_the_rollouts_table(page, runs, query, filters):
+    found = data(page, f"/api/runs/train/rollouts{query}")
+    with rt.read_run(runs / "train") as stored:
+        wanted = list(stored.rollouts(**filters).rows())
+        counted = {k: v for k, v in filters.items() if k not in ("sort", "offset", "limit")}
+        assert found["total"] == stored.run.num_rollouts(**counted)
+    assert found["rows"]
+    for row, same in zip(found["rows"], wanted, strict=True):
+        metrics = row.pop("metrics")
+        assert {name: plain(same[name]) for name in row} == row
+        assert metrics == {
+            name.removeprefix("metrics/"): value
+            for name, value in same.items()
+            if name.startswith("metrics/") and value is not None
+        }
+
+
+def test_groups_have_the_rewards_of_their_rollouts(page, runs):
+    found = data(page, "/api/runs/train/groups?phase=train&limit=1000")
+    assert found["total"] == len(found["rows"]) > 1
+    with rt.read_run(runs / "train") as stored:
+        for group in found["rows"]:
+            rows = list(stored.rollouts(group_id=group["group_id"]).rows())
+            rows.sort(key=lambda row: (row["index_in_group"], row["trajectory_index"]))
+            assert group["rewards"] == [row["reward"] for row in rows]
+            assert [m["request_id"] for m in group["members"]] == [r["request_id"] for r in rows]
+            scored = [reward for reward in group["rewards"] if reward is not None]
+            if not scored:
+                assert group["mean"] is group["std"] is None
+                continue
+            mean = sum(scored) / len(scored)
+            assert group["mean"] == pytest.approx(mean)
+            spread = math.sqrt(sum((reward - mean) ** 2 for reward in scored) / len(scored))
+            assert group["std"] == pytest.approx(spread)
+
+
+@pytest.mark.parametrize("name", ["train", "deep/agents", "tools"])
+def test_a_rollout_is_the_same_as_in_python(page, runs, name):
+    with rt.read_run(runs / name) as stored:
+        rows = list(stored.conversations(limit=6).rows())
+        for row in rows:
+            key = {name: row[name] for name in ("request_id", "trajectory_index")}
+            query = f"id={quote(row['request_id'], safe='')}&index={row['trajectory_index']}"
+            found = data(page, f"/api/runs/{quote(name, safe='')}/rollout?{query}")
+            said = [{k: v for k, v in each.items() if k != "call"} for each in found["messages"]]
+            assert said == [*row["prompt"], *row["completion"]]
+            assert found["num_prompt"] == len(row["prompt"])
+            calls = list(stored.calls(**key).rows())
+            assert len(found["calls"]) == len(calls)
+            for call, same in zip(found["calls"], calls, strict=True):
+                assert call == pytest.approx({name: plain(same[name]) for name in call}, rel=1e-6)
+            assert len(found["breaks"]) == len(list(stored.breaks(**key).rows()))
+            told = [each["call"] for each in found["messages"] if each.get("call") is not None]
+            assert told == sorted(told)
+            errors = json.loads(row["errors"])
+            assert [e["type"] for e in found["errors"]] == [e["type"] for e in errors]
+            names = [(o["request_id"], o["trajectory_index"]) for o in found["others"]]
+            assert (row["request_id"], row["trajectory_index"]) in names
+
+
+def test_the_comparison_is_compares(start, tmp_path):
+    golden_kit.unpack("demo", tmp_path / "demo")
+    page = start(tmp_path / "demo")
+    found = data(page, "/api/compare?a=demo:eval_before&b=demo:eval_after")
+    ids = found.pop("ids")
+    folder = tmp_path / "demo"
+    wanted = rt.compare(f"{folder}:eval_before", f"{folder}:eval_after").as_dict()
+    assert plain(json.loads(json.dumps(wanted, default=float))) == found
+    assert set(ids.values()) == {"demo"}
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "words"),
+    [
+        ("/api/runs/none", 404, "there is no run 'none'"),
+        ("/api/runs/train/nothing", 404, "there is nothing"),
+        ("/api/runs/train/rollouts?limt=3", 400, "Did you mean 'limit'?"),
+        ("/api/runs/train/rollouts?limit=0", 400, "limit"),
+        ("/api/runs/train/rollouts?limit=1000000", 400, "limit"),
+        ("/api/runs/train/rollouts?step=x", 400, "step"),
+        ("/api/runs/train/rollouts?step=1&step=2", 400, "twice"),
+        ("/api/runs/train/rollouts?where=rewrd%20%3E%201", 400, "reward"),
+        ("/api/runs/train/rollouts?sort=1;drop", 400, "sorted"),
+        ("/api/runs/train/rollout", 400, "id"),
+        ("/api/runs/train/rollout?id=no", 404, "no rollout"),
+        ("/api/compare?a=train", 400, "b"),
+        ("/api/compare?a=train&b=../x", 404, "no run"),
+    ],
+)
+def test_what_cannot_be_answered_says_why(page, path, status, words):
+    answer = page.get(path)
+    assert (answer.status_code, words in answer.json()["error"]) == (status, True), answer.text
+
+
+def test_a_run_that_goes_on_is_seen_to(start, tmp_path):
+    with Run.create(tmp_path / "live", kind="eval") as run:
+        page = start(tmp_path)
+        before = data(page, "/api/runs/live/changed")
+        again = data(page, f"/api/runs/live/changed?since={before['commits']}")
+        assert not again["changed"]
+        run.add_rollouts([StoredRollout(request_id="one", reward=1.0)])
+        after = data(page, f"/api/runs/live/changed?since={before['commits']}")
+        assert after["changed"]
+        assert data(page, "/api/runs/live/rollouts")["total"] == 1
+        assert data(page, "/api/runs/live")["state"] == "running"
+        assert data(page, "/api/runs")["runs"][0]["reward"]["mean"] == 1.0
+    assert data(page, "/api/runs/live")["state"] != "running"
+
+
+def test_another_run_in_the_same_place_is_read(start, tmp_path):
+    page = start(tmp_path)
+    for number in (1, 2):
+        with Run.create(tmp_path / "again", kind="eval") as run:
+            rows = [StoredRollout(request_id=f"{number}-{at}") for at in range(number)]
+            run.add_rollouts(rows)
+        assert data(page, "/api/runs/again/rollouts")["total"] == number
+        (tmp_path / "again").rename(tmp_path / f"was-{number}")
+
+
+def test_a_damaged_run_is_an_error_and_the_others_are_shown(start, runs, tmp_path):
+    golden_kit.unpack("3/tools", tmp_path / "good")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "run.db").write_bytes(b"no database" * 1000)
+    page = start(tmp_path)
+    assert [row["id"] for row in data(page, "/api/runs")["runs"]] == ["good"]
+    answer = page.get("/api/runs/bad")
+    assert answer.status_code == 500
+    assert "bad" in answer.json()["error"]

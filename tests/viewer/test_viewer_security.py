@@ -1,0 +1,147 @@
+"""Who is answered: this machine's browser with the link's token, and nobody else."""
+
+import socket
+
+import httpx
+import pytest
+
+from rolltree.viewer.app import HEADERS
+
+
+def raw(page, request):
+    """Send bytes; return the status of the answer."""
+    host, _, port = page.base.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(request)
+        return int(connection.recv(4096).split()[1])
+
+
+def test_the_link_is_of_this_machine_and_keeps_its_token_behind_the_hash(page):
+    assert page.link.startswith("http://127.0.0.1:")
+    assert len(page.token) >= 32
+    port = int(page.base.rpartition(":")[2])
+    with pytest.raises(OSError), socket.create_connection(("::1", port), timeout=5):
+        pass
+
+
+def test_data_needs_the_token_and_the_page_itself_does_not(page):
+    assert page.get("/api/runs").status_code == 200
+    assert page.get("/api/runs", token="").status_code == 401
+    assert page.get("/api/runs", token=page.token[:-1]).status_code == 401
+    own = page.base.removeprefix("http://").encode()
+    odd = b"GET /api/runs HTTP/1.1\r\nHost: " + own + b"\r\nAuthorization: Bearer \xfc\r\n\r\n"
+    assert raw(page, odd) == 401
+    assert page.get(f"/api/runs?token={page.token}", token="").status_code == 401
+    assert page.get("/api/nothing", token="").status_code == 401
+    assert page.get("/", token="").status_code == 200
+    assert "error" in page.get("/api/runs", token="").json()
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1", "127.0.0.1:1", "localhost", "evil.example:80", ""]
+)
+def test_a_foreign_host_is_refused_everywhere(page, host):
+    for path in ("/", "/static/api.js", "/api/runs", "/nothing"):
+        assert page.get(path, Host=host).status_code == 421
+
+
+def test_the_address_may_be_called_localhost(page):
+    port = page.base.rpartition(":")[2]
+    assert page.get("/api/runs", Host=f"localhost:{port}").status_code == 200
+
+
+def test_two_hosts_and_none_are_refused(page):
+    own = page.base.removeprefix("http://").encode()
+    one = b"Host: " + own + b"\r\n"
+    assert raw(page, b"GET / HTTP/1.1\r\n" + one + b"Connection: close\r\n\r\n") == 200
+    two = b"GET / HTTP/1.1\r\n" + one + b"Host: evil.example\r\nConnection: close\r\n\r\n"
+    assert raw(page, two) in (400, 421)
+    assert raw(page, b"GET / HTTP/1.0\r\n\r\n") == 421
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1:1", "own+s"])
+def test_a_foreign_origin_is_refused(page, origin):
+    origin = page.base.replace("http://", "https://") if origin == "own+s" else origin
+    answer = page.get("/api/runs", Origin=origin)
+    assert answer.status_code == 403
+    assert not any(name.startswith("access-control") for name in answer.headers)
+
+
+def test_the_own_origin_is_answered(page):
+    assert page.get("/api/runs", Origin=page.base).status_code == 200
+
+
+def test_what_the_browser_says_came_from_elsewhere_is_refused(page):
+    for site, status in (("same-origin", 200), ("none", 200), ("same-site", 403), ("x", 403)):
+        assert page.get("/api/runs", Sec_Fetch_Site=site).status_code == status
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
+def test_nothing_but_reading_is_served(page, method):
+    headers = {"Authorization": f"Bearer {page.token}"}
+    answer = httpx.request(method, page.base + "/api/runs", headers=headers)
+    assert answer.status_code == 405
+    assert not any(name.startswith("access-control") for name in answer.headers)
+
+
+def test_every_answer_has_the_headers(page):
+    answers = [
+        page.get("/"),
+        page.get("/static/api.js"),
+        page.get("/api/runs"),
+        page.get("/api/runs", token=""),
+        page.get("/nothing"),
+        page.get("/", Host="evil.example"),
+        page.get("/api/runs/none"),
+    ]
+    for answer in answers:
+        for name, value in HEADERS.items():
+            assert answer.headers[name] == value
+        assert "server" not in answer.headers
+    policy = HEADERS["Content-Security-Policy"]
+    assert "unsafe" not in policy
+    assert "default-src 'none'" in policy
+
+
+def test_the_page_has_no_inline_script_or_style(page):
+    text = page.get("/").text
+    assert "<style" not in text
+    assert " style=" not in text
+    assert " on" not in text.replace(" one", "")
+    assert text.count("<script") == text.count('<script type="module" src="/static/')
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/static/../api.py",
+        "/static/..%2fapi.py",
+        "/static/%2e%2e%2fapi.py",
+        "/static/..%5capi.py",
+        "/static/%2fetc%2fpasswd",
+        "/static/",
+        "/static/main.js%00.css",
+        "/static//etc/passwd",
+    ],
+)
+def test_only_the_pages_own_files_are_served(page, path):
+    own = page.base.removeprefix("http://").encode()
+    request = b"GET " + path.encode() + b" HTTP/1.1\r\nHost: " + own + b"\r\n\r\n"
+    assert raw(page, request) == 404
+
+
+@pytest.mark.parametrize(
+    "name", ["..", ".", "", "..%2fruns%2ftrain", "%2fetc", "deep", "deep%2f..%2ftrain", "a%00b"]
+)
+def test_only_runs_below_the_folder_are_served(page, name):
+    own = page.base.removeprefix("http://")
+    head = f"GET /api/runs/{name} HTTP/1.1", f"Host: {own}", f"Authorization: Bearer {page.token}"
+    request = "\r\n".join([*head, "", ""])
+    assert raw(page, request.encode()) == 404
+
+
+def test_the_store_is_not_written(page, runs):
+    before = {file: file.stat().st_mtime_ns for file in runs.rglob("run.db")}
+    for path in ("/api/runs", "/api/runs/train", "/api/runs/train/rollouts?sort=-reward"):
+        assert page.get(path).status_code == 200
+    assert {file: file.stat().st_mtime_ns for file in runs.rglob("run.db")} == before
