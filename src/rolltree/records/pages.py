@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import mean, pstdev
 from typing import Any
 
 from rolltree.records.columns import ROLLOUTS
 from rolltree.records.values import number_of, rollout_values, stored_names
-from rolltree.store import Run, StoredRollout, to_plain
+from rolltree.store import Run, to_plain
 
 MAX_ROWS = 1000
 COLUMNS = tuple(each.name for each in ROLLOUTS if each.name not in ("input", "errors"))
@@ -48,12 +48,6 @@ def rollout_page(
         "total": run.num_rollouts(**filters),
         "rows": _rows(dict(zip(names, found, strict=True))) if page else [],
     }
-
-
-def page_rows(rows: Sequence[StoredRollout]) -> list[dict[str, Any]]:
-    """Return stored rollouts as the rows of a page."""
-    names = [*stored_names(COLUMNS), "metrics"]
-    return _rows({name: [getattr(row, name) for row in rows] for name in names})
 
 
 def _rows(found: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
