@@ -46,18 +46,9 @@ function limits(series, steps, range) {
   return [low === 0 ? 0 : low - room, high + room];
 }
 
+/** A line through points; a step without a value does not interrupt it. */
 function path(points) {
-  let text = "";
-  let isPen = false;
-  for (const point of points) {
-    if (!point) {
-      isPen = false;
-      continue;
-    }
-    text += `${isPen ? "L" : "M"}${point[0].toFixed(1)},${point[1].toFixed(1)}`;
-    isPen = true;
-  }
-  return text;
+  return points.map(([x, y], at) => `${at ? "L" : "M"}${x.toFixed(1)},${y.toFixed(1)}`).join("");
 }
 
 /**
@@ -91,7 +82,7 @@ export function board(steps, panels, { onStep, readout }) {
     });
     const values = panel.series.map(() => h("span", { class: "value" }));
     const legend = h("div", { class: "legend" }, panel.series.map((each, at) => h("span", { class: `key c${at % 8}`, title: each.name },
-      h("i", { class: "swatch" }), panel.series.length > 1 ? `${each.label} ` : "", values[at])));
+      panel.series.length > 1 && h("i", { class: "swatch" }), panel.series.length > 1 && `${each.label} `, values[at])));
     const marks = s("g");
     let from = null;
     let pointed = null;
@@ -124,13 +115,11 @@ export function board(steps, panels, { onStep, readout }) {
           const band = [...points(each.high).filter(Boolean), ...points(each.low).filter(Boolean).reverse()];
           if (band.length) parts.push(s("path", { class: `band c${number % 8}`, d: `${path(band)}Z` }));
         }
-        const found = points(each.values);
+        const found = points(each.values).filter(Boolean);
         parts.push(s("path", { class: `line c${number % 8}`, d: path(found) }));
-        found.forEach((each, at) => {
-          if (each && !found[at - 1] && !found[at + 1]) {
-            parts.push(s("circle", { class: `dot c${number % 8}`, cx: each[0], cy: each[1], r: 2.5 }));
-          }
-        });
+        if (found.length < 40 || found.length < steps.length / 2) {
+          for (const [cx, cy] of found) parts.push(s("circle", { class: `dot c${number % 8}`, cx, cy, r: 2 }));
+        }
       });
       put(plot, parts, marks);
       drawMarks(pointed, y);

@@ -1,11 +1,10 @@
 // A run's rollouts, or its groups, as a table of any length, with filters and an order.
 
-import { count, duration, h, href, num, put, reward } from "./dom.js";
-import { interval } from "./chart.js";
+import { count, duration, h, href, num, put, reward, s } from "./dom.js";
 import { virtualTable } from "./table.js";
 
 const COLUMNS = [
-  { label: "rollout", width: "minmax(9rem, 3fr)", narrow: "minmax(0, 2fr)", cell: (row) => `${row.request_id}${row.num_trajectories > 1 ? ` · ${row.trajectory_index}` : ""}` },
+  { label: "rollout", width: "minmax(9rem, 3fr)", narrow: "minmax(0, 2fr)", cell: (row) => front(`${row.request_id}${row.num_trajectories > 1 ? ` · ${row.trajectory_index}` : ""}`) },
   { label: "reward", width: "5.5rem", narrow: "4.6rem", numeric: true, sort: "reward", cell: (row) => reward(row.reward) },
   { label: "ended by", width: "minmax(6rem, 1.4fr)", narrow: "minmax(0, 1.2fr)", cell: ending },
   { label: "step", width: "4rem", numeric: true, minor: true, sort: "train_step", cell: (row) => row.train_step ?? "–" },
@@ -24,7 +23,7 @@ function ending(row) {
 }
 
 const GROUPS = [
-  { label: "group", width: "minmax(9rem, 2fr)", narrow: "minmax(0, 1.4fr)", cell: (row) => row.group_id },
+  { label: "group", width: "minmax(9rem, 2fr)", narrow: "minmax(0, 1.4fr)", cell: (row) => front(row.group_id) },
   { label: "rewards", width: "minmax(7rem, 2fr)", narrow: "minmax(0, 1fr)", cell: (row) => spread(row.rewards) },
   { label: "mean", width: "5rem", narrow: "4rem", numeric: true, cell: (row) => num(row.mean) },
   { label: "std", width: "5rem", numeric: true, minor: true, cell: (row) => row.std === 0 ? h("span", { class: "warn", title: "equal rewards teach nothing" }, "0") : num(row.std) },
@@ -33,14 +32,25 @@ const GROUPS = [
   { label: "failed", width: "4rem", numeric: true, minor: true, cell: (row) => row.num_failed ? h("span", { class: "bad" }, row.num_failed) : "0" },
 ];
 
-/** Rewards of a group as marks on a line from the least to the most. */
+/** A name whose end stays readable when it is too long. */
+function front(text) {
+  return h("span", { class: "front", title: text }, h("span", null, text.slice(0, -8)), h("span", null, text.slice(-8)));
+}
+
+/** Rewards of a group as bars, the least first; a rollout without a reward is a red line. */
 function spread(rewards) {
-  const scored = rewards.filter((value) => value !== null);
-  const range = [Math.min(0, ...scored), Math.max(1, ...scored)];
-  const sum = scored.reduce((total, value) => total + value, 0);
-  if (!scored.length) return h("span", { class: "muted" }, "none scored");
-  return h("span", { class: "spread", title: scored.map((value) => num(value)).join(", ") },
-    interval(sum / scored.length, [Math.min(...scored), Math.max(...scored)], range, { label: `rewards ${scored.map((v) => num(v)).join(", ")}` }));
+  const scored = rewards.filter((value) => value !== null).sort((a, b) => a - b);
+  const low = Math.min(0, ...scored);
+  const high = Math.max(1, ...scored);
+  const y = (value) => 19 - (18 * (value - low)) / (high - low);
+  const said = scored.map((value) => num(value)).join(", ");
+  const width = 100 / Math.max(rewards.length, 1);
+  return s("svg", { viewBox: "0 0 100 20", preserveAspectRatio: "none", class: "bars", role: "img", "aria-label": `rewards ${said}` },
+    s("title", null, said || "none is scored"),
+    [...scored, ...Array(rewards.length - scored.length).fill(null)].map((value, at) => s("rect", {
+      class: value === null ? "lost" : null, x: at * width + 0.1 * width, width: 0.8 * width,
+      y: value === null ? 18 : Math.min(y(value), y(0)), height: value === null ? 2 : Math.max(1, Math.abs(y(value) - y(0))),
+    })));
 }
 
 export async function render(root, params, api) {

@@ -5,7 +5,14 @@ import { board } from "./chart.js";
 import { count, duration, h, href, line, num, plainTable, put, short } from "./dom.js";
 import { estimate, progress, stateBadge } from "./runs.js";
 
-const FIRST = ["Reward", "Policy", "Engine against trainer", "Rollouts"];
+const TOGETHER = [
+  { title: "reward", names: ["reward/mean", "eval/reward"] },
+  { title: "ended early", names: ["is_truncated/mean", "rollout/length_cut_share", "error/mean"] },
+  { title: "trainer minus engine logprob", names: ["train/sampling/sampling_logp_difference/mean", "mismatch/mean"] },
+  { title: "speed", names: ["rollout/tokens_per_s", "train/tokens_per_s"] },
+  { title: "time", names: ["time/step", "time/wait_for_batch", "time/train_s"] },
+];
+const FIRST = ["Reward", "Policy", "Engine against trainer", "Rollouts", "Speed"];
 
 export async function render(root, params, api) {
   const story = h("section", { class: "story", "aria-label": "What happened" });
@@ -74,9 +81,17 @@ function drawStory(box, sentences, run) {
     each.evidence?.view && h("a", { href: evidenceLink(run, each.evidence) }, `see ${shown[each.evidence.view] ?? each.evidence.view}`))));
 }
 
-/** Curves of one unit that belong together are one chart; the others have one each. */
+/** Curves that are read together are one chart, under the first one's place; the others have one each. */
 function panelsOf(series) {
-  return series.map((each) => ({ title: each.label, unit: each.unit, names: [each.name], group: each.group, series: [each] }));
+  const known = new Map(series.map((each) => [each.name, each]));
+  const panels = [];
+  for (const each of series) {
+    const found = TOGETHER.find(({ names }) => names.includes(each.name));
+    const members = found ? found.names.map((name) => known.get(name)).filter(Boolean) : [each];
+    if (members[0] !== each) continue;
+    panels.push({ title: members.length > 1 ? found.title : each.label, unit: each.unit, group: each.group, names: members.map(({ name }) => name), series: members });
+  }
+  return panels;
 }
 
 function drawCurves(box, { steps, series }, params) {
@@ -93,7 +108,7 @@ function drawCurves(box, { steps, series }, params) {
   function draw() {
     const wanted = search.value.toLowerCase();
     const found = panelsOf(series).filter((panel) => wanted
-      ? `${panel.title} ${panel.names.join(" ")} ${panel.group}`.toLowerCase().includes(wanted) : FIRST.includes(panel.group));
+      ? `${panel.title} ${panel.names.join(" ")} ${panel.group} ${panel.series.map((each) => each.label).join(" ")}`.toLowerCase().includes(wanted) : FIRST.includes(panel.group));
     const shown = found.length || wanted ? found : panelsOf(series);
     const drawn = board(steps, shown, { onStep: open, readout });
     const others = series.length - shown.length;

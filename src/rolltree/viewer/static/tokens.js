@@ -23,8 +23,10 @@ export async function render(root, params, api) {
   const at = Math.max(0, Number(params.at ?? 0));
   const begun = Math.floor(at / BLOCK) * BLOCK;
   const first = await api.tokens(run, query(begun));
-  const total = first.total ?? first.num_tokens ?? first.ids.length;
-  const numCalls = first.num_calls ?? call + 1;
+  const total = first.num_tokens;
+  const place = first.calls.findIndex((each) => each.call === call);
+  const agent = first.calls[place]?.agent;
+  const breaks = first.breaks;
   const blocks = new Map();
   const most = {};
   const known = Object.keys(COLOURS).filter((name) => name === "author" || first[name]);
@@ -67,7 +69,7 @@ export async function render(root, params, api) {
     const block = blocks.get(from);
     block.data = data;
     block.element.style.minHeight = "";
-    const broken = new Map((data.breaks ?? []).map((each) => [each.position, each]));
+    const broken = new Map(breaks.map((each) => [each.position, each]));
     const parts = data.ids.map((_, at) => {
       const span = document.createElement("span");
       span.dataset.at = from + at;
@@ -120,13 +122,12 @@ export async function render(root, params, api) {
     const from = Math.floor(position / BLOCK) * BLOCK;
     const data = blocks.get(from).data;
     const at = position - from;
-    const bytes = data.bytes?.[at];
     const rows = [
-      ["token", JSON.stringify(data.texts?.[at] ?? null)], ["id", data.ids[at]], ["bytes", typeof bytes === "string" ? bytes : bytes?.map((each) => each.toString(16).padStart(2, "0")).join(" ")],
+      ["token", JSON.stringify(data.texts?.[at] ?? null)], ["id", data.ids[at]], ["bytes", data.bytes?.[at].replace(/../g, "$& ").trim()],
       ["position", count(position)], ["by", authorOf(data, at) === "sampled" ? "the model, here" : authorOf(data, at) === "earlier" ? "the model, before" : "the environment"],
       ["logprob", num(data.logprob?.[at])], ["trainer", data.trainer_logprob && num(data.trainer_logprob[at])], ["difference", data.difference && num(data.difference[at], true)],
       ["advantage", data.advantage && num(data.advantage[at], true)], ["weight", data.weight && num(data.weight[at])], ["entropy", data.entropy && num(data.entropy[at])],
-      ["version", data.version?.[at]], ["mask", data.mask && num(data.mask[at])],
+      ["version", data.version?.[at]], ["mask", data.mask && num(data.mask[at])], ["KL", data.kl && num(data.kl[at])], ["trained in step", data.trained_step?.[at]],
     ];
     put(facts, rows.filter(([, value]) => value !== null && value !== undefined && value !== "–").map(([name, value]) => h("span", null, h("span", { class: "muted" }, `${name} `), h("b", null, value))));
   }
@@ -162,15 +163,14 @@ export async function render(root, params, api) {
     choose(Math.min(position, total - 1));
   }
 
-  const breaks = first.breaks ?? [];
-  const step = (other, sign, name) => other >= 0 && other < numCalls && h("a", { class: "button", [name]: true, href: address(other), "aria-label": `Call ${other}` }, sign);
+  const step = (other, sign, name) => other && h("a", { class: "button", [name]: true, href: address(other.call), "aria-label": `Call ${other.call}` }, sign);
   put(root,
-    h("div", { class: "bar" }, h("h1", null, "Tokens"), step(call - 1, "←", "data-previous"),
-      h("span", null, `call ${call}`, h("span", { class: "muted" }, ` of ${numCalls} · ${count(total)} tokens`)), step(call + 1, "→", "data-next"),
+    h("div", { class: "bar" }, h("h1", null, "Tokens"), step(first.calls[place - 1], "←", "data-previous"),
+      h("span", null, `call ${call}`, h("span", { class: "muted" }, ` of ${first.calls.length} · ${agent ? `${agent} · ` : ""}${count(total)} tokens, ${count(total - first.num_prompt_tokens)} sampled`)), step(first.calls[place + 1], "→", "data-next"),
       h("a", { class: "button", href: href(["run", run, "rollout", id, index]) }, "Rollout"), h("a", { class: "button", href: href(["run", run, "tree", id, index]) }, "Tree")),
     breaks.map((each) => breakCard(each, address(call, { at: each.position }))),
     h("div", { class: "sticky" }, h("div", { class: "bar" }, h("label", null, "Colour by ", choice), legend, jump), facts),
-    first.texts || h("p", { class: "muted" }, "No tokenizer was found, so tokens are shown by their ids."), text);
+    !first.texts && h("p", { class: "muted" }, "No tokenizer was found, so tokens are shown by their ids."), text);
   fill(begun, first);
   root.addEventListener("shown", () => { if (params.at !== undefined) go(at); }, { once: true });
 }
@@ -185,8 +185,7 @@ function shownText(data, at) {
   const text = data.texts?.[at];
   if (text === null || text === undefined) return `${data.ids[at]} `;
   if (text === "" || text === "\ufffd") {
-    const bytes = data.bytes?.[at];
-    return `⟨${Array.isArray(bytes) ? bytes.map((each) => each.toString(16).padStart(2, "0")).join(" ") : bytes || data.ids[at]}⟩`;
+    return `⟨${data.bytes?.[at] || data.ids[at]}⟩`;
   }
   return visible(text).replace(/\n/g, "⏎\n").replace(/\t/g, "⇥\t");
 }

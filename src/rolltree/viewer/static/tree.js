@@ -14,17 +14,15 @@ export async function render(root, params, api) {
     return;
   }
   const laid = layOut(segments);
-  const deepest = Math.max(...segments.map((each) => each.start_depth + each.length), 1);
-  const hottest = Math.max(...segments.map(numCalls), 1);
+  const deepest = segments.reduce((most, each) => Math.max(most, each.start_depth + each.length), 1);
+  const hottest = segments.reduce((most, each) => Math.max(most, each.calls), 1);
   const said = h("p", { class: "facts inspector", role: "status" }, h("span", { class: "muted" }, "Point at a branch; click it for its tokens."));
   const picture = h("div", { class: "picture" });
-  const stored = segments.reduce((sum, each) => sum + each.length, 0);
 
   function address(segment) {
-    const call = [segment.calls].flat()[0];
-    const rollout = typeof call === "object" && call !== null ? call : segment;
-    if (index === undefined && !rollout.request_id) return null;
-    return href(["run", run, "tokens", rollout.request_id ?? id, rollout.trajectory_index ?? index ?? 0, call?.call ?? call ?? 0], { at: segment.start_depth });
+    const [number, call, position] = segment.at;
+    const member = found.members[number];
+    return member ? href(["run", run, "tokens", member.request_id, member.trajectory_index, call], { at: position }) : null;
   }
 
   function draw() {
@@ -37,11 +35,12 @@ export async function render(root, params, api) {
       const w = Math.max(1, x(segment.length) - 1);
       const y = AXIS + place.row * ROW;
       const high = place.rows * ROW - 2;
-      const isSampled = Boolean(segment.sampled);
-      const heat = Math.ceil((4 * numCalls(segment)) / hottest);
-      const text = `${count(segment.length)} tokens from ${count(segment.start_depth)}, ${isSampled ? "sampled" : "given"}, in ${numCalls(segment)} ${numCalls(segment) === 1 ? "call" : "calls"}`;
+      const given = segment.length - segment.sampled;
+      const heat = Math.ceil((4 * segment.calls) / hottest);
+      const text = `${count(segment.length)} tokens from ${count(segment.start_depth)}, ${count(segment.sampled)} of them sampled, in ${segment.calls} ${segment.calls === 1 ? "call" : "calls"}`;
       const shape = [
-        s("rect", { class: `segment ${isSampled ? "sampled" : "given"} heat${heat}`, x: x(segment.start_depth), y, width: w, height: high, rx: 2 }),
+        given > 0 && s("rect", { class: `segment given heat${heat}`, x: x(segment.start_depth), y, width: Math.max(1, x(given) - 1), height: high, rx: 2 }),
+        segment.sampled > 0 && s("rect", { class: `segment sampled heat${heat}`, x: x(segment.start_depth + given), y, width: Math.max(1, x(segment.sampled) - 1), height: high, rx: 2 }),
         w > 44 && s("text", { class: "inside", x: x(segment.start_depth) + 5, y: y + high / 2 + 4 }, count(segment.length)),
       ];
       const link = address(segment);
@@ -57,19 +56,17 @@ export async function render(root, params, api) {
     h("div", { class: "bar" }, h("h1", null, "Tree"),
       index === undefined ? h("a", { class: "button", href: href(["run", run, "group", id]) }, "Group") : [
         h("a", { class: "button", href: href(["run", run, "rollout", id, index]) }, "Rollout"), h("a", { class: "button", href: href(["run", run, "tokens", id, index, 0]) }, "Tokens")]),
-    h("p", null, "Each token is computed once and used ", h("b", null, `${num(found.reuse_factor)} times`), h("span", { class: "muted" }, `: ${count(stored)} tokens stored in ${count(segments.length)} segments.`)),
+    h("p", null, "Each token is computed once and used ", h("b", null, `${num(found.reuse_factor)} times`), h("span", { class: "muted" }, `: ${count(found.num_calls)} calls, ${count(found.num_tokens)} tokens stored.`)),
     h("p", { class: "scale" }, h("span", { class: "tk sampled" }, "sampled"), h("span", { class: "tk environment" }, "given"), h("span", { class: "muted" }, "darker: in more calls")),
     said, picture);
   root.addEventListener("shown", () => new ResizeObserver(draw).observe(picture), { once: true });
 }
 
-const numCalls = (segment) => Array.isArray(segment.calls) ? segment.calls.length : segment.num_calls ?? segment.calls ?? 1;
-
 /** A row for each leaf, in depth-first order; a segment is as high as the leaves below it. */
 function layOut(segments) {
   const children = segments.map(() => []);
   const tops = [];
-  segments.forEach((segment, at) => (segment.parent === null || segment.parent === undefined || segment.parent < 0 ? tops : children[segment.parent]).push(at));
+  segments.forEach((segment, at) => (segment.parent < 0 ? tops : children[segment.parent]).push(at));
   const places = segments.map(() => null);
   let rows = 0;
   const stack = tops.reverse().map((at) => [at, false]);
