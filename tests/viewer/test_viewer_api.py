@@ -194,6 +194,22 @@ def test_a_run_that_goes_on_is_seen_to(start, tmp_path):
     assert data(page, "/api/runs/live")["state"] != "running"
 
 
+def test_a_run_at_a_glance_has_its_newest_reward_and_its_failures_by_type(start, tmp_path):
+    failed = [
+        StoredRollout(request_id=f"f{at}", status="error", error_type=kind)
+        for at, kind in enumerate(["ToolError", "Timeout", "ToolError"])
+    ]
+    with Run.create(tmp_path / "steps", kind="train") as run:
+        run.add_rollouts([*failed, StoredRollout(request_id="fine", reward=0.25)])
+        run.add_step(1, {"reward/mean": 0.5})
+        run.add_step(2, {"reward/mean": 0.75, "reward/low": 0.5, "reward/high": 1.0})
+        assert run.newest_step() == run.steps()[-1]
+    (row,) = data(start(tmp_path), "/api/runs")["runs"]
+    assert row["reward"] == {"mean": 0.75, "low": 0.5, "high": 1.0, "of": "step 2"}
+    assert row["failures"] == {"ToolError": 2, "Timeout": 1}
+    assert row["num_failed"] == 3
+
+
 def test_another_run_in_the_same_place_is_read(start, tmp_path):
     page = start(tmp_path)
     for number in (1, 2):

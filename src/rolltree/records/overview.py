@@ -17,7 +17,7 @@ def run_overview(run: Run, *, now: float | None = None) -> dict[str, Any]:
 
     `reward` is that of the last held-out evaluation, else that of the last step, else the mean of
     the last phase, with its 95 % interval where one is stored; `of` says which. `progress` counts
-    steps, or the requests of the phase that is not whole.
+    steps, or the requests of the phase that is not whole; `failures` rollouts by type of error.
     """
     return _overview(run, summarize(run), time.time() if now is None else now)
 
@@ -40,6 +40,7 @@ def _overview(run: Run, found: RunSummary, now: float) -> dict[str, Any]:
         "num_steps": found.num_steps,
         "num_rollouts": sum(phase.num_rollouts for phase in phases),
         "num_failed": sum(phase.num_errors for phase in phases),
+        "failures": _failures(run) if any(phase.num_errors for phase in phases) else {},
         "num_truncated": sum(phase.num_truncated for phase in phases),
         "reward": _reward(run, found),
         "tokens": {
@@ -54,17 +55,10 @@ def run_summary(run: Run, *, now: float | None = None) -> dict[str, Any]:
     """Return what a run holds: its row of the list, its settings, phases, evaluations, notices."""
     found = summarize(run)
     events = run.events()
-    steps = run.steps()
     return {
         **_overview(run, found, time.time() if now is None else now),
         "config": redact(to_plain(found.config)),
         "phases": [asdict(phase) for phase in found.phases],
-        "steps": {
-            "first": steps[0].step if steps else None,
-            "last": steps[-1].step if steps else None,
-            "first_at": steps[0].created_at if steps else None,
-            "last_at": steps[-1].created_at if steps else None,
-        },
         "evaluations": [
             {"step": done.step, "phase": done.phase, "reward": _estimate(done.metrics)}
             for done in run.evaluations()
@@ -81,6 +75,15 @@ def run_summary(run: Run, *, now: float | None = None) -> dict[str, Any]:
         ],
         "num_events": len(events),
     }
+
+
+def _failures(run: Run) -> dict[str, int]:
+    """Return how many rollouts failed with which error, the most frequent first."""
+    found = run.query(
+        "SELECT error_type, count(*) AS num FROM rollouts WHERE status = 'error'"
+        " GROUP BY error_type ORDER BY num DESC, error_type"
+    )
+    return {str(row["error_type"]): row["num"] for row in found}
 
 
 _NOTICES = ("notice", "retried", "truncated", "resumed", "ended")
@@ -107,12 +110,10 @@ def _reward(run: Run, found: RunSummary) -> dict[str, Any] | None:
         estimate = _estimate(done.metrics)
         if estimate is not None:
             return {**estimate, "of": done.phase}
-    if found.num_steps:
-        metrics = run.steps()[-1].metrics
-        if isinstance(metrics.get("reward/mean"), int | float):
-            names = {"mean": "reward/mean", "low": "reward/low", "high": "reward/high"}
-            values = {name: metrics.get(metric) for name, metric in names.items()}
-            return {**values, "of": f"step {found.num_steps}"}
+    newest = run.newest_step()
+    if newest is not None and newest.metrics.get("reward/mean") is not None:
+        ends = {end: newest.metrics.get(f"reward/{end}") for end in ("mean", "low", "high")}
+        return {**ends, "of": f"step {newest.step}"}
     for phase in reversed(found.phases):
         if phase.mean_reward is not None:
             kept = run.kept_report(phase.phase) or {}

@@ -11,7 +11,7 @@ from rolltree.store.codec import loads
 from rolltree.store.database import LIGHT_PAGE_ROWS, PAGE_ROWS, ROW_ERRORS, Database
 from rolltree.store.export import Render, export_rows, light_line
 from rolltree.store.filters import order_clause, where_clause
-from rolltree.store.integrity import Totals, damaged, report_key
+from rolltree.store.integrity import TABLES, Totals, checked, damaged, report_key
 from rolltree.store.metric_names import renamed
 from rolltree.store.rows import (
     COLUMNS,
@@ -237,6 +237,15 @@ class StoredRun:
         sql = "SELECT coalesce(max(step), 0), coalesce(max(created_at), 0.0) FROM steps"
         step, created = self._database.all(sql)[0]
         return int(step), float(created)
+
+    def newest_step(self) -> StepRow | None:
+        """Return the metrics of the last step, without reading the others; None without steps."""
+        sql = f"SELECT {TABLES['steps']}, checksum FROM steps ORDER BY step DESC LIMIT 1"
+        rows = self._database.all(sql)
+        with self._database.naming():
+            for step, created, text in checked("steps", rows, len(rows)):
+                return StepRow(step, created, renamed(loads(text)))
+        return None
 
     def events(self, kind: str | None = None) -> list[Event]:
         """Return what happened, oldest first."""

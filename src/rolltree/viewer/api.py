@@ -84,7 +84,7 @@ class Runs:
         for folder in folders:
             name = folder.relative_to(self.root).as_posix()
             try:
-                with Run.open(folder, mode="r") as run:
+                with Run.open(folder, mode="r", check="rows") as run:
                     found.append({"id": name, **run_overview(run)})
             except StoreError:
                 continue
