@@ -30,6 +30,7 @@ from rolltree.records.group_tree import group_tree, tree_picture
 from rolltree.records.overview import run_overview, run_summary
 from rolltree.records.pages import MAX_ROWS, group_page, rollout_page
 from rolltree.records.rollout_view import rollout_view
+from rolltree.records.story import run_story
 from rolltree.records.table import clean_text
 from rolltree.records.token_lens import token_lens
 from rolltree.store import Run, run_folders, to_plain
@@ -196,6 +197,7 @@ _OF_RUN: dict[str, Callable[..., Any]] = {
     "rollout": _rollout,
     "tokens": _tokens,
     "tree": _tree,
+    "story": lambda run: run_story(run),
 }
 """What `/api/runs/R/NAME` is answered by, with the run and the parameters of the query."""
 

@@ -1,0 +1,526 @@
+"""The narrator: what happened in a run, as plain sentences with their evidence.
+
+Every teller is a pure function of `Facts` and stands in `TELLERS`. A sentence is a dict with
+`text`, `kind` (the teller's name), `severity` (`error`, `warning`, `good`, `info`) and `evidence`:
+`view` (the page's view that shows it) and what it is opened with (`phase`, `where`, `steps` as
+first and last, `series`, `request_id`, `trajectory_index`, `call`, `position`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import fmean, median
+from typing import Any, Literal, TypeAlias
+
+from rolltree.estimate import Estimate, estimate, student_t
+from rolltree.records.story_facts import Facts, Rollout, read_facts
+from rolltree.store import Run
+
+Severity: TypeAlias = Literal["error", "warning", "good", "info"]
+Sentence: TypeAlias = dict[str, Any]
+_ORDER = ("error", "warning", "good", "info")
+
+LEAST_SPAN = 2
+"""Steps without reward variance, one after the other, that are worth a sentence."""
+LEAST_SHARE = 0.2
+"""Share of rollouts that end at a limit from which on it is told."""
+LEAST_DRIFT = 0.02
+LEAST_CONSTANT_DRIFT = 0.05
+"""Nats per token by which engine and trainer must differ after a jump, and from the beginning on;
+16-bit engines differ by about 0.01."""
+LEAST_BREAKS = 0.05
+_CLEAR_RATIO = 6.0
+_NAME_LENGTH = 60
+
+
+def run_story(run: Run) -> dict[str, Any]:
+    """Return `{"sentences": [...]}` of a stored run, what is most alarming first."""
+    return {"sentences": story(read_facts(run))}
+
+
+def story(facts: Facts) -> list[Sentence]:
+    """Return what is worth telling, what is most alarming first."""
+    found = [
+        {"kind": kind, **sentence} for kind, tell in TELLERS.items() for sentence in tell(facts)
+    ]
+    return sorted(found, key=lambda each: _ORDER.index(each["severity"]))
+
+
+def _says(text: str, severity: Severity, view: str, **evidence: Any) -> Sentence:
+    return {"text": text, "severity": severity, "evidence": {"view": view, **evidence}}
+
+
+# -- tellers ---------------------------------------------------------------------------------------
+
+
+def _zero_variance(facts: Facts) -> Iterator[Sentence]:
+    """Steps in which all groups' rewards were equal."""
+    flat = [step for step, share in _flat_shares(facts) if share >= 0.999]
+    for first, last in _spans(flat, list(facts.steps))[-3:]:
+        if last - first + 1 < min(LEAST_SPAN, len(facts.steps)):
+            continue
+        rows = [each for each in facts.rollouts if first <= (each.train_step or 0) <= last]
+        rewards = Counter(each.reward for each in rows if each.reward is not None)
+        norms = [value for step, value in facts.series("train/grad_norm") if first <= step <= last]
+        best = max((each.reward for each in facts.rollouts if each.reward is not None), default=0.0)
+        what = ""
+        if len(rewards) == 1:
+            what = f": all {sum(rewards.values()):,} rewards were {next(iter(rewards)):g}"
+        is_solved = set(rewards) == {best} and best > 0
+        taught = "so nothing was learned" if not any(norms) else "so rewards taught nothing"
+        severity: Severity = "info" if is_solved else "error" if not any(norms) else "warning"
+        yield _says(
+            f"No group had reward variance in {_steps(first, last)}, {taught}{what}.",
+            *(severity, "groups"),
+            phase=facts.phase,
+            steps=[first, last],
+            step=last,
+            series="train/frac_reward_zero_std",
+        )
+
+
+def _flat_shares(facts: Facts) -> list[tuple[int, float]]:
+    """Return the share of groups without variance at each step, as logged or from the rewards."""
+    logged = facts.series("train/frac_reward_zero_std")
+    if logged:
+        return logged
+    groups: dict[tuple[int, str], set[float]] = defaultdict(set)
+    for each in facts.rollouts:
+        if each.train_step is not None and each.reward is not None and not each.parent_rollout:
+            groups[each.train_step, each.group_id].add(each.reward)
+    by_step: dict[int, list[float]] = defaultdict(list)
+    for (step, _), rewards in groups.items():
+        by_step[step].append(float(len(rewards) == 1))
+    return [(step, fmean(flat)) for step, flat in sorted(by_step.items())]
+
+
+def _max_tokens(facts: Facts) -> Iterator[Sentence]:
+    """Rollouts that ended because the model ran into its limit of tokens."""
+    said = "" if facts.max_tokens is None else f" ({facts.max_tokens})"
+    yield from _share(
+        facts,
+        lambda each: each.finish_reason == "length",
+        lambda share: f"{share} of rollouts hit max_tokens{said}",
+        where="finish_reason = length",
+        least=LEAST_SHARE,
+        alarming=LEAST_SHARE,
+    )
+
+
+def _truncated(facts: Facts) -> Iterator[Sentence]:
+    """Rollouts that were cut by something else than time and tokens."""
+    reasons = Counter(
+        each.truncation_reason
+        for each in facts.rollouts
+        if each.truncated and each.truncation_reason not in (None, "time_limit", "max_tokens")
+    )
+    for reason, _ in reasons.most_common(2):
+        yield from _share(
+            facts,
+            lambda each, reason=reason: each.truncated and each.truncation_reason == reason,  # type: ignore[misc]
+            lambda share, reason=reason: f"{share} of rollouts were cut by {_name(reason)}",  # type: ignore[misc]
+            where=f"truncation_reason = {_quoted(reason)}",
+            least=LEAST_SHARE,
+            alarming=math.inf,
+        )
+
+
+def _failures(facts: Facts) -> Iterator[Sentence]:
+    """Rollouts that failed, by kind."""
+    failed = [each for each in facts.rollouts if each.status == "error"]
+    kinds = Counter((each.error_type or "an error", each.error_phase or "?") for each in failed)
+    shown = ", ".join(
+        f"{number:,} with {_name(kind)} ({phase})" for (kind, phase), number in kinds.most_common(3)
+    )
+    more = f", and {len(kinds) - 3} other kinds" if len(kinds) > 3 else ""
+    yield from _share(
+        facts,
+        lambda each: each.status == "error",
+        lambda share: f"{share} of rollouts failed",
+        where="status = error",
+        least=0.0,
+        alarming=0.1,
+        more=f": {shown}{more}",
+    )
+
+
+def _timeouts(facts: Facts) -> Iterator[Sentence]:
+    """Rollouts that ran out of time, and tools that do."""
+    late = [each for each in facts.rollouts if _is_late(each)]
+    if late:
+        share = len(late) / len(facts.rollouts)
+        types = Counter(each.error_type or "a time limit" for each in late)
+        kinds = ", ".join(f"{_name(kind)} ({n:,})" for kind, n in types.most_common(3))
+        first = late[0]
+        where = (
+            f"error_type = {_quoted(first.error_type)}"
+            if first.error_type
+            else "truncation_reason = time_limit"
+        )
+        yield _says(
+            f"{_percent(share)} of rollouts ran out of time: {kinds}.",
+            *("error" if share >= 0.1 else "warning", "rollouts"),
+            phase=facts.phase,
+            where=where,
+        )
+    calls: dict[str, list[Rollout]] = defaultdict(list)
+    for looked in facts.looked:
+        for tool, kind in looked.tool_errors:
+            if _is_time(kind):
+                calls[tool].append(looked.rollout)
+    for tool, rollouts in sorted(calls.items(), key=lambda item: -len(item[1])):
+        names = {(each.request_id, each.trajectory_index) for each in rollouts}
+        share = len(names) / len(facts.looked)
+        yield _says(
+            f"The tool {_name(tool)} times out: {len(rollouts):,} calls in {len(names)} of "
+            f"{len(facts.looked)} rollouts that were looked at.",
+            *("error" if share >= 0.1 else "warning", "rollout"),
+            **_first(rollouts),
+        )
+
+
+def _is_late(each: Rollout) -> bool:
+    if each.status == "error":
+        return each.error_phase == "timeout" or _is_time(each.error_type or "")
+    return each.truncation_reason == "time_limit"
+
+
+def _is_time(kind: str) -> bool:
+    return "timeout" in kind.lower() or "timelimit" in kind.lower()
+
+
+def _empty_answers(facts: Facts) -> Iterator[Sentence]:
+    """Answers that say nothing and are paid as well as others."""
+    rewards = [each.reward for each in facts.rollouts if each.reward is not None]
+    empty = [each.rollout for each in facts.looked if each.is_empty and each.rollout.reward]
+    if len(empty) < 2 or not rewards:
+        return
+    paid, middle = fmean(each.reward or 0.0 for each in empty), fmean(rewards)
+    if paid > 0 and paid >= middle:
+        yield _says(
+            f"Empty answers are paid: of {len(facts.looked)} rollouts that were looked at, "
+            f"{len(empty)} say nothing, and their mean reward is {paid:.3g} (all: {middle:.3g}).",
+            *("error", "rollout"),
+            **_first(empty),
+            phase=facts.phase,
+        )
+
+
+_WHY = {
+    "reasoning_stripped": "the chat template strips the reasoning of earlier turns",
+    "retokenized": "earlier answers are tokenized anew",
+    "system_or_tools_changed": "the system message or the tools change within a rollout",
+    "history_rewritten": "earlier messages are rewritten",
+    "compaction": "history is summarized or dropped",
+}
+
+
+def _breaks(facts: Facts) -> Iterator[Sentence]:
+    """Prompts that do not extend what came before, by cause."""
+    num_later = sum(each.num_later_calls for each in facts.looked)
+    for cause, why in _WHY.items():
+        logged = [value for _, value in facts.series(f"samples/breaks/{cause}")]
+        seen = [
+            (each.rollout, call, position)
+            for each in facts.looked
+            for call, position, found in each.breaks
+            if found == cause
+        ]
+        share = len(seen) / num_later if num_later else 0.0
+        if logged:
+            share = sum(logged) / len(facts.steps)
+        if share < LEAST_BREAKS:
+            continue
+        evidence: dict[str, Any] = {"view": "curves", "series": f"samples/breaks/{cause}"}
+        if seen:
+            rollout, call, position = seen[-1]
+            evidence = {"view": "tokens", **_first([rollout]), "call": call, "position": position}
+        yield _says(
+            f"In {_percent(share)} of later calls the prompt does not extend the call before, "
+            f"because {why}; what follows is computed again.",
+            "info" if cause == "compaction" else "warning",
+            **evidence,
+        )
+
+
+def _drift(facts: Facts) -> Iterator[Sentence]:
+    """Engine and trainer disagree on what was sampled."""
+    name = "train/sampling/sampling_logp_difference/mean"
+    series = facts.series(name)
+    if not series:
+        return
+    values = [value for _, value in series]
+    at = _jump([math.log(max(value, 1e-7)) for value in values])
+    before, after = values[:at], values[at:]
+    low = median(before) if before else 0.0
+    high = median(after)
+    if before and high >= 10 * low and high >= LEAST_DRIFT:
+        first, were = series[at][0], f" ({low:.2g} before)"
+    elif median(values) >= LEAST_CONSTANT_DRIFT:
+        first, were, high = series[0][0], "", median(values)
+    else:
+        return
+    yield _says(
+        f"The engine's logprobs drift from the trainer's since step {first}: they differ by "
+        f"{high:.2g} nats per token{were}. What is trained is not what was sampled.",
+        *("error", "curves"),
+        series=name,
+        steps=[first, series[-1][0]],
+    )
+
+
+def _staleness(facts: Facts) -> Iterator[Sentence]:
+    """How old tokens are when they are trained."""
+    lags = [value for _, value in facts.series("train/lag_mean")]
+    if not lags or fmean(lags) < 0.05:
+        return
+    most = max((value for _, value in facts.series("async/lag_max")), default=None)
+    stale = [value for _, value in facts.series("async/stale_share")]
+    share = fmean(stale) if stale else 0.0
+    text = f"Tokens are trained {fmean(lags):.2g} versions after they were sampled on average"
+    text += "" if most is None else f", {most:g} at most"
+    text += f"; {_percent(share)} were too old to be trained" if share else ""
+    yield _says(
+        f"{text}.", "warning" if share >= 0.05 else "info", "curves", series="train/lag_mean"
+    )
+
+
+def _reward(facts: Facts) -> Iterator[Sentence]:
+    """Whether the reward of training rises, and still does."""
+    by_step: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for each in facts.rollouts:
+        if each.train_step is not None and each.reward is not None and not each.parent_rollout:
+            by_step[each.train_step][each.group_id].append(each.reward)
+    steps = sorted(by_step)
+    if len(steps) < 4:
+        return
+    size = len(steps) // (4 if len(steps) >= 8 else 2)
+    spans = [steps[:size], steps[-2 * size : -size], steps[-size:]]
+    first, before, last = ([g for step in span for g in by_step[step].values()] for span in spans)
+    began, ended = _estimate(first), _estimate(last)
+    if began is None or ended is None:
+        return
+    change, recent = _change(first, last), _change(before, last)
+    verb, severity = _trend(change)
+    text = (
+        f"The reward {verb}: {_interval(began)} in {_steps(spans[0][0], spans[0][-1])}, "
+        f"{_interval(ended)} in {_steps(spans[2][0], spans[2][-1])}."
+    )
+    if len(steps) >= 8:
+        now = {"rises": "still rises", "falls": "falls", "is flat": "is flat"}[_trend(recent)[0]]
+        bounds = f"{recent[0]:+.2g} [{recent[1]:+.2g}, {recent[2]:+.2g}]"
+        text += f" At the end it {now}: {bounds} beside the {size} steps before."
+    highest = max(reward for group in last for reward in group)
+    if severity == "warning" and (len(steps) < 8 or ended.mean >= 0.9 * highest > 0):
+        severity = "info"  # too early to say, or there is not much to gain
+    yield _says(text, severity, "curves", series="reward/mean", steps=[steps[0], steps[-1]])
+
+
+def _held_out(facts: Facts) -> Iterator[Sentence]:
+    """The first and the last held-out evaluation."""
+    found = [each for each in facts.evaluations if each.reward is not None]
+    if len(found) < 2 or found[0].step == found[-1].step:
+        return
+    sides = [(each.reward, *(each.interval or (None, None))) for each in (found[0], found[-1])]
+    (_, low, high), (_, new_low, new_high) = sides
+    verb, severity = "does not clearly differ", "info"
+    if new_low is not None and high is not None and new_low > high:
+        verb, severity = "rose", "good"
+    if new_high is not None and low is not None and new_high < low:
+        verb, severity = "fell", "error"
+    one, other = (
+        f"{mean:.3g}" + ("" if low is None else f" [{low:.3g}, {high:.3g}]")
+        for mean, low, high in sides
+    )
+    yield {
+        "text": f"Held out, the reward {verb}: {one} after {found[0].step} steps, {other} after "
+        f"{found[-1].step}.",
+        "severity": severity,
+        "evidence": {"view": "curves", "series": "eval/reward"},
+    }
+
+
+def _ended(facts: Facts) -> Iterator[Sentence]:
+    """The error that the run ended with."""
+    if facts.error is not None:
+        said = _name(facts.error, 300)
+        yield _says(f"The run ended with an error: {said}", "error", "curves", series="reward/mean")
+
+
+TELLERS: Mapping[str, Callable[[Facts], Iterator[Sentence]]] = {
+    "ended": _ended,
+    "zero_variance": _zero_variance,
+    "drift": _drift,
+    "empty_answers": _empty_answers,
+    "timeouts": _timeouts,
+    "failures": _failures,
+    "breaks": _breaks,
+    "max_tokens": _max_tokens,
+    "truncated": _truncated,
+    "reward": _reward,
+    "held_out": _held_out,
+    "staleness": _staleness,
+}
+"""Kind of sentence to the function that tells it."""
+
+
+# -- shares, spans and trends ----------------------------------------------------------------------
+
+
+def _share(
+    facts: Facts,
+    holds: Callable[[Rollout], bool],
+    text: Callable[[str], str],
+    *,
+    where: str,
+    least: float,
+    alarming: float,
+    more: str = "",
+) -> Iterator[Sentence]:
+    """Tell of how many rollouts something holds, since the step from which on it is otherwise."""
+    counts: dict[int | None, list[int]] = defaultdict(lambda: [0, 0])
+    for each in facts.rollouts:
+        count = counts[each.train_step]
+        count[0] += holds(each)
+        count[1] += 1
+    if not sum(hits for hits, _ in counts.values()):
+        return
+    steps = sorted(step for step in counts if step is not None)
+    pairs = [(counts[step][0], counts[step][1]) for step in steps] or [
+        (counts[None][0], counts[None][1])
+    ]
+    at = since(pairs)
+    share, before = _ratio(pairs[at:]), _ratio(pairs[:at])
+    if at and share <= max(before, least):  # it has become rarer
+        at, share, before = 0, _ratio(pairs), 0.0
+    if share < least:
+        return
+    evidence: dict[str, Any] = {"phase": facts.phase, "where": where}
+    if at:
+        where = f"train_step >= {steps[at]} and {where}"
+        evidence = {**evidence, "where": where, "steps": [steps[at], steps[-1]]}
+        more = f" since step {steps[at]} ({_percent(before)} before){more}"
+    severity: Severity = "error" if share >= alarming else "warning"
+    yield _says(f"{text(_percent(share))}{more}.", severity, "rollouts", **evidence)
+
+
+def since(pairs: Sequence[tuple[int, int]]) -> int:
+    """Return from which index on a share is clearly another one; 0 if it is the same throughout.
+
+    `pairs` has hits and trials. It is the split with the greatest log-likelihood ratio, if that is
+    over 6 nats.
+    """
+    whole = _likelihood(sum(hits for hits, _ in pairs), sum(trials for _, trials in pairs))
+    total_hits, total = sum(hits for hits, _ in pairs), sum(trials for _, trials in pairs)
+    best, at, hits, trials = _CLEAR_RATIO, 0, 0, 0
+    for index, (more_hits, more) in enumerate(pairs[:-1]):
+        hits, trials = hits + more_hits, trials + more
+        rest = _likelihood(total_hits - hits, total - trials)
+        ratio = _likelihood(hits, trials) + rest - whole
+        if ratio > best:
+            best, at = ratio, index + 1
+    return at
+
+
+def _likelihood(hits: int, trials: int) -> float:
+    """Return the log-likelihood of `hits` in `trials` at their own share."""
+    if not 0 < hits < trials:
+        return 0.0
+    share = hits / trials
+    return hits * math.log(share) + (trials - hits) * math.log(1 - share)
+
+
+def _ratio(pairs: Sequence[tuple[int, int]]) -> float:
+    trials = sum(number for _, number in pairs)
+    return sum(hits for hits, _ in pairs) / trials if trials else 0.0
+
+
+def _jump(values: Sequence[float]) -> int:
+    """Return the split that leaves the least squares around the means of both sides."""
+    total, size = math.fsum(values), len(values)
+    best, at, done = 0.0, 0, 0.0
+    for index in range(1, size):
+        done += values[index - 1]
+        one, other = done / index, (total - done) / (size - index)
+        gain = index * (size - index) / size * (one - other) ** 2
+        if gain > best:
+            best, at = gain, index
+    return at
+
+
+def _spans(steps: Sequence[int], known: Sequence[int]) -> list[tuple[int, int]]:
+    """Return runs of steps that follow each other among the known ones, as first and last."""
+    order = {step: index for index, step in enumerate(sorted(known or steps))}
+    spans: list[tuple[int, int]] = []
+    for step in sorted(steps):
+        if spans and order.get(step, -1) == order.get(spans[-1][1], -3) + 1:
+            spans[-1] = spans[-1][0], step
+        else:
+            spans.append((step, step))
+    return spans
+
+
+def _estimate(groups: Sequence[Sequence[float]]) -> Estimate | None:
+    return estimate(dict(enumerate(groups)))
+
+
+def _change(
+    before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]
+) -> tuple[float, float, float]:
+    """Return the difference of two means over groups with its 95 % interval (Welch)."""
+    sides = [[fmean(group) for group in groups] for groups in (before, after)]
+    change = fmean(sides[1]) - fmean(sides[0])
+    if min(map(len, sides)) < 2:
+        return change, -math.inf, math.inf
+    variances = [
+        math.fsum((value - fmean(side)) ** 2 for value in side) / (len(side) - 1) / len(side)
+        for side in sides
+    ]
+    half = student_t(min(map(len, sides)) - 1, 0.95) * math.sqrt(sum(variances))
+    return change, change - half, change + half
+
+
+def _trend(change: tuple[float, float, float]) -> tuple[str, Severity]:
+    _, low, high = change
+    if low > 0:
+        return "rises", "good"
+    return ("falls", "error") if high < 0 else ("is flat", "warning")
+
+
+# -- words -----------------------------------------------------------------------------------------
+
+
+def _steps(first: int, last: int) -> str:
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def _interval(found: Estimate) -> str:
+    if found.low is None or found.high is None:
+        return f"{found.mean:.3g}"
+    return f"{found.mean:.3g} [{found.low:.3g}, {found.high:.3g}]"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.01 or share == 0 else f"{100 * share:.2g} %"
+
+
+def _name(text: str | None, limit: int = _NAME_LENGTH) -> str:
+    """Return a text that a run wrote, in one line and cut where it is long."""
+    said = " ".join(str(text).split())
+    return said if len(said) <= limit else said[: limit - 1] + "…"
+
+
+def _quoted(text: str | None) -> str:
+    """Return a text for `where`; one with both quotes cannot be written there."""
+    said = str(text)
+    return f'"{said}"' if '"' not in said else f"'{said}'"
+
+
+def _first(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    return {
+        "request_id": rollouts[0].request_id,
+        "trajectory_index": rollouts[0].trajectory_index,
+        "rollouts": [[each.request_id, each.trajectory_index] for each in rollouts[:10]],
+    }

@@ -1,0 +1,191 @@
+"""What the narrator knows of a run: columns of all rollouts, and a few rollouts read whole.
+
+It is cheap on 100,000 rollouts: columns have no blobs, and at most `MAX_LOOKED` rollouts, with
+`MAX_TOKENS` tokens together, are read whole, spread over the run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rolltree.errors import StoreError
+from rolltree.records.rollout_view import tool_errors
+from rolltree.records.token_rows import break_rows, state_of
+from rolltree.records.values import number_of
+from rolltree.rollouts.conversation import conversation
+from rolltree.store import Run, StoredEvaluation, StoredRollout, summarize
+from rolltree.types import State
+
+MAX_LOOKED = 96
+MAX_TOKENS = 1_000_000
+NAMES = (
+    "request_id",
+    "trajectory_index",
+    "group_id",
+    "train_step",
+    "parent_rollout",
+    "reward",
+    "status",
+    "error_type",
+    "error_phase",
+    "truncated",
+    "truncation_reason",
+    "finish_reason",
+    "num_calls",
+    "num_completion_tokens",
+    "num_unique_tokens",
+)
+_THOUGHT = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A rollout as its columns tell it."""
+
+    request_id: str
+    trajectory_index: int
+    group_id: str
+    train_step: int | None
+    parent_rollout: str | None
+    reward: float | None
+    status: str
+    error_type: str | None
+    error_phase: str | None
+    truncated: bool
+    truncation_reason: str | None
+    finish_reason: str | None
+    num_calls: int
+    num_completion_tokens: int
+    num_unique_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """A rollout that was read whole.
+
+    `is_empty`: its last answer says nothing and calls no tool. `tool_errors`: tool and type of
+    error. `breaks`: call, position and cause. `num_later_calls`: calls that had one before.
+    """
+
+    rollout: Rollout
+    is_empty: bool = False
+    tool_errors: tuple[tuple[str, str], ...] = ()
+    breaks: tuple[tuple[int, int, str], ...] = ()
+    num_later_calls: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What sentences are made of.
+
+    `steps` maps each optimizer step to its metrics, `rollouts` are those of `phase`: of training,
+    or else of the phase that began last. `error` is what the run ended with, if it failed.
+    """
+
+    phase: str
+    steps: Mapping[int, Mapping[str, float]]
+    rollouts: Sequence[Rollout]
+    looked: Sequence[Looked] = ()
+    evaluations: Sequence[StoredEvaluation] = ()
+    max_tokens: int | None = None
+    error: str | None = None
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """Return the steps at which a metric has a value, with the value."""
+        return [(step, found[name]) for step, found in self.steps.items() if name in found]
+
+
+def read_facts(run: Run) -> Facts:
+    """Return what is known of a run."""
+    phases = [item.phase for item in run.totals()]
+    phase = "train" if "train" in phases else phases[-1] if phases else ""
+    rollouts = [Rollout(*row) for row in run.columns(NAMES, phase=phase)] if phases else []
+    sampling = run.config.get("sampling")
+    limit = sampling.get("max_tokens") if isinstance(sampling, Mapping) else None
+    return Facts(
+        phase=phase,
+        steps={
+            step.step: {
+                name: number
+                for name, value in step.metrics.items()
+                if (number := number_of(value)) is not None
+            }
+            for step in run.steps()
+        },
+        rollouts=rollouts,
+        looked=list(_look(run, chosen(rollouts))),
+        evaluations=run.evaluations(),
+        max_tokens=limit if type(limit) is int else None,
+        error=summarize(run).error,
+    )
+
+
+def chosen(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Return the rollouts to read whole: of several calls, paid well for little, and any."""
+    part = MAX_LOOKED // 3
+    rewards = [each.reward for each in rollouts if each.reward is not None]
+    middle = sum(rewards) / len(rewards) if rewards else 0.0
+    paid = [each for each in rollouts if each.reward is not None and each.reward > 0]
+    well = [each for each in paid if (each.reward or 0.0) >= middle]
+    short = sorted(well, key=lambda each: each.num_completion_tokens / max(1, each.num_calls))
+    several = [each for each in rollouts if each.num_calls > 1]
+    found: dict[tuple[str, int], Rollout] = {}
+    num_tokens = 0
+    wanted = (*short[:part], *_spread(several, part), *_spread(rollouts, part))
+    for each in rollouts if len(rollouts) <= MAX_LOOKED else wanted:
+        num_tokens += each.num_unique_tokens
+        if num_tokens > MAX_TOKENS and found:
+            break
+        found[each.request_id, each.trajectory_index] = each
+    return list(found.values())
+
+
+def _spread(items: Sequence[Rollout], count: int) -> list[Rollout]:
+    """Return at most `count` items from all over the sequence, the last one among them."""
+    if len(items) <= count:
+        return list(items)
+    return [items[(index + 1) * len(items) // count - 1] for index in range(count)]
+
+
+def _look(run: Run, wanted: Sequence[Rollout]) -> Iterator[Looked]:
+    names = {(each.request_id, each.trajectory_index): each for each in wanted}
+    if not names:
+        return
+    for row in run.rollouts(request_id=list(dict.fromkeys(name for name, _ in names))):
+        rollout = names.get((row.request_id, row.trajectory_index))
+        if rollout is not None:
+            yield looked_at(rollout, row)
+
+
+def looked_at(rollout: Rollout, row: StoredRollout) -> Looked:
+    """Return what a stored row says beyond its columns; nothing where it cannot be read."""
+    try:
+        state = state_of(row)
+        if state is None:
+            return Looked(rollout)
+        breaks = break_rows(state, None) if row.num_calls > 1 else []
+    except StoreError:
+        return Looked(rollout)
+    return Looked(
+        rollout,
+        is_empty=_is_empty(state),
+        tool_errors=tuple((each["tool"], each["type"]) for each in tool_errors(state)),
+        breaks=tuple((each["call"], each["position"], each["cause"]) for each in breaks),
+        num_later_calls=max(0, row.num_calls - 1),
+    )
+
+
+def _is_empty(state: State) -> bool:
+    said = [each for each in conversation(state)[1] if each.get("role") == "assistant"]
+    if not said or said[-1].get("tool_calls"):
+        return False
+    return not _THOUGHT.sub("", _text(said[-1].get("content"))).strip()
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "?")) for part in content if isinstance(part, Mapping))
+    return "" if content is None else str(content)

@@ -1,0 +1,315 @@
+"""The narrator: planted problems each yield their sentence, and a clean run none that alarms."""
+
+import json
+import math
+
+import pytest
+
+import rolltree as rt
+from golden_kit import unpack
+from rolltree.records.story import run_story, since, story
+from rolltree.records.story_facts import MAX_LOOKED, Facts, Looked, Rollout, chosen, read_facts
+from rolltree.rollouts.record import encode_result
+from rolltree.store import Run, StoredEvaluation
+
+DRIFT = "train/sampling/sampling_logp_difference/mean"
+
+
+def rollout(step, index, reward=0.0, group=None, **columns):
+    known = {
+        "request_id": f"train/{step}/{index}",
+        "trajectory_index": 0,
+        "group_id": f"{step}/{index // 4}" if group is None else group,
+        "train_step": step,
+        "parent_rollout": None,
+        "reward": reward,
+        "status": "ok",
+        "error_type": None,
+        "error_phase": None,
+        "truncated": False,
+        "truncation_reason": None,
+        "finish_reason": "stop",
+        "num_calls": 1,
+        "num_completion_tokens": 9,
+    }
+    return Rollout(**known | columns)
+
+
+def told(kind, *, steps=None, rollouts=(), **more):
+    facts = Facts("train", steps or {}, rollouts, **more)
+    return [each for each in story(facts) if each["kind"] == kind]
+
+
+def plain(num_steps, **columns):
+    """Eight rollouts a step in two groups, half of them right."""
+    return [
+        rollout(step, index, float(index % 2), **columns)
+        for step in range(1, num_steps + 1)
+        for index in range(8)
+    ]
+
+
+# -- groups without variance -----------------------------------------------------------------------
+
+
+def test_steps_without_variance_are_told_as_one_span():
+    share = "train/frac_reward_zero_std"
+    steps = {step: {share: float(31 <= step <= 40)} for step in range(1, 46)}
+    rows = [rollout(step, i, 0.0 if step > 30 else i % 2) for step in steps for i in range(8)]
+    (found,) = told("zero_variance", steps=steps, rollouts=rows)
+    assert found["text"] == (
+        "No group had reward variance in steps 31 to 40, so nothing was learned: all 80 rewards "
+        "were 0."
+    )
+    assert (found["severity"], found["evidence"]["steps"]) == ("error", [31, 40])
+
+
+def test_variance_is_computed_where_no_metric_says_it():
+    rows = [rollout(step, i, 0.5 if step > 2 else i % 2) for step in range(1, 6) for i in range(8)]
+    (found,) = told("zero_variance", steps={step: {} for step in range(1, 6)}, rollouts=rows)
+    assert found["evidence"]["steps"] == [3, 5]
+
+
+def test_one_step_without_variance_and_a_solved_task_do_not_alarm():
+    steps = {step: {"train/frac_reward_zero_std": float(step == 7)} for step in range(1, 10)}
+    assert told("zero_variance", steps=steps) == []
+    steps = {step: {"train/frac_reward_zero_std": float(step > 5)} for step in range(1, 10)}
+    rows = [rollout(step, i, 1.0 if step > 5 else i % 2) for step in steps for i in range(8)]
+    (found,) = told("zero_variance", steps=steps, rollouts=rows)
+    assert found["severity"] == "info"
+
+
+# -- limits and failures ---------------------------------------------------------------------------
+
+
+def test_the_step_from_which_on_rollouts_hit_max_tokens_is_found():
+    rows = [
+        rollout(step, i, i % 2, finish_reason="length" if step >= 12 and i % 8 < 3 else "stop")
+        for step in range(1, 21)
+        for i in range(32)
+    ]
+    (found,) = told("max_tokens", rollouts=rows, max_tokens=256)
+    assert found["text"] == ("38 % of rollouts hit max_tokens (256) since step 12 (0 % before).")
+    assert found["evidence"]["where"] == "train_step >= 12 and finish_reason = length"
+
+
+def test_failures_are_told_by_kind():
+    bad = {"status": "error", "error_type": "ServerError", "error_phase": "model", "reward": None}
+    rows = [*plain(4), *(rollout(4, 8 + i, **bad) for i in range(8))]
+    (found,) = told("failures", rollouts=rows)
+    assert "failed since step 4 (0 % before): 8 with ServerError (model)." in found["text"]
+    assert found["evidence"]["where"] == "train_step >= 4 and status = error"
+    assert told("failures", rollouts=plain(4)) == []
+
+
+def test_a_name_that_a_run_wrote_is_cut_and_stays_one_line():
+    kind = "E\n<script>" + "x" * 500
+    bad = {"status": "error", "error_type": kind, "error_phase": "model", "reward": None}
+    (found,) = told("failures", rollouts=[rollout(1, 0, **bad)])
+    assert len(found["text"]) < 200
+    assert "\n" not in found["text"]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "at"),
+    [
+        ([(0, 10)] * 5 + [(10, 10)] * 5, 5),
+        ([(5, 10)] * 10, 0),
+        ([(1, 10), (0, 10), (1, 10), (0, 10)], 0),
+        ([(9, 10)], 0),
+    ],
+)
+def test_a_change_is_found_where_it_is_clear(pairs, at):
+    assert since(pairs) == at
+
+
+def test_a_tool_that_times_out_is_named():
+    rows = plain(2)
+    looked = [Looked(each, tool_errors=(("search", "ToolTimeLimit"),) * 2) for each in rows[:4]]
+    looked += [Looked(each, tool_errors=(("price", "ValueError"),)) for each in rows[4:]]
+    (found,) = told("timeouts", rollouts=rows, looked=looked)
+    assert found["text"] == (
+        "The tool search times out: 8 calls in 4 of 16 rollouts that were looked at."
+    )
+    assert (found["severity"], found["evidence"]["view"]) == ("error", "rollout")
+
+
+def test_an_environment_that_times_out_is_told():
+    late = {"status": "error", "error_type": "RolloutTimeout", "error_phase": "timeout"}
+    rows = [*plain(1), rollout(1, 9, None, **late), rollout(1, 10, truncation_reason="time_limit")]
+    (found,) = told("timeouts", rollouts=rows)
+    assert found["text"].startswith("20 % of rollouts ran out of time: RolloutTimeout (1)")
+
+
+# -- engine, templates, rewards --------------------------------------------------------------------
+
+
+def test_the_step_from_which_on_engine_and_trainer_differ_is_found():
+    steps = {step: {DRIFT: 0.3 if step >= 20 else 0.004} for step in range(1, 31)}
+    (found,) = told("drift", steps=steps)
+    assert "since step 20: they differ by 0.3 nats per token (0.004 before)" in found["text"]
+    assert found["evidence"] == {"view": "curves", "series": DRIFT, "steps": [20, 30]}
+    (found,) = told("drift", steps={step: {DRIFT: 0.09} for step in range(1, 9)})
+    assert "since step 1: they differ by 0.09" in found["text"]
+    noise = {step: {DRIFT: 0.01 + 0.003 * math.sin(step)} for step in range(1, 31)}
+    assert told("drift", steps=noise) == []
+    tiny = {step: {DRIFT: 1e-3 if step > 5 else 1e-7} for step in range(1, 31)}
+    assert told("drift", steps=tiny) == []
+
+
+def test_breaks_are_told_by_cause():
+    steps = {step: {"samples/breaks/reasoning_stripped": 0.75} for step in range(1, 5)}
+    (found,) = told("breaks", steps=steps)
+    assert found["text"] == (
+        "In 75 % of later calls the prompt does not extend the call before, because the chat "
+        "template strips the reasoning of earlier turns; what follows is computed again."
+    )
+    rows = plain(1)
+    looked = [Looked(each, breaks=((2, 40, "compaction"),), num_later_calls=4) for each in rows]
+    (found,) = told("breaks", rollouts=rows, looked=looked)
+    assert "In 25 % of later calls" in found["text"]
+    assert found["severity"] == "info"
+    assert (found["evidence"]["call"], found["evidence"]["position"]) == (2, 40)
+
+
+def test_empty_answers_that_are_paid_are_told():
+    rows = plain(4)
+    looked = [Looked(each, is_empty=each.reward == 1.0) for each in rows]
+    (found,) = told("empty_answers", rollouts=rows, looked=looked)
+    assert "16 say nothing, and their mean reward is 1 (all: 0.5)" in found["text"]
+    assert found["severity"] == "error"
+    looked = [Looked(each, is_empty=each.reward == 0.0) for each in rows]
+    assert told("empty_answers", rollouts=rows, looked=looked) == []
+
+
+def by_reward(reward):
+    return [rollout(step, i, reward(step, i)) for step in range(1, 17) for i in range(16)]
+
+
+def test_the_reward_rises_is_flat_or_falls():
+    (found,) = told("reward", rollouts=by_reward(lambda step, i: step + i / 16))
+    assert found["text"].startswith("The reward rises: 2.97 [")
+    assert "still rises: +4 [" in found["text"]
+    (found,) = told("reward", rollouts=by_reward(lambda step, i: float(i // 4 % 2)))
+    assert (found["text"][:18], found["severity"]) == ("The reward is flat", "warning")
+    (found,) = told("reward", rollouts=by_reward(lambda step, i: -step + i / 16))
+    assert (found["text"][:16], found["severity"]) == ("The reward falls", "error")
+
+
+def test_a_held_out_reward_that_falls_alarms():
+    def at(step, mean):
+        found = {"reward": {"mean": mean, "low": mean - 0.1, "high": mean + 0.1}}
+        return StoredEvaluation(step, f"eval/{step}", found)
+
+    (found,) = told("held_out", evaluations=[at(0, 0.8), at(20, 0.3)])
+    assert "the reward fell: 0.8 [0.7, 0.9] after 0 steps, 0.3 [0.2, 0.4] after 20" in found["text"]
+    (found,) = told("held_out", evaluations=[at(0, 0.4), at(20, 0.5)])
+    assert found["severity"] == "info"
+
+
+def test_staleness_and_the_error_at_the_end_are_told():
+    steps = {s: {"train/lag_mean": 1.5, "async/lag_max": 4.0} for s in range(1, 4)}
+    (found,) = told("staleness", steps=steps)
+    assert found["text"] == (
+        "Tokens are trained 1.5 versions after they were sampled on average, 4 at most."
+    )
+    (found,) = told("ended", error="TrainingError: the loss is nan")
+    assert found["text"].endswith("TrainingError: the loss is nan")
+
+
+# -- whole runs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-seed1", "delegation"])
+def test_a_clean_run_alarms_nobody(tmp_path, name):
+    with rt.read_run(unpack(name, tmp_path / "run")) as data:
+        found = run_story(data.run)["sentences"]
+    assert [each["text"] for each in found if each["severity"] in ("error", "warning")] == []
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+def test_the_stories_of_other_real_runs(tmp_path):
+    with rt.read_run(unpack("4/train", tmp_path / "train")) as data:
+        kinds = {each["kind"] for each in run_story(data.run)["sentences"]}
+    assert kinds >= {"failures", "max_tokens", "truncated"}
+    with rt.read_run(unpack("4/tools", tmp_path / "tools")) as data:
+        kinds = {each["kind"]: each for each in run_story(data.run)["sentences"]}
+    assert kinds.keys() == {"failures", "breaks"}
+
+
+def call(prompt_ids, completion_ids, said, turn=0):
+    return {
+        "prompt": [{"role": "user", "content": "?"}],
+        "completion": [{"role": "assistant", "content": said}],
+        "response": None,
+        "tokens": {
+            "prompt_ids": prompt_ids,
+            "completion_ids": completion_ids,
+            "completion_logprobs": [-0.5] * len(completion_ids),
+            "completion_mask": [1] * len(completion_ids),
+            "prompt_mask": [0] * len(prompt_ids),
+        },
+        "reward": None,
+        "advantage": None,
+        "extras": {"policy_version": 0, "finish_reason": "stop", "turn": turn},
+    }
+
+
+@pytest.fixture
+def planted(tmp_path):
+    """Reasoning is stripped in every rollout, empty answers are paid, and a tool is late."""
+    with Run.create(tmp_path / "run", kind="train", config={"model": "none"}) as run:
+        for index in range(40):
+            is_empty = index % 4 == 0
+            said = "<think>hm</think> " if is_empty else "12"
+            thought, answer = [50, 51, 52, 53], [60, 61, 62]
+            steps = (
+                call([1, 2], thought + answer, "<think>hm</think> 12"),
+                call([1, 2, *answer, 7, 8], [63], said, turn=1),
+            )
+            request = rt.RolloutRequest(
+                request_id=f"train/{index}",
+                env_id="sums",
+                input={"prompt": "?", "example_id": index // 4, "task": "adding"},
+                seed=0,
+                sampling_seed=0,
+                group_id=str(index // 4),
+                index_in_group=index % 4,
+                sampling=rt.SamplingParams(),
+                phase="train",
+                train_step=1 + index // 8,
+            )
+            late = {"tool": "search", "type": "ToolTimeLimit", "message": "m", "traceback": "t"}
+            state = rt.State(
+                input=request.input,
+                trajectory=rt.Trajectory(steps),
+                reward=1.0 if is_empty else float(index % 3 == 0),
+                completion=[{"role": "assistant", "content": said}],
+                tool_errors=[late] if index % 2 else [],
+            )
+            run.add_rollouts(encode_result(rt.RolloutResult(request, (state,), None, 1)))
+        yield run
+
+
+def test_planted_problems_are_found_in_a_stored_run(planted):
+    found = {each["kind"]: each for each in run_story(planted)["sentences"]}
+    assert "strips the reasoning" in found["breaks"]["text"]
+    assert found["breaks"]["text"].startswith("In 100 %")
+    assert (
+        found["breaks"]["evidence"] | {"view": "tokens", "call": 1, "position": 2}
+        == (found["breaks"]["evidence"])
+    )
+    assert "Empty answers are paid" in found["empty_answers"]["text"]
+    assert int(found["empty_answers"]["evidence"]["request_id"].rpartition("/")[2]) % 4 == 0
+    assert "The tool search times out: 20 calls in 20 of 40" in found["timeouts"]["text"]
+
+
+def test_a_few_rollouts_of_a_large_run_are_read_whole(planted):
+    rows = [rollout(step, i, float(i % 2)) for step in range(1, 101) for i in range(100)]
+    assert len(chosen(rows)) <= MAX_LOOKED
+    assert chosen(rows)[-1] is rows[-1]
+    assert len({each.train_step for each in chosen(rows)}) > 20
+    large = [rollout(1, i, num_unique_tokens=600_000) for i in range(50)]
+    assert len(chosen(large)) == 1
+    facts = read_facts(planted)
+    assert len(facts.looked) == len(facts.rollouts) == 40
