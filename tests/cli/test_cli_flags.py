@@ -27,6 +27,7 @@ FLAGS = {
         "--control-in-messages",
     },
     "runs": {"root", "--json"},
+    "view": {"where", "--port", "--no-browser"},
     "show": {
         "run", "--phase", "--step", "--failed", "--where", "--sort", "--last", "--transcripts",
         "--limit", "--json",
