@@ -125,7 +125,7 @@ export function href(parts, query = {}) {
 /** A table of a few rows: heads are texts, cells are texts or elements. */
 export function plainTable(heads, rows, numeric = []) {
   const side = (at) => (numeric.includes(at) ? "number" : null);
-  return h("div", { class: "scroll", tabindex: "0" }, h("table", null,
+  return h("div", { class: "scroll", tabindex: "0" }, h("table", { class: "plain" },
     h("thead", null, h("tr", null, heads.map((head, at) => h("th", { class: side(at), scope: "col" }, head)))),
     h("tbody", null, rows.map((row) => h("tr", null, row.map((cell, at) => h("td", { class: side(at) }, cell))))),
   ));

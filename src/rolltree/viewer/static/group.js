@@ -75,6 +75,9 @@ export async function render(root, params, api) {
       !found.is_trained && " Advantages were not recorded."),
     h("div", { class: "lens" }, tops.map(branch)),
     lost.map((member) => ending(member)));
+  root.addEventListener("shown", () => {
+    for (const each of root.querySelectorAll(".branch .said")) each.scrollTop = each.scrollHeight;
+  }, { once: true });
 }
 
 function advantage(value) {

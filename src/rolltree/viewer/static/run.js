@@ -3,7 +3,7 @@
 import { whenChanged } from "./api.js";
 import { board } from "./chart.js";
 import { count, duration, h, href, line, num, plainTable, put, short } from "./dom.js";
-import { estimate, progress, stateBadge } from "./runs.js";
+import { progress, stateBadge } from "./runs.js";
 
 const TOGETHER = [
   { title: "reward", names: ["reward/mean", "eval/reward"] },
@@ -41,7 +41,7 @@ export async function render(root, params, api) {
 
 function drawHead(head, run, params) {
   const facts = [
-    ["reward", estimate(run.reward, [Math.min(0, run.reward?.low ?? 0), Math.max(1, run.reward?.high ?? 1)])],
+    ["reward", run.reward ? [h("b", null, num(run.reward.mean)), run.reward.low !== null && h("span", { class: "muted" }, ` [${num(run.reward.low)}, ${num(run.reward.high)}]`), h("span", { class: "muted" }, ` ${run.reward.of}`)] : "–"],
     ["progress", progress(run)],
     ["rollouts", h("a", { href: href(["run", params.run, "rollouts"]) }, count(run.num_rollouts))],
     ["failed", run.num_failed ? h("a", { class: "bad", href: href(["run", params.run, "rollouts"], { where: "status = error" }) }, count(run.num_failed)) : "0"],

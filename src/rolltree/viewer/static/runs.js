@@ -62,7 +62,7 @@ export async function render(root, params, api) {
       h("td", { class: "minor" }, (run.envs ?? []).join(", ")),
       h("td", { class: "minor" }, run.model ?? "–"),
       h("td", { class: "number minor" }, short(tokens.sampled)),
-      h("td", { class: "number" }, count(run.num_rollouts)),
+      h("td", { class: "number minor" }, count(run.num_rollouts)),
       h("td", { class: "number" }, run.num_failed
         ? h("a", { class: "bad", href: href(["run", run.id, "rollouts"], { where: "status = error" }) }, count(run.num_failed)) : "0"),
       h("td", { class: "number minor", title: new Date(1000 * run.last_written).toLocaleString() }, duration(run.age_s)));
@@ -81,7 +81,7 @@ export async function render(root, params, api) {
     return;
   }
   const heads = [["", ""], ["run", ""], ["state", ""], ["reward", "number"], ["progress", "minor"], ["environment", "minor"], ["model", "minor"],
-    ["sampled", "number minor"], ["rollouts", "number"], ["failed", "number"], ["age", "number minor"]];
+    ["sampled", "number minor"], ["rollouts", "number minor"], ["failed", "number"], ["age", "number minor"]];
   put(root,
     h("div", { class: "bar" }, h("h1", null, "Runs"), search, go),
     h("div", { class: "scroll", tabindex: "0" }, h("table", { class: "runs" },

@@ -1,0 +1,252 @@
+"""The page in a real Chromium: every view of real runs, its keys, its sizes, light and dark."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+import golden_kit
+
+playwright = pytest.importorskip("playwright.sync_api")
+CHROMIUM = os.environ.get("ROLLTREE_CHROMIUM") or shutil.which("chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt install chromium")
+
+ASK = (Path(__file__).parent / "page_kit.js").read_text()
+SIZES = [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")]
+
+
+def part(text):
+    return quote(str(text), safe="")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as running:
+        made = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield made
+        made.close()
+
+
+class Tab:
+    """A tab with the page; its console must stay silent."""
+
+    def __init__(self, browser, link, width=1280, scheme="light"):
+        context = browser.new_context(
+            viewport={"width": width, "height": 800}, color_scheme=scheme, reduced_motion="reduce"
+        )
+        self.page = context.new_page()
+        self.said = []
+        self.page.on("console", lambda each: self.said.append(each.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("dialog", lambda dialog: (self.said.append(dialog.message), dialog.dismiss()))
+        self.page.goto(link)
+        self.ready("#/")
+
+    def ready(self, address):
+        self.page.wait_for_selector(f"body[data-ready={json.dumps(address)}]", timeout=30_000)
+
+    def open(self, address):
+        """Go to an address of the page and wait until its view stands."""
+        self.page.evaluate("(to) => { location.hash = to; }", address)
+        self.ready(address)
+
+    def texts(self, selector):
+        return self.page.locator(selector).all_inner_texts()
+
+    @property
+    def address(self):
+        return self.page.evaluate("() => location.hash")
+
+
+@pytest.fixture
+def tab(browser, page):
+    made = Tab(browser, page.link)
+    yield made
+    made.page.context.close()
+    assert made.said == []
+
+
+def rows(page, run, what, **query):
+    path = f"/api/runs/{part(run)}/{what}?" + "&".join(f"{k}={part(v)}" for k, v in query.items())
+    return page.get(path).json()["rows"]
+
+
+def addresses(page, run):
+    """Return an address of every view of a run, with the token lens in several colours."""
+    row = rows(page, run, "rollouts", sort="-num_calls", limit=1)[0]
+    name = f"{part(row['request_id'])}/{row['trajectory_index']}"
+    base = f"#/run/{part(run)}"
+    found = [base, f"{base}/rollouts", f"{base}/rollouts?by=group", f"{base}/rollout/{name}"]
+    found += [f"{base}/tokens/{name}/0", f"{base}/tree/{name}"]
+    colours = ("logprob", "advantage", "entropy", "difference", "version", "weight")
+    found += [f"{base}/tokens/{name}/0?colour={colour}" for colour in colours]
+    groups = rows(page, run, "groups", limit=1)
+    if groups:
+        group = part(groups[0]["group_id"])
+        found += [f"{base}/group/{group}", f"{base}/tree/{group}"]
+    return found
+
+
+@pytest.mark.parametrize(("width", "scheme"), SIZES)
+def test_every_view_is_readable(browser, page, width, scheme):
+    tab = Tab(browser, page.link, width, scheme)
+    compare = "#/compare?a=train%3Aeval_before&b=train%3Aeval_after"
+    places = [
+        "#/?q=",
+        compare,
+        *(each for run in ("train", "tools") for each in addresses(page, run)),
+    ]
+    for place in places:
+        tab.open(place)
+        found = tab.page.evaluate(ASK)
+        assert found == {"pale": [], "overflow": 0, "hacked": None}, place
+        assert tab.texts(".error[role=alert]") == [], place
+    tab.page.context.close()
+    assert tab.said == []
+
+
+def test_the_front_page_lists_the_runs(tab):
+    assert sorted(tab.texts("tbody th a")) == ["deep/agents", "tools", "train"]
+    tab.page.keyboard.press("/")
+    tab.page.keyboard.type("letters")
+    assert tab.texts("tbody th a") == ["train"]
+    tab.page.keyboard.press("Escape")
+    tab.page.keyboard.press("j")
+    tab.page.keyboard.press("Enter")
+    tab.ready("#/run/train")
+    assert tab.texts("h1") == ["train"]
+
+
+def test_keys_lead_through_a_run(tab):
+    tab.open("#/run/train/rollouts")
+    for _ in range(3):
+        tab.page.keyboard.press("j")
+    tab.page.keyboard.press("k")
+    marked = tab.page.locator(".vrow.marked a")
+    address = marked.get_attribute("href")
+    assert marked.count() == 1
+    tab.page.keyboard.press("Enter")
+    tab.ready(address)
+    tab.page.keyboard.press("u")
+    tab.ready("#/run/train/rollouts")
+    tab.page.keyboard.press("u")
+    tab.ready("#/run/train")
+    tab.page.keyboard.press("?")
+    assert "next and previous row" in tab.page.locator("dialog[open]").inner_text()
+    tab.page.keyboard.press("Escape")
+    assert tab.page.locator("dialog[open]").count() == 0
+    before = tab.page.evaluate("() => getComputedStyle(document.body).backgroundColor")
+    tab.page.keyboard.press("t")
+    assert tab.page.evaluate("() => getComputedStyle(document.body).backgroundColor") != before
+
+
+def test_the_token_leaves_the_address_and_links_open_in_new_tabs(tab):
+    assert "token" not in tab.page.url
+    other = tab.page.context.new_page()
+    other.goto(tab.page.url.partition("#")[0] + "#/run/train/rollouts")
+    other.wait_for_selector(".vrow[data-row]")
+
+
+def test_rollouts_are_filtered_and_sorted(tab, page):
+    tab.open("#/run/train/rollouts")
+    tab.page.keyboard.press("/")
+    tab.page.keyboard.type("reward >= 0.5")
+    tab.page.keyboard.press("Enter")
+    tab.ready("#/run/train/rollouts?where=reward+%3E%3D+0.5")
+    wanted = rows(page, "train", "rollouts", where="reward >= 0.5", limit=500)
+    assert tab.page.locator(".vtable").get_attribute("aria-rowcount") == str(len(wanted))
+    tab.page.get_by_role("button", name="reward").click()
+    tab.ready("#/run/train/rollouts?where=reward+%3E%3D+0.5&sort=-reward")
+    shown = [float(text) for text in tab.texts(".vbody .vrow .reward")]
+    assert shown == sorted(shown, reverse=True)
+    tab.open("#/run/train/rollouts?where=rewrad+%3E+1")
+    assert "reward" in tab.page.locator(".error").inner_text()
+    tab.said.clear()  # the browser's own word on the answer 400
+
+
+def test_curves_have_values_and_a_zoom(tab, page):
+    tab.open("#/run/train")
+    curves = page.get("/api/runs/train/curves").json()
+    plot = tab.page.locator(".chart .plot").first
+    plot.focus()
+    tab.page.keyboard.press("ArrowRight")
+    assert f"step {curves['steps'][0]}" in tab.page.locator(".bar [role=status]").inner_text()
+    box = plot.bounding_box()
+    y = box["y"] + box["height"] / 2
+    tab.page.mouse.move(box["x"] + 0.5 * box["width"], y)
+    tab.page.mouse.down()
+    tab.page.mouse.move(box["x"] + 0.98 * box["width"], y, steps=3)
+    tab.page.mouse.up()
+    ticks = (
+        tab.page.locator(".chart").first.locator(".tick[text-anchor=middle]").all_text_contents()
+    )
+    assert "0" not in ticks
+    tab.page.keyboard.press("Escape")
+    steps = tab.page.locator(".chart").first.locator(".tick[text-anchor=middle]")
+    assert "0" in steps.all_text_contents()
+
+
+def test_the_token_lens_tells_what_a_token_was_paid(tab, page):
+    row = rows(page, "train", "rollouts", phase="train", where="status = ok", limit=1)[0]
+    name = f"{part(row['request_id'])}/{row['trajectory_index']}"
+    query = f"id={part(row['request_id'])}&index={row['trajectory_index']}&call=0"
+    lens = page.get(f"/api/runs/train/tokens?{query}").json()
+    at = lens["is_sampled"].index(True)
+    tab.open(f"#/run/train/tokens/{name}/0")
+    assert tab.page.locator(".tk[data-at]").count() == lens["num_tokens"]
+    assert tab.page.locator(".tk.sampled[data-at]").count() == sum(lens["is_sampled"])
+    tab.page.locator(f'[data-at="{at}"]').click()
+    said = tab.page.locator(".inspector").inner_text()
+    assert f"id {lens['ids'][at]}" in said
+    assert "advantage" in said
+    tab.page.get_by_label("Colour by").select_option("advantage")
+    kinds = {"plus" if value >= 0 else "minus" for value in lens["advantage"] if value is not None}
+    shown = tab.page.locator(f'[data-at="{at}"]').get_attribute("class").split()
+    assert kinds & set(shown)
+
+
+def test_a_break_shows_both_sides(tab, page):
+    broken = None
+    for row in rows(page, "tools", "rollouts", limit=500):
+        query = f"id={part(row['request_id'])}&index={row['trajectory_index']}"
+        found = page.get(f"/api/runs/tools/rollout?{query}").json()
+        if found["breaks"]:
+            broken = row, found["breaks"][0]
+            break
+    assert broken, "no rollout of this run has a break"
+    row, found = broken
+    name = f"{part(row['request_id'])}/{row['trajectory_index']}"
+    tab.open(f"#/run/tools/rollout/{name}")
+    card = tab.page.locator(".break").first
+    assert found["cause"].replace("_", " ") in card.inner_text()
+    assert card.locator(".card").count() == 2
+    card.locator("a").first.click()
+    tab.ready(f"#/run/tools/tokens/{name}/{found['call']}?at={found['position']}")
+    assert tab.page.locator(".mark").count() == 1
+
+
+def test_a_group_is_one_tree_with_its_rewards(tab, page):
+    group = rows(page, "train", "groups", phase="train", limit=1)[0]
+    tab.open(f"#/run/train/group/{part(group['group_id'])}")
+    assert tab.page.locator(".ending").count() == len(group["rewards"])
+    assert "all" in tab.page.locator(".branchhead").first.inner_text()
+    tab.open(f"#/run/train/tree/{part(group['group_id'])}")
+    tab.page.locator(".picture a").first.click()
+    tab.page.wait_for_selector(".tk[data-at]")
+
+
+def test_only_the_rows_that_are_seen_exist(browser, start, tmp_path):
+    golden_kit.unpack("demo-seed1", tmp_path / "demo")
+    tab = Tab(browser, start(tmp_path / "demo").link)
+    tab.open("#/run/demo/rollouts")
+    box = tab.page.locator(".vtable")
+    total = int(box.get_attribute("aria-rowcount"))
+    assert total > 200
+    tab.page.evaluate("() => { document.querySelector('.vtable').scrollTop = 1e9; }")
+    tab.page.wait_for_selector(f'.vrow[data-row][aria-rowindex="{total + 1}"]')
+    assert tab.page.locator(".vbody .vrow").count() < 80
+    tab.page.context.close()
+    assert tab.said == []
