@@ -3,7 +3,7 @@
 import { whenChanged } from "./api.js";
 import { board } from "./chart.js";
 import { count, duration, h, href, line, num, plainTable, put, short } from "./dom.js";
-import { progress, stateBadge } from "./runs.js";
+import { failures, progress, stateBadge } from "./runs.js";
 
 const TOGETHER = [
   { title: "reward", names: ["reward/mean", "eval/reward"] },
@@ -35,6 +35,7 @@ export async function render(root, params, api) {
   }
 
   const summary = await draw();
+  if (params.metric) root.addEventListener("shown", () => curves.scrollIntoView(), { once: true });
   put(document.getElementById("live"), summary.state === "running" ? "live" : "");
   whenChanged(api, params.run, draw);
 }
@@ -44,7 +45,7 @@ function drawHead(head, run, params) {
     ["reward", run.reward ? [h("b", null, num(run.reward.mean)), run.reward.low !== null && h("span", { class: "muted" }, ` [${num(run.reward.low)}, ${num(run.reward.high)}]`), h("span", { class: "muted" }, ` ${run.reward.of}`)] : "–"],
     ["progress", progress(run)],
     ["rollouts", h("a", { href: href(["run", params.run, "rollouts"]) }, count(run.num_rollouts))],
-    ["failed", run.num_failed ? h("a", { class: "bad", href: href(["run", params.run, "rollouts"], { where: "status = error" }) }, count(run.num_failed)) : "0"],
+    ["failed", failures({ ...run, run: params.run })],
     ["sampled tokens", short(run.tokens?.sampled)],
     ["environment", (run.envs ?? []).join(", ") || "–"],
     ["model", run.model ?? "–"],
@@ -59,26 +60,33 @@ function drawHead(head, run, params) {
 }
 
 /** The address of what a sentence rests on. */
-export function evidenceLink(run, evidence) {
-  const { view, ...given } = evidence ?? {};
-  const steps = given.steps ?? [];
-  const step = given.step ?? (steps.length === 1 ? steps[0] : null);
-  if (view === "rollout") return href(["run", run, "rollout", given.request_id ?? given.id, given.trajectory_index ?? given.index ?? 0]);
-  if (view === "tokens") return href(["run", run, "tokens", given.request_id ?? given.id, given.trajectory_index ?? given.index ?? 0, given.call ?? 0], { at: given.position });
-  if (view === "tree") return href(["run", run, "tree", given.request_id ?? given.id, given.trajectory_index ?? given.index ?? 0]);
-  if (view === "group") return href(["run", run, "group", given.group_id ?? given.id]);
-  if (view === "rollouts" || view === "groups") {
-    return href(["run", run, "rollouts"], { by: view === "groups" ? "group" : null, phase: given.phase, step, where: given.where, sort: given.sort });
+function evidenceLink(run, view, evidence) {
+  const { phase, where, series, request_id: id, trajectory_index: index, call, position } = evidence;
+  const [first, last] = evidence.steps ?? [];
+  const isSpan = first !== undefined && first !== last;
+  const step = evidence.step ?? (isSpan ? null : first);
+  const span = isSpan && `train_step >= ${first} and train_step <= ${last}`;
+  if (view === "groups") return href(["run", run, "rollouts"], { by: "group", phase, step });
+  if (view === "rollouts") {
+    const filter = [where, span].filter(Boolean).join(" and ");
+    return href(["run", run, "rollouts"], { phase, step: isSpan ? null : step, where: filter, sort: evidence.sort });
   }
-  return href(["run", run], { metric: given.name ?? given.metric ?? given.series, from: steps[0], to: steps.at(-1) });
+  if (view === "group") return href(["run", run, "group", evidence.group_id]);
+  if (view === "rollout") return href(["run", run, "rollout", id, index]);
+  if (view === "tree") return href(["run", run, "tree", id, index]);
+  if (view === "tokens") return href(["run", run, "tokens", id, index, call], { at: position });
+  return href(["run", run], { metric: series, from: first, to: last });
 }
 
 function drawStory(box, sentences, run) {
   if (!sentences?.length) return put(box, h("p", { class: "muted" }, "Nothing stands out."));
-  const shown = { curves: "curve", rollouts: "rollouts", groups: "groups", group: "group", rollout: "rollout", tokens: "tokens", tree: "tree" };
-  return put(box, sentences.map((each) => h("p", { class: `sentence ${each.severity ?? "info"}`, "data-row": true },
-    h("span", { class: "hidden" }, `${each.severity ?? "note"}: `), each.text, " ",
-    each.evidence?.view && h("a", { href: evidenceLink(run, each.evidence) }, `see ${shown[each.evidence.view] ?? each.evidence.view}`))));
+  return put(box, sentences.map((each) => {
+    const { evidence } = each;
+    const views = [evidence.view, evidence.view !== "curves" && evidence.series && "curves"].filter(Boolean);
+    return h("p", { class: `sentence ${each.severity}`, "data-row": true },
+      h("span", { class: "hidden" }, `${each.severity}: `), each.text,
+      views.map((view) => [" ", h("a", { href: evidenceLink(run, view, evidence) }, `see ${view === "curves" ? "the curve" : view === "rollout" ? "the rollout" : view}`)]));
+  }));
 }
 
 /** Curves that are read together are one chart, under the first one's place; the others have one each. */

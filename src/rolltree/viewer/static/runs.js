@@ -10,6 +10,15 @@ export function stateBadge(run) {
   return h("span", { class: `badge ${STATES[run.state] ?? "zero"}`, title: run.error ?? run.writer ?? null }, run.state);
 }
 
+/** How many rollouts failed, by kind, with a link to them. */
+export function failures(run) {
+  if (!run.num_failed) return "0";
+  const kinds = Object.entries(run.failures ?? {});
+  const said = kinds.map(([kind, number]) => `${count(number)} ${kind}`).join(", ");
+  return h("a", { class: "bad", title: said, href: href(["run", run.id ?? run.run, "rollouts"], { where: "status = error" }) },
+    count(run.num_failed), kinds.length > 0 && h("span", { class: "minor small" }, ` ${kinds.length > 1 ? `${kinds[0][0]}, …` : kinds[0][0]}`));
+}
+
 /** How far a run is, as a bar with its numbers. */
 export function progress(run) {
   const found = run.progress;
@@ -63,8 +72,7 @@ export async function render(root, params, api) {
       h("td", { class: "minor" }, run.model ?? "–"),
       h("td", { class: "number minor" }, short(tokens.sampled)),
       h("td", { class: "number minor" }, count(run.num_rollouts)),
-      h("td", { class: "number" }, run.num_failed
-        ? h("a", { class: "bad", href: href(["run", run.id, "rollouts"], { where: "status = error" }) }, count(run.num_failed)) : "0"),
+      h("td", { class: "number" }, failures(run)),
       h("td", { class: "number minor", title: new Date(1000 * run.last_written).toLocaleString() }, duration(run.age_s)));
   }
 
