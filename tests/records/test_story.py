@@ -7,8 +7,9 @@ import pytest
 
 import rolltree as rt
 from golden_kit import unpack
-from rolltree.records.story import run_story, since, story
+from rolltree.records.story import run_story, story
 from rolltree.records.story_facts import MAX_LOOKED, Facts, Looked, Rollout, chosen, read_facts
+from rolltree.records.trends import since
 from rolltree.rollouts.record import encode_result
 from rolltree.store import Run, StoredEvaluation
 

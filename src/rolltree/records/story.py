@@ -14,8 +14,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, Literal, TypeAlias
 
-from rolltree.estimate import Estimate, estimate, student_t
+from rolltree.estimate import Estimate
 from rolltree.records.story_facts import Facts, Rollout, read_facts
+from rolltree.records.trends import (
+    Trend,
+    consecutive,
+    group_estimate,
+    jump,
+    mean_change,
+    ratio_of,
+    since,
+    trend,
+)
 from rolltree.store import Run
 
 Severity: TypeAlias = Literal["error", "warning", "good", "info"]
@@ -31,7 +41,6 @@ LEAST_CONSTANT_DRIFT = 0.05
 """Nats per token by which engine and trainer must differ after a jump, and from the beginning on;
 16-bit engines differ by about 0.01."""
 LEAST_BREAKS = 0.05
-_CLEAR_RATIO = 6.0
 _NAME_LENGTH = 60
 
 
@@ -58,7 +67,7 @@ def _says(text: str, severity: Severity, view: str, **evidence: Any) -> Sentence
 def _zero_variance(facts: Facts) -> Iterator[Sentence]:
     """Steps in which all groups' rewards were equal."""
     flat = [step for step, share in _flat_shares(facts) if share >= 0.999]
-    for first, last in _spans(flat, list(facts.steps))[-3:]:
+    for first, last in consecutive(flat, list(facts.steps))[-3:]:
         if last - first + 1 < min(LEAST_SPAN, len(facts.steps)):
             continue
         rows = [each for each in facts.rollouts if first <= (each.train_step or 0) <= last]
@@ -252,7 +261,7 @@ def _drift(facts: Facts) -> Iterator[Sentence]:
     if not series:
         return
     values = [value for _, value in series]
-    at = _jump([math.log(max(value, 1e-7)) for value in values])
+    at = jump([math.log(max(value, 1e-7)) for value in values])
     before, after = values[:at], values[at:]
     low = median(before) if before else 0.0
     high = median(after)
@@ -287,6 +296,9 @@ def _staleness(facts: Facts) -> Iterator[Sentence]:
     )
 
 
+_SEVERITY: Mapping[Trend, Severity] = {"rises": "good", "is flat": "warning", "falls": "error"}
+
+
 def _reward(facts: Facts) -> Iterator[Sentence]:
     """Whether the reward of training rises, and still does."""
     by_step: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -299,17 +311,17 @@ def _reward(facts: Facts) -> Iterator[Sentence]:
     size = len(steps) // (4 if len(steps) >= 8 else 2)
     spans = [steps[:size], steps[-2 * size : -size], steps[-size:]]
     first, before, last = ([g for step in span for g in by_step[step].values()] for span in spans)
-    began, ended = _estimate(first), _estimate(last)
+    began, ended = group_estimate(first), group_estimate(last)
     if began is None or ended is None:
         return
-    change, recent = _change(first, last), _change(before, last)
-    verb, severity = _trend(change)
+    change, recent = mean_change(first, last), mean_change(before, last)
+    severity = _SEVERITY[trend(change)]
     text = (
-        f"The reward {verb}: {_interval(began)} in {_steps(spans[0][0], spans[0][-1])}, "
+        f"The reward {trend(change)}: {_interval(began)} in {_steps(spans[0][0], spans[0][-1])}, "
         f"{_interval(ended)} in {_steps(spans[2][0], spans[2][-1])}."
     )
     if len(steps) >= 8:
-        now = {"rises": "still rises", "falls": "falls", "is flat": "is flat"}[_trend(recent)[0]]
+        now = "still rises" if trend(recent) == "rises" else trend(recent)
         bounds = f"{recent[0]:+.2g} [{recent[1]:+.2g}, {recent[2]:+.2g}]"
         text += f" At the end it {now}: {bounds} beside the {size} steps before."
     highest = max(reward for group in last for reward in group)
@@ -366,7 +378,7 @@ TELLERS: Mapping[str, Callable[[Facts], Iterator[Sentence]]] = {
 """Kind of sentence to the function that tells it."""
 
 
-# -- shares, spans and trends ----------------------------------------------------------------------
+# -- shares ----------------------------------------------------------------------------------------
 
 
 def _share(
@@ -392,9 +404,9 @@ def _share(
         (counts[None][0], counts[None][1])
     ]
     at = since(pairs)
-    share, before = _ratio(pairs[at:]), _ratio(pairs[:at])
+    share, before = ratio_of(pairs[at:]), ratio_of(pairs[:at])
     if at and share <= max(before, least):  # it has become rarer
-        at, share, before = 0, _ratio(pairs), 0.0
+        at, share, before = 0, ratio_of(pairs), 0.0
     if share < least:
         return
     evidence: dict[str, Any] = {"phase": facts.phase, "where": where}
@@ -404,89 +416,6 @@ def _share(
         more = f" since step {steps[at]} ({_percent(before)} before){more}"
     severity: Severity = "error" if share >= alarming else "warning"
     yield _says(f"{text(_percent(share))}{more}.", severity, "rollouts", **evidence)
-
-
-def since(pairs: Sequence[tuple[int, int]]) -> int:
-    """Return from which index on a share is clearly another one; 0 if it is the same throughout.
-
-    `pairs` has hits and trials. It is the split with the greatest log-likelihood ratio, if that is
-    over 6 nats.
-    """
-    whole = _likelihood(sum(hits for hits, _ in pairs), sum(trials for _, trials in pairs))
-    total_hits, total = sum(hits for hits, _ in pairs), sum(trials for _, trials in pairs)
-    best, at, hits, trials = _CLEAR_RATIO, 0, 0, 0
-    for index, (more_hits, more) in enumerate(pairs[:-1]):
-        hits, trials = hits + more_hits, trials + more
-        rest = _likelihood(total_hits - hits, total - trials)
-        ratio = _likelihood(hits, trials) + rest - whole
-        if ratio > best:
-            best, at = ratio, index + 1
-    return at
-
-
-def _likelihood(hits: int, trials: int) -> float:
-    """Return the log-likelihood of `hits` in `trials` at their own share."""
-    if not 0 < hits < trials:
-        return 0.0
-    share = hits / trials
-    return hits * math.log(share) + (trials - hits) * math.log(1 - share)
-
-
-def _ratio(pairs: Sequence[tuple[int, int]]) -> float:
-    trials = sum(number for _, number in pairs)
-    return sum(hits for hits, _ in pairs) / trials if trials else 0.0
-
-
-def _jump(values: Sequence[float]) -> int:
-    """Return the split that leaves the least squares around the means of both sides."""
-    total, size = math.fsum(values), len(values)
-    best, at, done = 0.0, 0, 0.0
-    for index in range(1, size):
-        done += values[index - 1]
-        one, other = done / index, (total - done) / (size - index)
-        gain = index * (size - index) / size * (one - other) ** 2
-        if gain > best:
-            best, at = gain, index
-    return at
-
-
-def _spans(steps: Sequence[int], known: Sequence[int]) -> list[tuple[int, int]]:
-    """Return runs of steps that follow each other among the known ones, as first and last."""
-    order = {step: index for index, step in enumerate(sorted(known or steps))}
-    spans: list[tuple[int, int]] = []
-    for step in sorted(steps):
-        if spans and order.get(step, -1) == order.get(spans[-1][1], -3) + 1:
-            spans[-1] = spans[-1][0], step
-        else:
-            spans.append((step, step))
-    return spans
-
-
-def _estimate(groups: Sequence[Sequence[float]]) -> Estimate | None:
-    return estimate(dict(enumerate(groups)))
-
-
-def _change(
-    before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]
-) -> tuple[float, float, float]:
-    """Return the difference of two means over groups with its 95 % interval (Welch)."""
-    sides = [[fmean(group) for group in groups] for groups in (before, after)]
-    change = fmean(sides[1]) - fmean(sides[0])
-    if min(map(len, sides)) < 2:
-        return change, -math.inf, math.inf
-    variances = [
-        math.fsum((value - fmean(side)) ** 2 for value in side) / (len(side) - 1) / len(side)
-        for side in sides
-    ]
-    half = student_t(min(map(len, sides)) - 1, 0.95) * math.sqrt(sum(variances))
-    return change, change - half, change + half
-
-
-def _trend(change: tuple[float, float, float]) -> tuple[str, Severity]:
-    _, low, high = change
-    if low > 0:
-        return "rises", "good"
-    return ("falls", "error") if high < 0 else ("is flat", "warning")
 
 
 # -- words -----------------------------------------------------------------------------------------

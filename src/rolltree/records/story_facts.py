@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rolltree.errors import StoreError
 from rolltree.records.rollout_view import tool_errors
@@ -21,29 +21,11 @@ from rolltree.types import State
 
 MAX_LOOKED = 96
 MAX_TOKENS = 1_000_000
-NAMES = (
-    "request_id",
-    "trajectory_index",
-    "group_id",
-    "train_step",
-    "parent_rollout",
-    "reward",
-    "status",
-    "error_type",
-    "error_phase",
-    "truncated",
-    "truncation_reason",
-    "finish_reason",
-    "num_calls",
-    "num_completion_tokens",
-    "num_unique_tokens",
-)
 _THOUGHT = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """A rollout as its columns tell it."""
+class Rollout(NamedTuple):
+    """A rollout as its columns tell it, in the order of `NAMES`."""
 
     request_id: str
     trajectory_index: int
@@ -60,6 +42,9 @@ class Rollout:
     num_calls: int
     num_completion_tokens: int
     num_unique_tokens: int = 0
+
+
+NAMES = Rollout._fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +85,10 @@ class Facts:
 
 def read_facts(run: Run) -> Facts:
     """Return what is known of a run."""
+    run.query("SELECT 1")  # checks the file once; then no row is checked again
     phases = [item.phase for item in run.totals()]
     phase = "train" if "train" in phases else phases[-1] if phases else ""
-    rollouts = [Rollout(*row) for row in run.columns(NAMES, phase=phase)] if phases else []
+    rollouts = list(map(Rollout._make, run.columns(NAMES, phase=phase))) if phases else []
     sampling = run.config.get("sampling")
     limit = sampling.get("max_tokens") if isinstance(sampling, Mapping) else None
     return Facts(

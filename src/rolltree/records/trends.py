@@ -1,0 +1,98 @@
+"""Where a share or a level changes over the steps of a run, and whether a reward rises."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Literal, TypeAlias
+
+from rolltree.estimate import Estimate, estimate, student_t
+
+Trend: TypeAlias = Literal["rises", "falls", "is flat"]
+_CLEAR_RATIO = 6.0
+
+
+def since(pairs: Sequence[tuple[int, int]]) -> int:
+    """Return from which index on a share is clearly another one; 0 if it is the same throughout.
+
+    `pairs` has hits and trials. It is the split with the greatest log-likelihood ratio, if that is
+    over 6 nats.
+    """
+    whole = _likelihood(sum(hits for hits, _ in pairs), sum(trials for _, trials in pairs))
+    total_hits, total = sum(hits for hits, _ in pairs), sum(trials for _, trials in pairs)
+    best, at, hits, trials = _CLEAR_RATIO, 0, 0, 0
+    for index, (more_hits, more) in enumerate(pairs[:-1]):
+        hits, trials = hits + more_hits, trials + more
+        rest = _likelihood(total_hits - hits, total - trials)
+        ratio = _likelihood(hits, trials) + rest - whole
+        if ratio > best:
+            best, at = ratio, index + 1
+    return at
+
+
+def _likelihood(hits: int, trials: int) -> float:
+    """Return the log-likelihood of `hits` in `trials` at their own share."""
+    if not 0 < hits < trials:
+        return 0.0
+    share = hits / trials
+    return hits * math.log(share) + (trials - hits) * math.log(1 - share)
+
+
+def ratio_of(pairs: Sequence[tuple[int, int]]) -> float:
+    """Return hits over trials; 0 without trials."""
+    trials = sum(number for _, number in pairs)
+    return sum(hits for hits, _ in pairs) / trials if trials else 0.0
+
+
+def jump(values: Sequence[float]) -> int:
+    """Return the split (0: none) that leaves the least squares around the means of both sides."""
+    total, size = math.fsum(values), len(values)
+    best, at, done = 0.0, 0, 0.0
+    for index in range(1, size):
+        done += values[index - 1]
+        one, other = done / index, (total - done) / (size - index)
+        gain = index * (size - index) / size * (one - other) ** 2
+        if gain > best:
+            best, at = gain, index
+    return at
+
+
+def consecutive(steps: Sequence[int], known: Sequence[int]) -> list[tuple[int, int]]:
+    """Return runs of steps that follow each other among the known ones, as first and last."""
+    order = {step: index for index, step in enumerate(sorted(known or steps))}
+    spans: list[tuple[int, int]] = []
+    for step in sorted(steps):
+        if spans and order.get(step, -1) == order.get(spans[-1][1], -3) + 1:
+            spans[-1] = spans[-1][0], step
+        else:
+            spans.append((step, step))
+    return spans
+
+
+def group_estimate(groups: Sequence[Sequence[float]]) -> Estimate | None:
+    """Return the mean over groups with its interval."""
+    return estimate(dict(enumerate(groups)))
+
+
+def mean_change(
+    before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]
+) -> tuple[float, float, float]:
+    """Return the difference of two means over groups with its 95 % interval (Welch)."""
+    sides = [[fmean(group) for group in groups] for groups in (before, after)]
+    means = [fmean(side) for side in sides]
+    change = means[1] - means[0]
+    if min(map(len, sides)) < 2:
+        return change, -math.inf, math.inf
+    variances = [
+        math.fsum((value - mean) ** 2 for value in side) / (len(side) - 1) / len(side)
+        for side, mean in zip(sides, means, strict=True)
+    ]
+    half = student_t(min(map(len, sides)) - 1, 0.95) * math.sqrt(sum(variances))
+    return change, change - half, change + half
+
+
+def trend(change: tuple[float, float, float]) -> Trend:
+    """Return what a change with its interval says."""
+    _, low, high = change
+    return "rises" if low > 0 else "falls" if high < 0 else "is flat"
