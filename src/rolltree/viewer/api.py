@@ -182,6 +182,18 @@ def _tree(run: Run, *, id: str | None = None, index: Offset = 0, group: str | No
     return tree_picture(run, id, index, group_id=group)
 
 
+_STORIES: weakref.WeakKeyDictionary[Run, tuple[int, Any]] = weakref.WeakKeyDictionary()
+
+
+def _story(run: Run) -> Any:
+    """Return the story of what is stored; it is told again when something was added."""
+    commits = run.num_commits
+    known = _STORIES.get(run)
+    if known is None or known[0] != commits:
+        known = _STORIES[run] = commits, run_story(run)
+    return known[1]
+
+
 def _changed(run: Run, *, since: int = -1) -> Any:
     commits = run.num_commits
     return {"commits": commits, "changed": commits != since}
@@ -197,7 +209,7 @@ _OF_RUN: dict[str, Callable[..., Any]] = {
     "rollout": _rollout,
     "tokens": _tokens,
     "tree": _tree,
-    "story": lambda run: run_story(run),
+    "story": _story,
 }
 """What `/api/runs/R/NAME` is answered by, with the run and the parameters of the query."""
 

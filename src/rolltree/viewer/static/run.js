@@ -22,12 +22,11 @@ export async function render(root, params, api) {
   put(root, head, story, curves, rest);
 
   async function draw() {
-    const [summary, told, found] = await Promise.all([
-      api.run(params.run), api.story(params.run).catch(() => null), api.curves(params.run),
-    ]);
+    const told = api.story(params.run).catch(() => null);  // it reads all rollouts: the page does not wait for it
+    const [summary, found] = await Promise.all([api.run(params.run), api.curves(params.run)]);
     if (api.signal.aborted) return summary;
     drawHead(head, summary, params);
-    drawStory(story, told?.sentences, params.run);
+    told.then((each) => api.signal.aborted || drawStory(story, each?.sentences, params.run));
     const isBusy = curves.querySelector(":hover, :focus-within") !== null;
     if (!isBusy || !curves.firstChild) drawCurves(curves, found, params);
     drawRest(rest, summary, params.run);
