@@ -11,7 +11,7 @@ from rolltree.records.story import run_story, story
 from rolltree.records.story_facts import MAX_LOOKED, Facts, Looked, Rollout, chosen, read_facts
 from rolltree.records.trends import since
 from rolltree.rollouts.record import encode_result
-from rolltree.store import Run, StoredEvaluation
+from rolltree.store import Run, StoredEvaluation, StoredRollout
 
 DRIFT = "train/sampling/sampling_logp_difference/mean"
 
@@ -91,7 +91,8 @@ def test_the_step_from_which_on_rollouts_hit_max_tokens_is_found():
     ]
     (found,) = told("max_tokens", rollouts=rows, max_tokens=256)
     assert found["text"] == ("38 % of rollouts hit max_tokens (256) since step 12 (0 % before).")
-    assert found["evidence"]["where"] == "train_step >= 12 and finish_reason = length"
+    assert found["evidence"]["where"] == "finish_reason = length"
+    assert found["evidence"]["steps"] == [12, 20]
 
 
 def test_failures_are_told_by_kind():
@@ -99,7 +100,8 @@ def test_failures_are_told_by_kind():
     rows = [*plain(4), *(rollout(4, 8 + i, **bad) for i in range(8))]
     (found,) = told("failures", rollouts=rows)
     assert "failed since step 4 (0 % before): 8 with ServerError (model)." in found["text"]
-    assert found["evidence"]["where"] == "train_step >= 4 and status = error"
+    assert found["evidence"]["where"] == "status = error"
+    assert found["evidence"]["steps"] == [4, 4]
     assert told("failures", rollouts=plain(4)) == []
 
 
@@ -109,6 +111,17 @@ def test_a_name_that_a_run_wrote_is_cut_and_stays_one_line():
     (found,) = told("failures", rollouts=[rollout(1, 0, **bad)])
     assert len(found["text"]) < 200
     assert "\n" not in found["text"]
+
+
+@pytest.mark.parametrize("kind", ["Timeout", "a 'Timeout'", 'a "Timeout"', "a 'Timeout\""])
+def test_evidence_can_be_looked_up(tmp_path, kind):
+    bad = {"status": "error", "error_type": kind, "error_phase": "timeout", "reward": None}
+    (found,) = told("timeouts", rollouts=[rollout(1, 0, **bad)])
+    with Run.create(tmp_path / "run", kind="train", config={}) as run:
+        row = StoredRollout(request_id="a", phase="train", status="error", error_type=kind)
+        run.add_rollouts([row])
+        evidence = found["evidence"]
+        assert run.num_rollouts(phase=evidence["phase"], where=evidence["where"]) == 1
 
 
 @pytest.mark.parametrize(

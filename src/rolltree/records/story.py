@@ -130,7 +130,7 @@ def _truncated(facts: Facts) -> Iterator[Sentence]:
             facts,
             lambda each, reason=reason: each.truncated and each.truncation_reason == reason,  # type: ignore[misc]
             lambda share, reason=reason: f"{share} of rollouts were cut by {_name(reason)}",  # type: ignore[misc]
-            where=f"truncation_reason = {_quoted(reason)}",
+            where=_is("truncation_reason", reason),
             least=LEAST_SHARE,
             alarming=math.inf,
         )
@@ -164,7 +164,7 @@ def _timeouts(facts: Facts) -> Iterator[Sentence]:
         kinds = ", ".join(f"{_name(kind)} ({n:,})" for kind, n in types.most_common(3))
         first = late[0]
         where = (
-            f"error_type = {_quoted(first.error_type)}"
+            _is("error_type", first.error_type)
             if first.error_type
             else "truncation_reason = time_limit"
         )
@@ -411,8 +411,7 @@ def _share(
         return
     evidence: dict[str, Any] = {"phase": facts.phase, "where": where}
     if at:
-        where = f"train_step >= {steps[at]} and {where}"
-        evidence = {**evidence, "where": where, "steps": [steps[at], steps[-1]]}
+        evidence["steps"] = [steps[at], steps[-1]]
         more = f" since step {steps[at]} ({_percent(before)} before){more}"
     severity: Severity = "error" if share >= alarming else "warning"
     yield _says(f"{text(_percent(share))}{more}.", severity, "rollouts", **evidence)
@@ -441,10 +440,13 @@ def _name(text: str | None, limit: int = _NAME_LENGTH) -> str:
     return said if len(said) <= limit else said[: limit - 1] + "…"
 
 
-def _quoted(text: str | None) -> str:
-    """Return a text for `where`; one with both quotes cannot be written there."""
-    said = str(text)
-    return f'"{said}"' if '"' not in said else f"'{said}'"
+def _is(column: str, text: str | None) -> str:
+    """Return the condition that a column is this text, for `where`.
+
+    A text with both kinds of quotes cannot be written there: then it is that there is a text.
+    """
+    quote = next((each for each in "\"'" if each not in str(text)), None)
+    return f"{column} != none" if quote is None else f"{column} = {quote}{text}{quote}"
 
 
 def _first(rollouts: Sequence[Rollout]) -> dict[str, Any]:
