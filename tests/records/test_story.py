@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+import planted_kit
 import rolltree as rt
 from golden_kit import unpack
 from rolltree.records.story import run_story, story
@@ -327,3 +328,16 @@ def test_a_few_rollouts_of_a_large_run_are_read_whole(planted):
     assert len(chosen(large)) == 1
     facts = read_facts(planted)
     assert len(facts.looked) == len(facts.rollouts) == 40
+
+
+@pytest.mark.parametrize("problem", [*planted_kit.PROBLEMS, None])
+def test_each_planted_problem_is_the_only_one_that_alarms(tmp_path, problem):
+    with rt.read_run(planted_kit.plant(tmp_path / "run", problem)) as data:
+        found = run_story(data.run)["sentences"]
+    alarms = {each["kind"]: each for each in found if each["severity"] in ("error", "warning")}
+    if problem == "zero_variance":
+        assert alarms.pop("reward")["text"].startswith("The reward falls")
+    assert set(alarms) == ({problem} if problem else set())
+    if problem:
+        assert planted_kit.PROBLEMS[problem] in alarms[problem]["text"]
+        assert alarms[problem]["evidence"]["view"]
