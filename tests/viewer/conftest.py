@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import httpx
 import pytest
+from browser_kit import CHROMIUM
 
 import golden_kit
 
@@ -64,3 +65,15 @@ def start():
 @pytest.fixture(scope="session")
 def page(start, runs):
     return start(runs)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Return a real Chromium; its loop ends with the module, so that others can run theirs."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium: apt install chromium, or set ROLLTREE_CHROMIUM")
+    with playwright.sync_playwright() as running:
+        made = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield made
+        made.close()

@@ -1,64 +1,11 @@
 """The page in a real Chromium: every view of real runs, its keys, its sizes, light and dark."""
 
-import json
-import os
-import shutil
-from pathlib import Path
-from urllib.parse import quote
-
 import pytest
+from browser_kit import Tab, part
 
 import golden_kit
 
-playwright = pytest.importorskip("playwright.sync_api")
-CHROMIUM = os.environ.get("ROLLTREE_CHROMIUM") or shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt install chromium")
-
-ASK = (Path(__file__).parent / "page_kit.js").read_text()
 SIZES = [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")]
-
-
-def part(text):
-    return quote(str(text), safe="")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as running:
-        made = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield made
-        made.close()
-
-
-class Tab:
-    """A tab with the page; its console must stay silent."""
-
-    def __init__(self, browser, link, width=1280, scheme="light"):
-        context = browser.new_context(
-            viewport={"width": width, "height": 800}, color_scheme=scheme, reduced_motion="reduce"
-        )
-        self.page = context.new_page()
-        self.said = []
-        self.page.on("console", lambda each: self.said.append(each.text))
-        self.page.on("pageerror", lambda error: self.said.append(str(error)))
-        self.page.on("dialog", lambda dialog: (self.said.append(dialog.message), dialog.dismiss()))
-        self.page.goto(link)
-        self.ready("#/")
-
-    def ready(self, address):
-        self.page.wait_for_selector(f"body[data-ready={json.dumps(address)}]", timeout=30_000)
-
-    def open(self, address):
-        """Go to an address of the page and wait until its view stands."""
-        self.page.evaluate("(to) => { location.hash = to; }", address)
-        self.ready(address)
-
-    def texts(self, selector):
-        return self.page.locator(selector).all_inner_texts()
-
-    @property
-    def address(self):
-        return self.page.evaluate("() => location.hash")
 
 
 @pytest.fixture
@@ -101,7 +48,7 @@ def test_every_view_is_readable(browser, page, width, scheme):
     ]
     for place in places:
         tab.open(place)
-        found = tab.page.evaluate(ASK)
+        found = tab.looked()
         assert found == {"pale": [], "overflow": 0, "hacked": None}, place
         assert tab.texts(".error[role=alert]") == [], place
     tab.page.context.close()
