@@ -197,3 +197,10 @@ def test_only_the_rows_that_are_seen_exist(browser, start, tmp_path):
     assert tab.page.locator(".vbody .vrow").count() < 80
     tab.page.context.close()
     assert tab.said == []
+
+
+def test_an_address_names_one_token(tab, page):
+    row = rows(page, "train", "rollouts", phase="train", where="status = ok", limit=1)[0]
+    tab.open(f"#/run/train/tokens/{part(row['request_id'])}/{row['trajectory_index']}/0?at=3")
+    assert tab.page.locator(".tk.chosen").get_attribute("data-at") == "3"
+    assert "position 3" in tab.page.locator(".inspector").inner_text()

@@ -67,6 +67,7 @@ export async function render(root, params, api) {
   /** Draw a block of tokens, with the breaks where they are. */
   function fill(from, data) {
     const block = blocks.get(from);
+    const before = most[colour];
     block.data = data;
     block.element.style.minHeight = "";
     const broken = new Map(breaks.map((each) => [each.position, each]));
@@ -81,7 +82,8 @@ export async function render(root, params, api) {
       if (each.kind === "category" || each.scale !== null && each.scale !== undefined || !data[name]) continue;
       for (const value of data[name]) if (Math.abs(value ?? 0) > (most[name] ?? 0)) most[name] = Math.abs(value);
     }
-    recolour();
+    const isScaled = most[colour] !== before;
+    recolour(isScaled ? null : block);
   }
 
   function showBreak(event) {
@@ -89,10 +91,11 @@ export async function render(root, params, api) {
     root.querySelector(".break")?.scrollIntoView({ block: "center" });
   }
 
-  function recolour() {
+  /** Colour all blocks, or only a new one. */
+  function recolour(only = null) {
     const scheme = COLOURS[colour];
     const full = Math.max(scheme.scale ?? most[colour] ?? 0, scheme.floor ?? 0) || 1;
-    for (const { element, data } of blocks.values()) {
+    for (const { element, data } of only ? [only] : blocks.values()) {
       if (!data?.ids) continue;
       for (const span of element.querySelectorAll("span[data-at]")) paint(span, data, Number(span.dataset.at) - Number(element.dataset.from), scheme, full);
     }
@@ -103,7 +106,7 @@ export async function render(root, params, api) {
   }
 
   function paint(span, data, at, scheme, full) {
-    const name = ["tk"];
+    const name = span.classList.contains("chosen") ? ["tk", "chosen"] : ["tk"];
     if (scheme.kind === "author") name.push(authorOf(data, at));
     else {
       const value = data[colour]?.[at];
