@@ -197,6 +197,7 @@ def test_the_lens_has_the_numbers_of_the_table(tmp_path):
 def test_breaks_show_both_sides(run):
     (found,) = token_lens(run, "g/2", call=1)["breaks"]
     assert (found["call"], found["position"], found["previous_after"]) == (1, 1, None)
+    assert found["num_common"] == 1
     byte_level(run.path / "model")
     (found,) = token_lens(run, "g/2", call=1)["breaks"]
     assert found["common_text"] == "b"

@@ -119,8 +119,8 @@ def token_lens(
 def rollout_breaks(state: State, tokenizer: RunTokenizer | None) -> list[dict[str, Any]]:
     """Return the rows of table `breaks` of a rollout, and both sides cut where they part.
 
-    `common_text` is what both sides agree on before `position`, `previous_after` and
-    `current_after` how each goes on; None without a tokenizer.
+    `num_common` is how many ids both sides begin with. `common_text` is how those read, and
+    `previous_after` and `current_after` how each side goes on; None without a tokenizer.
     """
     rows = break_rows(state, None if tokenizer is None else tokenizer.decode)
     for row in rows:
@@ -130,6 +130,7 @@ def rollout_breaks(state: State, tokenizer: RunTokenizer | None) -> list[dict[st
             "previous_after": row["previous_ids"][shared:],
             "current_after": row["current_ids"][shared:],
         }
+        row["num_common"] = shared
         row |= {
             name: None if tokenizer is None else tokenizer.decode(ids)
             for name, ids in sides.items()

@@ -116,9 +116,9 @@ function breaks(list, tokens) {
 /** A broken prefix: where, why, and what stood there before beside what stands there now. */
 export function breakCard(each, address) {
   const isText = each.common_text !== null && each.common_text !== undefined;
-  const shared = isText ? each.common_text : "";
+  const shared = isText ? each.common_text : each.previous_ids.slice(0, each.num_common).map((id) => `${id} `).join("");
   const side = (title, text, ids, kind) => h("div", { class: `card ${kind}` }, h("div", { class: "muted small" }, title),
-    h("p", { class: "said" }, h("span", { class: "same" }, shared), h("mark", null, (isText ? text : ids.join(" ")) || "∅")));
+    h("p", { class: "said" }, h("span", { class: "same" }, shared), h("mark", null, (isText ? text : ids.slice(each.num_common).join(" ")) || "∅")));
   return h("section", { class: "break", "data-row": true },
     h("p", null, h("a", { href: address }, h("b", null, String(each.cause ?? "break").replaceAll("_", " "))),
       h("span", { class: "muted" }, ` call ${each.call}${each.previous_call === null || each.previous_call === undefined ? "" : ` after call ${each.previous_call}`}, ${count(each.position)} tokens agree`)),
