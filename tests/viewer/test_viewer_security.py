@@ -1,12 +1,16 @@
 """Who is answered: this machine's browser with the link's token, and nobody else."""
 
+import os
 import re
 import socket
+import subprocess
+import sys
+import time
 
 import httpx
 import pytest
 
-from rolltree.viewer.app import HEADERS
+from rolltree.viewer.app import HEADERS, create_app
 
 
 def raw(page, request):
@@ -148,3 +152,57 @@ def test_the_store_is_not_written(page, runs):
     for path in ("/api/runs", "/api/runs/train", "/api/runs/train/rollouts?sort=-reward"):
         assert page.get(path).status_code == 200
     assert {file: file.stat().st_mtime_ns for file in runs.rglob("run.db")} == before
+
+
+async def asked(app, code, **headers):
+    given = {"Host": "127.0.0.1:1", "X-Code": code, **headers}
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:1"
+    ) as client:
+        return await client.get("/api/token", headers=given)
+
+
+async def test_a_code_gives_the_token_once_and_to_the_page_only(tmp_path):
+    app = create_app(tmp_path, "the token", ["127.0.0.1:1"], code="the code")
+    assert (await asked(app, "")).status_code == 401
+    assert (await asked(app, "another")).status_code == 401
+    assert (await asked(app, "the code", Origin="http://evil.example")).status_code == 403
+    assert (await asked(app, "the code", Host="evil.example")).status_code == 421
+    assert (await asked(app, "the code")).json() == {"token": "the token"}
+    assert (await asked(app, "the code")).status_code == 401
+
+
+async def test_without_a_browser_there_is_no_code(page, tmp_path):
+    assert page.get("/api/token", token="").status_code == 401
+    app = create_app(tmp_path, "the token", ["127.0.0.1:1"])
+    assert (await asked(app, "")).status_code == 401
+    assert (await asked(app, "None")).status_code == 401
+
+
+def test_the_browser_that_is_opened_gets_a_code_and_not_the_token(tmp_path):
+    """A browser that asks for the token with what it was given, then for the runs."""
+    program = tmp_path / "browser"
+    program.write_text(
+        f"#!{sys.executable}\nimport sys, pathlib\n"
+        f"pathlib.Path({str(tmp_path / 'given')!r}).write_text(sys.argv[1])\n"
+    )
+    program.chmod(0o755)
+    command = [sys.executable, "-m", "rolltree", "view", str(tmp_path)]
+    environment = {**os.environ, "BROWSER": f"{program} %s"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    ) as process:
+        try:
+            link = process.stdout.readline().strip()
+            deadline = time.monotonic() + 60
+            while not (tmp_path / "given").is_file() or not (tmp_path / "given").read_text():
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            base, _, code = (tmp_path / "given").read_text().partition("#code=")
+            token = link.partition("#token=")[2]
+            assert code
+            assert token not in base + code
+            answer = httpx.get(f"{base}api/token", headers={"X-Code": code})
+            assert answer.json() == {"token": token}
+        finally:
+            process.terminate()

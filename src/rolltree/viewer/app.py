@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rolltree.viewer.api import Api, json_response
 
+EXCHANGE = "/api/token"
 STATIC = Path(__file__).parent / "static"
 _TYPES = {
     ".css": "text/css; charset=utf-8",
@@ -49,24 +50,48 @@ HEADERS = {
 """On every answer. No script or style but the page's own files, and no text becomes either."""
 
 
-def create_app(root: Path, token: str, hosts: Collection[str]) -> Starlette:
+def create_app(
+    root: Path, token: str, hosts: Collection[str], *, code: str | None = None
+) -> Starlette:
     """Return the ASGI application on the runs at and below `root`.
 
     Args:
         root: a run directory, or a folder with runs below it.
         token: what requests for data carry as a bearer token.
         hosts: the `Host` headers that are answered, such as `127.0.0.1:8321`.
+        code: what the token is given for, once.
     """
     api = Api(root)
     return Starlette(
         routes=[
             Route("/", _page),
             Route("/static/{name}", _static),
+            Route(EXCHANGE, Exchange(token, code).answer),
             Route("/api/{rest:path}", api.answer),
         ],
         middleware=[Middleware(Guard, token=token, hosts=hosts)],
         exception_handlers={HTTPException: _refused},
     )
+
+
+class Exchange:
+    """Gives the token for a code, once.
+
+    The words that a browser is started with stand in the list of processes, which every user of
+    the machine can read; a code that was used is worth nothing.
+    """
+
+    def __init__(self, token: str, code: str | None) -> None:
+        self._token, self._code = token, code
+
+    async def answer(self, request: Request) -> Response:
+        """Answer the first request that has the code."""
+        given = request.headers.get("x-code", "").encode("utf-8", "replace")
+        if self._code is None or not hmac.compare_digest(given, self._code.encode()):
+            said = "the link was opened before. Open the one that `rolltree view` printed."
+            return json_response({"error": said}, 401)
+        self._code = None
+        return json_response({"token": self._token})
 
 
 async def _page(request: Request) -> Response:
@@ -132,6 +157,8 @@ class Guard:
             return None
         if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
             return 403, "the request comes from another page."
+        if scope["path"] == EXCHANGE:
+            return None
         given = headers.get("authorization", "").encode("utf-8", "replace")
         if not hmac.compare_digest(given, self._bearer):
             return 401, "the token is missing or old. Open the link that `rolltree view` printed."

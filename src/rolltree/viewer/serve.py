@@ -25,7 +25,8 @@ def serve(
     """Serve the page on the runs at and below `root`, to this machine only, until told to stop.
 
     `on_ready(link)` is called when the first request can come. The link carries the token of this
-    start behind `#`, which browsers keep to themselves.
+    start behind `#`, which browsers keep to themselves; the browser that is opened here gets a code
+    that works once.
 
     Raises:
         ConfigError: there is no such folder, or the port cannot be listened on.
@@ -35,11 +36,11 @@ def serve(
             f"{root} is not a folder, so there are no runs to show. Name a run directory or a "
             "folder of runs: rolltree view runs."
         )
-    token = secrets.token_urlsafe(24)
+    token, code = secrets.token_urlsafe(24), secrets.token_urlsafe(24) if browser else None
     listener = listen(HOST, port)
     port = listener.getsockname()[1]
     config = uvicorn.Config(
-        create_app(root, token, (f"{HOST}:{port}", f"localhost:{port}")),
+        create_app(root, token, (f"{HOST}:{port}", f"localhost:{port}"), code=code),
         http=impatient(_READ_TIMEOUT_S),
         log_level="warning",
         access_log=False,
@@ -47,11 +48,12 @@ def serve(
         timeout_graceful_shutdown=1,
         ws="none",
     )
-    link = f"http://{HOST}:{port}/#token={token}"
+    page = f"http://{HOST}:{port}/"
 
     def ready() -> None:
-        on_ready(link)
-        if browser:
+        on_ready(f"{page}#token={token}")
+        if code is not None:
+            link = f"{page}#code={code}"
             threading.Thread(target=webbrowser.open, args=(link,), daemon=True).start()
 
     with listener:

@@ -3,13 +3,15 @@
 const stored = document.getElementById("data");
 const answers = stored ? JSON.parse(stored.textContent) : null;
 
-/** The token comes behind the link's `#`; it leaves the address and stays in this origin's storage, which no
- * other port shares, as a cookie would. */
-function takeToken() {
-  const given = /^#token=([\w-]+)/.exec(location.hash);
-  if (given) {
-    history.replaceState(null, "", `${location.pathname}#/`);
-    localStorage.setItem("token", given[1]);
+/** The token comes behind the link's `#`, or a code for it that works once; it leaves the address and stays in
+ * this origin's storage, which no other port shares, as a cookie would. */
+async function takeToken() {
+  const given = /^#(token|code)=([\w-]+)/.exec(location.hash);
+  if (given) history.replaceState(null, "", `${location.pathname}#/`);
+  if (given?.[1] === "token") localStorage.setItem("token", given[2]);
+  if (given?.[1] === "code") {
+    const answer = await fetch("api/token", { headers: { "X-Code": given[2] } });
+    if (answer.ok) localStorage.setItem("token", (await answer.json()).token);
   }
   return answers ? null : localStorage.getItem("token");
 }
@@ -24,7 +26,7 @@ async function get(path, query = {}, signal = undefined) {
     if (url in answers) return answers[url];
     throw new Error("This file does not hold that part of the run. Open the run with `rolltree view`.");
   }
-  const answer = await fetch(url, { signal, headers: { Authorization: `Bearer ${token}` } });
+  const answer = await fetch(url, { signal, headers: { Authorization: `Bearer ${await token}` } });
   if (answer.ok) return answer.json();
   const said = await answer.json().catch(() => ({}));
   throw new Error(said.error ?? `The server answers ${answer.status} to ${url}.`);
