@@ -17,6 +17,9 @@ async function takeToken() {
 }
 
 const token = takeToken();
+addEventListener("hashchange", () => { // a new link in a tab that is open
+  if (/^#(token|code)=/.test(location.hash)) location.reload();
+});
 
 async function get(path, query = {}, signal = undefined) {
   const kept = Object.entries(query).filter(([, v]) => v !== null && v !== undefined && v !== "");
