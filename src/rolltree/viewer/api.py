@@ -182,15 +182,23 @@ def _tree(run: Run, *, id: str | None = None, index: Offset = 0, group: str | No
     return tree_picture(run, id, index, group_id=group)
 
 
-_STORIES: weakref.WeakKeyDictionary[Run, tuple[int, Any]] = weakref.WeakKeyDictionary()
+_STORIES: weakref.WeakKeyDictionary[Run, tuple[int, Any, Run]] = weakref.WeakKeyDictionary()
+"""What was told of a run after how many commits, and the run as it was opened for that."""
 
 
 def _story(run: Run) -> Any:
-    """Return the story of what is stored; it is told again when something was added."""
+    """Return the story of what is stored; it is told again when something was added.
+
+    It reads all rows, which is faster once the whole file is checked.
+    """
     commits = run.num_commits
     known = _STORIES.get(run)
     if known is None or known[0] != commits:
-        known = _STORIES[run] = commits, run_story(run)
+        whole = known[2] if known is not None else Run.open(run.path, mode="r")
+        if known is None:
+            weakref.finalize(whole, whole._database.close)
+            whole.query("SELECT 1")  # checks the file
+        known = _STORIES[run] = commits, run_story(whole), whole
     return known[1]
 
 
