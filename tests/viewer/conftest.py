@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import httpx
 import pytest
-from browser_kit import CHROMIUM
 
 import golden_kit
+from browser_kit import NoChromiumError, started_chromium
 
 
 @dataclass
@@ -70,10 +71,9 @@ def page(start, runs):
 @pytest.fixture(scope="module")
 def browser():
     """Return a real Chromium; its loop ends with the module, so that others can run theirs."""
-    playwright = pytest.importorskip("playwright.sync_api")
-    if CHROMIUM is None:
-        pytest.skip("there is no Chromium: apt install chromium, or set ROLLTREE_CHROMIUM")
-    with playwright.sync_playwright() as running:
-        made = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with ExitStack() as stack:
+        try:
+            made = stack.enter_context(started_chromium())
+        except NoChromiumError as error:
+            pytest.skip(str(error))
         yield made
-        made.close()

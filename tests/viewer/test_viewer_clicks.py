@@ -1,15 +1,8 @@
 """A new user's test: each planted problem is found from the front page in at most three clicks."""
 
-import os
-import shutil
-
 import pytest
 
 import planted_kit
-
-playwright = pytest.importorskip("playwright.sync_api")
-CHROMIUM = os.environ.get("ROLLTREE_CHROMIUM") or shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt install chromium")
 
 SHOWN = {
     "zero_variance": ("/rollouts?", "g00"),
@@ -27,14 +20,6 @@ def planted(tmp_path_factory, start):
     for problem in planted_kit.PROBLEMS:
         planted_kit.plant(root / problem, problem)
     return start(root)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as running:
-        made = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield made
-        made.close()
 
 
 @pytest.mark.parametrize("problem", planted_kit.PROBLEMS)

@@ -3,9 +3,9 @@
 import itertools
 
 import pytest
-from browser_kit import Tab, part
 
 import rolltree as rt
+from browser_kit import Tab, part
 from rolltree.rollouts.record import encode_result
 from rolltree.store import Run
 

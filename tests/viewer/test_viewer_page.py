@@ -1,9 +1,9 @@
 """The page in a real Chromium: every view of real runs, its keys, its sizes, light and dark."""
 
 import pytest
-from browser_kit import Tab, part
 
 import golden_kit
+from browser_kit import Tab, part
 
 SIZES = [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")]
 
