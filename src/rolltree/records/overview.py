@@ -40,7 +40,7 @@ def _overview(run: Run, found: RunSummary, now: float) -> dict[str, Any]:
         "num_steps": found.num_steps,
         "num_rollouts": sum(phase.num_rollouts for phase in phases),
         "num_failed": sum(phase.num_errors for phase in phases),
-        "failures": _failures(run) if any(phase.num_errors for phase in phases) else {},
+        "failures": _failures(run, found) if any(phase.num_errors for phase in phases) else {},
         "num_truncated": sum(phase.num_truncated for phase in phases),
         "reward": _reward(run, found),
         "tokens": {
@@ -77,13 +77,25 @@ def run_summary(run: Run, *, now: float | None = None) -> dict[str, Any]:
     }
 
 
-def _failures(run: Run) -> dict[str, int]:
-    """Return how many rollouts failed with which error, the most frequent first."""
-    found = run.query(
-        "SELECT error_type, count(*) AS num FROM rollouts WHERE status = 'error'"
-        " GROUP BY error_type ORDER BY num DESC, error_type"
-    )
-    return {str(row["error_type"]): row["num"] for row in found}
+_FAILURES: dict[tuple[str, float], tuple[int, dict[str, int]]] = {}
+"""Of a run, by its path and when it was made: after how many commits it had which failures."""
+
+
+def _failures(run: Run, summary: RunSummary) -> dict[str, int]:
+    """Return how many rollouts failed with which error, the most frequent first.
+
+    No index leads to failures, so it is counted again only when something was stored.
+    """
+    key, commits = (str(run.path), summary.created_at), run.num_commits
+    stored, counted = _FAILURES.get(key, (-1, {}))
+    if stored != commits:
+        found = run.query(
+            "SELECT error_type, count(*) AS num FROM rollouts WHERE status = 'error'"
+            " GROUP BY error_type ORDER BY num DESC, error_type"
+        )
+        counted = {str(row["error_type"]): row["num"] for row in found}
+        _FAILURES[key] = commits, counted
+    return dict(counted)
 
 
 _NOTICES = ("notice", "retried", "truncated", "resumed", "ended")

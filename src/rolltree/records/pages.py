@@ -1,10 +1,14 @@
-"""Pages of a run's rollouts and groups, cut by SQL: what a table on a screen shows."""
+"""Pages of a run's rollouts and groups, cut by SQL: what a table on a screen shows.
+
+The pages of one order fit together as long as nothing is stored.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from statistics import mean, pstdev
-from typing import Any
+from typing import Any, TypeAlias
 
 from rolltree.records.columns import ROLLOUTS
 from rolltree.records.values import number_of, rollout_values, stored_names
@@ -81,19 +85,29 @@ def group_page(
             clauses.append(f"{name} = ?")
             values.append(value)
     said = " AND ".join(clauses)
-    total = run.query(f"SELECT count(DISTINCT group_id) AS n FROM rollouts WHERE {said}", *values)
-    chosen = run.query(
-        f"SELECT group_id FROM rollouts WHERE {said} GROUP BY group_id ORDER BY min(id)"
-        " LIMIT ? OFFSET ?",
-        *values,
-        limit,
-        offset,
-    )
-    groups: dict[str, list[dict[str, Any]]] = {row["group_id"]: [] for row in chosen}
+    every = _group_ids(run, said, tuple(values))
+    groups: dict[str, list[dict[str, Any]]] = {name: [] for name in every[offset : offset + limit]}
     for found in run.columns(_OF_GROUPS, group_id=list(groups)) if groups else ():
         row = dict(zip(_OF_GROUPS, found, strict=True))
         groups[row["group_id"]].append(row)
-    return {"total": total[0]["n"], "rows": [_group(rows) for rows in groups.values() if rows]}
+    return {"total": len(every), "rows": [_group(rows) for rows in groups.values() if rows]}
+
+
+_Known: TypeAlias = dict[tuple[Any, ...], list[str]]
+_GROUPS: weakref.WeakKeyDictionary[Run, tuple[int, _Known]] = weakref.WeakKeyDictionary()
+"""After how many commits a run had which groups, by their filter: the order of the pages."""
+
+
+def _group_ids(run: Run, clause: str, values: tuple[Any, ...]) -> list[str]:
+    commits = run.num_commits
+    known = _GROUPS.get(run)
+    if known is None or known[0] != commits:
+        known = _GROUPS[run] = commits, {}
+    key = (clause, *values)
+    if key not in known[1]:
+        sql = f"SELECT group_id FROM rollouts WHERE {clause} GROUP BY group_id ORDER BY min(id)"
+        known[1][key] = [row["group_id"] for row in run.query(sql, *values)]
+    return known[1][key]
 
 
 def _group(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -225,15 +225,8 @@ class RunData:
         return Table("sft", SFT, read)
 
     def _metric_columns(self) -> list[Column]:
-        return [Column(METRIC + name, "float64", "a metric") for name in self._metrics()]
-
-    def _metrics(self) -> list[str]:
-        """Return the names of all metrics of rollouts, in the order in which they appeared."""
-        found: dict[str, None] = {}
-        for (metrics,) in self.run.columns(["metrics"]):
-            for name in metrics:
-                found[name] = None
-        return [name for name in found if isinstance(name, str) and name.isprintable()]
+        names = [name for name in self.run.metric_names() if isinstance(name, str)]
+        return [Column(METRIC + n, "float64", "a metric") for n in names if n.isprintable()]
 
     def _rollouts(self, names: Sequence[str], filters: Mapping[str, Any]) -> Iterator[Batch]:
         stored = stored_names(names)

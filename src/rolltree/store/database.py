@@ -32,6 +32,7 @@ from rolltree.store.integrity import (
     damaged,
     read_totals,
 )
+from rolltree.store.orders import Orders
 from rolltree.store.rows import SUMMED, verify
 from rolltree.store.schema import (
     SCHEMA_VERSION,
@@ -76,6 +77,7 @@ class Database:
         self._is_checked = False
         self._check_file = check == "file"
         self._note = CommitNote(path)
+        self.orders = Orders()
         if mode != "r" and _has_wal(path) and path.is_file():
             # A writer that closes merges the log, and a damaged one would be gone: look first.
             Database(path, "r").close()
@@ -311,9 +313,8 @@ class Database:
 
         `columns` begins with the id. Which rows they are is decided at the beginning.
         """
-        sql = f"SELECT id FROM rollouts WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?"
-        found = self.all(sql, (*values, -1 if limit is None else limit, offset))
-        ids = [row[0] for row in found]
+        ids = self.orders.ids(self, where, values, order)
+        ids = ids[offset : None if limit is None else offset + limit]
         for at in range(0, len(ids), page_rows):
             page = ids[at : at + page_rows]
             marks = ", ".join("?" for _ in page)

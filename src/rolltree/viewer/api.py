@@ -6,9 +6,11 @@ endpoint does not know is an error.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -182,24 +184,26 @@ def _tree(run: Run, *, id: str | None = None, index: Offset = 0, group: str | No
     return tree_picture(run, id, index, group_id=group)
 
 
-_STORIES: weakref.WeakKeyDictionary[Run, tuple[int, Any, Run]] = weakref.WeakKeyDictionary()
-"""What was told of a run after how many commits, and the run as it was opened for that."""
+_STORIES: weakref.WeakKeyDictionary[Run, tuple[int, float, Any]] = weakref.WeakKeyDictionary()
+"""What was told of a run after how many commits, and from when on it may be told again."""
+_PAUSE = 20
+"""A run that goes on is told of again after this many times what the telling took."""
+_TELLING = threading.Lock()
 
 
 def _story(run: Run) -> Any:
-    """Return the story of what is stored; it is told again when something was added.
+    """Return the story of what is stored; it reads all rows, so it is told again after a pause.
 
-    It reads all rows, which is faster once the whole file is checked.
+    `again_s` is when to ask again for what was stored since; None if nothing was.
     """
-    commits = run.num_commits
-    known = _STORIES.get(run)
-    if known is None or known[0] != commits:
-        whole = known[2] if known is not None else Run.open(run.path, mode="r")
-        if known is None:
-            weakref.finalize(whole, whole._database.close)
-            whole.query("SELECT 1")  # checks the file
-        known = _STORIES[run] = commits, run_story(whole), whole
-    return known[1]
+    with _TELLING:
+        commits, began = run.num_commits, time.monotonic()
+        stored, due, told = _STORIES.get(run, (-1, 0.0, None))
+        if told is None or (stored != commits and began >= due):
+            told, stored = run_story(run), commits
+            due = time.monotonic() + _PAUSE * (time.monotonic() - began)
+            _STORIES[run] = stored, due, told
+    return {**told, "again_s": None if stored == commits else max(0.1, due - began)}
 
 
 def _changed(run: Run, *, since: int = -1) -> Any:
@@ -237,6 +241,8 @@ class Api:
             return await run_in_threadpool(lambda: json_response(self._answer(path, query)))
         except RolltreeError as error:
             return json_response({"error": str(error)}, _status(error))
+        except asyncio.CancelledError:  # the server ends
+            return json_response({"error": "the server was stopped."}, 503)
         except Exception as error:  # a mistake of ours; the page goes on
             logger.error("GET %s failed", request.url.path, exc_info=error)
             return json_response({"error": f"{type(error).__name__}: {error}"}, 500)

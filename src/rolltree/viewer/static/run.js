@@ -19,18 +19,27 @@ export async function render(root, params, api) {
   const head = h("div");
   const curves = h("div");
   const rest = h("div");
+  let again = null;
   put(root, head, story, curves, rest);
 
   async function draw() {
-    const told = api.story(params.run).catch(() => null);  // it reads all rollouts: the page does not wait for it
     const [summary, found] = await Promise.all([api.run(params.run), api.curves(params.run)]);
     if (api.signal.aborted) return summary;
     drawHead(head, summary, params);
-    told.then((each) => api.signal.aborted || drawStory(story, each?.sentences, params.run));
+    tell();
     const isBusy = curves.querySelector(":hover, :focus-within") !== null;
     if (!isBusy || !curves.firstChild) drawCurves(curves, found, params);
     drawRest(rest, summary, params.run);
     return summary;
+  }
+
+  /** The story reads all rollouts: nothing waits for it, and it is asked for last. */
+  async function tell() {
+    clearTimeout(again);
+    const told = await api.story(params.run).catch(() => null);
+    if (api.signal.aborted) return;
+    drawStory(story, told?.sentences, params.run);
+    if (told?.again_s) again = setTimeout(tell, 1000 * told.again_s);
   }
 
   const summary = await draw();

@@ -1,10 +1,10 @@
 // A table of any length: only the rows that are seen exist, and their data comes page by page.
 
-import { h, put } from "./dom.js";
+import { h } from "./dom.js";
 
 const ROW_PX = 32;
 const PAGE = 200;
-const SPARE = 8;
+const SPARE = 12; // rows drawn above and below what is seen
 
 /**
  * A virtual table. `columns` are {name, label, width, cell(row), numeric, minor, sort};
@@ -12,13 +12,15 @@ const SPARE = 8;
  */
 export async function virtualTable({ columns, fetchRows, link, sort, onSort, empty }) {
   const pages = new Map();
+  const drawn = new Map();
   const first = await fetchRows(0, PAGE);
   pages.set(0, first.rows);
   const total = first.total;
   const widths = columns.map((column) => column.width).join(" ");
   const kept = columns.filter((column) => !column.minor).map((column) => column.narrow ?? column.width);
   let marked = -1;
-  let drawn = "";
+  let isBusy = false;
+  let isDue = false;
 
   const head = h("div", { class: "vrow vhead", role: "row" }, columns.map((column) => {
     const isSorted = column.sort && sort?.replace("-", "") === column.sort;
@@ -39,34 +41,54 @@ export async function virtualTable({ columns, fetchRows, link, sort, onSort, emp
   body.style.height = `${total * ROW_PX}px`;
   if (!total) return h("p", { class: "muted empty" }, empty ?? "Nothing is here.");
 
-  function rowAt(at) {
-    const page = pages.get(Math.floor(at / PAGE));
-    return Array.isArray(page) ? page[at % PAGE] : undefined;
-  }
+  const rowAt = (at) => pages.get(Math.floor(at / PAGE))?.[at % PAGE];
 
-  async function load(number) {
-    if (pages.has(number)) return;
-    pages.set(number, "loading");
-    try {
-      pages.set(number, (await fetchRows(number * PAGE, PAGE)).rows);
-      drawn = "";
-      draw();
-    } catch {
-      pages.delete(number);
-    }
-  }
-
-  function draw() {
+  /** The rows to draw: what is seen, and some above and below. */
+  function span() {
     const top = Math.max(0, Math.floor(box.scrollTop / ROW_PX) - SPARE);
-    const num = Math.ceil((box.clientHeight || 600) / ROW_PX) + 2 * SPARE;
-    const end = Math.min(total, top + num);
-    const state = `${top} ${end} ${marked}`;
-    if (state === drawn) return;
-    drawn = state;
-    for (let page = Math.floor(top / PAGE); page * PAGE < end; page += 1) load(page);
-    const rows = [];
-    for (let at = top; at < end; at += 1) rows.push(drawRow(at, rowAt(at)));
-    put(body, rows);
+    return [top, Math.min(total, top + Math.ceil((box.clientHeight || 600) / ROW_PX) + 2 * SPARE)];
+  }
+
+  /** Read what is missing where the table stands now, a page at a time: pages that were passed by are not read. */
+  async function load() {
+    if (isBusy) return;
+    isBusy = true;
+    for (let page = missing(); page !== undefined; page = missing()) {
+      try {
+        pages.set(page, (await fetchRows(page * PAGE, PAGE)).rows);
+      } catch {
+        break;
+      }
+      draw();
+    }
+    isBusy = false;
+  }
+
+  /** The next page to read: one that is seen, else one that is near. */
+  function missing() {
+    const [top, end] = span();
+    const wanted = [top, end - 1, end - 1 + PAGE / 2, top - PAGE / 2].filter((at) => at >= 0 && at < total);
+    return wanted.map((at) => Math.floor(at / PAGE)).find((page) => !pages.has(page));
+  }
+
+  /** Draw the rows that came into sight, and take those away that left it: the others stay as they are. */
+  function draw() {
+    const [top, end] = span();
+    for (const [at, { element, row }] of drawn) {
+      if (at >= top && at < end && row === rowAt(at)) continue;
+      element.remove();
+      drawn.delete(at);
+    }
+    let next = null;
+    for (let at = end - 1; at >= top; at -= 1) {
+      if (!drawn.has(at)) {
+        const row = rowAt(at);
+        drawn.set(at, { element: drawRow(at, row), row });
+        body.insertBefore(drawn.get(at).element, next);
+      }
+      next = drawn.get(at).element;
+    }
+    load();
   }
 
   function drawRow(at, row) {
@@ -87,19 +109,21 @@ export async function virtualTable({ columns, fetchRows, link, sort, onSort, emp
     return ["cell", column.numeric && "number", column.minor && "minor"].filter(Boolean).join(" ");
   }
 
-  box.addEventListener("scroll", () => requestAnimationFrame(draw), { passive: true });
+  box.addEventListener("scroll", () => {
+    if (!isDue) requestAnimationFrame(() => { isDue = false; draw(); });
+    isDue = true;
+  }, { passive: true });
   box.addEventListener("move", (event) => {
+    drawn.get(marked)?.element.classList.remove("marked");
     marked = Math.max(0, Math.min(total - 1, marked + event.detail));
     const above = marked * ROW_PX;
     const height = box.clientHeight - ROW_PX;
     if (above < box.scrollTop) box.scrollTop = above;
     else if (above + ROW_PX > box.scrollTop + height) box.scrollTop = above + ROW_PX - height;
     draw();
+    drawn.get(marked)?.element.classList.add("marked");
   });
-  new ResizeObserver(() => {
-    drawn = "";
-    draw();
-  }).observe(box);
+  new ResizeObserver(draw).observe(box);
   draw();
   return box;
 }

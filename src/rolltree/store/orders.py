@@ -1,0 +1,52 @@
+"""Which rows of `rollouts` pass a filter, in an order: sorted once, then cut into pages."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rolltree.store.database import Database
+
+_MAX_KEPT = 8
+
+
+class Orders:
+    """The orders that were asked for last; they are kept until something is stored.
+
+    Who pages through an order of 100,000 rows has it sorted once, and the pages fit together.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[tuple[str, tuple[Any, ...], str], tuple[int, array[int]]] = (
+            OrderedDict()
+        )
+
+    def ids(self, database: Database, where: str, values: Sequence[Any], order: str) -> array[int]:
+        """Return the ids of the rows that pass, in an order."""
+        key, commits = (where, tuple(values), order), database.counts().commits
+        with self._lock:
+            stored, found = self._kept.get(key, (-1, array("q")))
+        if stored != commits:
+            sql = f"SELECT id FROM rollouts WHERE {where} ORDER BY {order}"
+            found = array("q", [row[0] for row in database.all(sql, values)])
+        with self._lock:
+            self._kept[key] = commits, found
+            self._kept.move_to_end(key)
+            while len(self._kept) > _MAX_KEPT:
+                self._kept.popitem(last=False)
+        return found
+
+    def count(self, database: Database, where: str, values: Sequence[Any]) -> int:
+        """Return how many rows pass."""
+        now = (where, tuple(values), database.counts().commits)
+        with self._lock:
+            for (clause, operands, _), (stored, ids) in self._kept.items():
+                if (clause, operands, stored) == now:
+                    return len(ids)
+        found = database.all(f"SELECT count(*) FROM rollouts WHERE {where}", values)
+        return int(found[0][0])
