@@ -128,9 +128,8 @@ def _reward(run: Run, found: RunSummary) -> dict[str, Any] | None:
         return {**ends, "of": f"step {newest.step}"}
     for phase in reversed(found.phases):
         if phase.mean_reward is not None:
-            kept = run.kept_report(phase.phase) or {}
-            low, high = ((kept.get("results") or {}).get("reward") or [None] * 3)[1:3]
-            return {"mean": phase.mean_reward, "low": low, "high": high, "of": phase.phase}
+            ends = {"low": phase.low, "high": phase.high}
+            return {"mean": phase.mean_reward, **ends, "of": phase.phase}
     return None
 
 

@@ -22,8 +22,11 @@ last start was asked to end. `failed`: it ended with an error. `killed`: it ende
 
 @dataclass(frozen=True, slots=True)
 class PhaseSummary:
-    """One phase of a run. `mean_reward` is over scored rows only; None when there are none.
+    """One phase of a run.
 
+    `mean_reward` is that of the phase's report, over examples, with `low` and `high` as its 95 %
+    interval. Where no report is stored it is the mean over scored rollouts without an interval.
+    Rollouts that another one delegated do not count in either; None when nothing was scored.
     `num_planned` is how many requests an evaluation is to have; None where nobody said.
     """
 
@@ -36,6 +39,8 @@ class PhaseSummary:
     num_prompt_tokens: int
     num_completion_tokens: int
     num_planned: int | None = None
+    low: float | None = None
+    high: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,10 @@ class RunSummary:
 
 
 def summarize(run: StoredRun) -> RunSummary:
-    """Return what a run holds, from its sums: neither rollouts nor metrics of steps are read."""
+    """Return what a run holds, from its sums: metrics of steps are not read.
+
+    Rollouts are, without their blobs, if some were delegated and their phase has no report.
+    """
     totals, meta = run.totals(), run.meta
     events = run.events()
     num_steps, last_step_at = run.last_step()
@@ -74,7 +82,11 @@ def summarize(run: StoredRun) -> RunSummary:
     by_phase: dict[str, list[Totals]] = {}
     for item in totals:
         by_phase.setdefault(item.phase, []).append(item)
-    phases = [_phase(name, items, planned.get(f"phase/{name}")) for name, items in by_phase.items()]
+    rewards = {name: _reward(run, meta, name, items) for name, items in by_phase.items()}
+    phases = [
+        _phase(name, items, planned.get(f"phase/{name}"), rewards[name])
+        for name, items in by_phase.items()
+    ]
     num_planned = planned.get("steps") or (meta["config"].get("train") or {}).get("num_steps")
     writer = WriterLock.holder(run.path / "run.lock")
     is_done = _is_done(meta, phases, events, num_steps, num_planned)
@@ -131,18 +143,40 @@ def _is_done(
     return True if any(report_key(phase.phase) in meta for phase in phases) else None
 
 
-def _phase(name: str, items: Sequence[Totals], num_planned: int | None) -> PhaseSummary:
-    num_scored = sum(item.num_scored for item in items)
+def _reward(
+    run: StoredRun, meta: Mapping[str, Any], phase: str, items: Sequence[Totals]
+) -> Sequence[float | None]:
+    """Return the mean reward of a phase, and the ends of its interval where one is stored."""
+    report = meta.get(report_key(phase))
+    kept = report.get("results") if isinstance(report, Mapping) else None
+    reward = kept.get("reward") if isinstance(kept, Mapping) else None
+    if isinstance(reward, list) and len(reward) >= 3:
+        return reward[:3]
+    num_scored, total = sum(each.num_scored for each in items), sum(e.sum_reward for e in items)
+    if any(each.num_rollouts > each.num_requests for each in items):
+        num_scored, total = run.own_rewards(phase)
+    return total / num_scored if num_scored else None, None, None
+
+
+def _phase(
+    name: str,
+    items: Sequence[Totals],
+    num_planned: int | None,
+    reward: Sequence[float | None],
+) -> PhaseSummary:
+    mean, low, high = reward
     return PhaseSummary(
         phase=name,
         num_requests=sum(item.num_requests for item in items),
         num_rollouts=sum(item.num_rollouts for item in items),
         num_errors=sum(item.num_errors for item in items),
         num_truncated=sum(item.num_truncated for item in items),
-        mean_reward=sum(item.sum_reward for item in items) / num_scored if num_scored else None,
+        mean_reward=mean,
         num_prompt_tokens=sum(item.num_prompt_tokens for item in items),
         num_completion_tokens=sum(item.num_completion_tokens for item in items),
         num_planned=num_planned,
+        low=low,
+        high=high,
     )
 
 

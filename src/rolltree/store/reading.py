@@ -214,6 +214,15 @@ class StoredRun:
         """Return the sums over each phase and environment, in the order they began."""
         return self._database.totals()[1]
 
+    def own_rewards(self, phase: str) -> tuple[int, float]:
+        """Return how many rollouts of a phase nobody delegated and have a reward, and their sum."""
+        sql = (
+            "SELECT count(reward), total(reward) FROM rollouts"
+            " WHERE phase = ? AND parent_rollout IS NULL"
+        )
+        number, total = self._database.all(sql, (phase,))[0]
+        return int(number), float(total)
+
     def finished_ids(self, phase: str | None = None, *, failed: bool = True) -> set[str]:
         """Return the ids of requests that are stored; without `failed`, only those that worked."""
         self._database.check()
