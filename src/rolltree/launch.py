@@ -22,6 +22,7 @@ from rolltree.redact import remember, secrets_in
 from rolltree.reports import SafeConsole, TrainView, print_report, say
 from rolltree.rollouts import RolloutSource
 from rolltree.store import Run
+from rolltree.store.weights import note_weights
 from rolltree.tasks import run_sync
 from rolltree.training import (
     Evaluate,
@@ -154,6 +155,7 @@ async def train_async(
                         parts = build_parts(checked, ranks, model=model, tokenizer=tokenizer)
                         stack.push_async_callback(parts.aclose)
                     _hint_at_shared_questions(source, stored, shown)
+                    note_weights(source, stored)
                     changed = changed_code(source, stored)
                     if changed is not None:
                         stored.announce(changed, shown.on_notice)

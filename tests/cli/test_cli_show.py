@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+import rolltree as rt
 from rolltree.cli import app
 from rolltree.errors import ServerError, record_error
 from rolltree.evaluation.report import keep_report, stored_report
@@ -128,6 +129,45 @@ def test_show_chosen_rollouts(path):
     assert "1 + 5 =" in out
 
 
+def test_show_tells_what_happened_and_what_came_out(path):
+    lines = invoke("show", path).splitlines()
+    assert "! 33 % of rollouts failed: 1 with ServerError (model)." in lines[:2]
+    assert "reward 1.000 (step 2)  4 rollouts  1 failed: ServerError 1" in lines[2]
+    assert "of rollouts failed" not in invoke("show", path, "--phase", "train")
+    data = json.loads(invoke("show", path, "--json"))
+    with rt.read_run(path) as stored:
+        assert data["story"] == stored.story()
+    assert [each["text"] for each in data["story"]] == [line[2:] for line in lines[:2]]
+    assert data["reward"] == {"mean": 1.0, "low": None, "high": None, "of": "step 2"}
+    assert data["failures"] == {"ServerError": 1}
+
+
+def test_runs_json(path):
+    (found,) = json.loads(invoke("runs", path.parent, "--json"))
+    shown = json.loads(invoke("show", path, "--json"))
+    assert found == {name: shown[name] for name in found} | {"age_s": found["age_s"]}
+
+
+def test_a_transcript_says_what_was_paid_for(path):
+    assert "(weights not recorded)" in invoke("show", path)
+    parts = [{"task": "", "agent": "", "functions": [["length", 0.25], ["other", 0.0]]}]
+    with Run.open(path) as run:
+        run.set_meta("reward_weights", [{"env_id": "add", "since": 0.0, "parts": parts}])
+    out = invoke("show", path, "--where", "reward=1")
+    assert [line.split() for line in out.splitlines() if "length" in line] == [
+        ["│", "length", "2", "0.25", "0.5", "│"]
+    ]
+    assert "not by a function" in out
+    assert "weights not recorded" not in out
+    (row,) = json.loads(invoke("show", path, "--where", "reward=1", "--json"))["rollouts"]
+    assert row["rewards"] == {
+        "is_recorded": True,
+        "functions": [{"name": "length", "value": 2.0, "weight": 0.25, "contribution": 0.5}],
+        "rest": 0.5,
+        "metrics": {},
+    }
+
+
 def test_show_json(path):
     data = json.loads(invoke("show", path, "--where", "reward > 0.4", "--transcripts", 9, "--json"))
     assert [phase["phase"] for phase in data["phases"]] == ["eval_before", "train"]
@@ -168,18 +208,20 @@ def test_export(path, tmp_path):
     assert "wrote 3" in invoke("export", path, tmp_path / "train.jsonl", "--phase", "train")
 
 
-NOT_TO_SHOW = ["torch", "numpy", "pydantic", "asyncio", "rolltree.tokens", "rolltree.inference"]
-"""Half of the time of `rolltree show` was importing these."""
+NOT_TO_SHOW = ["torch", "pydantic", "asyncio", "rolltree.inference"]
+NOT_TO_CHOOSE = [*NOT_TO_SHOW, "numpy", "rolltree.tokens"]
+"""Half of the time of `rolltree show` was importing these; only the story reads tokens."""
 
 
 @pytest.mark.parametrize("words", [[], ["--phase", "eval_before"], ["--failed"]])
 def test_reading_imports_little_and_works_while_the_run_is_written(path, words):
+    unwanted = NOT_TO_CHOOSE if words else NOT_TO_SHOW
     program = (
         "import sys; from rolltree.cli import app\n"
         f"sys.argv = {['rolltree', 'show', str(path), *words]}\n"
         "try: app()\n"
         "except SystemExit as end: assert not end.code\n"
-        f"print('LOADED', sorted(set({NOT_TO_SHOW}) & set(sys.modules)))"
+        f"print('LOADED', sorted(set({unwanted}) & set(sys.modules)))"
     )
     with Run.open(path):  # somebody holds the run
         done = subprocess.run(

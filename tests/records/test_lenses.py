@@ -279,7 +279,7 @@ def test_a_rollout_says_where_its_time_went(tmp_path):
     ]
     call = found["messages"][2]["tool_calls"][0]
     assert (call["name"], call["arguments"]) == ("price", '{"item": "clock"}')
-    assert found["rewards"]["total_tool_calls"] == 2.0
+    assert found["rewards"]["metrics"]["total_tool_calls"] == 2.0
     timing, calls = found["timing"], found["calls"]
     assert timing["server_ms"] == pytest.approx(sum(each["time_ms"] for each in calls))
     assert timing["server_ms"] + timing["own_ms"] == pytest.approx(timing["generation_ms"])

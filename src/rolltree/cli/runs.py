@@ -20,13 +20,19 @@ phase_option = click.option("--phase", help="Only this phase.")
 def list_stored_runs(root: Path, as_json: bool) -> None:
     """List the runs below a directory, newest first: state, age, progress, rewards."""
     from rolltree.reports import SafeConsole, run_lines, say
-    from rolltree.store import list_runs
+    from rolltree.store import Run, list_runs
 
     console, found = SafeConsole(), list_runs(root)
     if as_json:
         from dataclasses import asdict
 
-        tell_json([{**asdict(run), "path": str(run.path)} for run in found])
+        from rolltree.records.overview import run_overview
+
+        told = []
+        for run in found:
+            with Run.open(run.path, mode="r", check="rows") as stored:
+                told.append({**run_overview(stored), **asdict(run), "path": str(run.path)})
+        tell_json(told)
         return
     for run in found:
         for line in run_lines(run):

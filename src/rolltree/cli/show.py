@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from rolltree.cli.arguments import tell_json
 from rolltree.cli.runs import phase_option, run_argument
+
+if TYPE_CHECKING:
+    from rolltree.store import Run
 
 
 @click.command("show")
@@ -42,13 +45,14 @@ def show_run(
     limit: int,
     as_json: bool,
 ) -> None:
-    """Show a run: phases, rewards, curve, and some rollouts."""
+    """Show a run: what happened, phases, rewards, curve, and some rollouts."""
     from rolltree.records import shown_requests
     from rolltree.store import Run, summarize
 
     if last and sort:
         raise click.UsageError("--last and --sort are two orders; choose one.")
-    with Run.open(run, mode="r") as stored:
+    # what is read row by row, and not filtered, need not wait until the whole file is checked
+    with Run.open(run, mode="r") as stored, Run.open(run, mode="r", check="rows") as rows_only:
         chosen = shown_requests(
             stored,
             num=transcripts,
@@ -59,12 +63,28 @@ def show_run(
             sort="-id" if last else sort,
         )
         if as_json:
-            _print_json(stored, chosen.request_ids)
+            _print_json(stored, rows_only, chosen.request_ids)
             return
-        from rolltree.reports import SafeConsole, phases_table, reward_curve, say, transcript
+        from rolltree.records import reward_parts
+        from rolltree.records.overview import run_overview
+        from rolltree.reports import (
+            SafeConsole,
+            overview_line,
+            phases_table,
+            reward_curve,
+            say,
+            story_lines,
+            transcript,
+        )
         from rolltree.rollouts.decode import decode_results
 
         console = SafeConsole()
+        if not (phase or chosen.words):  # who chooses rollouts wants to see these
+            from rolltree.records import RunData
+
+            for line in story_lines(RunData(rows_only).story()):
+                console.print(line)
+            say(console, overview_line(run_overview(rows_only)))
         console.print(phases_table(summarize(stored)))
         curve = reward_curve(stored)
         if curve is not None:
@@ -82,21 +102,29 @@ def show_run(
         if chosen.words:
             say(console, str(chosen))
         for request_id in chosen.request_ids:
-            rows = stored.rollouts(request_id=request_id)
+            rows = list(stored.rollouts(request_id=request_id))
+            rewards = [reward_parts(stored, row) for row in rows]
             for result in decode_results(rows, tokens=False):
-                console.print(transcript(result, limit=limit))
+                console.print(transcript(result, limit=limit, rewards=rewards))
 
 
-def _print_json(stored: Any, request_ids: tuple[str, ...]) -> None:
+def _print_json(stored: Run, rows_only: Run, request_ids: tuple[str, ...]) -> None:
     from dataclasses import asdict
 
+    from rolltree.records import RunData, reward_parts
+    from rolltree.records.overview import run_overview
     from rolltree.rollouts.decode import export_line
     from rolltree.store import summarize
 
-    summary = {**asdict(summarize(stored)), "path": str(stored.path)}
+    about = {
+        **run_overview(rows_only),
+        **asdict(summarize(stored)),
+        "path": str(stored.path),
+        "story": RunData(rows_only).story(),
+    }
     rows = [
-        export_line(row, tokens=False)
+        {**export_line(row, tokens=False), "rewards": reward_parts(stored, row)}
         for request_id in request_ids
         for row in stored.rollouts(request_id=request_id)
     ]
-    tell_json({**summary, "rollouts": rows})
+    tell_json({**about, "rollouts": rows})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from typing import Any
 
 from rolltree import environments as rooms
@@ -12,6 +13,7 @@ from rolltree.compat.rows import is_hub_dataset
 from rolltree.compat.rubrics import Rubric
 from rolltree.environments.dataset import Row, Rows
 from rolltree.errors import ConfigError
+from rolltree.store.weights import ScoredPart
 from rolltree.types import RolloutInput, SamplingArgs, State
 
 
@@ -30,6 +32,14 @@ class EnvGroupRubric(Rubric):
     def get_reward_func_names(self) -> list[str]:
         """Return the metrics of all environments."""
         return self.all_reward_names
+
+    def scored_parts(self) -> list[ScoredPart]:
+        """Return the functions of each environment."""
+        return [
+            replace(part, task=name)
+            for name, env in self.env_map.items()
+            for part in env.rubric.scored_parts()
+        ]
 
     async def score_rollout(
         self, state: State, score_sem: AbstractAsyncContextManager[Any]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 from rolltree.environments.dataset import Data, Row, Rows
@@ -16,6 +17,7 @@ from rolltree.errors import ConfigError, UnknownName, did_you_mean
 from rolltree.rollouts.requests import current_episode
 from rolltree.rubrics import Rubric, Scores
 from rolltree.rubrics.groups import CompositeRubric
+from rolltree.store.weights import ScoredPart
 from rolltree.types import RolloutInput, SamplingArgs, State, ToolSchema
 
 
@@ -186,6 +188,14 @@ class _GroupRubric(CompositeRubric):
     def parts(self) -> Sequence[Rubric]:
         """Return the environments' rubrics."""
         return [env.rubric for env in self._group.envs]
+
+    def scored_parts(self) -> list[ScoredPart]:
+        """Return the functions of each environment."""
+        return [
+            replace(part, task=f"{name}/{part.task}" if part.task else name)
+            for name, env in self._group.env_map.items()
+            for part in env.rubric.scored_parts()
+        ]
 
     def add_reward_func(self, func: Any, weight: float = 1.0, *, run_inline: bool = False) -> None:
         """Refuse: whose reward it should be is not known."""

@@ -22,6 +22,7 @@ from rolltree.rollouts import GroupScorer, RolloutEngine, RolloutSource, Split
 from rolltree.rollouts.record import run_stored
 from rolltree.rollouts.requests import RequestPlan, build_requests
 from rolltree.store import Run, StoredRollout, to_plain
+from rolltree.store.weights import note_weights
 from rolltree.tasks import my_turn
 from rolltree.types import RolloutRequest, RolloutResult, SamplingArgs, SamplingParams
 
@@ -103,6 +104,7 @@ async def evaluate(
             group_size=rollouts_per_example if _compares_groups(source) else None,
         )
         run.plan(f"phase/{phase}", len(plan))
+        note_weights(source, run)
     found, again = await asyncio.to_thread(_finished, run, phase, plan, retry_failed, source)
     tally = await asyncio.to_thread(_Tally, len(plan), found, on_progress)
     tally.tell()

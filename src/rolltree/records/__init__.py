@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rolltree.records.rescored import RescoreReport as RescoreReport
     from rolltree.records.rescoring import rescore as rescore
     from rolltree.records.rescoring import rescore_async as rescore_async
+    from rolltree.records.rewards import reward_parts as reward_parts
     from rolltree.records.table import Column as Column
     from rolltree.records.table import Table as Table
 
@@ -47,6 +48,7 @@ _MODULES = {
     "replaying": "ReplayReport replay replay_async replay_many replay_many_async",
     "rescored": "CreditChange RescoreReport",
     "rescoring": "rescore rescore_async",
+    "rewards": "reward_parts",
     "table": "Column Table",
     "comparison": "ComparedPair RunComparison compare",
 }

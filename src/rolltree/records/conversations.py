@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from rolltree.records.columns import SFT
-from rolltree.records.table import MESSAGE_TEXTS, Batch, clean_text
+from rolltree.records.table import MESSAGE_TEXTS, Batch
 from rolltree.records.token_rows import state_of
-from rolltree.records.values import json_text, rollout_values, stored_names
+from rolltree.records.values import clean_text, json_text, rollout_values, stored_names
 from rolltree.rollouts.decode import decode_rollout
 from rolltree.samples import build_samples
 from rolltree.store import Run, StoredRollout

@@ -76,7 +76,8 @@ def group_tree(run: Run, group_id: str) -> dict[str, Any]:
       `reward` and `advantage` (means over the scored members, and over its sampled tokens as they
       were trained; None where there is none).
     - `members`: the rollouts with `reward`, `advantage` (mean over its sampled tokens, as trained;
-      None if that was not recorded), `above_mean` (its reward minus the group's mean), `path` (its
+      None if that was not recorded), `above_mean` (its reward minus the mean of the group's own
+      rollouts, None for a delegated one, which is compared with others), `path` (its
       segments in the order in which its calls reach them) and `calls`.
     - `shared_tokens`: how many tokens all members begin with; `first_parting`: the segment behind
       which they part, None if they do not.
@@ -99,8 +100,8 @@ def group_tree(run: Run, group_id: str) -> dict[str, Any]:
             inside[segment].append(index)
     rewards = [member.row.reward for member in members]
     by_model, paid = _sampled(tree, members, segments)
-    scored = [reward for reward in rewards if reward is not None]
-    middle = fmean(scored) if scored else None
+    own = [member.row.parent_rollout is None for member in members]
+    middle = _mean([reward for reward, is_own in zip(rewards, own, strict=True) if is_own])
     first = rows[0]
     return {
         "group_id": group_id,
@@ -131,7 +132,7 @@ def group_tree(run: Run, group_id: str) -> dict[str, Any]:
                 **member.name,
                 "index_in_group": member.row.index_in_group,
                 "reward": member.row.reward,
-                "above_mean": _above(member.row.reward, middle),
+                "above_mean": _above(member.row.reward, middle) if is_own else None,
                 "advantage": _member_advantage(member.trained),
                 "status": member.row.status,
                 "error_type": member.row.error_type,
@@ -141,7 +142,7 @@ def group_tree(run: Run, group_id: str) -> dict[str, Any]:
                 "path": path,
                 "calls": _calls(tree, segments, member),
             }
-            for member, path in zip(members, paths, strict=True)
+            for member, path, is_own in zip(members, paths, own, strict=True)
         ],
         "shared_tokens": _shared(segments, inside, len(members)),
         "first_parting": _parting(segments, inside),

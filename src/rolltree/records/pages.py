@@ -20,7 +20,7 @@ COLUMNS = tuple(each.name for each in ROLLOUTS if each.name not in ("input", "er
 _OF_MEMBERS = ("request_id", "trajectory_index", "agent", "reward", "status")
 _OF_GROUPS = (
     *("group_id", "phase", "train_step", "env_id", "task", "example_id", "index_in_group"),
-    *("truncated", "num_completion_tokens", *_OF_MEMBERS),
+    *("truncated", "num_completion_tokens", "parent_rollout", *_OF_MEMBERS),
 )
 
 
@@ -73,7 +73,8 @@ def group_page(
     """Return how many groups there are, and one page of them in the order they began.
 
     A row has `group_id`, `phase`, `train_step`, `example` (environment, task, id), the `rewards` of
-    the group's rollouts (None: not scored), their `mean`, `std` (population), and `num_failed`.
+    the group's rollouts (None: not scored), `num_failed`, and the `mean` and `std` (population) of
+    the rewards that are compared: those of rollouts that no other one delegated.
 
     Raises:
         StoreError: a row is damaged or missing.
@@ -113,7 +114,8 @@ def _group_ids(run: Run, clause: str, values: tuple[Any, ...]) -> list[str]:
 def _group(rows: list[dict[str, Any]]) -> dict[str, Any]:
     rows.sort(key=lambda row: (row["index_in_group"], row["trajectory_index"]))
     rewards = [row["reward"] for row in rows]
-    scored = [reward for reward in rewards if reward is not None]
+    own = [row["reward"] for row in rows if row["parent_rollout"] is None]
+    scored = [reward for reward in own if reward is not None]
     first = rows[0]
     return {
         **{name: first[name] for name in ("group_id", "phase", "train_step")},

@@ -98,6 +98,17 @@ class RunData:
         found: Table = getattr(self, name)(**filters)
         return found
 
+    def story(self) -> list[dict[str, Any]]:
+        """Return what happened, as sentences with their evidence, what is most alarming first.
+
+        A sentence has `text`, `kind`, `severity` (`error`, `warning`, `good`, `info`) and
+        `evidence`, as docs/viewer.md lists them.
+        """
+        from rolltree.records.story import run_story
+
+        found: list[dict[str, Any]] = run_story(self.run)["sentences"]
+        return found
+
     def rollouts(self, **filters: Any) -> Table:
         """Return one row per rollout, without its messages and tokens.
 

@@ -35,6 +35,7 @@ from rolltree.rollouts.decode import decode_results
 from rolltree.rollouts.record import encode_result, run_stored
 from rolltree.rubrics import PerAgentRubric, Rubric, undo_scores
 from rolltree.store import Run
+from rolltree.store.weights import note_weights
 from rolltree.tasks import run_sync
 from rolltree.types import ModelResponse, RolloutRequest, RolloutResult, State
 
@@ -102,6 +103,7 @@ async def rescore_async(
         scorer.model = _model_name(source)
         config = {"model": scorer.model, "rescored": _settings(source, phase, scorer)}
         with Run.open_or_create(target_dir, config=config, kind="rescore") as target:
+            note_weights(scorer, target)
             changed = changed_code(scorer, target)
             if changed is not None:
                 target.announce(changed, on_notice or (lambda _: None))

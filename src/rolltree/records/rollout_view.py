@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rolltree.records.columns import ROLLOUTS
+from rolltree.records.rewards import reward_parts
 from rolltree.records.token_lens import one_rollout, rollout_breaks
 from rolltree.records.token_rows import call_rows, state_of
 from rolltree.records.tokenizer import shown_tokenizer
-from rolltree.records.values import json_text, number_of, rollout_values, stored_names
+from rolltree.records.values import json_text, rollout_values, stored_names
 from rolltree.rollouts.conversation import conversation
 from rolltree.store import Run, StoredRollout, to_plain
 from rolltree.types import State
@@ -25,7 +26,7 @@ def rollout_view(run: Run, request_id: str, trajectory_index: int = 0) -> dict[s
       `arguments`), `tool_call_id`, `name`, `is_prompt`, and `call`: which model call said it.
     - `calls`: rows of table `calls`, with `own_ms`: how long environment and tools took after the
       call before (None where times were not recorded).
-    - `rewards`: the value of every reward function and metric by its name.
+    - `rewards`: what adds up to the reward, and the metrics beside it, as `reward_parts` says.
     - `timing`: `generation_ms`, of it `server_ms` waiting for answers and `own_ms` the rest;
       `scoring_ms`, `total_ms`.
     - `errors` with their tracebacks; `tool_errors`: what tools raised, which the model was told.
@@ -42,7 +43,7 @@ def rollout_view(run: Run, request_id: str, trajectory_index: int = 0) -> dict[s
         "input": to_plain(dict(row.input)),
         "messages": [] if state is None else _messages(state),
         "calls": calls,
-        "rewards": {str(name): number_of(value) for name, value in row.metrics.items()},
+        "rewards": reward_parts(run, row),
         "timing": _timing(row, calls),
         "errors": [to_plain(dict(error)) for error in row.errors],
         "tool_errors": [] if state is None else tool_errors(state),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from rolltree.errors import ConfigError, StoreError, UnknownName, did_you_mean
+from rolltree.records.values import clean_text
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -189,11 +190,6 @@ def json_line(row: Mapping[str, Any]) -> str:
     """Return a row as one line of strict JSON."""
     text = json.dumps(row, ensure_ascii=False, separators=(", ", ": "))
     return clean_text(text)
-
-
-def clean_text(text: str) -> str:
-    """Return a text that has UTF-8: half a surrogate pair, which models do write, is escaped."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _write_jsonl(table: Table, path: Path) -> int:

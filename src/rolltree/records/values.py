@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rolltree.records.table import clean_text
 from rolltree.store import to_plain
 from rolltree.store.filters import METRIC
 
@@ -31,6 +30,11 @@ def _source(name: str) -> tuple[str, Callable[[Any], Any] | None]:
         metric = name.removeprefix(METRIC)
         return "metrics", lambda metrics: number_of(metrics.get(metric))
     return _DERIVED.get(name, (name, None))
+
+
+def clean_text(text: str) -> str:
+    """Return a text that has UTF-8: half a surrogate pair, which models do write, is escaped."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def json_text(value: Any) -> str:

@@ -33,8 +33,10 @@ if TYPE_CHECKING:
     from rolltree.reports.replay import replay_lines as replay_lines
     from rolltree.reports.replay import replays_summary as replays_summary
     from rolltree.reports.rescore import rescore_parts as rescore_parts
+    from rolltree.reports.runs import overview_line as overview_line
     from rolltree.reports.runs import phases_table as phases_table
     from rolltree.reports.runs import run_lines as run_lines
+    from rolltree.reports.runs import story_lines as story_lines
     from rolltree.reports.runs import transcript as transcript
     from rolltree.reports.training import next_commands as next_commands
     from rolltree.reports.training import print_report as print_report
@@ -50,7 +52,7 @@ _MODULES = {
     "live": "EvalView TrainView",
     "replay": "difference_lines replay_lines replays_summary",
     "rescore": "rescore_parts",
-    "runs": "phases_table run_lines transcript",
+    "runs": "overview_line phases_table run_lines story_lines transcript",
     "training": "next_commands print_report training_report",
 }
 __all__ = sorted(" ".join(_MODULES.values()).split())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import RenderableType
@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from rolltree.reports.formatting import duration, safe_text
+from rolltree.reports.formatting import counts, duration, safe_text
 from rolltree.rollouts.conversation import conversation
 from rolltree.store import RunSummary, to_plain
 from rolltree.types import RolloutResult, State
@@ -71,22 +71,54 @@ def _mean(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def transcript(result: RolloutResult, *, limit: int = 600, title: str = "") -> RenderableType:
+def overview_line(found: Mapping[str, Any]) -> str:
+    """Return a run's reward with its interval and what failed, as `records` tells its overview."""
+    reward, said = found["reward"], [f"{found['state']}"]
+    if reward is not None:
+        ends = "" if reward["low"] is None else f" [{reward['low']:.3f}, {reward['high']:.3f}]"
+        said.append(f"reward {reward['mean']:.3f}{ends} ({reward['of']})")
+    said.append(f"{found['num_rollouts']:,} rollouts")
+    if found["num_failed"]:
+        said.append(f"{found['num_failed']:,} failed: {counts(found['failures'])}")
+    return "  ".join(said)
+
+
+def story_lines(sentences: Sequence[Mapping[str, Any]]) -> list[Text]:
+    """Return what happened, a line per sentence; `!` begins what is wrong or may be."""
+    marks = {"error": ("! ", "red"), "warning": ("! ", "yellow"), "good": ("  ", "green")}
+    found = []
+    for each in sentences:
+        mark, style = marks.get(each["severity"], ("  ", ""))
+        found.append(Text(mark, style=style) + safe_text(each["text"]))
+    return found
+
+
+def transcript(
+    result: RolloutResult,
+    *,
+    limit: int = 600,
+    title: str = "",
+    rewards: Sequence[Mapping[str, Any]] = (),
+) -> RenderableType:
     """Return a panel with the prompt, the completion and the ending of each trajectory.
 
-    Messages are cut at `limit` characters.
+    Messages are cut at `limit` characters. `rewards` has what each trajectory was paid for, as
+    `records.reward_parts` tells it.
     """
     lines = Table.grid(padding=(0, 1))
     lines.add_column(no_wrap=True, width=9)
     lines.add_column(overflow="fold")
-    for state in result.states:
+    for at, state in enumerate(result.states):
+        paid = rewards[at] if at < len(rewards) else None
         if len(result.states) > 1:
             lines.add_row(Text("agent", style="bold"), _speaker(state))
         for message in itertools.chain(*conversation(state)):
             role = str(message.get("role", "?"))
             style = _STYLES.get(role, "")
             lines.add_row(safe_text(role, style=f"bold {style}"), _body(message, style, limit))
-        lines.add_row(Text("ending", style="bold"), _ending(state))
+        if paid is not None and paid["functions"]:
+            lines.add_row(Text("reward", style="bold"), _paid(paid))
+        lines.add_row(Text("ending", style="bold"), _ending(state, paid))
     if result.error is not None:
         said = safe_text(f"{result.error.type}: {result.error.message}", limit=limit)
         lines.add_row(Text("failed", style="bold red"), said)
@@ -117,14 +149,33 @@ def _body(message: Mapping[str, Any], style: str, limit: int) -> Text:
     return Text("\n").join(parts) if parts else Text("(empty)", style="dim")
 
 
-def _ending(state: State) -> Text:
+def _paid(paid: Mapping[str, Any]) -> Table:
+    """Return the reward functions with value, weight and contribution, which add up."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("function", "value", "weight", "contribution"):
+        table.add_column(name, justify="left" if name == "function" else "right")
+    for each in paid["functions"]:
+        numbers = (each["value"], each["weight"], each["contribution"])
+        table.add_row(safe_text(each["name"], limit=60), *map(_number, numbers))
+    if paid["rest"]:
+        table.add_row("not by a function", "", "", _number(paid["rest"]))
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _ending(state: State, paid: Mapping[str, Any] | None) -> Text:
     parts = [f"reward {state['reward']:.3f}" if _is_number(state.get("reward")) else "no reward"]
-    metrics = state.get("metrics") or {}
+    metrics = (state.get("metrics") or {}) if paid is None else paid["metrics"]
     parts += [f"{name} {value:.3g}" for name, value in metrics.items() if _is_number(value)]
     if state.get("stop_condition"):
         parts.append(f"ended by {state['stop_condition']}")
     if state.get("truncated"):
         parts.append(f"truncated: {state.get('truncation_reason')}")
+    if paid is not None and metrics and not paid["is_recorded"]:
+        parts.append("(weights not recorded)")
     return safe_text("   ".join(parts))
 
 

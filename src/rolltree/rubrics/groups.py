@@ -6,12 +6,14 @@ There are no weights between rubrics: weigh the functions.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from rolltree.errors import ConfigError
 from rolltree.parsers import Parser
 from rolltree.rubrics.functions import RewardFunc, RewardFunction
 from rolltree.rubrics.rubric import Rubric, Scores
+from rolltree.store.weights import ScoredPart
 from rolltree.types import State, TrajectoryStep
 
 
@@ -181,6 +183,15 @@ class PerAgentRubric(CompositeRubric):
     def parts(self) -> Sequence[Rubric]:
         """Return the default rubric and the agents' own."""
         return (self.default, *self.rubrics.values())
+
+    def scored_parts(self) -> list[ScoredPart]:
+        """Return the default rubric's functions, and those of each agent."""
+        own = [
+            replace(part, agent=agent)
+            for agent, rubric in self.rubrics.items()
+            for part in rubric.scored_parts()
+        ]
+        return [*self.default.scored_parts(), *own]
 
     def adopt_parser(self, parser: Any) -> None:
         """Hand the environment's parser to the default rubric."""

@@ -32,6 +32,7 @@ from rolltree.rubrics.functions import (
     without_semaphore,
 )
 from rolltree.state import Played
+from rolltree.store.weights import ScoredPart
 from rolltree.tools import raw_tool_calls
 from rolltree.types import ErrorRecord, Messages, State
 
@@ -174,6 +175,10 @@ class Rubric:
     def get_reward_weights(self) -> list[float]:
         """Return the weights, in the functions' order."""
         return [function.weight for function in self.functions]
+
+    def scored_parts(self) -> list[ScoredPart]:
+        """Return whose rollouts are scored by which functions, with their weights."""
+        return [ScoredPart(tuple((each.name, each.weight) for each in self.functions))]
 
     @property
     def funcs(self) -> tuple[RewardFunc, ...]:

@@ -33,8 +33,8 @@ from rolltree.records.overview import run_overview, run_summary
 from rolltree.records.pages import MAX_ROWS, group_page, rollout_page
 from rolltree.records.rollout_view import rollout_view
 from rolltree.records.story import run_story
-from rolltree.records.table import clean_text
 from rolltree.records.token_lens import token_lens
+from rolltree.records.values import clean_text
 from rolltree.store import Run, run_folders, to_plain
 
 logger = logging.getLogger("rolltree.viewer")

@@ -21,7 +21,6 @@ export async function render(root, params, api) {
     ["tokens", `${count(row.num_prompt_tokens)} prompt, ${count(row.num_completion_tokens)} sampled`],
     ["versions", row.min_version === null || row.min_version === undefined ? null : row.min_version === row.max_version ? row.min_version : `${row.min_version} to ${row.max_version}`],
   ].filter(([, value]) => value !== null && value !== undefined);
-  const functions = Object.entries(found.rewards);
   put(root,
     h("div", { class: "bar" }, h("h1", null, "Rollout"),
       h("a", { class: "button", href: tokens(0) }, "Tokens"),
@@ -31,7 +30,7 @@ export async function render(root, params, api) {
     h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))),
     found.errors.map(failure),
     found.tool_errors.map(failure),
-    functions.length > 0 && section("Rewards by function", plainTable(["function", "value"], functions.map(([name, value]) => [name, num(value)]), [1])),
+    paid(found.rewards, row),
     section("Conversation", h("div", { class: "conversation" }, found.messages.map((each) => message(each, tokens)))),
     steps(found.calls, tokens),
     timing(found, tokens),
@@ -40,6 +39,22 @@ export async function render(root, params, api) {
 }
 
 const section = (title, ...parts) => h("section", null, h("h2", null, title), parts);
+
+/** What adds up to the reward, and the metrics beside it. */
+function paid({ functions, rest, metrics, is_recorded: isRecorded }, row) {
+  const others = Object.entries(metrics);
+  const isSplit = functions.length > 0 || (isRecorded && row.reward !== null);
+  const parts = functions.map((each) => [each.name, num(each.value), num(each.weight), num(each.contribution, true)]);
+  if (rest) parts.push([h("i", null, "not by a function: the world, the form of answers"), "", "", num(rest, true)]);
+  if (row.reward !== null) parts.push([h("b", null, "reward"), "", "", h("b", null, num(row.reward))]);
+  return [
+    isSplit && section("Reward by function",
+      plainTable(["reward function", "value", "weight", "contribution"], parts, [1, 2, 3])),
+    others.length > 0 && section("Metrics",
+      !isRecorded && h("p", { class: "muted small" }, "Weights not recorded: which of these were rewarded, this run does not say."),
+      plainTable(["metric", "value"], others.map(([name, value]) => [name, num(value)]), [1])),
+  ];
+}
 
 function failure(error) {
   const text = error.traceback;

@@ -1,0 +1,60 @@
+"""What a rollout was paid for: its reward functions with their weights, apart from its metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rolltree.records.values import number_of
+from rolltree.store import Run, StoredRollout
+from rolltree.store.weights import META, noted_weights
+
+
+def reward_parts(run: Run, row: StoredRollout) -> dict[str, Any]:
+    """Return what adds up to a rollout's reward, JSON-ready.
+
+    - `is_recorded`: whether the run says which metrics are rewarded; runs of older versions do not.
+    - `functions`: those with a weight, as `name`, `value`, `weight` and `contribution`, their
+      product. A function that failed has neither value nor contribution.
+    - `rest`: the reward minus all contributions: what the world or the form of answers earned, or
+      what a rubric with a method of its own gave. None where the reward or a contribution is not
+      known.
+    - `metrics`: the value of everything else that was measured, by its name.
+    """
+    return reward_parts_by(run.meta.get(META), row)
+
+
+def reward_parts_by(notes: Any, row: StoredRollout) -> dict[str, Any]:
+    """Return the same from the notes of a run, which one reads once for many rollouts."""
+    weights = noted_weights(
+        notes, env_id=row.env_id, task=row.task, agent=row.agent, created_at=row.created_at
+    )
+    values = {str(name): number_of(value) for name, value in row.metrics.items()}
+    functions = [_part(name, values[name], weight) for name, weight in _paid(weights, values)]
+    return {
+        "is_recorded": weights is not None,
+        "functions": functions,
+        "rest": None if weights is None else _rest(row.reward, functions),
+        "metrics": {n: v for n, v in values.items() if n not in {f["name"] for f in functions}},
+    }
+
+
+def _paid(
+    weights: Mapping[str, float] | None, values: Mapping[str, float | None]
+) -> list[tuple[str, float]]:
+    return [(name, w) for name, w in (weights or {}).items() if w and name in values]
+
+
+def _part(name: str, value: float | None, weight: float) -> dict[str, Any]:
+    paid = None if value is None else weight * value
+    return {"name": name, "value": value, "weight": weight, "contribution": paid}
+
+
+def _rest(reward: float | None, functions: list[dict[str, Any]]) -> float | None:
+    """Return what the functions do not explain, 0 where that is only rounding."""
+    paid = [each["contribution"] for each in functions]
+    if reward is None or None in paid:
+        return None
+    rest = reward - math.fsum(paid)
+    return 0.0 if abs(rest) <= 1e-9 * max(1.0, *map(abs, (reward, *paid))) else rest

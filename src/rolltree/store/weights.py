@@ -1,0 +1,73 @@
+"""Which functions reward a source's rollouts, and with which weights: noted in a run, read there.
+
+A note is kept with the time since when it holds, so rollouts that other weights scored before are
+told apart from those that came after.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rolltree.store.run import Run
+
+META = "reward_weights"
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredPart:
+    """The names and weights of the functions that score rollouts of one task and one agent.
+
+    `task` is that of an environment group's member, `agent` that of an agent with a rubric of its
+    own; empty: all others.
+    """
+
+    functions: tuple[tuple[str, float], ...]
+    task: str = ""
+    agent: str = ""
+
+
+def note_weights(source: object, run: Run) -> None:
+    """Note the weights of a source's reward functions in a run, if they are not those noted last.
+
+    A source whose rubric does not say what it is made of leaves no note.
+    """
+    scored_parts = getattr(getattr(source, "rubric", None), "scored_parts", None)
+    if scored_parts is None:
+        return
+    env_id = str(getattr(source, "env_id", ""))
+    parts = [  # functions as pairs: redaction takes the keys of a mapping for names of secrets
+        {"task": p.task, "agent": p.agent, "functions": [list(pair) for pair in p.functions]}
+        for p in scored_parts()
+    ]
+    notes = list(run.meta.get(META) or ())
+    last = next((note for note in reversed(notes) if note.get("env_id") == env_id), None)
+    if last is None or last.get("parts") != parts:
+        note = {"env_id": env_id, "since": time.time(), "parts": parts}
+        run.set_meta(META, [*notes, note])
+
+
+def noted_weights(
+    notes: Any, *, env_id: str, task: str, agent: str, created_at: float
+) -> dict[str, float] | None:
+    """Return weights by function for a rollout that was stored then; None: nobody noted them.
+
+    `notes` is what the run has under `META`; one without an environment is for all of them.
+    """
+    if not isinstance(notes, Sequence):
+        return None
+    parts: list[Mapping[str, Any]] | None = None
+    for note in notes:
+        if note.get("env_id") in ("", env_id) and note.get("since", 0.0) <= created_at:
+            parts = note["parts"]
+    for each in parts or ():
+        is_task = each["task"] in ("", task) or task.startswith(f"{each['task']}/")
+        if is_task and each["agent"] == agent:
+            return dict(each["functions"])
+    if parts is None:
+        return None
+    if agent:
+        return noted_weights(notes, env_id=env_id, task=task, agent="", created_at=created_at)
+    return {}
