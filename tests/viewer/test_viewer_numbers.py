@@ -9,10 +9,10 @@ from itertools import groupby
 from statistics import fmean, pstdev
 
 import pytest
-from browser_kit import Tab, part
 from click.testing import CliRunner
 
 import rolltree as rt
+from browser_kit import Tab, part
 from rolltree.cli import app
 from rolltree.estimate import estimate
 from rolltree.store import Run
