@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm test-compat test-models test-gpu bench-gpu check bench docs format clean
+.PHONY: help demo test test-vllm test-compat test-models test-gpu bench-gpu check bench docs pictures format clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -54,6 +54,9 @@ bench: $(VENV)/.dev ## run every benchmark and check its bars
 
 docs: $(VENV)/.dev ## rewrite the outputs of commands that docs/ shows
 	cd tests && $(abspath $(BIN))/python -m golden.outputs $(ARGS)
+
+pictures: $(VENV)/.dev ## take the pictures that docs/ shows anew (needs Chromium)
+	cd tests && $(abspath $(BIN))/python -m golden.pictures
 
 format: $(VENV)/.dev ## rewrite files to the house format
 	$(BIN)/ruff check --fix .

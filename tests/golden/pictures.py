@@ -1,0 +1,185 @@
+"""The pictures of the documentation: `cd tests; python -m golden.pictures` (`make pictures`).
+
+Each picture `docs/images/viewer-*.png` is a view of a committed run in a real Chromium, on a fixed
+day. Beside them, `viewer.json` has the texts that each shows; a test compares those with today's
+page, since pixels depend on the fonts of a machine. `demo.svg` and `reward_curve.png` are what
+`make demo` shows and leaves.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from rich.console import Console
+
+from browser_kit import Tab, started_chromium
+from golden.outputs import NOW, ROOT
+from golden_kit import unpack
+from rolltree.models import resolve_model
+from rolltree.models.made import byte_tokenizer
+from rolltree.reports.curves import save_reward_curve
+from rolltree.reports.live import TrainView
+from rolltree.store import Run
+from rolltree.training.reporter import TrainStart
+
+IMAGES = ROOT / "docs" / "images"
+TEXTS = IMAGES / "viewer.json"
+DEMO = IMAGES / "demo.svg"
+MAX_BYTES = 150_000
+RUNS = {"demo": "4/demo", "seed1": "demo-seed1", "delegation": "delegation", "tools": "4/tools"}
+"""Name below `runs/` to the packed run."""
+GROUP = "train%2F000002%2Fg06"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A view, what is pointed at in it, and the size of the window."""
+
+    name: str
+    address: str
+    height: int
+    point: str = ""
+    width: int = 1280
+    scheme: str = "light"
+    scale: int = 1
+
+    @property
+    def file(self) -> Path:
+        """Return where the picture is."""
+        return IMAGES / f"viewer-{self.name}.png"
+
+
+TOOLS = "eval%2Ftool_calls%2F3%2F1/0"
+PICTURES = (
+    Picture("runs", "#/?q=", 290),
+    Picture("run", "#/run/demo", 760),
+    Picture("group", f"#/run/demo/group/{GROUP}", 1172, width=1000),
+    Picture(
+        "tokens",
+        f"#/run/demo/tokens/{GROUP}%2F0/0/0?colour=advantage",
+        820,
+        point="[data-at] >> nth=-2",
+        width=1000,
+    ),
+    Picture("tree", f"#/run/demo/tree/{GROUP}", 390, scheme="dark"),
+    Picture("compare", "#/compare?a=seed1&b=demo", 560, width=1000),
+    Picture("break", f"#/run/tools/tokens/{TOOLS}/2", 480),
+    Picture("phone", f"#/run/tools/rollout/{TOOLS}", 844, width=390, scale=2),
+)
+
+
+@contextmanager
+def served() -> Iterator[str]:
+    """Serve the runs on the fixed day, and yield the link."""
+    frozen = f"import time; time.time = lambda: {NOW}; from rolltree.cli import main; main()"
+    resolve_model("smollm2-135m")  # its tokenizer
+    with tempfile.TemporaryDirectory() as folder:
+        for name, packed in RUNS.items():
+            unpack(packed, Path(folder) / "runs" / name)
+        for name in ("delegation", "tools"):  # their model was made for them, and is not packed
+            byte_tokenizer().save_pretrained(Path(folder) / "runs" / name / "model")
+        words = [sys.executable, "-c", frozen, "view", "--no-browser"]
+        process = subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
+            process.wait(timeout=30)
+            process.stdout.close()
+
+
+@contextmanager
+def opened(browser: Any, link: str, picture: Picture) -> Iterator[Any]:
+    """Open a picture's view as it is shown, and yield the page."""
+    tab = Tab(
+        browser,
+        link,
+        picture.width,
+        picture.scheme,
+        picture.height,
+        device_scale_factor=picture.scale,
+        timezone_id="UTC",
+        locale="en-GB",
+    )
+    try:
+        tab.page.clock.set_fixed_time(1000 * NOW)
+        tab.open(picture.address)
+        tab.page.wait_for_load_state("networkidle")
+        if picture.point:
+            tab.page.hover(picture.point)
+        yield tab.page
+        assert tab.said == []
+    finally:
+        tab.page.context.close()
+
+
+def seen(page: Any) -> list[str]:
+    """Return the lines of text that a page shows."""
+    lines = page.evaluate("document.body.innerText").splitlines()
+    return [" ".join(line.split()) for line in lines if line.strip()]
+
+
+def small(picture: bytes) -> bytes:
+    """Return a PNG with a palette, which is a third as large."""
+    image = Image.open(io.BytesIO(picture)).convert("RGB")
+    out = io.BytesIO()
+    image.quantize(256, dither=Image.Dither.NONE).save(out, "PNG", optimize=True)
+    return out.getvalue()
+
+
+@contextmanager
+def demo() -> Iterator[Run]:
+    """Open the run that `make demo` stored."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Run.open(unpack(RUNS["demo"], Path(folder) / "demo"), "r") as run,
+    ):
+        yield run
+
+
+def demo_svg(run: Run, at: int = 15) -> str:
+    """Return what `make demo` shows while it plays a step, told by the run that it stored."""
+    console = Console(record=True, width=112, force_terminal=True, file=io.StringIO())
+    now = float(run.meta["created_at"])
+    view = TrainView(console, clock=lambda: now)
+    steps = run.steps()
+    view.on_start(TrainStart(Path("runs/demo"), 1, len(steps), 134_515_008, ()))
+    view.on_eval("eval_before", 0, run.evaluations()[0].metrics, stored=False)
+    for row in steps[: at - 1]:
+        now = row.created_at
+        view.on_step(row.step, row.metrics)
+    view.on_rollouts(at, 0, 64)
+    console.print(view._render())
+    return console.export_svg(title=f"make demo, step {at}", unique_id="demo") + "\n"
+
+
+def main() -> None:
+    """Write the pictures and their texts."""
+    with demo() as run:
+        DEMO.write_text(demo_svg(run), encoding="utf-8")
+        curve = save_reward_curve(run)
+        assert curve is not None
+        (IMAGES / curve.name).write_bytes(small(curve.read_bytes()))
+    texts = {}
+    with served() as link, started_chromium() as browser:
+        for picture in PICTURES:
+            with opened(browser, link, picture) as page:
+                picture.file.write_bytes(small(page.screenshot()))
+                texts[picture.name] = seen(page)
+            print(f"{picture.file.name}: {picture.file.stat().st_size:,} bytes")
+    TEXTS.write_text(json.dumps(texts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
