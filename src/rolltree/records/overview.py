@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from rolltree.records.values import number_of
 from rolltree.redact import redact
 from rolltree.store import Run, RunSummary, summarize, to_plain
 from rolltree.store.rows import StoredEvaluation
@@ -98,6 +99,7 @@ def _failures(run: Run, summary: RunSummary) -> dict[str, int]:
     return dict(counted)
 
 
+_ESTIMATE = ("mean", "low", "high")
 _NOTICES = ("notice", "retried", "truncated", "resumed", "ended")
 
 
@@ -123,8 +125,8 @@ def _reward(run: Run, found: RunSummary) -> dict[str, Any] | None:
         if estimate is not None:
             return {**estimate, "of": done.phase}
     newest = run.newest_step()
-    if newest is not None and newest.metrics.get("reward/mean") is not None:
-        ends = {end: newest.metrics.get(f"reward/{end}") for end in ("mean", "low", "high")}
+    if newest is not None and number_of(newest.metrics.get("reward/mean")) is not None:
+        ends = _numbers({end: newest.metrics.get(f"reward/{end}") for end in _ESTIMATE})
         return {**ends, "of": f"step {newest.step}"}
     for phase in reversed(found.phases):
         if phase.mean_reward is not None:
@@ -135,6 +137,10 @@ def _reward(run: Run, found: RunSummary) -> dict[str, Any] | None:
 
 def _estimate(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
     reward = metrics.get("reward")
-    if not isinstance(reward, Mapping) or reward.get("mean") is None:
+    if not isinstance(reward, Mapping) or number_of(reward.get("mean")) is None:
         return None
-    return {name: reward.get(name) for name in ("mean", "low", "high")}
+    return _numbers({name: reward.get(name) for name in _ESTIMATE})
+
+
+def _numbers(found: Mapping[str, Any]) -> dict[str, float | None]:
+    return {name: number_of(value) for name, value in found.items()}

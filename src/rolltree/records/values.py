@@ -64,5 +64,8 @@ def number_of(value: Any) -> float | None:
     """Return a number as a finite float, and None for what is none."""
     if not is_number(value):
         return None
-    found = float(value)
+    try:
+        found = float(value)
+    except OverflowError:
+        return None
     return found if found - found == 0.0 else None

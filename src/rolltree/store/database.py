@@ -49,7 +49,7 @@ PAGE_ROWS = 64
 LIGHT_PAGE_ROWS = 1024  # without their blobs
 _SQL_ERRORS = (sqlite3.Error, UnicodeDecodeError, OverflowError, MemoryError)
 """What SQLite's module raises; the last three when a damaged file has impossible texts or sizes."""
-ROW_ERRORS = (StoreError, AttributeError, TypeError, ValueError)
+ROW_ERRORS = (StoreError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What a row raises that is not as it was written."""
 
 
@@ -255,7 +255,7 @@ class Database:
         try:
             yield
         except ROW_ERRORS as error:
-            raise damaged(self.path, str(error)) from error
+            raise damaged(self.path, _said(error)) from error
 
     def all(self, sql: str, values: Iterable[Any] = ()) -> list[tuple[Any, ...]]:
         """Return every row of a query.
@@ -374,6 +374,11 @@ class Database:
         with self._lock:
             self._connection.close()
             self._note.close()
+
+
+def _said(error: Exception) -> str:
+    is_told = isinstance(error, StoreError | ValueError)
+    return str(error) if is_told else f"{type(error).__name__}: {error}"
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:

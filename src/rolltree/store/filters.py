@@ -15,6 +15,7 @@ from typing import Any
 
 from rolltree.errors import ConfigError, did_you_mean
 from rolltree.store.rows import BLOBS, COLUMNS, StoredRollout
+from rolltree.untrusted import shorten
 
 METRIC = "metrics/"
 """What a metric's name begins with where it stands beside columns."""
@@ -27,6 +28,9 @@ _CONDITION = re.compile(
     r"""(?P<value>"[^"]*"|'[^']*'|[^\s'"]+)\s*(?P<more>\band\b|$)""",
     re.IGNORECASE,
 )
+_MAX_CONDITIONS = 100
+_SHOWN = 300  # characters of a filter, in an error
+_MAX_INTEGER = 2**63 - 1
 _WORDS: dict[str, Any] = {"none": None, "null": None, "true": 1, "false": 0}
 
 
@@ -79,9 +83,15 @@ def conditions(text: str) -> tuple[Condition, ...]:
     at = 0
     while at < len(text) or not found:
         match = _CONDITION.match(text, at)
-        if match is None or (match["more"] and match.end() == len(text)):
+        if len(found) == _MAX_CONDITIONS:
             raise ConfigError(
-                f"the filter {text!r} cannot be read from {text[at:]!r} on. Write conditions like "
+                f"the filter has more than {_MAX_CONDITIONS} conditions, which is more than SQLite "
+                "takes. Leave some out."
+            )
+        if match is None or "\0" in match[0] or (match["more"] and match.end() == len(text)):
+            raise ConfigError(
+                f"the filter {shorten(text, _SHOWN)!r} cannot be read from "
+                f"{shorten(text[at:], _SHOWN)!r} on. Write conditions like "
                 "\"reward < 0.5 and status = error and metrics/tries >= 2 and task ~ 'long "
                 "division'\", with = != < <= > >= ~ (contains) !~."
             )
@@ -111,9 +121,10 @@ def _value(word: str) -> Any:
         return _WORDS[word.lower()]
     for kind in (int, float):
         try:
-            return kind(word)
+            found = kind(word)
         except ValueError:
             continue
+        return found if abs(found) <= _MAX_INTEGER else float(word)  # SQLite has no larger integers
     return word
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,10 @@ RunState: TypeAlias = Literal["running", "done", "stopped", "failed", "killed", 
 """`running`: a process writes it. `done`: everything that was planned is stored. `stopped`: its
 last start was asked to end. `failed`: it ended with an error. `killed`: it ended without a word.
 `unknown`: nobody said how much there is to be."""
+
+
+_ENDS: dict[Any, RunState] = {"stopped": "stopped", "failed": "failed"}
+"""What a run that ends may say of itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,15 @@ def summarize(run: StoredRun) -> RunSummary:
     """Return what a run holds, from its sums: metrics of steps are not read.
 
     Rollouts are, without their blobs, if some were delegated and their phase has no report.
+
+    Raises:
+        StoreError: it is damaged, or holds what rolltree does not write.
     """
+    with run._database.naming():
+        return _summarize(run)
+
+
+def _summarize(run: StoredRun) -> RunSummary:
     totals, meta = run.totals(), run.meta
     events = run.events()
     num_steps, last_step_at = run.last_step()
@@ -91,9 +104,11 @@ def summarize(run: StoredRun) -> RunSummary:
     writer = WriterLock.holder(run.path / "run.lock")
     is_done = _is_done(meta, phases, events, num_steps, num_planned)
     ended = _last_end(events)
-    state: RunState = "done" if is_done else ended.data["state"] if ended else "killed"
-    if is_done is None and not ended:
-        state = "unknown"
+    state: RunState = "killed" if is_done is False else "unknown"
+    if is_done:
+        state = "done"
+    elif ended:
+        state = _ENDS.get(ended.data.get("state"), "unknown")
     if writer is not None:
         state = "running"
     error = None
@@ -193,7 +208,18 @@ def list_runs(root: str | Path, *, max_depth: int = 3) -> list[RunSummary]:
 
 
 def run_folders(root: str | Path, *, max_depth: int = 3) -> Iterator[Path]:
-    """Yield the folders at and below `root` that may be runs, the higher ones first."""
+    """Yield the folders at and below `root` that may be runs, the higher ones first.
+
+    A file to which several paths lead, through links, comes once.
+    """
+    seen: set[tuple[int, int]] = set()
     for depth in range(max_depth + 1):
-        for file in Path(root).glob("/".join(["*"] * depth + ["run.db"])):
-            yield file.parent
+        for file in sorted(Path(root).glob("/".join(["*"] * depth + ["run.db"]))):
+            try:
+                status = file.stat()
+            except OSError:  # a link to nowhere, or it is gone
+                continue
+            known = (status.st_dev, status.st_ino)
+            if stat.S_ISREG(status.st_mode) and known not in seen:
+                seen.add(known)
+                yield file.parent

@@ -291,8 +291,10 @@ class StoredRun:
 
     def evaluations(self) -> list[StoredEvaluation]:
         """Return the finished held-out evaluations of a training run, by step."""
-        found = map(StoredEvaluation.of, self.events("evaluation"))
-        return sorted({done.phase: done for done in found}.values())
+        events = self.events("evaluation")
+        with self._database.naming():
+            found = map(StoredEvaluation.of, events)
+            return sorted({done.phase: done for done in found}.values())
 
     def query(self, sql: str, *values: Any) -> list[dict[str, Any]]:
         """Run read-only SQL over `meta`, `rollouts`, `steps`, `events`, `trained`.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import os
 import threading
 import time
 import weakref
@@ -36,11 +37,16 @@ from rolltree.records.story import run_story
 from rolltree.records.token_lens import token_lens
 from rolltree.records.values import clean_text
 from rolltree.store import Run, run_folders, to_plain
+from rolltree.untrusted import shorten
 
 logger = logging.getLogger("rolltree.viewer")
 
 _MAX_OPEN = 16
-Offset = Annotated[int, msgspec.Meta(ge=0)]
+_MAX_SAID = 500  # characters of an error
+_ODD = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_MAX_INTEGER = 2**63 - 1  # SQLite's
+Offset = Annotated[int, msgspec.Meta(ge=0, le=_MAX_INTEGER)]
+Step = Annotated[int, msgspec.Meta(ge=-_MAX_INTEGER, le=_MAX_INTEGER)]
 Limit = Annotated[int, msgspec.Meta(ge=1, le=MAX_ROWS)]
 
 
@@ -80,18 +86,21 @@ class Runs:
         self._open: OrderedDict[str, _Opened] = OrderedDict()
         self._lock = threading.Lock()
 
-    def overviews(self) -> list[dict[str, Any]]:
-        """Return a row per run, the newest first; what is no readable run is left out."""
+    def overviews(self) -> dict[str, list[dict[str, Any]]]:
+        """Return a row per run, the newest first, and which cannot be read and why."""
         folders = run_folders(self.root) if self._only is None else [self._only]
-        found = []
+        found, unreadable = [], []
         for folder in folders:
             name = folder.relative_to(self.root).as_posix()
             try:
                 with Run.open(folder, mode="r", check="rows") as run:
                     found.append({"id": name, **run_overview(run)})
-            except StoreError:
-                continue
-        return sorted(found, key=lambda row: row["last_written"], reverse=True)
+            except StoreError as error:
+                unreadable.append({"id": name, "error": shorten(str(error), _MAX_SAID)})
+            except _ODD as error:  # one odd run does not hide the others
+                unreadable.append({"id": name, "error": _unexpected(error)})
+        found.sort(key=lambda row: row["last_written"], reverse=True)
+        return {"runs": found, "unreadable": unreadable}
 
     def folder(self, name: str) -> Path:
         """Return the directory of a run.
@@ -103,8 +112,9 @@ class Runs:
         folder = self.root.joinpath(*parts)
         is_below = all(part not in ("", ".", "..") and "\0" not in part for part in parts)
         is_shown = self._only is None or folder == self._only
-        if not (is_below and is_shown and len(parts) <= 4 and (folder / "run.db").is_file()):
-            raise UnknownName(f"there is no run {name!r} below {self.root}.")
+        is_named = is_below and is_shown and len(parts) <= 4
+        if not (is_named and os.path.isfile(folder / "run.db")):  # False for what has no name, too
+            raise UnknownName(f"there is no run {shorten(name, 200)!r} below {self.root}.")
         return folder
 
     def get(self, name: str) -> Run:
@@ -136,7 +146,7 @@ def _rollouts(
     run: Run,
     *,
     phase: str | None = None,
-    step: int | None = None,
+    step: Step | None = None,
     where: str | None = None,
     sort: str | None = None,
     offset: Offset = 0,
@@ -151,7 +161,7 @@ def _groups(
     run: Run,
     *,
     phase: str | None = None,
-    step: int | None = None,
+    step: Step | None = None,
     offset: Offset = 0,
     limit: Limit = 100,
 ) -> Any:
@@ -245,20 +255,18 @@ class Api:
             return json_response({"error": "the server was stopped."}, 503)
         except Exception as error:  # a mistake of ours; the page goes on
             logger.error("GET %s failed", request.url.path, exc_info=error)
-            return json_response({"error": f"{type(error).__name__}: {error}"}, 500)
+            return json_response({"error": _unexpected(error)}, 500)
 
     def _answer(self, path: list[str], query: str) -> Any:
         if path == ["runs"]:
-            return _call(
-                lambda: {"root": str(self.runs.root), "runs": self.runs.overviews()}, query
-            )
+            return _call(lambda: {"root": str(self.runs.root), **self.runs.overviews()}, query)
         if path == ["compare"]:
             return _call(self._compare, query)
-        if path[0] == "runs" and len(path) in (2, 3):
+        if path[:1] == ["runs"] and len(path) in (2, 3):
             name = path[2] if len(path) == 3 else ""
             if name in _OF_RUN:
                 return _call(_OF_RUN[name], query, self.runs.get(path[1]))
-        raise UnknownName(f"there is nothing at /api/{'/'.join(path)}.")
+        raise UnknownName(f"there is nothing at /api/{shorten('/'.join(path), 200)}.")
 
     def _compare(self, *, a: str, b: str) -> Any:
         found = compare(self._arm(a), self._arm(b))
@@ -275,6 +283,14 @@ class Api:
             if not colon:
                 raise
             return f"{self.runs.folder(name)}:{phase}"
+
+
+def _unexpected(error: Exception) -> str:
+    said = shorten(f"{type(error).__name__}: {error}", _MAX_SAID)
+    return (
+        f"this cannot be shown ({said}). The run holds what rolltree does not write, or the viewer "
+        "has a mistake: `rolltree audit` checks the run."
+    )
 
 
 def _status(error: RolltreeError) -> int:
