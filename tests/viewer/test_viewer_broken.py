@@ -4,9 +4,9 @@ import os
 import sqlite3
 
 import pytest
-from browser_kit import Tab, part
 
 import golden_kit
+from browser_kit import Tab, part
 from rolltree.store import Run, StoredRollout
 from rolltree.store.integrity import Counts, checksum
 

@@ -1,5 +1,6 @@
 """Who is answered: this machine's browser with the link's token, and nobody else."""
 
+import contextlib
 import os
 import re
 import socket
@@ -10,7 +11,7 @@ import time
 import httpx
 import pytest
 
-from rolltree.viewer.app import HEADERS, create_app
+from rolltree.viewer.app import HEADERS, create_app, user_of
 
 
 def raw(page, request):
@@ -43,10 +44,17 @@ def test_data_needs_the_token_and_the_page_itself_does_not(page):
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "127.0.0.1", "127.0.0.1:1", "localhost", "evil.example:80", ""]
+    "host",
+    [
+        *("evil.example", "127.0.0.1", "127.0.0.1:1", "localhost", "evil.example:80", ""),
+        *("own.", "own,evil.example", "[::1]:PORT", "LOCALHOST.:PORT", "0.0.0.0:PORT", "a@own"),
+        *("2130706433:PORT", "127.1:PORT", "localtest.me:PORT", "127.0.0.1:0PORT"),
+    ],
 )
 def test_a_foreign_host_is_refused_everywhere(page, host):
-    for path in ("/", "/static/api.js", "/api/runs", "/nothing"):
+    own = page.base.removeprefix("http://")
+    host = host.replace("own", own).replace("PORT", own.partition(":")[2])
+    for path in ("/", "/static/api.js", "/api/runs", "/api/token", "/nothing"):
         assert page.get(path, Host=host).status_code == 421
 
 
@@ -62,6 +70,58 @@ def test_two_hosts_and_none_are_refused(page):
     two = b"GET / HTTP/1.1\r\n" + one + b"Host: evil.example\r\nConnection: close\r\n\r\n"
     assert raw(page, two) in (400, 421)
     assert raw(page, b"GET / HTTP/1.0\r\n\r\n") == 421
+    same = b"GET / HTTP/1.1\r\n" + one + one + b"Connection: close\r\n\r\n"
+    assert raw(page, same) in (400, 421)
+    absolute = b"GET http://evil.example/api/runs HTTP/1.1\r\n" + one + b"\r\n"
+    assert raw(page, absolute) in (400, 401, 404, 421)
+
+
+def test_two_origins_are_refused(page):
+    own = page.base.removeprefix("http://").encode()
+    for origins in ((own, b"evil.example"), (b"evil.example", own), (own, own)):
+        lines = b"".join(b"Origin: http://" + each + b"\r\n" for each in origins)
+        request = b"GET / HTTP/1.1\r\nHost: " + own + b"\r\n" + lines + b"\r\n"
+        assert raw(page, request) == 403
+
+
+def test_a_proxy_says_nothing_that_is_believed(page):
+    forged = {"X_Forwarded_For": "10.0.0.1", "X_Forwarded_Proto": "https", "Forwarded": "for=x"}
+    assert page.get("/api/runs", **forged).status_code == 200
+    assert page.get("/", X_Forwarded_Host=page.base, Host="evil.example").status_code == 421
+    answer = page.get("/static/main.js/", **forged)
+    assert (answer.status_code, "location" in answer.headers) == (404, False)
+
+
+def test_a_part_of_a_file_is_the_whole_file(page):
+    whole = page.get("/static/main.js")
+    for asked_for in ("bytes=0-1", "bytes=" + ",".join(f"{at}-{at}" for at in range(2000))):
+        answer = page.get("/static/main.js", Range=asked_for, If_None_Match="*")
+        assert (answer.status_code, answer.content) == (200, whole.content)
+
+
+def test_a_link_that_is_far_too_long_is_refused_and_the_server_goes_on(page):
+    for size in (10_000, 100_000, 2_000_000):
+        own = page.base.removeprefix("http://").encode()
+        request = b"GET /" + b"a" * size + b" HTTP/1.1\r\nHost: " + own + b"\r\n\r\n"
+        with contextlib.suppress(ConnectionError, IndexError):  # it may hang up
+            assert raw(page, request) in (400, 404, 414, 431)
+    assert page.get("/api/runs").status_code == 200
+
+
+def test_a_thousand_connections_at_once_leave_the_server_standing(page):
+    host, _, port = page.base.removeprefix("http://").partition(":")
+    own = f"{host}:{port}".encode()
+    open_ones = []
+    try:
+        for _ in range(1000):
+            made = socket.create_connection((host, int(port)), timeout=30)
+            open_ones.append(made)
+            made.sendall(b"GET /api/runs HTTP/1.1\r\nHost: " + own + b"\r\n")  # and no more
+        assert page.get("/").status_code == 200
+    finally:
+        for made in open_ones:
+            made.close()
+    assert page.get("/api/runs").status_code == 200
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1:1", "own+s"])
@@ -129,6 +189,12 @@ def test_the_page_has_no_inline_script_or_style(page):
         "/static/",
         "/static/main.js%00.css",
         "/static//etc/passwd",
+        "/static/%252e%252e%252fapi.py",
+        "/static/..%255capi.py",
+        "/static/..\\api.py",
+        "//etc/passwd",
+        "/static/main.js/",
+        "/static/" + "a" * 5000 + ".js",
     ],
 )
 def test_only_the_pages_own_files_are_served(page, path):
@@ -170,6 +236,31 @@ async def test_a_code_gives_the_token_once_and_to_the_page_only(tmp_path):
     assert (await asked(app, "the code", Host="evil.example")).status_code == 421
     assert (await asked(app, "the code")).json() == {"token": "the token"}
     assert (await asked(app, "the code")).status_code == 401
+
+
+async def test_another_users_program_does_not_get_the_token_for_the_code(tmp_path, monkeypatch):
+    app = create_app(tmp_path, "the token", ["127.0.0.1:1"], code="the code")
+    monkeypatch.setattr("rolltree.viewer.app.user_of", lambda port, server_port: os.getuid() + 1)
+    assert (await asked(app, "the code")).status_code == 401
+    monkeypatch.setattr("rolltree.viewer.app.user_of", lambda port, server_port: os.getuid())
+    assert (await asked(app, "the code")).json() == {"token": "the token"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says whose a connection is")
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_a_connection_is_known_to_be_its_users(family):
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(family) as client:
+        port = server.getsockname()[1]
+        client.connect(("127.0.0.1" if family == socket.AF_INET else "::ffff:127.0.0.1", port))
+        assert user_of(client.getsockname()[1], port) == os.getuid()
+        assert user_of(1, port) is None
+
+
+async def test_who_has_the_token_is_told_so_and_keeps_the_code(tmp_path):
+    app = create_app(tmp_path, "the token", ["127.0.0.1:1"], code="the code")
+    for given, status in (("the token", 200), ("another", 401), ("", 401)):
+        assert (await asked(app, "", Authorization=f"Bearer {given}")).status_code == status
+    assert (await asked(app, "the code")).status_code == 200
 
 
 async def test_without_a_browser_there_is_no_code(page, tmp_path):

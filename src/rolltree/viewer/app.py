@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
+import os
 from collections.abc import Collection
 from pathlib import Path
 
@@ -11,14 +13,16 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rolltree.untrusted import shorten
 from rolltree.viewer.api import Api, json_response
 
 EXCHANGE = "/api/token"
 STATIC = Path(__file__).parent / "static"
+_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
@@ -62,7 +66,7 @@ def create_app(
         code: what the token is given for, once.
     """
     api = Api(root)
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/", _page),
             Route("/static/{name}", _static),
@@ -72,26 +76,55 @@ def create_app(
         middleware=[Middleware(Guard, token=token, hosts=hosts)],
         exception_handlers={HTTPException: _refused},
     )
+    app.router.redirect_slashes = False
+    return app
 
 
 class Exchange:
-    """Gives the token for a code, once.
+    """Gives the token to who has it, and once for a code.
 
     The words that a browser is started with stand in the list of processes, which every user of
-    the machine can read; a code that was used is worth nothing.
+    the machine can read; a code that was used is worth nothing, and one that another user's program
+    brings is not taken.
     """
 
     def __init__(self, token: str, code: str | None) -> None:
         self._token, self._code = token, code
 
     async def answer(self, request: Request) -> Response:
-        """Answer the first request that has the code."""
-        given = request.headers.get("x-code", "").encode("utf-8", "replace")
-        if self._code is None or not hmac.compare_digest(given, self._code.encode()):
+        """Answer a request with the token, and the first one that has the code."""
+        if _is_same(request.headers.get("authorization", ""), f"Bearer {self._token}"):
+            return json_response({"token": self._token})
+        given = request.headers.get("x-code", "")
+        if self._code is None or not _is_same(given, self._code) or _is_foreign(request):
             said = "the link was opened before. Open the one that `rolltree view` printed."
             return json_response({"error": said}, 401)
         self._code = None
         return json_response({"token": self._token})
+
+
+def _is_same(given: str, secret: str) -> bool:
+    return hmac.compare_digest(given.encode("utf-8", "replace"), secret.encode())
+
+
+def _is_foreign(request: Request) -> bool:
+    """Whether another user's program asks, where Linux says whose a connection is."""
+    if request.client is None:
+        return False
+    user = user_of(request.client.port, request.scope["server"][1])
+    return user not in (None, os.getuid(), 0)
+
+
+def user_of(port: int, server_port: int | None) -> int | None:
+    """Return who connects from a port of this machine to another; None: no such connection."""
+    ends = [f"{each or 0:04X}" for each in (port, server_port)]
+    for table in _TABLES:
+        with contextlib.suppress(OSError):
+            for row in table.read_text(encoding="ascii").splitlines()[1:]:
+                words = row.split()
+                if [words[1].rpartition(":")[2], words[2].rpartition(":")[2]] == ends:
+                    return int(words[7])
+    return None
 
 
 async def _page(request: Request) -> Response:
@@ -103,16 +136,18 @@ async def _static(request: Request) -> Response:
 
 
 def _file(name: str) -> Response:
-    path = STATIC / name
-    if path.parent != STATIC or path.suffix not in _TYPES or not path.is_file():
-        raise HTTPException(404, f"there is no file {name!r}.")
-    return FileResponse(path, media_type=_TYPES[path.suffix])
+    path = next((each for each in STATIC.iterdir() if each.name == name), None)
+    if path is None or path.suffix not in _TYPES or not path.is_file():
+        raise HTTPException(404, "there is no such file.")
+    return Response(path.read_bytes(), media_type=_TYPES[path.suffix])
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     detail = error.detail if isinstance(error, HTTPException) else str(error)
-    return json_response({"error": f"{request.url.path} cannot be answered: {detail}"}, status)
+    return json_response(
+        {"error": f"{shorten(request.url.path, 200)} cannot be answered: {detail}"}, status
+    )
 
 
 class Guard:
@@ -126,7 +161,7 @@ class Guard:
         self._app = app
         self._hosts = frozenset(hosts)
         self._origins = frozenset(f"http://{host}" for host in hosts)
-        self._bearer = f"Bearer {token}".encode()
+        self._bearer = f"Bearer {token}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or refuse it."""
@@ -159,7 +194,6 @@ class Guard:
             return 403, "the request comes from another page."
         if scope["path"] == EXCHANGE:
             return None
-        given = headers.get("authorization", "").encode("utf-8", "replace")
-        if not hmac.compare_digest(given, self._bearer):
+        if not _is_same(headers.get("authorization", ""), self._bearer):
             return 401, "the token is missing or old. Open the link that `rolltree view` printed."
         return None

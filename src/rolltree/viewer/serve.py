@@ -45,6 +45,7 @@ def serve(
         log_level="warning",
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # nobody may say whose connection it is
         timeout_graceful_shutdown=1,
         ws="none",
     )

@@ -4,16 +4,32 @@ const stored = document.getElementById("data");
 const answers = stored ? JSON.parse(stored.textContent) : null;
 
 /** The token comes behind the link's `#`, or a code for it that works once; it leaves the address and stays in
- * this origin's storage, which no other port shares, as a cookie would. */
+ * this origin's storage, which no other port shares, as a cookie would. A link with a wrong one, which any page can
+ * open, takes nothing away. */
 async function takeToken() {
+  if (answers) return null;
   const given = /^#(token|code)=([\w-]+)/.exec(location.hash);
-  if (given) history.replaceState(null, "", `${location.pathname}#/`);
-  if (given?.[1] === "token") localStorage.setItem("token", given[2]);
-  if (given?.[1] === "code") {
-    const answer = await fetch("api/token", { headers: { "X-Code": given[2] } });
-    if (answer.ok) localStorage.setItem("token", (await answer.json()).token);
+  if (given) {
+    history.replaceState(null, "", `${location.pathname}#/`);
+    const headers = given[1] === "token" ? { Authorization: `Bearer ${given[2]}` } : { "X-Code": given[2] };
+    const answer = await fetch("api/token", { headers }).catch(() => null);
+    if (answer?.ok) return keep((await answer.json()).token);
   }
-  return answers ? null : localStorage.getItem("token");
+  try {
+    return localStorage.getItem("token");
+  } catch {
+    return null;
+  }
+}
+
+/** A browser that stores nothing keeps the token until the page is left. */
+function keep(found) {
+  try {
+    localStorage.setItem("token", found);
+  } catch {
+    // The link opens it again.
+  }
+  return found;
 }
 
 const token = takeToken();
@@ -29,10 +45,13 @@ async function get(path, query = {}, signal = undefined) {
     if (url in answers) return answers[url];
     throw new Error("This file does not hold that part of the run. Open the run with `rolltree view`.");
   }
-  const answer = await fetch(url, { signal, headers: { Authorization: `Bearer ${await token}` } });
+  const answer = await fetch(url, { signal, headers: { Authorization: `Bearer ${await token}` } }).catch((error) => {
+    if (signal?.aborted) throw error;
+    throw new Error("The server does not answer. Start `rolltree view` again and open the link that it prints.");
+  });
   if (answer.ok) return answer.json();
   const said = await answer.json().catch(() => ({}));
-  throw new Error(said.error ?? `The server answers ${answer.status} to ${url}.`);
+  throw new Error(said.error ?? `The server answers ${answer.status} to ${url.slice(0, 200)}.`);
 }
 
 const of = (run, part) => `runs/${encodeURIComponent(run)}${part ? `/${part}` : ""}`;

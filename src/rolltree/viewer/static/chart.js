@@ -8,14 +8,18 @@ const LEFT = 46;
 const RIGHT = 8;
 const TOP = 8;
 const BOTTOM = 22;
+const MOST = 5e307; // twice as much is a finite number
 
 /** Round values that divide a range into about `wanted` parts. */
 export function ticks(low, high, wanted = 4) {
   const size = (high - low) / wanted;
+  if (!(size > 0 && size < Infinity)) return [];
   const power = 10 ** Math.floor(Math.log10(size));
   const unit = [1, 2, 5, 10].find((each) => each * power >= size) * power;
   const found = [];
-  for (let at = Math.ceil(low / unit) * unit; at <= high + unit * 1e-9; at += unit) {
+  const first = Math.ceil(low / unit) * unit;
+  for (let number = 0; number <= 2 * wanted && first + number * unit <= high + unit * 1e-9; number += 1) {
+    const at = first + number * unit;
     found.push(Math.abs(at) < unit * 1e-9 ? 0 : at);
   }
   return found;
@@ -31,8 +35,8 @@ function limits(series, steps, range) {
       for (const values of [each.values, each.low, each.high]) {
         const value = values?.[at];
         if (value === null || value === undefined || !Number.isFinite(value)) continue;
-        low = Math.min(low, value);
-        high = Math.max(high, value);
+        low = Math.max(-MOST, Math.min(low, value));
+        high = Math.min(MOST, Math.max(high, value));
       }
     });
   }
@@ -98,7 +102,7 @@ export function board(steps, panels, { onStep, readout }) {
 
     function draw() {
       const [low, high] = limits(panel.series, steps, range);
-      const y = (value) => TOP + (1 - (value - low) / (high - low)) * (HEIGHT - TOP - BOTTOM);
+      const y = (value) => TOP + (1 - (Math.max(-MOST, Math.min(MOST, value)) - low) / (high - low)) * (HEIGHT - TOP - BOTTOM);
       const parts = [];
       for (const value of ticks(low, high)) {
         parts.push(s("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }));

@@ -38,29 +38,41 @@ export function put(element, ...children) {
   return element;
 }
 
-const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g;
+/** What steers, reorders, or cannot be seen, as in Python's `untrusted.visible`; joiners and emoji selectors stay. */
+const HIDDEN = new RegExp("[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u00ad\\u034f\\u061c\\u115f\\u1160\\u17b4\\u17b5"
+  + "\\u180b-\\u180f\\u200b\\u200e\\u200f\\u2028-\\u202e\\u2060-\\u206f\\u3164\\ud800-\\udfff\\ufe00-\\ufe0d\\ufeff\\uffa0"
+  + "\\ufff0-\\ufffb\\u{13430}-\\u{1345f}\\u{1bca0}-\\u{1bca3}\\u{1d173}-\\u{1d17a}\\u{e0000}-\\u{e0fff}]", "gu");
+const TOWER = /(\p{M}{6})(\p{M}+)/gu;
 
-/** The text with its control and direction characters shown, so that they cannot reorder or hide. */
+/** The text with its control, direction and invisible characters shown, and without towers of accents. */
 export function visible(text) {
   return text.replace(/\r\n/g, "\n").replace(HIDDEN, (found) => {
     const code = found.codePointAt(0);
     if (code < 0x20) return String.fromCodePoint(0x2400 + code);
     if (code === 0x7f) return "\u2421";
     return `⟨U+${code.toString(16).toUpperCase().padStart(4, "0")}⟩`;
-  });
+  }).replace(TOWER, (_, kept, rest) => `${kept}⟨${[...rest].length} more marks⟩`);
+}
+
+/** The first characters of a text; no pair of surrogates is torn. */
+function cut(text, limit) {
+  const code = text.charCodeAt(limit - 1);
+  return text.slice(0, code >= 0xd800 && code < 0xdc00 ? limit - 1 : limit);
 }
 
 /** The first characters of a text, with a button for the rest. */
 export function folded(text, limit = 4000) {
   const value = String(text ?? "");
   if (value.length <= limit) return h("span", { class: "text" }, value);
-  const whole = h("span", { class: "text" }, value.slice(0, limit));
-  let shown = limit;
+  const begin = cut(value, limit);
+  const whole = h("span", { class: "text" }, begin);
+  let shown = begin.length;
   const more = h("button", { type: "button", class: "more" });
   const name = () => put(more, `… ${count(value.length - shown)} more characters`);
   more.addEventListener("click", () => {
-    whole.append(visible(value.slice(shown, shown + 20 * limit)));
-    shown += 20 * limit;
+    const next = cut(value.slice(shown), 20 * limit);
+    whole.append(visible(next));
+    shown += next.length;
     if (shown < value.length) name();
     else more.remove();
   });
@@ -71,12 +83,11 @@ export function folded(text, limit = 4000) {
 /** One line of a text: no line breaks, at most `limit` characters. */
 export function line(text, limit = 120) {
   const flat = String(text ?? "").slice(0, 4 * limit).replace(/\s+/g, " ").trim();
-  return flat.length > limit ? `${flat.slice(0, limit - 1)}…` : flat;
+  return flat.length > limit ? `${cut(flat, limit - 1)}…` : flat;
 }
 
 /** A whole number with commas. */
-export const count = (value) =>
-  value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en-US");
+export const count = (value) => num(typeof value === "number" ? Math.round(value) : value);
 
 /** A number with three significant digits or more. */
 export function num(value, sign = false) {
@@ -84,7 +95,8 @@ export function num(value, sign = false) {
   if (typeof value !== "number") return String(value);
   const size = Math.abs(value);
   let text;
-  if (Number.isInteger(value)) text = value.toLocaleString("en-US");
+  if (size >= 1e15) text = value.toExponential(2);
+  else if (Number.isInteger(value)) text = value.toLocaleString("en-US");
   else if (size >= 100) text = value.toLocaleString("en-US", { maximumFractionDigits: 1 });
   else if (size >= 0.001) text = value.toFixed(size >= 10 ? 2 : 3);
   else text = value.toExponential(2);

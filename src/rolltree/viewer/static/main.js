@@ -1,7 +1,7 @@
 // The shell: which view an address opens, the keys, the theme.
 
 import { apiFor } from "./api.js";
-import { h, href, put } from "./dom.js";
+import { h, href, line, put, visible } from "./dom.js";
 import * as compare from "./compare.js";
 import * as group from "./group.js";
 import * as rollout from "./rollout.js";
@@ -88,7 +88,7 @@ async function show() {
     return;
   }
   drawTrail(found.params);
-  document.title = ["rolltree", found.params.run, found.params.id].filter(Boolean).join(" · ");
+  document.title = line(visible(["rolltree", found.params.run, found.params.id].filter(Boolean).join(" · ")), 200);
   const page = h("div", { class: "page" });
   const wait = setTimeout(() => put(root, h("p", { class: "muted" }, "Reading …")), 150);
   performance.mark("view-begin");

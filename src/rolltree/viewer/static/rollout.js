@@ -35,7 +35,7 @@ export async function render(root, params, api) {
     steps(found.calls, tokens),
     timing(found, tokens),
     breaks(found.breaks, tokens),
-    Object.keys(found.input).length > 0 && h("details", null, h("summary", null, "Dataset row"), h("pre", null, JSON.stringify(found.input, null, 2))));
+    Object.keys(found.input).length > 0 && h("details", null, h("summary", null, "Dataset row"), h("pre", null, folded(JSON.stringify(found.input, null, 2), 20_000))));
 }
 
 const section = (title, ...parts) => h("section", null, h("h2", null, title), parts);
@@ -64,10 +64,13 @@ function failure(error) {
     text && h("details", { "data-row": true }, h("summary", null, "Traceback"), h("pre", null, folded(text, 8000))));
 }
 
+const ROLES = ["system", "user", "assistant", "tool"];
+
 /** One message of the conversation, with its reasoning and its tool calls. */
 function message(each, tokens) {
   const { reasoning } = each;
-  return h("article", { class: `message ${each.role ?? "other"}`, "data-row": true },
+  const role = ROLES.includes(each.role) ? each.role : "other"; // a class of the model's choice could hide it
+  return h("article", { class: `message ${role}`, "data-row": true },
     h("header", null, h("b", null, each.role), each.name && h("span", { class: "muted" }, ` ${each.name}`), each.call !== null && h("a", { class: "small", href: tokens(each.call) }, `call ${each.call}`)),
     reasoning && h("details", { class: "reasoning" }, h("summary", null, `reasoning, ${count(reasoning.length)} characters`), folded(reasoning)),
     content(each.content),
@@ -75,6 +78,7 @@ function message(each, tokens) {
       h("b", null, call.name || "tool"), h("pre", null, folded(pretty(call.arguments), 2000)))));
 }
 
+const MAX_PRETTY = 8000;
 const THINKING = /^\s*<think>([\s\S]*?)(?:<\/think>|$)/;
 
 function content(value) {
@@ -91,6 +95,7 @@ function content(value) {
 }
 
 function pretty(value) {
+  if (value.length > MAX_PRETTY) return value; // deep JSON grows with the square of its depth
   try {
     return JSON.stringify(JSON.parse(value), null, 2);
   } catch {

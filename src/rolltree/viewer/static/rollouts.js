@@ -40,9 +40,9 @@ function front(text) {
 /** Rewards of a group as bars, the least first; a rollout without a reward is a red line. */
 function spread(rewards) {
   const scored = rewards.filter((value) => value !== null).sort((a, b) => a - b);
-  const low = Math.min(0, ...scored);
-  const high = Math.max(1, ...scored);
-  const y = (value) => 19 - (18 * (value - low)) / (high - low);
+  const low = Math.min(0, scored[0] ?? 0);
+  const high = Math.max(1, scored.at(-1) ?? 1);
+  const y = (value) => 19 - 18 * ((value / 2 - low / 2) / (high / 2 - low / 2));
   const said = scored.map((value) => num(value)).join(", ");
   const width = 100 / Math.max(rewards.length, 1);
   return s("svg", { viewBox: "0 0 100 20", preserveAspectRatio: "none", class: "bars", role: "img", "aria-label": `rewards ${said}` },
@@ -82,7 +82,7 @@ export async function render(root, params, api) {
     put(box, await virtualTable({
       columns: isGroups ? GROUPS : COLUMNS, fetchRows, sort, onSort: isGroups ? null : (name) => go({ sort: name }),
       link: (row) => isGroups ? href(["run", run, "group", row.group_id]) : href(["run", run, "rollout", row.request_id, row.trajectory_index]),
-      empty: isGroups ? "No group is here." : "No rollout passes the filter.",
+      empty: isGroups ? "No group is here." : where || phase || step ? "No rollout passes the filter." : "The run has no rollouts yet.",
     }));
   } catch (error) {
     if (api.signal.aborted) throw error;

@@ -2,7 +2,7 @@
 
 import { whenChanged } from "./api.js";
 import { board } from "./chart.js";
-import { count, duration, h, href, line, num, plainTable, put, short } from "./dom.js";
+import { count, duration, folded, h, href, line, num, plainTable, put, short } from "./dom.js";
 import { failures, progress, stateBadge } from "./runs.js";
 
 const TOGETHER = [
@@ -12,6 +12,7 @@ const TOGETHER = [
   { title: "speed", names: ["rollout/tokens_per_s", "train/tokens_per_s"] },
   { title: "time", names: ["time/step", "time/wait_for_batch", "time/train_s"] },
 ];
+const MOST_DRAWN = 120;
 const FIRST = ["Reward", "Policy", "Engine against trainer", "Rollouts", "Speed"];
 
 export async function render(root, params, api) {
@@ -36,10 +37,11 @@ export async function render(root, params, api) {
   /** The story reads all rollouts: nothing waits for it, and it is asked for last. */
   async function tell() {
     clearTimeout(again);
-    const told = await api.story(params.run).catch(() => null);
+    const told = await api.story(params.run).catch((error) => ({ error }));
     if (api.signal.aborted) return;
-    drawStory(story, told?.sentences, params.run);
-    if (told?.again_s) again = setTimeout(tell, 1000 * told.again_s);
+    if (told.error) put(story, h("p", { class: "error", role: "alert" }, told.error.message));
+    else drawStory(story, told.sentences, params.run);
+    if (told.again_s) again = setTimeout(tell, 1000 * told.again_s);
   }
 
   const summary = await draw();
@@ -119,6 +121,8 @@ function drawCurves(box, { steps, series }, params) {
   const readout = h("span", { class: "muted", role: "status" });
   const place = h("div");
   const bar = h("div", { class: "bar" });
+  const rest = (panels) => panels.length > MOST_DRAWN &&
+    h("p", { class: "muted" }, `${count(panels.length - MOST_DRAWN)} more are not drawn. Find them by their names above.`);
   const open = (step) => { location.hash = href(["run", params.run, "rollouts"], { phase: "train", step }); };
 
   function draw() {
@@ -126,14 +130,15 @@ function drawCurves(box, { steps, series }, params) {
     const found = panelsOf(series).filter((panel) => wanted
       ? `${panel.title} ${panel.names.join(" ")} ${panel.group} ${panel.series.map((each) => each.label).join(" ")}`.toLowerCase().includes(wanted) : FIRST.includes(panel.group));
     const shown = found.length || wanted ? found : panelsOf(series);
-    const drawn = board(steps, shown, { onStep: open, readout });
+    const drawn = board(steps, shown.slice(0, MOST_DRAWN), { onStep: open, readout });
     const others = series.length - shown.length;
     put(bar, h("h2", null, "Curves"), search, readout, drawn.reset);
-    put(place, drawn.element, others > 0 && !wanted && h("button", { type: "button", class: "quiet", onclick: () => {
-      const all = board(steps, panelsOf(series), { onStep: open, readout });
+    put(place, drawn.element, rest(shown), others > 0 && !wanted && h("button", { type: "button", class: "quiet", onclick: () => {
+      const every = panelsOf(series);
+      const all = board(steps, every.slice(0, MOST_DRAWN), { onStep: open, readout });
       put(bar, h("h2", null, "Curves"), search, readout, all.reset);
-      put(place, all.element);
-    } }, `${others} more curves`));
+      put(place, all.element, rest(every));
+    } }, `${count(others)} more curves`));
     if (params.from !== undefined) drawn.zoom([Number(params.from) - 1, Number(params.to) + 1]);
   }
 
@@ -151,5 +156,5 @@ function drawRest(rest, run, name) {
     run.notices?.length > 0 && h("details", null, h("summary", null, `${run.notices.length} notices`),
       plainTable(["when", "step", "kind", "what"], run.notices.map((each) =>
         [new Date(1000 * each.created_at).toLocaleString(), each.step ?? "–", each.kind, line(JSON.stringify(each.data), 300)]))),
-    h("details", null, h("summary", null, "Settings"), h("pre", null, JSON.stringify(run.config ?? {}, null, 2))));
+    h("details", null, h("summary", null, "Settings"), h("pre", null, folded(JSON.stringify(run.config ?? {}, null, 2), 20_000))));
 }

@@ -1,13 +1,13 @@
 // All runs: how far they are, what they reach, and which to compare.
 
-import { count, duration, h, href, num, put, short } from "./dom.js";
+import { count, duration, h, href, num, plainTable, put, short } from "./dom.js";
 import { interval } from "./chart.js";
 
 const STATES = { running: "live", done: "good", stopped: "zero", failed: "bad", killed: "bad", unknown: "zero" };
 
 /** A run's state as a badge; what ended it is its title. */
 export function stateBadge(run) {
-  return h("span", { class: `badge ${STATES[run.state] ?? "zero"}`, title: run.error ?? run.writer ?? null }, run.state);
+  return h("span", { class: `badge ${Object.hasOwn(STATES, run.state) ? STATES[run.state] : "zero"}`, title: run.error ?? run.writer ?? null }, run.state);
 }
 
 /** How many rollouts failed, by kind, with a link to them. */
@@ -37,7 +37,7 @@ export function estimate(reward, scale) {
 }
 
 export async function render(root, params, api) {
-  const { runs, root: folder } = await api.runs();
+  const { runs, root: folder, unreadable = [] } = await api.runs();
   const chosen = new Set();
   const values = runs.flatMap((run) => run.reward ? [run.reward.mean, run.reward.low, run.reward.high] : [])
     .filter((value) => value !== null && value !== undefined);
@@ -83,9 +83,12 @@ export async function render(root, params, api) {
   }
 
   draw();
+  const refused = unreadable.length > 0 && h("details", { open: !runs.length },
+    h("summary", null, `${count(unreadable.length)} ${unreadable.length > 1 ? "folders hold runs" : "folder holds a run"} that cannot be read`),
+    plainTable(["folder", "why"], unreadable.map((each) => [each.id, each.error])));
   if (!runs.length) {
     put(root, h("h1", null, "Runs"), h("p", null, `There is no run below ${folder ?? "this folder"} yet. `,
-      "Train or evaluate something: ", h("code", null, "rolltree eval arithmetic -m tiny"), "."));
+      "Train or evaluate something: ", h("code", null, "rolltree eval arithmetic -m tiny"), "."), refused);
     return;
   }
   const heads = [["", ""], ["run", ""], ["state", ""], ["reward", "number"], ["progress", "minor"], ["environment", "minor"], ["model", "minor"],
@@ -93,7 +96,7 @@ export async function render(root, params, api) {
   put(root,
     h("div", { class: "bar" }, h("h1", null, "Runs"), search, go),
     h("div", { class: "scroll", tabindex: "0" }, h("table", { class: "runs" },
-      h("thead", null, h("tr", null, heads.map(([text, side]) => h("th", { class: side || null, scope: "col" }, text)))), body)));
+      h("thead", null, h("tr", null, heads.map(([text, side]) => h("th", { class: side || null, scope: "col" }, text)))), body)), refused);
   if (!api.isExported) {
     setTimeout(() => api.signal.aborted || chosen.size || search.value || document.hidden || refresh(), 5000);
   }
