@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from PIL import Image, ImageChops
 from rich.console import Console
 
 from browser_kit import Tab, started_chromium
@@ -43,12 +43,13 @@ GROUP = "train%2F000002%2Fg06"
 
 @dataclass(frozen=True)
 class Picture:
-    """A view, what is pointed at in it, and the size of the window."""
+    """A view, what is pointed at or scrolled to in it, and the size of the window."""
 
     name: str
     address: str
     height: int
     point: str = ""
+    scroll: str = ""
     width: int = 1280
     scheme: str = "light"
     scale: int = 1
@@ -74,7 +75,14 @@ PICTURES = (
     Picture("tree", f"#/run/demo/tree/{GROUP}", 390, scheme="dark"),
     Picture("compare", "#/compare?a=seed1&b=demo", 560, width=1000),
     Picture("break", f"#/run/tools/tokens/{TOOLS}/2", 480),
-    Picture("phone", f"#/run/tools/rollout/{TOOLS}", 844, width=390, scale=2),
+    Picture(
+        "phone",
+        f"#/run/tools/rollout/{TOOLS}",
+        844,
+        scroll="h2:text('Conversation')",
+        width=390,
+        scale=2,
+    ),
 )
 
 
@@ -118,6 +126,9 @@ def opened(browser: Any, link: str, picture: Picture) -> Iterator[Any]:
         tab.page.wait_for_load_state("networkidle")
         if picture.point:
             tab.page.hover(picture.point)
+        if picture.scroll:
+            place = tab.page.locator(picture.scroll).bounding_box()
+            tab.page.evaluate("(top) => scrollTo(0, top - 60)", place["y"])
         yield tab.page
         assert tab.said == []
     finally:
@@ -130,12 +141,16 @@ def seen(page: Any) -> list[str]:
     return [" ".join(line.split()) for line in lines if line.strip()]
 
 
-def small(picture: bytes) -> bytes:
-    """Return a PNG with a palette, which is a third as large."""
-    image = Image.open(io.BytesIO(picture)).convert("RGB")
-    out = io.BytesIO()
-    image.quantize(256, dither=Image.Dither.NONE).save(out, "PNG", optimize=True)
-    return out.getvalue()
+def write(file: Path, picture: bytes) -> None:
+    """Write a picture with a palette, a third as large; one that differs by a shade stays."""
+    colours = Image.open(io.BytesIO(picture)).convert("RGB")
+    new = colours.quantize(256, dither=Image.Dither.NONE)
+    if file.exists():
+        with Image.open(file) as old:
+            gone = ImageChops.difference(old.convert("RGB"), new.convert("RGB"))
+            if old.size == new.size and max(most for _, most in gone.getextrema()) < 24:
+                return
+    new.save(file, "PNG", optimize=True)
 
 
 @contextmanager
@@ -170,12 +185,12 @@ def main() -> None:
         DEMO.write_text(demo_svg(run), encoding="utf-8")
         curve = save_reward_curve(run)
         assert curve is not None
-        (IMAGES / curve.name).write_bytes(small(curve.read_bytes()))
+        write(IMAGES / curve.name, curve.read_bytes())
     texts = {}
     with served() as link, started_chromium() as browser:
         for picture in PICTURES:
             with opened(browser, link, picture) as page:
-                picture.file.write_bytes(small(page.screenshot()))
+                write(picture.file, page.screenshot())
                 texts[picture.name] = seen(page)
             print(f"{picture.file.name}: {picture.file.stat().st_size:,} bytes")
     TEXTS.write_text(json.dumps(texts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
