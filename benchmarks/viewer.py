@@ -4,17 +4,15 @@
     python benchmarks/viewer.py --check              exit 1 when a bar is missed
     python benchmarks/viewer.py --runs FOLDER        keep the runs there, and use them again
 
-`rolltree view` is a process of its own, the browser a real Chromium without a window; every time is
-the browser's own (`performance.measure`, frames, long tasks). The server is started anew for every
-view that is opened first, so that nothing is in its memory.
+`rolltree view` is a process of its own, the browser a real Chromium without a window. Times are the
+browser's own: `performance.measure`, paints, frames, long tasks. Every view is opened in a server
+that was just started and a tab that has loaded nothing, and then again.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,14 +22,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from load import LONG, make_long, make_wide
+from load import LONG, TURNS, make_long, make_wide
 from verdict import Bar, conclude, make_parser
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from browser_kit import started_chromium
+
 SCRIPT = (Path(__file__).parent / "load" / "page.js").read_text()
-CHROMIUM = os.environ.get("ROLLTREE_CHROMIUM") or shutil.which("chromium")
 MOST_MS = 1000.0
-FRAME_MS = 1000.0 / 60
-LATE_MS = 1.5 * FRAME_MS
+LATE_MS = 1.5 * 1000.0 / 60
 """A frame that took longer was not drawn in its turn."""
 ROUNDS = 3
 
@@ -40,7 +39,9 @@ ROUNDS = 3
 def server(folder: Path) -> Iterator[str]:
     """Run `rolltree view` on a folder and give the link that it prints."""
     command = [sys.executable, "-m", "rolltree", "view", str(folder), "--no-browser"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     assert process.stdout is not None
     try:
         yield process.stdout.readline().strip()
@@ -87,6 +88,8 @@ class Tab:
         """Scroll by a gesture of the browser, and return every frame's length."""
         client = self.page.context.new_cdp_session(self.page)
         self.page.evaluate("(selector) => load.watch(selector)", selector)
+        client.send("Performance.enable")
+        before = _work_s(client)
         client.send(
             "Input.synthesizeScrollGesture",
             {
@@ -98,152 +101,185 @@ class Tab:
             },
         )
         found: dict[str, Any] = self.page.evaluate("() => load.stop()")
-        return found
+        return smoothness(found, _work_s(client) - before)
 
     def close(self) -> None:
         self.page.context.close()
 
 
-def smoothness(found: dict[str, Any]) -> dict[str, Any]:
-    """Return what frames tell: their number a second, how many were late, rows without data."""
+def _work_s(client: Any) -> float:
+    """Return how long the page's main thread has worked."""
+    found = client.send("Performance.getMetrics")["metrics"]
+    return float(next(each["value"] for each in found if each["name"] == "TaskDuration"))
+
+
+def smoothness(found: dict[str, Any], work_s: float) -> dict[str, float]:
+    """Return what the frames of a scroll tell: how many a second, how many were late, blank ones.
+
+    `work_ms` is what the main thread did for a frame; `longest_gap_ms` is for how long in a row
+    something in sight was not drawn yet.
+    """
     frames = found["frames"]
     gap = longest = 0.0
     for ms, blank in zip(frames, found["blank"], strict=False):
         gap = gap + ms if blank else 0.0
         longest = max(longest, gap)
     return {
-        "num_frames": len(frames),
-        "frames_per_s": 1000.0 * len(frames) / max(1.0, sum(frames)),
-        "late_share": sum(ms > LATE_MS for ms in frames) / max(1, len(frames)),
-        "longest_frame_ms": max(frames, default=0.0),
+        "frames_per_s": 1000.0 * len(frames) / sum(frames),
+        "late_share": sum(ms > LATE_MS for ms in frames) / len(frames),
+        "longest_frame_ms": max(frames),
+        "work_ms": 1000.0 * work_s / len(frames),
         "longest_task_ms": found["longest_ms"],
         "longest_gap_ms": longest,
-        "blank_share": statistics.fmean(found["blank"]) if found["blank"] else 0.0,
-        "pixels": found["tops"][-1] - found["tops"][0] if found["tops"] else 0,
+        "pixels": found["tops"][-1] - found["tops"][0],
         "num_requests": len(found["asked"]),
     }
 
 
-def views(folder: Path) -> dict[str, str]:
+def addresses() -> dict[str, str]:
     """Return the views that are opened, by name."""
     wide, long = "#/run/wide", f"{quote(LONG, safe='')}/0"
-    step = quote("train/000100/g05", safe="")
+    group = quote("train/000100/g05", safe="")
     return {
         "runs": "#/",
         "run": wide,
         "rollouts": f"{wide}/rollouts",
         "filtered": f"{wide}/rollouts?where=reward+%3C+0.5+and+metrics%2Fnoise+%3E+0",
-        "sorted": f"{wide}/rollouts?sort=-num_completion_tokens",
+        "sorted": f"{wide}/rollouts?sort=-metrics%2Fnoise",
         "groups": f"{wide}/rollouts?by=group",
-        "group": f"{wide}/group/{step}",
-        "rollout": f"{wide}/rollout/{step}%2F0/0",
-        "long_run": "#/run/long",
-        "long_rollout": f"#/run/long/rollout/{long}",
-        "long_tokens": f"#/run/long/tokens/{long}/19",
-        "long_tree": f"#/run/long/tree/{long}",
+        "group": f"{wide}/group/{group}",
+        "rollout": f"{wide}/rollout/{group}%2F0/0",
+        "long run": "#/run/long",
+        "long rollout": f"#/run/long/rollout/{long}",
+        "long tokens": f"#/run/long/tokens/{long}/{TURNS - 1}",
+        "long tokens, by advantage": f"#/run/long/tokens/{long}/{TURNS - 1}?colour=advantage",
+        "long tree": f"#/run/long/tree/{long}",
+        "long group": f"#/run/long/group/{quote(LONG.rpartition('/')[0], safe='')}",
     }
 
 
-def opened(browser: Any, folder: Path, name: str, address: str) -> dict[str, Any]:
-    """Open a view first in a new server, then again from the front page."""
+def opened(browser: Any, folder: Path, address: str) -> dict[str, Any]:
+    """Open a view in a new server and tab, and again from another view; the median of a few."""
     first, again = [], []
     for _ in range(ROUNDS):
         with server(folder) as link:
             tab = Tab(browser, link)
             first.append(tab.first(address))
-            tab.open("#/compare?") if address == "#/" else tab.open("#/?q=")
+            tab.open("#/?q=")
             again.append(tab.open(address))
             tab.close()
-    errors = [each["error"] for each in (*first, *again) if each["error"]]
-    if errors:
-        raise SystemExit(f"{name}: the page says {errors[0]!r}")
-    first.sort(key=lambda each: each["drawn_ms"])
-    again.sort(key=lambda each: each["drawn_ms"])
-    middle, warm = first[len(first) // 2], again[len(again) // 2]
+    for each in (*first, *again):
+        if each["error"]:
+            raise SystemExit(f"{address}: the page says {each['error']!r}")
+    (_, new, _), (_, known, _) = (sorted(each, key=_drawn) for each in (first, again))
     return {
-        "first_ms": middle["drawn_ms"],
-        "first_paint_ms": middle["first_paint_ms"],
-        "first_view_ms": middle["view_ms"],
-        "again_ms": warm["drawn_ms"],
-        "again_view_ms": warm["view_ms"],
-        "longest_task_ms": max(middle["longest_ms"], warm["longest_ms"]),
-        "asked": middle["asked"],
-        "asked_again": warm["asked"],
+        "first_ms": new["drawn_ms"],
+        "first_paint_ms": new["first_paint_ms"],
+        "first_view_ms": new["view_ms"],
+        "again_ms": known["drawn_ms"],
+        "again_view_ms": known["view_ms"],
+        "longest_task_ms": max(new["longest_ms"], known["longest_ms"]),
+        "asked": new["asked"],
     }
 
 
-def moving(browser: Any, folder: Path, places: dict[str, str]) -> dict[str, Any]:
-    """Scroll the tables and the token lens, and jump to their ends."""
-    found: dict[str, Any] = {}
+def _drawn(found: dict[str, Any]) -> float:
+    return float(found["drawn_ms"])
+
+
+def moving(browser: Any, folder: Path) -> dict[str, dict[str, float]]:
+    """Scroll the tables and the token lens, jump to their ends, change what they show."""
+    found: dict[str, dict[str, float]] = {}
+    places = addresses()
     with server(folder) as link:
         tab = Tab(browser, link)
         tab.first(places["rollouts"])
-        for name, speed in (("rollouts", 1200), ("rollouts_fast", 8000)):
-            found[name] = smoothness(tab.scroll(".vtable", 4 * speed, speed))
-        end = "document.querySelector('.vtable').scrollTop = 1e9;"
-        last = tab.page.locator(".vtable").get_attribute("aria-rowcount")
-        at_end = f'.vrow[data-row][aria-rowindex="{int(last or 0) + 1}"]'
-        found["rollouts_end"] = tab.until(end, at_end)
+        found["rollouts"] = tab.scroll(".vtable", 7200, 1800)
+        found["rollouts, fast"] = tab.scroll(".vtable", 48_000, 12_000)
+        last = int(tab.page.locator(".vtable").get_attribute("aria-rowcount") or 0)
+        found["rollouts, to the end"] = tab.until(
+            "document.querySelector('.vtable').scrollTop = 1e9;",
+            f'.vrow[data-row][aria-rowindex="{last + 1}"]',
+        )
         tab.open(places["groups"])
-        found["groups"] = smoothness(tab.scroll(".vtable", 4800, 1200))
-        tab.open(places["long_tokens"])
-        found["tokens"] = smoothness(tab.scroll("html", 4800, 1200))
-        num = int(tab.page.locator("[aria-label='Go to position']").get_attribute("max") or 0)
-        jump = (
-            "const field = document.querySelector('[aria-label=\"Go to position\"]');"
-            f"field.value = {num}; field.dispatchEvent(new Event('change'));"
-        )
-        found["tokens_end"] = tab.until(jump, f'.chosen[data-at="{num}"]')
-        colour = (
-            "const field = document.querySelector('[aria-label=\"Colour by\"]');"
-            "field.value = 'logprob'; field.dispatchEvent(new Event('change'));"
-        )
-        found["tokens_colour"] = tab.until(colour, ".ramp.cold")
+        found["groups"] = tab.scroll(".vtable", 7200, 1800)
+        tab.open(places["long tokens"])
+        found["tokens"] = tab.scroll("html", 7200, 1800)
+        last = int(tab.page.get_by_label("Go to position").get_attribute("max") or 0)
+        jump = _change("Go to position", last)
+        found["tokens, to the end"] = tab.until(jump, f'.chosen[data-at="{last}"]')
+        colour = _change("Colour by", "logprob")
+        found["tokens, by logprob"] = tab.until(colour, ".ramp.cold")
+        tab.close()
+    with server(folder) as link:
+        tab = Tab(browser, link)
+        tab.first(places["run"])
+        tab.page.wait_for_selector(".story > *")
+        found["story"] = {"drawn_ms": tab.page.evaluate("() => performance.now()")}
         tab.close()
     return found
 
 
-def environment(browser: Any) -> dict[str, Any]:
-    """Return what the figures were taken on."""
-    return {
-        "chromium": browser.version,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "load": [round(each, 1) for each in os.getloadavg()],
-    }
+def _change(label: str, value: object) -> str:
+    return (
+        f"const field = document.querySelector('[aria-label=\"{label}\"]');"
+        f"field.value = '{value}'; field.dispatchEvent(new Event('change'));"
+    )
 
 
-def measure(folder: Path, only: str | None) -> dict[str, Any]:
-    from playwright.sync_api import sync_playwright
-
-    places = views(folder)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        results: dict[str, Any] = {"environment": environment(browser)}
-        results["opened"] = {
-            name: opened(browser, folder, name, address)
-            for name, address in places.items()
-            if only is None or name in only.split(",")
+def measure(folder: Path, only: list[str]) -> dict[str, Any]:
+    """Return all figures, or those of the views that are named."""
+    with started_chromium() as browser:
+        results: dict[str, Any] = {
+            "environment": {
+                "chromium": browser.version,
+                "python": platform.python_version(),
+                "machine": platform.machine(),
+                "cores": os.cpu_count(),
+                "load": [round(each, 1) for each in os.getloadavg()],
+            },
+            "opened": {
+                name: opened(browser, folder, address)
+                for name, address in addresses().items()
+                if not only or name in only
+            },
         }
-        if only is None or "moving" in only.split(","):
-            results["moving"] = moving(browser, folder, places)
-        browser.close()
+        if not only or "moving" in only:
+            results["moving"] = moving(browser, folder)
     return results
 
 
-def show(results: dict[str, Any]) -> None:
-    print(results["environment"])
-    print(f"{'view':14}{'first':>8}{'paint':>8}{'view':>8}{'again':>8}{'view':>8}{'task':>8}  ms")
-    for name, each in results["opened"].items():
-        names = ("first_ms", "first_paint_ms", "first_view_ms", "again_ms", "again_view_ms")
-        numbers = [each[key] for key in (*names, "longest_task_ms")]
-        print(f"{name:14}" + "".join(f"{number or 0:8.0f}" for number in numbers))
-        for kind in ("asked", "asked_again"):
-            said = [f"{a['path'][:40]} {a['ms']:.0f} ms {a['kb']:.0f} KiB" for a in each[kind]]
-            print(f"    {kind}: {'; '.join(said)}")
+def bars_of(results: dict[str, Any]) -> list[Bar]:
+    """Return what is promised of the figures."""
+    bars = [
+        Bar.below(f"ms to open {name}", each["first_ms"], MOST_MS)
+        for name, each in results["opened"].items()
+    ]
     for name, each in results.get("moving", {}).items():
-        print(name, {k: round(v, 3) if isinstance(v, float) else v for k, v in each.items()})
+        if "frames_per_s" in each:
+            bars += [
+                Bar.at_least(f"frames a second while {name} scroll", each["frames_per_s"], 57),
+                Bar.at_most(f"ms in which {name} in sight were blank", each["longest_gap_ms"], 100),
+            ]
+        elif name != "story":
+            bars.append(Bar.below(f"ms for {name}", each["drawn_ms"], MOST_MS))
+    return bars
+
+
+def show(results: dict[str, Any]) -> None:
+    print(", ".join(f"{name} {value}" for name, value in results["environment"].items()))
+    names = ("first_ms", "first_paint_ms", "first_view_ms", "again_ms", "again_view_ms")
+    heads = ("first", "paint", "view", "again", "view", "task")
+    print(f"{'ms':28}" + "".join(f"{head:>8}" for head in heads) + "  what was asked, KiB")
+    for name, each in results["opened"].items():
+        numbers = [each[key] or 0.0 for key in (*names, "longest_task_ms")]
+        asked = (
+            f"{a['path'].split('/')[-1][:12]} {a['ms']:.0f} ms {a['kb']:.0f}" for a in each["asked"]
+        )
+        print(f"{name:28}" + "".join(f"{n:8.0f}" for n in numbers) + f"  {'; '.join(asked)}")
+    for name, each in results.get("moving", {}).items():
+        said = ", ".join(f"{k} {v:.3g}" for k, v in each.items() if isinstance(v, int | float))
+        print(f"{name:28}  {said}")
 
 
 def main() -> int:
@@ -251,7 +287,7 @@ def main() -> int:
     parser.add_argument("--runs", type=Path, help="folder that keeps the runs")
     parser.add_argument("--num", type=int, default=100_000, help="rollouts of the wide run")
     parser.add_argument("--tokens", type=int, default=200_000, help="tokens of the long rollout")
-    parser.add_argument("--only", help="names of views, or `moving`, with commas")
+    parser.add_argument("--only", nargs="+", default=[], help="names of views, or `moving`")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.runs or Path(temporary)
@@ -260,8 +296,7 @@ def main() -> int:
         if not (folder / "long").is_dir():
             make_long(folder / "long", options.tokens)
         results = measure(folder, options.only)
-    bars: list[Bar] = []
-    return conclude(options, bars, results, lambda: show(results))
+    return conclude(options, bars_of(results), results, lambda: show(results))
 
 
 if __name__ == "__main__":

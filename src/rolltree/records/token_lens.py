@@ -172,8 +172,9 @@ def _known(
         wanted = np.ones(len(at), bool) if step in own else is_first
         for name, column in _facts_of(tree, step, trained).items():
             if column is not None:
-                into = values.setdefault(name, np.full(tree.num_tokens, np.nan))
-                into[at[wanted]] = column[wanted]
+                if name not in values:
+                    values[name] = np.full(tree.num_tokens, np.nan)
+                values[name][at[wanted]] = column[wanted]
     return sampled_in, values
 
 
