@@ -56,36 +56,44 @@ function spread(rewards) {
 export async function render(root, params, api) {
   const { run, by, phase, step, where, sort } = params;
   const isGroups = by === "group";
-  const summary = await api.run(run);
-  const go = (changes) => { location.hash = href(["run", run, "rollouts"], { by, phase, step, where, sort, ...changes }); };
-  const phases = h("select", { "aria-label": "Phase", onchange: () => go({ phase: phases.value, step: null }) },
-    h("option", { value: "" }, "all phases"),
-    (summary.phases ?? []).map((each) => h("option", { value: each.phase, selected: each.phase === phase }, each.phase)));
-  const at = h("input", { type: "number", min: 0, placeholder: "step", "aria-label": "Step", value: step, class: "step", onchange: () => go({ step: at.value }) });
-  const filter = h("input", {
-    type: "search", value: where, "data-search": true, "aria-label": "Filter", class: "filter", placeholder: "reward < 0.5 and num_calls > 2  (/)",
-    onkeydown: (event) => { if (event.key === "Enter") go({ where: filter.value }); },
-    onsearch: () => { if (!filter.value && where) go({ where: null }); },
-  });
+  const shown = { by, phase, step, where, sort };
+  const go = (changes) => { location.hash = href(["run", run, "rollouts"], { ...shown, ...changes }); };
   const total = h("span", { class: "muted", role: "status" });
-  const box = h("div", { class: "tall" });
-  put(root, h("div", { class: "bar" },
-    h("h1", null, isGroups ? "Groups" : "Rollouts"), phases, at, !isGroups && filter, total,
-    h("a", { class: "button", href: href(["run", run, "rollouts"], { by: isGroups ? null : "group", phase, step }) }, isGroups ? "Rollouts" : "Groups")), box);
   const query = isGroups ? { phase, step } : { phase, step, where, sort };
   const fetchRows = async (offset, limit) => {
     const page = await (isGroups ? api.groups : api.rollouts)(run, { ...query, offset, limit });
     put(total, count(page.total));
     return page;
   };
-  try {
-    put(box, await virtualTable({
-      columns: isGroups ? GROUPS : COLUMNS, fetchRows, sort, onSort: isGroups ? null : (name) => go({ sort: name }),
-      link: (row) => isGroups ? href(["run", run, "group", row.group_id]) : href(["run", run, "rollout", row.request_id, row.trajectory_index]),
-      empty: isGroups ? "No group is here." : where || phase || step ? "No rollout passes the filter." : "The run has no rollouts yet.",
-    }));
-  } catch (error) {
+  const rollout = (row) => href(["run", run, "rollout", row.request_id, row.trajectory_index]);
+  const reading = virtualTable({
+    columns: isGroups ? GROUPS : COLUMNS,
+    fetchRows, sort,
+    onSort: isGroups ? null : (name) => go({ sort: name }),
+    link: (row) => isGroups ? href(["run", run, "group", row.group_id]) : rollout(row),
+    empty: isGroups ? "No group is here."
+      : where || phase || step ? "No rollout passes the filter." : "The run has no rollouts yet.",
+  }).catch((error) => {
     if (api.signal.aborted) throw error;
-    put(box, h("p", { class: "error", role: "alert" }, error.message));
-  }
+    return h("p", { class: "error", role: "alert" }, error.message);
+  });
+  const [summary, table] = await Promise.all([api.run(run), reading]);
+  const phases = h("select", { "aria-label": "Phase", onchange: () => go({ phase: phases.value, step: null }) },
+    h("option", { value: "" }, "all phases"),
+    (summary.phases ?? []).map((each) => h("option", { value: each.phase, selected: each.phase === phase }, each.phase)));
+  const at = h("input", {
+    type: "number", min: 0, placeholder: "step", "aria-label": "Step", value: step, class: "step",
+    onchange: () => go({ step: at.value }),
+  });
+  const filter = h("input", {
+    type: "search", value: where, "data-search": true, "aria-label": "Filter", class: "filter",
+    placeholder: "reward < 0.5 and num_calls > 2  (/)",
+    onkeydown: (event) => { if (event.key === "Enter") go({ where: filter.value }); },
+    onsearch: () => { if (!filter.value && where) go({ where: null }); },
+  });
+  const other = href(["run", run, "rollouts"], { by: isGroups ? null : "group", phase, step });
+  put(root, h("div", { class: "bar" },
+    h("h1", null, isGroups ? "Groups" : "Rollouts"), phases, at, !isGroups && filter, total,
+    h("a", { class: "button", href: other }, isGroups ? "Rollouts" : "Groups")),
+  h("div", { class: "tall" }, table));
 }
