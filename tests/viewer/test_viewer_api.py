@@ -1,14 +1,19 @@
 """The JSON endpoints give what Python gives: one query layer under both."""
 
+import asyncio
 import json
 import math
+import threading
+import time
 from urllib.parse import quote
 
 import pytest
+from starlette.requests import Request
 
 import golden_kit
 import rolltree as rt
 from rolltree.store import Run, StoredRollout, list_runs
+from rolltree.viewer import api
 
 
 def data(page, path):
@@ -229,3 +234,47 @@ def test_a_damaged_run_is_an_error_and_the_others_are_shown(start, runs, tmp_pat
     answer = page.get("/api/runs/bad")
     assert answer.status_code == 500
     assert "bad" in answer.json()["error"]
+
+
+def test_a_story_is_told_again_after_a_pause(tmp_path, monkeypatch):
+    told = []
+
+    def tell(run):
+        told.append(run.num_commits)
+        time.sleep(0.05)
+        return {"sentences": []}
+
+    monkeypatch.setattr(api, "run_story", tell)
+    with Run.create(tmp_path / "run", kind="eval") as run:
+        assert api._story(run) == api._story(run) == {"sentences": [], "again_s": None}
+        run.add_event("noted")
+        assert 0 < api._story(run)["again_s"] <= 20 * 60
+        assert len(told) == 1
+        monkeypatch.setattr(api, "_PAUSE", 0)
+        run.add_event("noted")
+        api._STORIES[run] = (told[0], 0.0, {"sentences": []})  # the pause is over
+        assert api._story(run)["again_s"] is None
+        assert len(told) == 2
+
+
+async def test_a_server_that_ends_answers_what_it_was_asked(tmp_path):
+    served = api.Api(tmp_path)
+    asked, ended = threading.Event(), threading.Event()
+
+    def slow(path, query):
+        asked.set()
+        ended.wait(10)
+
+    served._answer = slow
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/api/runs",
+        "query_string": b"",
+        "headers": [],
+    }
+    task = asyncio.create_task(served.answer(Request(scope)))
+    await asyncio.to_thread(asked.wait, 10)
+    task.cancel()
+    ended.set()
+    assert (await task).status_code == 503

@@ -199,6 +199,30 @@ def test_only_the_rows_that_are_seen_exist(browser, start, tmp_path):
     assert tab.said == []
 
 
+def test_rows_stay_in_order_wherever_one_scrolls(tab, page):
+    tab.open("#/run/train/rollouts?sort=-total_ms")
+    wanted = [
+        row["request_id"] for row in rows(page, "train", "rollouts", sort="-total_ms", limit=999)
+    ]
+    for _ in range(4):
+        tab.page.keyboard.press("j")
+    for top in (0, 1e9, 640, 900, 300, 0):
+        shown = tab.page.evaluate(
+            """async (top) => {
+              document.querySelector(".vtable").scrollTop = top;
+              await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+              const place = (row) => Number(row.getAttribute("aria-rowindex")) - 2;
+              const rows = [...document.querySelectorAll(".vbody .vrow")];
+              return rows.map((row) => [place(row), row.querySelector("a").textContent]);
+            }""",
+            top,
+        )
+        places = [at for at, _ in shown]
+        assert places == list(range(places[0], places[0] + len(places)))
+        assert all(text.startswith(wanted[at]) for at, text in shown)
+    assert tab.page.locator(".vrow.marked").get_attribute("aria-rowindex") == "5"
+
+
 def test_an_address_names_one_token(tab, page):
     row = rows(page, "train", "rollouts", phase="train", where="status = ok", limit=1)[0]
     tab.open(f"#/run/train/tokens/{part(row['request_id'])}/{row['trajectory_index']}/0?at=3")

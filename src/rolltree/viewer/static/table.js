@@ -21,6 +21,7 @@ export async function virtualTable({ columns, fetchRows, link, sort, onSort, emp
   let marked = -1;
   let isBusy = false;
   let isDue = false;
+  let sight = [0, 0]; // the rows that are drawn: asking the box again would lay it out anew
 
   const head = h("div", { class: "vrow vhead", role: "row" }, columns.map((column) => {
     const isSorted = column.sort && sort?.replace("-", "") === column.sort;
@@ -43,12 +44,6 @@ export async function virtualTable({ columns, fetchRows, link, sort, onSort, emp
 
   const rowAt = (at) => pages.get(Math.floor(at / PAGE))?.[at % PAGE];
 
-  /** The rows to draw: what is seen, and some above and below. */
-  function span() {
-    const top = Math.max(0, Math.floor(box.scrollTop / ROW_PX) - SPARE);
-    return [top, Math.min(total, top + Math.ceil((box.clientHeight || 600) / ROW_PX) + 2 * SPARE)];
-  }
-
   /** Read what is missing where the table stands now, a page at a time: pages that were passed by are not read. */
   async function load() {
     if (isBusy) return;
@@ -66,14 +61,16 @@ export async function virtualTable({ columns, fetchRows, link, sort, onSort, emp
 
   /** The next page to read: one that is seen, else one that is near. */
   function missing() {
-    const [top, end] = span();
+    const [top, end] = sight;
     const wanted = [top, end - 1, end - 1 + PAGE / 2, top - PAGE / 2].filter((at) => at >= 0 && at < total);
     return wanted.map((at) => Math.floor(at / PAGE)).find((page) => !pages.has(page));
   }
 
   /** Draw the rows that came into sight, and take those away that left it: the others stay as they are. */
   function draw() {
-    const [top, end] = span();
+    const top = Math.max(0, Math.floor(box.scrollTop / ROW_PX) - SPARE);
+    const end = Math.min(total, top + Math.ceil((box.clientHeight || 600) / ROW_PX) + 2 * SPARE);
+    sight = [top, end];
     for (const [at, { element, row }] of drawn) {
       if (at >= top && at < end && row === rowAt(at)) continue;
       element.remove();
