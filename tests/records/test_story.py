@@ -172,6 +172,81 @@ def test_the_step_from_which_on_engine_and_trainer_differ_is_found():
     assert told("drift", steps=tiny) == []
 
 
+KL = "train/kl"
+
+
+def course(reward, **series):
+    """Return metrics and rollouts of sixteen steps; `reward` and the series are functions of it."""
+    steps = range(1, 17)
+    metrics = {s: {name: of(s) for name, of in series.items()} for s in steps}
+    rows = [rollout(s, i, float(i % 10 < 10 * reward(s))) for s in steps for i in range(40)]
+    return {"steps": metrics, "rollouts": rows}
+
+
+@pytest.mark.parametrize("name", ["train/entropy", "rollout/entropy"])
+def test_entropy_that_is_gone_before_the_task_is_solved_is_told(name):
+    def gone(step):
+        return 0.6 if step < 7 else 0.004
+
+    (found,) = told("entropy", **course(lambda s: 0.4, **{name: gone}))
+    assert found["text"] == (
+        "The policy hardly varies since step 7: its entropy is 0.004 nats per token (0.6 at first),"
+        " so little else is tried. The mean reward is 0.4, the best 1."
+    )
+    assert found["severity"] == "warning"
+    assert found["evidence"] == {"view": "curves", "series": name, "steps": [7, 16]}
+    assert told("entropy", steps={s: {name: gone(s)} for s in range(1, 17)})  # no rewards known
+
+
+@pytest.mark.parametrize(
+    ("reward", "entropy"),
+    [
+        (lambda s: 0.4, lambda s: 0.9 * 0.93**s),  # falls by two thirds, as in runs that learn
+        (lambda s: min(1.0, s / 10), lambda s: 0.9 if s < 9 else 0.01),  # solved
+        (lambda s: 0.4, lambda s: 0.03),  # was so from the beginning
+        (lambda s: 0.4, lambda s: 0.004 if s in (5, 9, 14) else 0.5),  # single steps
+    ],
+)
+def test_entropy_of_a_healthy_run_is_not_told(reward, entropy):
+    assert told("entropy", **course(reward, **{"train/entropy": entropy})) == []
+
+
+def test_kl_that_grows_while_the_reward_falls_is_told():
+    def reward(step):
+        return 0.7 if 5 <= step <= 8 else 0.2
+
+    (found,) = told("kl", **course(reward, **{KL: lambda s: 0.02 * s}))
+    assert found["text"] == (
+        "The policy moves away from the reference and earns less: the KL went from 0.13 to 0.29 "
+        "nats per token and the reward from 0.7 to 0.2, from steps 5 to 8 to steps 13 to 16."
+    )
+    assert (found["severity"], found["evidence"]["steps"]) == ("error", [5, 16])
+
+
+def test_kl_that_runs_away_is_told():
+    (found,) = told("kl", **course(lambda s: 0.4, **{KL: lambda s: 0.001 * 2.0**s}))
+    assert found["text"] == (
+        "The KL to the reference grows and the reward does not: 0.006 nats per token in steps 1 to "
+        "4, 25 in steps 13 to 16."
+    )
+    assert found["severity"] == "warning"
+
+
+@pytest.mark.parametrize(
+    ("reward", "kl"),
+    [
+        (lambda s: s / 16, lambda s: 0.08 * s),  # it learns, and needs 1.3 nats
+        (lambda s: min(0.8, s / 8), lambda s: min(0.5, s / 16)),  # it has learned
+        (lambda s: 0.9 - 0.05 * s, lambda s: 0.002 * s),  # it falls, but not because of KL
+        (lambda s: 0.9 - 0.05 * s, lambda s: 0.4),  # neither here: it stays
+        (lambda s: 0.4, lambda s: 0.03 * s),
+        (lambda s: min(0.8, s / 4), lambda s: min(1.2, s / 6)),  # few tokens, and it has learned
+    ],
+)
+def test_kl_of_a_healthy_run_is_not_told(reward, kl):
+    assert told("kl", **course(reward, **{KL: kl})) == []
+
+
 def test_breaks_are_told_by_cause():
     steps = {step: {"samples/breaks/reasoning_stripped": 0.75} for step in range(1, 5)}
     (found,) = told("breaks", steps=steps)

@@ -10,17 +10,27 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from statistics import fmean, median
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from statistics import fmean
+from typing import Any
 
-from rolltree.estimate import Estimate
 from rolltree.records.story_facts import Facts, Rollout, read_facts
+from rolltree.records.story_policy import drift, entropy, kl, staleness
+from rolltree.records.story_words import (
+    Sentence,
+    Severity,
+    equals,
+    interval,
+    percent,
+    says,
+    short,
+    shown_rollouts,
+    steps_of,
+)
 from rolltree.records.trends import (
     Trend,
     consecutive,
     group_estimate,
-    jump,
     mean_change,
     ratio_of,
     since,
@@ -28,20 +38,13 @@ from rolltree.records.trends import (
 )
 from rolltree.store import Run
 
-Severity: TypeAlias = Literal["error", "warning", "good", "info"]
-Sentence: TypeAlias = dict[str, Any]
 _ORDER = ("error", "warning", "good", "info")
 
 LEAST_SPAN = 2
 """Steps without reward variance, one after the other, that are worth a sentence."""
 LEAST_SHARE = 0.2
 """Share of rollouts that end at a limit from which on it is told."""
-LEAST_DRIFT = 0.02
-LEAST_CONSTANT_DRIFT = 0.05
-"""Nats per token by which engine and trainer must differ after a jump, and from the beginning on;
-16-bit engines differ by about 0.01."""
 LEAST_BREAKS = 0.05
-_NAME_LENGTH = 60
 
 
 def run_story(run: Run) -> dict[str, Any]:
@@ -55,10 +58,6 @@ def story(facts: Facts) -> list[Sentence]:
         {"kind": kind, **sentence} for kind, tell in TELLERS.items() for sentence in tell(facts)
     ]
     return sorted(found, key=lambda each: _ORDER.index(each["severity"]))
-
-
-def _says(text: str, severity: Severity, view: str, **evidence: Any) -> Sentence:
-    return {"text": text, "severity": severity, "evidence": {"view": view, **evidence}}
 
 
 # -- tellers ---------------------------------------------------------------------------------------
@@ -80,8 +79,8 @@ def _zero_variance(facts: Facts) -> Iterator[Sentence]:
         is_solved = set(rewards) == {best} and best > 0
         taught = "so nothing was learned" if not any(norms) else "so rewards taught nothing"
         severity: Severity = "info" if is_solved else "error" if not any(norms) else "warning"
-        yield _says(
-            f"No group had reward variance in {_steps(first, last)}, {taught}{what}.",
+        yield says(
+            f"No group had reward variance in {steps_of(first, last)}, {taught}{what}.",
             *(severity, "groups"),
             phase=facts.phase,
             steps=[first, last],
@@ -129,8 +128,8 @@ def _truncated(facts: Facts) -> Iterator[Sentence]:
         yield from _share(
             facts,
             lambda each, reason=reason: each.truncated and each.truncation_reason == reason,  # type: ignore[misc]
-            lambda share, reason=reason: f"{share} of rollouts were cut by {_name(reason)}",  # type: ignore[misc]
-            where=_is("truncation_reason", reason),
+            lambda share, reason=reason: f"{share} of rollouts were cut by {short(reason)}",  # type: ignore[misc]
+            where=equals("truncation_reason", reason),
             least=LEAST_SHARE,
             alarming=math.inf,
         )
@@ -141,7 +140,7 @@ def _failures(facts: Facts) -> Iterator[Sentence]:
     failed = [each for each in facts.rollouts if each.status == "error"]
     kinds = Counter((each.error_type or "an error", each.error_phase or "?") for each in failed)
     shown = ", ".join(
-        f"{number:,} with {_name(kind)} ({phase})" for (kind, phase), number in kinds.most_common(3)
+        f"{number:,} with {short(kind)} ({phase})" for (kind, phase), number in kinds.most_common(3)
     )
     more = f", and {len(kinds) - 3} other kinds" if len(kinds) > 3 else ""
     yield from _share(
@@ -161,15 +160,15 @@ def _timeouts(facts: Facts) -> Iterator[Sentence]:
     if late:
         share = len(late) / len(facts.rollouts)
         types = Counter(each.error_type or "a time limit" for each in late)
-        kinds = ", ".join(f"{_name(kind)} ({n:,})" for kind, n in types.most_common(3))
+        kinds = ", ".join(f"{short(kind)} ({n:,})" for kind, n in types.most_common(3))
         first = late[0]
         where = (
-            _is("error_type", first.error_type)
+            equals("error_type", first.error_type)
             if first.error_type
             else "truncation_reason = time_limit"
         )
-        yield _says(
-            f"{_percent(share)} of rollouts ran out of time: {kinds}.",
+        yield says(
+            f"{percent(share)} of rollouts ran out of time: {kinds}.",
             *("error" if share >= 0.1 else "warning", "rollouts"),
             phase=facts.phase,
             where=where,
@@ -182,11 +181,11 @@ def _timeouts(facts: Facts) -> Iterator[Sentence]:
     for tool, rollouts in sorted(calls.items(), key=lambda item: -len(item[1])):
         names = {(each.request_id, each.trajectory_index) for each in rollouts}
         share = len(names) / len(facts.looked)
-        yield _says(
-            f"The tool {_name(tool)} times out: {len(rollouts):,} calls in {len(names)} of "
+        yield says(
+            f"The tool {short(tool)} times out: {len(rollouts):,} calls in {len(names)} of "
             f"{len(facts.looked)} rollouts that were looked at.",
             *("error" if share >= 0.1 else "warning", "rollout"),
-            **_first(rollouts),
+            **shown_rollouts(rollouts),
         )
 
 
@@ -208,11 +207,11 @@ def _empty_answers(facts: Facts) -> Iterator[Sentence]:
         return
     paid, middle = fmean(each.reward or 0.0 for each in empty), fmean(rewards)
     if paid > 0 and paid >= middle:
-        yield _says(
+        yield says(
             f"Empty answers are paid: of {len(facts.looked)} rollouts that were looked at, "
             f"{len(empty)} say nothing, and their mean reward is {paid:.3g} (all: {middle:.3g}).",
             *("error", "rollout"),
-            **_first(empty),
+            **shown_rollouts(empty),
             phase=facts.phase,
         )
 
@@ -245,55 +244,18 @@ def _breaks(facts: Facts) -> Iterator[Sentence]:
         evidence: dict[str, Any] = {"view": "curves", "series": f"samples/breaks/{cause}"}
         if seen:
             rollout, call, position = seen[-1]
-            evidence = {"view": "tokens", **_first([rollout]), "call": call, "position": position}
-        yield _says(
-            f"In {_percent(share)} of later calls the prompt does not extend the call before, "
+            evidence = {
+                "view": "tokens",
+                **shown_rollouts([rollout]),
+                "call": call,
+                "position": position,
+            }
+        yield says(
+            f"In {percent(share)} of later calls the prompt does not extend the call before, "
             f"because {why}; what follows is computed again.",
             "info" if cause == "compaction" else "warning",
             **evidence,
         )
-
-
-def _drift(facts: Facts) -> Iterator[Sentence]:
-    """Engine and trainer disagree on what was sampled."""
-    name = "train/sampling/sampling_logp_difference/mean"
-    series = facts.series(name)
-    if not series:
-        return
-    values = [value for _, value in series]
-    at = jump([math.log(max(value, 1e-7)) for value in values])
-    before, after = values[:at], values[at:]
-    low = median(before) if before else 0.0
-    high = median(after)
-    if before and high >= 10 * low and high >= LEAST_DRIFT:
-        first, were = series[at][0], f" ({low:.2g} before)"
-    elif median(values) >= LEAST_CONSTANT_DRIFT:
-        first, were, high = series[0][0], "", median(values)
-    else:
-        return
-    yield _says(
-        f"The engine's logprobs drift from the trainer's since step {first}: they differ by "
-        f"{high:.2g} nats per token{were}. What is trained is not what was sampled.",
-        *("error", "curves"),
-        series=name,
-        steps=[first, series[-1][0]],
-    )
-
-
-def _staleness(facts: Facts) -> Iterator[Sentence]:
-    """How old tokens are when they are trained."""
-    lags = [value for _, value in facts.series("train/lag_mean")]
-    if not lags or fmean(lags) < 0.05:
-        return
-    most = max((value for _, value in facts.series("async/lag_max")), default=None)
-    stale = [value for _, value in facts.series("async/stale_share")]
-    share = fmean(stale) if stale else 0.0
-    text = f"Tokens are trained {fmean(lags):.2g} versions after they were sampled on average"
-    text += "" if most is None else f", {most:g} at most"
-    text += f"; {_percent(share)} were too old to be trained" if share else ""
-    yield _says(
-        f"{text}.", "warning" if share >= 0.05 else "info", "curves", series="train/lag_mean"
-    )
 
 
 _SEVERITY: Mapping[Trend, Severity] = {"rises": "good", "is flat": "warning", "falls": "error"}
@@ -317,8 +279,8 @@ def _reward(facts: Facts) -> Iterator[Sentence]:
     change, recent = mean_change(first, last), mean_change(before, last)
     severity = _SEVERITY[trend(change)]
     text = (
-        f"The reward {trend(change)}: {_interval(began)} in {_steps(spans[0][0], spans[0][-1])}, "
-        f"{_interval(ended)} in {_steps(spans[2][0], spans[2][-1])}."
+        f"The reward {trend(change)}: {interval(began)} in {steps_of(spans[0][0], spans[0][-1])}, "
+        f"{interval(ended)} in {steps_of(spans[2][0], spans[2][-1])}."
     )
     if len(steps) >= 8:
         now = "still rises" if trend(recent) == "rises" else trend(recent)
@@ -327,7 +289,7 @@ def _reward(facts: Facts) -> Iterator[Sentence]:
     highest = max(reward for group in last for reward in group)
     if severity == "warning" and (len(steps) < 8 or ended.mean >= 0.9 * highest > 0):
         severity = "info"  # too early to say, or there is not much to gain
-    yield _says(text, severity, "curves", series="reward/mean", steps=[steps[0], steps[-1]])
+    yield says(text, severity, "curves", series="reward/mean", steps=[steps[0], steps[-1]])
 
 
 def _held_out(facts: Facts) -> Iterator[Sentence]:
@@ -357,14 +319,16 @@ def _held_out(facts: Facts) -> Iterator[Sentence]:
 def _ended(facts: Facts) -> Iterator[Sentence]:
     """The error that the run ended with."""
     if facts.error is not None:
-        said = _name(facts.error, 300)
-        yield _says(f"The run ended with an error: {said}", "error", "curves", series="reward/mean")
+        said = short(facts.error, 300)
+        yield says(f"The run ended with an error: {said}", "error", "curves", series="reward/mean")
 
 
 TELLERS: Mapping[str, Callable[[Facts], Iterator[Sentence]]] = {
     "ended": _ended,
     "zero_variance": _zero_variance,
-    "drift": _drift,
+    "drift": drift,
+    "kl": kl,
+    "entropy": entropy,
     "empty_answers": _empty_answers,
     "timeouts": _timeouts,
     "failures": _failures,
@@ -373,7 +337,7 @@ TELLERS: Mapping[str, Callable[[Facts], Iterator[Sentence]]] = {
     "truncated": _truncated,
     "reward": _reward,
     "held_out": _held_out,
-    "staleness": _staleness,
+    "staleness": staleness,
 }
 """Kind of sentence to the function that tells it."""
 
@@ -412,46 +376,6 @@ def _share(
     evidence: dict[str, Any] = {"phase": facts.phase, "where": where}
     if at:
         evidence["steps"] = [steps[at], steps[-1]]
-        more = f" since step {steps[at]} ({_percent(before)} before){more}"
+        more = f" since step {steps[at]} ({percent(before)} before){more}"
     severity: Severity = "error" if share >= alarming else "warning"
-    yield _says(f"{text(_percent(share))}{more}.", severity, "rollouts", **evidence)
-
-
-# -- words -----------------------------------------------------------------------------------------
-
-
-def _steps(first: int, last: int) -> str:
-    return f"step {first}" if first == last else f"steps {first} to {last}"
-
-
-def _interval(found: Estimate) -> str:
-    if found.low is None or found.high is None:
-        return f"{found.mean:.3g}"
-    return f"{found.mean:.3g} [{found.low:.3g}, {found.high:.3g}]"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %" if share >= 0.01 or share == 0 else f"{100 * share:.2g} %"
-
-
-def _name(text: str | None, limit: int = _NAME_LENGTH) -> str:
-    """Return a text that a run wrote, in one line and cut where it is long."""
-    said = " ".join(str(text).split())
-    return said if len(said) <= limit else said[: limit - 1] + "…"
-
-
-def _is(column: str, text: str | None) -> str:
-    """Return the condition that a column is this text, for `where`.
-
-    A text with both kinds of quotes cannot be written there: then it is that there is a text.
-    """
-    quote = next((each for each in "\"'" if each not in str(text)), None)
-    return f"{column} != none" if quote is None else f"{column} = {quote}{text}{quote}"
-
-
-def _first(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    return {
-        "request_id": rollouts[0].request_id,
-        "trajectory_index": rollouts[0].trajectory_index,
-        "rollouts": [[each.request_id, each.trajectory_index] for each in rollouts[:10]],
-    }
+    yield says(f"{text(percent(share))}{more}.", severity, "rollouts", **evidence)
