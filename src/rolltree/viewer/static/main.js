@@ -84,7 +84,10 @@ async function show() {
   put(document.getElementById("live"));
   const found = match(location.hash || "#/");
   if (!found) {
+    put(trail);
+    document.title = "rolltree";
     put(root, h("p", { class: "error" }, "There is no such page. ", h("a", { href: "#/" }, "All runs")));
+    document.body.dataset.ready = location.hash;
     return;
   }
   drawTrail(found.params);

@@ -2,7 +2,7 @@
 
 import { h } from "./dom.js";
 
-const INLINE = /(`+)([^`]+?)\1|\*\*([^*\n]+)\*\*|\*([^*\n]+)\*/g;
+const INLINE = /(?<!`)(`{1,3})(?!`)([^`]+)\1(?!`)|\*\*([^*\n]+)\*\*|\*([^*\n]+)\*/g;
 const MAX_CHARACTERS = 60_000;
 
 function inline(text) {
@@ -30,8 +30,8 @@ export function markdown(text) {
   const all = text.split("\n");
   for (let at = 0; at < all.length; at += 1) {
     const fence = /^\s*(```+|~~~+)/.exec(all[at]);
-    const heading = /^(#{1,6})\s+(.*)$/.exec(all[at]);
-    const item = /^(\s*)([-*+]|\d+[.)])\s+(.*)$/.exec(all[at]);
+    const heading = /^(#{1,6})[ \t]+(\S[^]*)?$/.exec(all[at]); // each of these reads a line once
+    const item = /^([ \t]*)([-*+]|\d{1,9}[.)])[ \t]+(\S[^]*)?$/.exec(all[at]);
     if (fence) {
       close();
       const code = [];
@@ -39,10 +39,10 @@ export function markdown(text) {
       blocks.push(h("pre", null, code.join("\n")));
     } else if (heading) {
       close();
-      blocks.push(h("p", { class: "heading" }, inline(heading[2])));
+      blocks.push(h("p", { class: "heading" }, inline(heading[2] ?? "")));
     } else if (item) {
       close();
-      blocks.push(h("p", { class: "item", vars: { "--depth": Math.min(6, item[1].length / 2) } }, h("span", { class: "bullet" }, /\d/.test(item[2]) ? item[2] : "•"), " ", inline(item[3])));
+      blocks.push(h("p", { class: "item", vars: { "--depth": Math.min(6, item[1].length / 2) } }, h("span", { class: "bullet" }, /\d/.test(item[2]) ? item[2] : "•"), " ", inline(item[3] ?? "")));
     } else if (!all[at].trim()) close();
     else lines.push(all[at]);
   }
