@@ -5,6 +5,7 @@ import { markdown } from "./markdown.js";
 
 export async function render(root, params, api) {
   const { run, id, index } = params;
+  marked = 0;
   const found = await api.rollout(run, id, index);
   const row = found.rollout;
   const tokens = (call, at) => href(["run", run, "tokens", id, index, call], { at });
@@ -79,6 +80,8 @@ function message(each, tokens) {
 }
 
 const MAX_PRETTY = 8000;
+const MAX_MARKED = 400_000;
+let marked = 0; // characters of this view that were read as markdown
 const THINKING = /^\s*<think>([\s\S]*?)(?:<\/think>|$)/;
 
 function content(value) {
@@ -88,9 +91,10 @@ function content(value) {
   }
   const thought = THINKING.exec(value);
   const rest = thought ? value.slice(thought[0].length) : value;
+  marked += rest.length;
   return [
     thought && h("details", { class: "reasoning" }, h("summary", null, `reasoning, ${count(thought[1].length)} characters`), folded(thought[1])),
-    markdown(rest) ?? folded(rest),
+    (marked < MAX_MARKED ? markdown(rest) : null) ?? folded(rest),
   ];
 }
 
