@@ -63,9 +63,10 @@ def part(text):
 
 
 class Tab:
-    """A tab with the page; `said` is what reached its console, or asked in a dialog."""
+    """A tab with the page; `said` is what reached its console, or asked in a dialog, `asked` the
+    addresses that were requested."""
 
-    def __init__(self, browser, link, width=1280, scheme="light", height=800, **more):
+    def __init__(self, browser, link, width=1280, scheme="light", height=800, first="#/", **more):
         context = browser.new_context(
             viewport={"width": width, "height": height},
             color_scheme=scheme,
@@ -74,11 +75,13 @@ class Tab:
         )
         self.page = context.new_page()
         self.said = []
+        self.asked = []
+        self.page.on("request", lambda each: self.asked.append(each.url))
         self.page.on("console", lambda each: self.said.append(each.text))
         self.page.on("pageerror", lambda error: self.said.append(str(error)))
         self.page.on("dialog", lambda dialog: (self.said.append(dialog.message), dialog.dismiss()))
         self.page.goto(link)
-        self.ready("#/")
+        self.ready(first)
 
     def ready(self, address):
         self.page.wait_for_selector(f"body[data-ready={json.dumps(address)}]", timeout=30_000)

@@ -92,7 +92,7 @@ def test_the_step_from_which_on_rollouts_hit_max_tokens_is_found():
     ]
     (found,) = told("max_tokens", rollouts=rows, max_tokens=256)
     assert found["text"] == ("38 % of rollouts hit max_tokens (256) since step 12 (0 % before).")
-    assert found["evidence"]["where"] == "finish_reason = length"
+    assert found["evidence"]["where"] == "finish_reason = length and train_step >= 12"
     assert found["evidence"]["steps"] == [12, 20]
 
 
@@ -101,7 +101,7 @@ def test_failures_are_told_by_kind():
     rows = [*plain(4), *(rollout(4, 8 + i, **bad) for i in range(8))]
     (found,) = told("failures", rollouts=rows)
     assert "failed since step 4 (0 % before): 8 with ServerError (model)." in found["text"]
-    assert found["evidence"]["where"] == "status = error"
+    assert found["evidence"]["where"] == "status = error and train_step >= 4"
     assert found["evidence"]["steps"] == [4, 4]
     assert told("failures", rollouts=plain(4)) == []
 

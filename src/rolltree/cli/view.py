@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from rolltree.cli.arguments import tell
+from rolltree.cli.data import where_option
+
+if TYPE_CHECKING:
+    from rolltree.viewer.export import ExportedPage
+
+MAIL_BYTES = 18_000_000
 
 
 @click.command("view")
 @click.argument(
-    "where",
+    "path",
+    metavar="[RUN_OR_FOLDER]",
     type=click.Path(path_type=Path),
     default=Path("runs"),
     help="A run, or a folder of them.",
@@ -20,8 +28,59 @@ from rolltree.cli.arguments import tell
     "--port", type=click.IntRange(min=0, max=65535), default=0, help="Port; 0 takes a free one."
 )
 @click.option("--no-browser", is_flag=True, help="Only print the link.")
-def view_runs(where: Path, port: int, no_browser: bool) -> None:
+@click.option(
+    "--export",
+    "target",
+    metavar="FILE.html",
+    type=click.Path(path_type=Path),
+    help="Write the run as one HTML file instead, with the rollouts that tell most.",
+)
+@where_option
+@click.option("--sort", help="Order of the exported rollouts; -reward begins with the greatest.")
+@click.option(
+    "-n", "--limit", type=click.IntRange(min=1), help="Rollouts to export. Default: 24 if filtered."
+)
+def view_runs(
+    path: Path,
+    port: int,
+    no_browser: bool,
+    target: Path | None,
+    where: tuple[str, ...],
+    sort: str | None,
+    limit: int | None,
+) -> None:
     """Show runs in the browser, live while they go on; only this machine can reach the page."""
+    choice: dict[str, Any] = {"where": where, "sort": sort, "limit": limit}
+    if target is not None:
+        if port or no_browser:
+            raise click.UsageError("--export writes a file and starts no page; leave --port out.")
+        from rolltree.viewer.export import export_page
+
+        _tell_exported(target, export_page(path, target, **choice))
+        return
+    if any(choice.values()):
+        raise click.UsageError("--where, --sort and --limit choose what --export writes; name it.")
+    _serve(path, port, browser=not no_browser)
+
+
+def _tell_exported(target: Path, found: ExportedPage) -> None:
+    """Say what is in a file, how large it is, and what is not."""
+    tell(f"wrote {target}, {found.num_bytes / 1e6:.1f} MB, which opens in a browser by itself:")
+    kinds = ", ".join(f"{num:,} {why}" for why, num in found.reasons.items())
+    tell(
+        f"{found.num_rollouts:,} of {found.of_rollouts:,} rollouts{kinds and f' ({kinds})'}, "
+        f"{found.num_groups:,} of {found.of_groups:,} groups"
+    )
+    if found.num_without_tokens:
+        tell(
+            f"{found.num_without_tokens:,} of them without their tokens, for which there was no "
+            "room; --limit takes fewer rollouts, and all tokens of those"
+        )
+    if found.num_bytes > MAIL_BYTES:
+        tell("it is larger than most mail takes; --limit takes fewer rollouts")
+
+
+def _serve(path: Path, port: int, *, browser: bool) -> None:
     from rolltree.errors import ConfigError
 
     try:
@@ -38,4 +97,4 @@ def view_runs(where: Path, port: int, no_browser: bool) -> None:
         print(link, flush=True)
         tell("Ctrl-C stops it.", error=True)
 
-    serve(where, port=port, browser=not no_browser, on_ready=ready)
+    serve(path, port=port, browser=browser, on_ready=ready)

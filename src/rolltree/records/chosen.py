@@ -1,13 +1,16 @@
-"""Which rollouts of a run are shown: filtered, in an order, the first few."""
+"""Which rollouts of a run are shown: filtered and in an order, or those that tell most."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rolltree.errors import ConfigError, did_you_mean
 from rolltree.store import Run
+
+MAX_TELLING = 64
+_MAX_GROUP = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +85,76 @@ def _step(run: Run, step: int) -> int:
             "chosen by --phase."
         )
     return wanted
+
+
+def telling_requests(
+    run: Run, sentences: Sequence[Mapping[str, Any]], *, num: int = MAX_TELLING
+) -> dict[str, str]:
+    """Return requests that tell most of a run, at most `num`, and why each is among them.
+
+    They are those that the story's `sentences` rest on, the groups whose rewards differ most (the
+    last one and the first one, each whole), the best, the worst, the failed, the cut, the longest
+    and, for the rest, some from all over the run. One of no more than `num` rollouts gives all, for
+    no reason ("").
+
+    Raises:
+        StoreError: the file is damaged.
+    """
+    if run.num_rollouts() <= num:
+        return {name: "" for (name,) in run.columns(("request_id",))}
+    found: dict[str, str] = {}
+    for why, names in _telling(run, sentences):
+        for name in names:
+            if len(found) < num:
+                found.setdefault(name, why)
+    return found
+
+
+def _telling(
+    run: Run, sentences: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, Sequence[str]]]:
+    def first(num: int, sort: str | None = "-id", **filters: Any) -> list[str]:
+        rows = run.columns(("request_id",), sort=sort, limit=num, **filters)
+        return [name for (name,) in rows]
+
+    for sentence in sentences:
+        evidence = sentence["evidence"]
+        if "request_id" in evidence:
+            yield "the story points to", [name for name, _ in evidence["rollouts"][:3]]
+        elif "where" in evidence:
+            yield (
+                "the story points to",
+                first(2, phase=evidence["phase"], where=evidence["where"]),
+            )
+        elif evidence["view"] == "groups":
+            yield (
+                "the story points to",
+                first(2, phase=evidence["phase"], train_step=evidence["step"]),
+            )
+    for order in ("DESC", "ASC"):
+        yield "of whole groups", _widest_group(run, order)
+    for phase in list(dict.fromkeys(item.phase for item in run.totals()))[-4:]:
+        for sort, why in (("-reward", "best"), ("reward", "worst")):
+            yield why, first(2, sort, phase=phase, where="reward != none")
+    types = run.query(
+        "SELECT error_type FROM rollouts WHERE status = 'error' GROUP BY error_type"
+        " ORDER BY count(*) DESC LIMIT 4"
+    )
+    for row in types:
+        yield "failed", first(2, status="error", error_type=row["error_type"])
+    yield "cut", first(2, truncated=1)
+    yield "longest", [*first(1, "-num_calls"), *first(1, "-num_completion_tokens")]
+    names = list(dict.fromkeys(name for (name,) in run.columns(("request_id",))))
+    yield "from all over the run", names[-1 :: -max(1, len(names) // MAX_TELLING)]
+
+
+def _widest_group(run: Run, order: str) -> list[str]:
+    """Return the requests of the group whose rewards differ most, the last or the first such."""
+    rows = run.query(
+        "SELECT group_id FROM rollouts WHERE group_id <> '' GROUP BY group_id"
+        f" HAVING count(*) BETWEEN 2 AND {_MAX_GROUP} AND max(reward) > min(reward)"
+        f" ORDER BY max(reward) - min(reward) DESC, min(id) {order} LIMIT 1"
+    )
+    return [
+        name for row in rows for (name,) in run.columns(("request_id",), group_id=row["group_id"])
+    ]

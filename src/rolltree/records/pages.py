@@ -6,13 +6,14 @@ The pages of one order fit together as long as nothing is stored.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import mean, pstdev
 from typing import Any, TypeAlias
 
 from rolltree.records.columns import ROLLOUTS
 from rolltree.records.values import number_of, rollout_values, stored_names
 from rolltree.store import Run, to_plain
+from rolltree.store.filters import where_clause
 
 MAX_ROWS = 1000
 COLUMNS = tuple(each.name for each in ROLLOUTS if each.name not in ("input", "errors"))
@@ -30,11 +31,14 @@ def rollout_page(
     phase: str | None = None,
     step: int | None = None,
     where: str | None = None,
+    request_id: Sequence[str] | None = None,
     sort: str | None = None,
     offset: int = 0,
     limit: int = 100,
 ) -> dict[str, Any]:
     """Return how many rollouts pass the filters, and one page of them in the order of `sort`.
+
+    `request_id` are the requests that they may be of; None: any.
 
     Raises:
         ConfigError: a filter or order that cannot be read.
@@ -45,6 +49,8 @@ def rollout_page(
         filters["train_step"] = step
     if where:
         filters["where"] = where
+    if request_id is not None:
+        filters["request_id"] = list(request_id)
     names = [*stored_names(COLUMNS), "metrics"]
     page = list(run.columns(names, limit=limit, offset=offset, sort=sort, **filters))
     found = [list(column) for column in zip(*page, strict=True)]
@@ -52,6 +58,33 @@ def rollout_page(
         "total": run.num_rollouts(**filters),
         "rows": _rows(dict(zip(names, found, strict=True))) if page else [],
     }
+
+
+def rollout_counts(run: Run, where: str | None = None) -> list[tuple[str, int | None, int]]:
+    """Return how many rollouts each phase and step has that pass a filter.
+
+    Raises:
+        ConfigError: a filter that cannot be read.
+        StoreError: the file is damaged.
+    """
+    clause, values = where_clause({"where": where})
+    return _counted(run, f"count(*) AS num FROM rollouts WHERE {clause}", *values)
+
+
+def group_counts(run: Run) -> list[tuple[str, int | None, int]]:
+    """Return how many groups each phase and step has.
+
+    Raises:
+        StoreError: the file is damaged.
+    """
+    return _counted(run, "count(DISTINCT group_id) AS num FROM rollouts WHERE group_id <> ''")
+
+
+def _counted(run: Run, what: str, *values: Any) -> list[tuple[str, int | None, int]]:
+    found = run.query(
+        f"SELECT phase, train_step, {what} GROUP BY phase, train_step ORDER BY min(id)", *values
+    )
+    return [(row["phase"], row["train_step"], row["num"]) for row in found]
 
 
 def _rows(found: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
@@ -87,11 +120,7 @@ def group_page(
             values.append(value)
     said = " AND ".join(clauses)
     every = _group_ids(run, said, tuple(values))
-    groups: dict[str, list[dict[str, Any]]] = {name: [] for name in every[offset : offset + limit]}
-    for found in run.columns(_OF_GROUPS, group_id=list(groups)) if groups else ():
-        row = dict(zip(_OF_GROUPS, found, strict=True))
-        groups[row["group_id"]].append(row)
-    return {"total": len(every), "rows": [_group(rows) for rows in groups.values() if rows]}
+    return {"total": len(every), "rows": group_rows(run, every[offset : offset + limit])}
 
 
 _Known: TypeAlias = dict[tuple[Any, ...], list[str]]
@@ -109,6 +138,19 @@ def _group_ids(run: Run, clause: str, values: tuple[Any, ...]) -> list[str]:
         sql = f"SELECT group_id FROM rollouts WHERE {clause} GROUP BY group_id ORDER BY min(id)"
         known[1][key] = [row["group_id"] for row in run.query(sql, *values)]
     return known[1][key]
+
+
+def group_rows(run: Run, group_ids: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the rows of these groups, as `group_page` has them, in this order.
+
+    Raises:
+        StoreError: a row is damaged or missing.
+    """
+    groups: dict[str, list[dict[str, Any]]] = {name: [] for name in group_ids}
+    for found in run.columns(_OF_GROUPS, group_id=list(groups)) if groups else ():
+        row = dict(zip(_OF_GROUPS, found, strict=True))
+        groups[row["group_id"]].append(row)
+    return [_group(rows) for rows in groups.values() if rows]
 
 
 def _group(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -376,6 +376,7 @@ def _share(
     evidence: dict[str, Any] = {"phase": facts.phase, "where": where}
     if at:
         evidence["steps"] = [steps[at], steps[-1]]
+        evidence["where"] += f" and train_step >= {steps[at]}"
         more = f" since step {steps[at]} ({percent(before)} before){more}"
     severity: Severity = "error" if share >= alarming else "warning"
     yield says(f"{text(percent(share))}{more}.", severity, "rollouts", **evidence)

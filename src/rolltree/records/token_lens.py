@@ -40,6 +40,8 @@ VALUES = {
     "trained_step": "trained_step",
 }
 """What is known of a sampled token: the lens's name to the column of table `tokens`."""
+COLUMNS = ("ids", "texts", "bytes", "author", "is_sampled", "sampled_in", *VALUES, "difference")
+"""The lens's columns: a value per token, or None where nothing is known of any."""
 _WHOLE = ("version", "trained_step")
 
 

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from rolltree.store import to_plain
 from rolltree.store.filters import METRIC
 
@@ -40,6 +42,22 @@ def clean_text(text: str) -> str:
 def json_text(value: Any) -> str:
     """Return a value as strict JSON that has UTF-8."""
     return clean_text(json.dumps(to_plain(value), ensure_ascii=False))
+
+
+def json_bytes(value: object) -> bytes:
+    """Return a value as strict JSON in UTF-8; a number that is not finite is null."""
+    try:
+        return msgspec.json.encode(value, enc_hook=to_plain)
+    except UnicodeEncodeError:  # half of a surrogate pair, which a model may well write
+        return msgspec.json.encode(_clean(value), enc_hook=to_plain)
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, str):
+        return clean_text(value)
+    if isinstance(value, Mapping):
+        return {_clean(key): _clean(item) for key, item in value.items()}
+    return [_clean(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _first_message(errors: Sequence[Mapping[str, Any]]) -> str | None:

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,8 +35,8 @@ from rolltree.records.pages import MAX_ROWS, group_page, rollout_page
 from rolltree.records.rollout_view import rollout_view
 from rolltree.records.story import run_story
 from rolltree.records.token_lens import token_lens
-from rolltree.records.values import clean_text
-from rolltree.store import Run, run_folders, to_plain
+from rolltree.records.values import json_bytes
+from rolltree.store import Run, run_folders
 from rolltree.untrusted import shorten
 
 logger = logging.getLogger("rolltree.viewer")
@@ -52,19 +52,7 @@ Limit = Annotated[int, msgspec.Meta(ge=1, le=MAX_ROWS)]
 
 def json_response(value: object, status: int = 200) -> Response:
     """Return `value` as JSON; a number that is not finite is null."""
-    try:
-        content = msgspec.json.encode(value, enc_hook=to_plain)
-    except UnicodeEncodeError:  # half of a surrogate pair, which a model may well write
-        content = msgspec.json.encode(_clean(value), enc_hook=to_plain)
-    return Response(content, status, media_type="application/json")
-
-
-def _clean(value: Any) -> Any:
-    if isinstance(value, str):
-        return clean_text(value)
-    if isinstance(value, Mapping):
-        return {_clean(key): _clean(item) for key, item in value.items()}
-    return [_clean(item) for item in value] if isinstance(value, list | tuple) else value
+    return Response(json_bytes(value), status, media_type="application/json")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rolltree.untrusted import shorten
 from rolltree.viewer.api import Api, json_response
+from rolltree.viewer.bundle import STATIC
 
 EXCHANGE = "/api/token"
-STATIC = Path(__file__).parent / "static"
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 _TYPES = {
     ".css": "text/css; charset=utf-8",

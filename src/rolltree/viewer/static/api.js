@@ -1,13 +1,12 @@
-// The server's answers. A page that was exported has them inside, by path.
+// The server's answers; those of a page that was exported are inside it.
 
-const stored = document.getElementById("data");
-const answers = stored ? JSON.parse(stored.textContent) : null;
+import { file, storedApi } from "./stored.js";
 
 /** The token comes behind the link's `#`, or a code for it that works once; it leaves the address and stays in
  * this origin's storage, which no other port shares, as a cookie would. A link with a wrong one, which any page can
  * open, takes nothing away. */
 async function takeToken() {
-  if (answers) return null;
+  if (file) return null;
   const given = /^#(token|code)=([\w-]+)/.exec(location.hash);
   if (given) {
     history.replaceState(null, "", `${location.pathname}#/`);
@@ -41,10 +40,6 @@ async function get(path, query = {}, signal = undefined) {
   const kept = Object.entries(query).filter(([, v]) => v !== null && v !== undefined && v !== "");
   const text = new URLSearchParams(kept).toString();
   const url = `api/${path}${text ? `?${text}` : ""}`;
-  if (answers) {
-    if (url in answers) return answers[url];
-    throw new Error("This file does not hold that part of the run. Open the run with `rolltree view`.");
-  }
   const answer = await fetch(url, { signal, headers: { Authorization: `Bearer ${await token}` } }).catch((error) => {
     if (signal?.aborted) throw error;
     throw new Error("The server does not answer. Start `rolltree view` again and open the link that it prints.");
@@ -58,9 +53,10 @@ const of = (run, part) => `runs/${encodeURIComponent(run)}${part ? `/${part}` : 
 
 /** The endpoints, for one view: what it still waits for ends with `signal`. */
 export function apiFor(signal) {
+  if (file) return { signal, isExported: true, ...storedApi };
   return {
     signal,
-    isExported: answers !== null,
+    isExported: false,
     runs: () => get("runs", {}, signal),
     run: (run) => get(of(run), {}, signal),
     changed: (run, since) => get(of(run, "changed"), { since }, signal),

@@ -1,11 +1,14 @@
 // Elements without HTML: text reaches the page as text nodes only, so nothing a model wrote can run.
 
+import { isInside } from "./stored.js";
+
 const SVG = "http://www.w3.org/2000/svg";
 
 function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes ?? {})) {
     if (value === null || value === undefined || value === false) continue;
-    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    if (name === "href" && !isInside(value)) element.setAttribute("title", "not in this file");
+    else if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (name === "vars") {
       for (const [key, each] of Object.entries(value)) element.style.setProperty(key, each);
     } else element.setAttribute(name, value === true ? "" : value);

@@ -2,6 +2,7 @@
 
 import { apiFor } from "./api.js";
 import { h, href, line, put, visible } from "./dom.js";
+import { file, partsOf } from "./stored.js";
 import * as compare from "./compare.js";
 import * as group from "./group.js";
 import * as rollout from "./rollout.js";
@@ -42,15 +43,8 @@ let current = null;
 
 /** Return the route of an address with its parameters, or null. */
 function match(hash) {
-  const [path, query] = hash.replace(/^#\/?/, "").split("?");
-  const parts = path ? path.split("/").map((part) => {
-    try {
-      return decodeURIComponent(part);
-    } catch {
-      return part;
-    }
-  }) : [];
-  const params = Object.fromEntries(new URLSearchParams(query ?? ""));
+  const parts = partsOf(hash);
+  const params = Object.fromEntries(new URLSearchParams(hash.split("?")[1] ?? ""));
   for (const route of ROUTES) {
     if (route.path.length !== parts.length) continue;
     if (!route.path.every((name, at) => name.startsWith(":") || name === parts[at])) continue;
@@ -205,4 +199,5 @@ try {
 document.getElementById("theme").addEventListener("click", toggleTheme);
 document.getElementById("help").addEventListener("click", showKeys);
 addEventListener("hashchange", show);
-show();
+if (file && !location.hash) location.replace(href(["run", file.run]));
+else show();

@@ -62,7 +62,8 @@ export async function render(root, params, api) {
   const query = isGroups ? { phase, step } : { phase, step, where, sort };
   const fetchRows = async (offset, limit) => {
     const page = await (isGroups ? api.groups : api.rollouts)(run, { ...query, offset, limit });
-    put(total, count(page.total));
+    put(total, page.of === undefined ? count(page.total)
+      : `${count(page.total)} of ${count(page.of)} ${isGroups ? "groups" : "rollouts"} are in this file`);
     return page;
   };
   const rollout = (row) => href(["run", run, "rollout", row.request_id, row.trajectory_index]);
@@ -85,7 +86,9 @@ export async function render(root, params, api) {
     type: "number", min: 0, placeholder: "step", "aria-label": "Step", value: step, class: "step",
     onchange: () => go({ step: at.value }),
   });
-  const filter = h("input", {
+  const filter = api.isExported ? where && h("button", {
+    type: "button", title: "Show all", onclick: () => go({ where: null }),
+  }, `${where} ×`) : h("input", {
     type: "search", value: where, "data-search": true, "aria-label": "Filter", class: "filter",
     placeholder: "reward < 0.5 and num_calls > 2  (/)",
     onkeydown: (event) => { if (event.key === "Enter") go({ where: filter.value }); },

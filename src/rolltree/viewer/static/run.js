@@ -4,6 +4,7 @@ import { whenChanged } from "./api.js";
 import { board } from "./chart.js";
 import { count, duration, folded, h, href, line, num, plainTable, put, short } from "./dom.js";
 import { failures, progress, stateBadge } from "./runs.js";
+import { file } from "./stored.js";
 
 const TOGETHER = [
   { title: "reward", names: ["reward/mean", "eval/reward"] },
@@ -21,7 +22,9 @@ export async function render(root, params, api) {
   const curves = h("div");
   const rest = h("div");
   let again = null;
-  put(root, head, story, curves, rest);
+  put(root, file && h("p", { class: "muted small" }, `This file has ${count(file.num_rollouts)} of `,
+    `${count(file.of)} rollouts, as of ${new Date(1000 * file.created_at).toLocaleString()}. The run itself opens with `,
+    h("code", null, "rolltree view"), "."), head, story, curves, rest);
 
   async function draw() {
     const [summary, found] = await Promise.all([api.run(params.run), api.curves(params.run)]);
@@ -46,7 +49,7 @@ export async function render(root, params, api) {
 
   const summary = await draw();
   if (params.metric) root.addEventListener("shown", () => curves.scrollIntoView(), { once: true });
-  put(document.getElementById("live"), summary.state === "running" ? "live" : "");
+  put(document.getElementById("live"), summary.state === "running" && !api.isExported ? "live" : "");
   whenChanged(api, params.run, draw);
 }
 
@@ -73,14 +76,8 @@ function drawHead(head, run, params) {
 function evidenceLink(run, view, evidence) {
   const { phase, where, series, request_id: id, trajectory_index: index, call, position } = evidence;
   const [first, last] = evidence.steps ?? [];
-  const isSpan = first !== undefined && first !== last;
-  const step = evidence.step ?? (isSpan ? null : first);
-  const span = isSpan && `train_step >= ${first} and train_step <= ${last}`;
-  if (view === "groups") return href(["run", run, "rollouts"], { by: "group", phase, step });
-  if (view === "rollouts") {
-    const filter = [where, span].filter(Boolean).join(" and ");
-    return href(["run", run, "rollouts"], { phase, step: isSpan ? null : step, where: filter, sort: evidence.sort });
-  }
+  if (view === "groups") return href(["run", run, "rollouts"], { by: "group", phase, step: evidence.step });
+  if (view === "rollouts") return href(["run", run, "rollouts"], { phase, where });
   if (view === "group") return href(["run", run, "group", evidence.group_id]);
   if (view === "rollout") return href(["run", run, "rollout", id, index]);
   if (view === "tree") return href(["run", run, "tree", id, index]);

@@ -63,7 +63,7 @@ export async function render(root, params, api) {
     const box = h("input", { type: "checkbox", "aria-label": `Choose ${run.name}`, checked: chosen.has(run.id), onchange: () => choose(run, box) });
     const tokens = run.tokens ?? {};
     return h("tr", { "data-row": true },
-      h("td", null, box),
+      h("td", null, !api.isExported && box),
       h("th", { scope: "row" }, h("a", { href: href(["run", run.id]) }, run.id)),
       h("td", null, stateBadge(run)),
       h("td", { class: "number" }, estimate(run.reward, scale)),
@@ -94,7 +94,7 @@ export async function render(root, params, api) {
   const heads = [["", ""], ["run", ""], ["state", ""], ["reward", "number"], ["progress", "minor"], ["environment", "minor"], ["model", "minor"],
     ["sampled", "number minor"], ["rollouts", "number minor"], ["failed", "number"], ["age", "number minor"]];
   put(root,
-    h("div", { class: "bar" }, h("h1", null, "Runs"), search, go),
+    h("div", { class: "bar" }, h("h1", null, "Runs"), search, !api.isExported && go),
     h("div", { class: "scroll", tabindex: "0" }, h("table", { class: "runs" },
       h("thead", null, h("tr", null, heads.map(([text, side]) => h("th", { class: side || null, scope: "col" }, text)))), body)), refused);
   if (!api.isExported) {
