@@ -277,7 +277,7 @@ def test_a_run_without_rollouts_is_a_file(browser, tmp_path):
     export_page(tmp_path / "empty", tmp_path / "empty.html")
     tab = open_file(browser, tmp_path / "empty.html")
     tab.open("#/run/empty/rollouts")
-    assert tab.texts(".empty") == ["No rollout passes the filter."]
+    assert tab.texts(".empty") == ["The run has no rollouts yet."]
     closed(tab, tmp_path / "empty.html")
 
 
