@@ -77,7 +77,8 @@ def overview_line(found: Mapping[str, Any]) -> str:
     if reward is not None:
         ends = "" if reward["low"] is None else f" [{reward['low']:.3f}, {reward['high']:.3f}]"
         said.append(f"reward {reward['mean']:.3f}{ends} ({reward['of']})")
-    said.append(f"{found['num_rollouts']:,} rollouts")
+    number = found["num_rollouts"]
+    said.append(f"{number:,} rollout{'' if number == 1 else 's'}")
     if found["num_failed"]:
         said.append(f"{found['num_failed']:,} failed: {counts(found['failures'])}")
     return "  ".join(said)
