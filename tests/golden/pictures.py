@@ -107,6 +107,10 @@ def served() -> Iterator[str]:
             process.stdout.close()
 
 
+TOLD = "() => document.querySelector('.story:empty') === null"
+"""Whether the sentences of a run stand on its page, which does not wait for them."""
+
+
 @contextmanager
 def opened(browser: Any, link: str, picture: Picture) -> Iterator[Any]:
     """Open a picture's view as it is shown, and yield the page."""
@@ -124,6 +128,7 @@ def opened(browser: Any, link: str, picture: Picture) -> Iterator[Any]:
         tab.page.clock.set_fixed_time(1000 * NOW)
         tab.open(picture.address)
         tab.page.wait_for_load_state("networkidle")
+        tab.page.wait_for_function(TOLD, timeout=60_000)
         if picture.point:
             tab.page.hover(picture.point)
         if picture.scroll:
