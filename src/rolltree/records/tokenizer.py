@@ -39,7 +39,7 @@ class RunTokenizer:
         except ModuleNotFoundError as error:
             raise ConfigError(
                 "the package tokenizers is missing, so ids cannot be shown or compared as text. "
-                "Install rolltree with its extra: pip install 'rolltree[torch]'."
+                "Install rolltree with its extra: pip install 'rolltree[view]'."
             ) from error
         self.folder = folder
         file = folder / "tokenizer.json"
