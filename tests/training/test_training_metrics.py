@@ -130,6 +130,12 @@ def result(index, reward, steps, error=None, group="g", **state):
 ERROR = ErrorRecord("ServerError", "500", "", "model")
 
 
+def grouped(rewards):
+    """Return a result for every reward of every group."""
+    pairs = [(group, reward) for group, each in rewards.items() for reward in each]
+    return [result(at, reward, [], group=group) for at, (group, reward) in enumerate(pairs)]
+
+
 class TestRolloutMetrics:
     def test_by_hand(self):
         metrics = rollout_metrics(
@@ -157,16 +163,24 @@ class TestRolloutMetrics:
         assert metrics["error/ServerError"] == 1.0
 
     def test_the_rewards_interval_takes_the_group_as_the_unit(self):
-        """Groups of means 1, 2, 3 (the example of `estimate`), however many rollouts each has."""
-        rewards = {"a": [0.5, 1.5], "b": [2.0], "c": [3.0, 3.0, 3.0]}
-        made = [
-            result(i, r, [], group=g) for g, each in rewards.items() for i, r in enumerate(each)
-        ]
-        metrics = rollout_metrics(made)
+        """Groups of means 1, 2, 3 (the example of `estimate`)."""
+        metrics = rollout_metrics(grouped({"a": [0.5, 1.5], "b": [2.0, 2.0], "c": [3.0, 3.0]}))
         assert metrics["reward/low"] == pytest.approx(-0.484, abs=1e-3)
         assert metrics["reward/high"] == pytest.approx(4.484, abs=1e-3)
         alone = rollout_metrics([result(0, 0.25, [])])
         assert "reward/low" not in alone  # one group, no shares: there is no interval
+
+    def test_the_interval_is_that_of_the_mean_when_groups_lost_episodes(self):
+        """With mean c = 13/6 of N = 6 in G = 3 groups, a group's value is c + G n (m - c) / N.
+
+        These are 1, 2.0833 and 3.4167: s = 1.2105, and t(2) s / sqrt(3) = 3.007.
+        """
+        rewards = {"a": [0.5, 1.5], "b": [2.0], "c": [3.0, 3.0, 3.0]}
+        metrics = rollout_metrics(grouped(rewards))
+        assert metrics["reward/low"] == pytest.approx(13 / 6 - 3.007, abs=1e-3)
+        assert metrics["reward/high"] == pytest.approx(13 / 6 + 3.007, abs=1e-3)
+        shares = rollout_metrics(grouped({"a": [1.0], "b": [0.0] * 7, "c": [0.0] * 8}))
+        assert 0.0 <= shares["reward/low"] < shares["reward/mean"] == 1 / 16 < shares["reward/high"]
 
     def test_timings_are_means(self):
         timing = [{"generation_ms": 10.0, "scoring_ms": 1.0}, {"generation_ms": 30.0}]
