@@ -5,7 +5,8 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = SETTINGS["project"]["optional-dependencies"]
 SUFFIXES = (".py", ".md", ".toml")
 
 
@@ -54,3 +55,12 @@ def test_the_readme_lists_every_extra():
     shown = re.findall(r"pip install 'rolltree\[([a-z]+)\]'", readme)
     listed = {*re.findall(r"`([a-z]+)`", line), *shown}
     assert listed == set(EXTRAS) - {"torch", "dev"}  # a part of `train`; for contributors
+
+
+def test_a_wheel_has_every_file_of_the_package():
+    package = ROOT / "src" / "rolltree"
+    patterns = SETTINGS["tool"]["setuptools"]["package-data"]["rolltree"]
+    packed = {file for pattern in patterns for file in package.glob(pattern)}
+    others = {file for file in package.rglob("*") if file.is_file() and file.suffix != ".py"}
+    assert package / "viewer" / "static" / "main.js" in packed
+    assert {file for file in others - packed if "__pycache__" not in file.parts} == set()
