@@ -38,7 +38,8 @@
     const ink = over(rgba(isDrawn ? style.fill : style.color), below);
     const [high, low] = [light(ink), light(below)].sort((a, b) => b - a);
     const contrast = (high + 0.05) / (low + 0.05);
-    if (contrast < 4.5) pale.push(`${element.tagName}.${element.getAttribute("class")}: ${contrast.toFixed(2)} ${element.textContent.slice(0, 30)}`);
+    const name = `${element.tagName}.${element.getAttribute("class")}`;
+    if (contrast < 4.5) pale.push(`${name}: ${contrast.toFixed(2)} ${element.textContent.slice(0, 30)}`);
   }
   const page = document.documentElement;
   return { pale, overflow: Math.max(0, page.scrollWidth - page.clientWidth), hacked: window.hacked ?? null };

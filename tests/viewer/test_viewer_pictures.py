@@ -30,10 +30,11 @@ def test_the_clicks_of_the_tour_lead_to_its_pictures(browser, link):
     page = tab.page
     page.get_by_role("link", name="demo", exact=True).click()
     tab.ready(wanted["run"])
+    page.locator(".sentence").first.wait_for()
     curve = page.locator("figure", has_text="groups without variance").locator("svg")
     box = curve.bounding_box()
     curve.click(position={"x": box["width"] * 0.168, "y": box["height"] / 2})
-    page.wait_for_function("location.hash.includes('step=2')")
+    page.wait_for_function("location.hash.endsWith('&step=2')")
     page.get_by_role("link", name="Groups").click()
     page.get_by_role("heading", name="Groups").wait_for()
     page.get_by_role("link", name="g06").click()

@@ -42,9 +42,11 @@ export function put(element, ...children) {
 }
 
 /** What steers, reorders, or cannot be seen, as in Python's `untrusted.visible`; joiners and emoji selectors stay. */
-const HIDDEN = new RegExp("[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u00ad\\u034f\\u061c\\u115f\\u1160\\u17b4\\u17b5"
-  + "\\u180b-\\u180f\\u200b\\u200e\\u200f\\u2028-\\u202e\\u2060-\\u206f\\u3164\\ud800-\\udfff\\ufe00-\\ufe0d\\ufeff\\uffa0"
-  + "\\ufff0-\\ufffb\\u{13430}-\\u{1345f}\\u{1bca0}-\\u{1bca3}\\u{1d173}-\\u{1d17a}\\u{e0000}-\\u{e0fff}]", "gu");
+const HIDDEN = new RegExp("[\\u0000-\\u0008"
+  + "\\u000b-\\u001f\\u007f-\\u009f\\u00ad\\u034f\\u061c\\u115f\\u1160\\u17b4\\u17b5"
+  + "\\u180b-\\u180f\\u200b\\u200e\\u200f\\u2028-\\u202e\\u2060-\\u206f\\u3164\\ud800-\\udfff\\ufe00-\\ufe0d"
+  + "\\ufeff\\uffa0\\ufff0-\\ufffb"
+  + "\\u{13430}-\\u{1345f}\\u{1bca0}-\\u{1bca3}\\u{1d173}-\\u{1d17a}\\u{e0000}-\\u{e0fff}]", "gu");
 const TOWER = /(\p{M}{6})(\p{M}+)/gu;
 
 /** The text with its control, direction and invisible characters shown, and without towers of accents. */

@@ -24,7 +24,7 @@ export function markdown(text) {
   const blocks = [];
   let lines = [];
   const close = () => {
-    if (lines.some((each) => each.trim())) blocks.push(h("p", { class: "text" }, inline(lines.join("\n").replace(/^\n+|\n+$/g, ""))));
+    if (lines.length) blocks.push(h("p", { class: "text" }, inline(lines.join("\n"))));
     lines = [];
   };
   const all = text.split("\n");
@@ -42,7 +42,9 @@ export function markdown(text) {
       blocks.push(h("p", { class: "heading" }, inline(heading[2] ?? "")));
     } else if (item) {
       close();
-      blocks.push(h("p", { class: "item", vars: { "--depth": Math.min(6, item[1].length / 2) } }, h("span", { class: "bullet" }, /\d/.test(item[2]) ? item[2] : "•"), " ", inline(item[3] ?? "")));
+      const bullet = h("span", { class: "bullet" }, /\d/.test(item[2]) ? item[2] : "•");
+      const depth = Math.min(6, item[1].length / 2);
+      blocks.push(h("p", { class: "item", vars: { "--depth": depth } }, bullet, " ", inline(item[3] ?? "")));
     } else if (!all[at].trim()) close();
     else lines.push(all[at]);
   }
