@@ -4,7 +4,8 @@ import { h } from "./dom.js";
 
 const ROW_PX = 32;
 const PAGE = 200;
-const SPARE = 12; // rows drawn above and below what is seen
+const SPARE = 24; // rows drawn above and below what is seen, and how few may be left before more are drawn
+const LEAST = 8;
 
 /**
  * A virtual table. `columns` are {name, label, width, cell(row), numeric, minor, sort};
@@ -21,7 +22,7 @@ export async function virtualTable({ columns, fetchRows, link, sort, onSort, emp
   let marked = -1;
   let isBusy = false;
   let isDue = false;
-  let sight = [0, 0]; // the rows that are drawn: asking the box again would lay it out anew
+  let sight = [0, 0]; // the rows that are drawn
 
   const head = h("div", { class: "vrow vhead", role: "row" }, columns.map((column) => {
     const isSorted = column.sort && sort?.replace("-", "") === column.sort;
@@ -66,11 +67,13 @@ export async function virtualTable({ columns, fetchRows, link, sort, onSort, emp
     return wanted.map((at) => Math.floor(at / PAGE)).find((page) => !pages.has(page));
   }
 
-  /** Draw the rows that came into sight, and take those away that left it: the others stay as they are. */
+  /** Draw the rows that come into sight, and take those away that left it: the others stay as they are. */
   function draw() {
-    const top = Math.max(0, Math.floor(box.scrollTop / ROW_PX) - SPARE);
-    const end = Math.min(total, top + Math.ceil((box.clientHeight || 600) / ROW_PX) + 2 * SPARE);
-    sight = [top, end];
+    const first = Math.floor(box.scrollTop / ROW_PX);
+    const last = first + Math.ceil((box.clientHeight || 600) / ROW_PX);
+    const [above, below] = [Math.max(0, first - LEAST), Math.min(total, last + LEAST)];
+    if (above < sight[0] || below > sight[1]) sight = [Math.max(0, first - SPARE), Math.min(total, last + SPARE)];
+    const [top, end] = sight;
     for (const [at, { element, row }] of drawn) {
       if (at >= top && at < end && row === rowAt(at)) continue;
       element.remove();
