@@ -4,7 +4,7 @@ import { h } from "./dom.js";
 
 const ROW_PX = 32;
 const PAGE = 200;
-const SPARE = 24; // rows drawn above and below what is seen, and how few may be left before more are drawn
+const SPARE = 16; // rows drawn above and below what is seen, and how few may be left before more are drawn
 const LEAST = 8;
 
 /**
