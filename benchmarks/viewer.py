@@ -277,7 +277,7 @@ def bars_of(results: dict[str, Any]) -> list[Bar]:
         if "frames_per_s" in each:
             bars += [
                 Bar.at_least(f"frames a second while {name} scroll", each["frames_per_s"], least),
-                Bar.at_most(f"ms of work for a frame while {name} scroll", each["work_ms"], 12),
+                Bar.at_most(f"ms of work for a frame while {name} scroll", each["work_ms"], 16.7),
                 Bar.at_most(f"ms in which {name} in sight were blank", each["longest_gap_ms"], 100),
             ]
         elif name != "story":
