@@ -240,9 +240,9 @@ async def test_a_code_gives_the_token_once_and_to_the_page_only(tmp_path):
 
 async def test_another_users_program_does_not_get_the_token_for_the_code(tmp_path, monkeypatch):
     app = create_app(tmp_path, "the token", ["127.0.0.1:1"], code="the code")
-    monkeypatch.setattr("rolltree.viewer.app.user_of", lambda port, server_port: os.getuid() + 1)
+    monkeypatch.setattr("rolltree.viewer.app.user_of", lambda *_: os.getuid() + 1)
     assert (await asked(app, "the code")).status_code == 401
-    monkeypatch.setattr("rolltree.viewer.app.user_of", lambda port, server_port: os.getuid())
+    monkeypatch.setattr("rolltree.viewer.app.user_of", lambda *_: os.getuid())
     assert (await asked(app, "the code")).json() == {"token": "the token"}
 
 
@@ -252,8 +252,9 @@ def test_a_connection_is_known_to_be_its_users(family):
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(family) as client:
         port = server.getsockname()[1]
         client.connect(("127.0.0.1" if family == socket.AF_INET else "::ffff:127.0.0.1", port))
-        assert user_of(client.getsockname()[1], port) == os.getuid()
-        assert user_of(1, port) is None
+        assert user_of("127.0.0.1", client.getsockname()[1], port) == os.getuid()
+        assert user_of("127.0.0.2", client.getsockname()[1], port) is None
+        assert user_of("127.0.0.1", 1, port) is None
 
 
 async def test_who_has_the_token_is_told_so_and_keeps_the_code(tmp_path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import hmac
 import os
+import socket
+import sys
 from collections.abc import Collection
 from pathlib import Path
 
@@ -111,18 +113,19 @@ def _is_foreign(request: Request) -> bool:
     """Whether another user's program asks, where Linux says whose a connection is."""
     if request.client is None:
         return False
-    user = user_of(request.client.port, request.scope["server"][1])
+    user = user_of(request.client.host, request.client.port, request.scope["server"][1])
     return user not in (None, os.getuid(), 0)
 
 
-def user_of(port: int, server_port: int | None) -> int | None:
-    """Return who connects from a port of this machine to another; None: no such connection."""
-    ends = [f"{each or 0:04X}" for each in (port, server_port)]
+def user_of(host: str, port: int, server_port: int | None) -> int | None:
+    """Return who connects from an IPv4 address to a port of this machine; None: nobody."""
+    number = int.from_bytes(socket.inet_aton(host), sys.byteorder)
+    here, there = f"{number:08X}:{port:04X}", f":{server_port or 0:04X}"
     for table in _TABLES:
         with contextlib.suppress(OSError):
             for row in table.read_text(encoding="ascii").splitlines()[1:]:
                 words = row.split()
-                if [words[1].rpartition(":")[2], words[2].rpartition(":")[2]] == ends:
+                if words[1].endswith(here) and words[2].endswith(there):
                     return int(words[7])
     return None
 
