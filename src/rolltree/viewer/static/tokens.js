@@ -20,10 +20,16 @@ export async function render(root, params, api) {
   const { run, id, index } = params;
   const call = Number(params.call);
   const query = (offset) => ({ id, index, call, offset, limit: BLOCK });
-  const at = Math.max(0, Number(params.at ?? 0));
-  const begun = Math.floor(at / BLOCK) * BLOCK;
-  const first = await api.tokens(run, query(begun));
+  const wanted = Math.floor(Number(params.at ?? 0));
+  let at = Number.isSafeInteger(wanted) ? Math.max(0, wanted) : 0;
+  let begun = at - (at % BLOCK);
+  let first = await api.tokens(run, query(begun));
   const total = first.num_tokens;
+  if (at >= total && total) { // a link to a token that is not there leads to the last one
+    at = total - 1;
+    begun = at - (at % BLOCK);
+    first = await api.tokens(run, query(begun));
+  }
   const place = first.calls.findIndex((each) => each.call === call);
   const agent = first.calls[place]?.agent;
   const breaks = first.breaks;
@@ -174,7 +180,7 @@ export async function render(root, params, api) {
     breaks.map((each) => breakCard(each, address(call, { at: each.position }))),
     h("div", { class: "sticky" }, h("div", { class: "bar" }, h("label", null, "Colour by ", choice), legend, jump), facts),
     !first.texts && h("p", { class: "muted" }, "No tokenizer was found, so tokens are shown by their ids."), text);
-  fill(begun, first);
+  if (total) fill(begun, first);
   root.addEventListener("shown", () => { if (params.at !== undefined) go(at); }, { once: true });
 }
 
