@@ -266,7 +266,7 @@ def _packed_calls(run: Run, request_id: str, index: int, calls: Sequence[int]) -
             lens = token_lens(run, request_id, index, call)
         except UnknownName:
             continue
-        columns = {name: lens.pop(name) for name in COLUMNS}
+        columns: dict[str, Any] = {name: _short(lens.pop(name)) for name in COLUMNS}
         ids = columns["ids"]
         after = max(
             list(known)[-_LEAST_SAME:],
@@ -281,6 +281,13 @@ def _packed_calls(run: Run, request_id: str, index: int, calls: Sequence[int]) -
         }
         known[call] = columns
     return found
+
+
+def _short(column: list[Any] | None) -> list[Any] | None:
+    """Return a column whose numbers have nine digits, which tell every float32 from the others."""
+    if column is None:
+        return None
+    return [float(f"{each:.9g}") if isinstance(each, float) else each for each in column]
 
 
 def num_same(first: Sequence[Any], second: Sequence[Any]) -> int:

@@ -62,15 +62,21 @@ const unpacked = new Map();
 const mapped = (columns, change) =>
   Object.fromEntries(Object.entries(columns).map(([name, column]) => [name, column && change(column, name)]));
 
-/** The columns of a call's tokens: what they have in common with a call before is in the file once, as are repeated
- * values. */
+/** A column as it was: it may begin like the one of a call before, and repeated values are in the file once. */
+function unpack(column, before) {
+  const found = column[0]?.same ? before.slice(0, column[0].same) : [];
+  for (const each of column) {
+    if (each === null || typeof each !== "object") found.push(each);
+    else for (let left = each.times ?? 0; left > 0; left -= 1) found.push(each.value);
+  }
+  return found;
+}
+
 function columnsOf(calls, call) {
   const stored = calls[call];
   if (!unpacked.has(stored)) {
     const before = stored.after === null ? {} : columnsOf(calls, stored.after);
-    const part = (each, name) => (each?.same ? before[name].slice(0, each.same)
-      : each?.times ? Array(each.times).fill(each.value) : [each]);
-    unpacked.set(stored, mapped(stored.columns, (column, name) => column.flatMap((each) => part(each, name))));
+    unpacked.set(stored, mapped(stored.columns, (column, name) => unpack(column, before[name])));
   }
   return unpacked.get(stored);
 }
