@@ -227,7 +227,7 @@ def moving(browser: Any, folder: Path) -> dict[str, dict[str, float]]:
     with server(folder) as link:
         tab = Tab(browser, link)
         tab.first(places["run"])
-        tab.page.wait_for_selector(".story > *")
+        tab.page.wait_for_selector(".story > .sentence")
         found["story"] = {"drawn_ms": tab.page.evaluate("() => performance.now()")}
         tab.close()
     return found

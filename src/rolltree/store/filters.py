@@ -192,7 +192,7 @@ def order_clause(sort: str) -> str:
         return f"id {direction}"
     _check_name(name, "sorted")
     expression = _expression(name)
-    return f"{expression} IS NULL, {expression} {direction}, id"
+    return f"{expression} {direction} NULLS LAST, id"
 
 
 def matches(row: StoredRollout, where: Mapping[str, Any]) -> bool:

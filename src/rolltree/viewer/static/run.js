@@ -17,7 +17,8 @@ const MOST_DRAWN = 120;
 const FIRST = ["Reward", "Policy", "Engine against trainer", "Rollouts", "Speed"];
 
 export async function render(root, params, api) {
-  const story = h("section", { class: "story", "aria-label": "What happened" });
+  const story = h("section", { class: "story", "aria-label": "What happened" },
+    h("p", { class: "muted" }, "Reading the rollouts …"));
   const head = h("div");
   const curves = h("div");
   const rest = h("div");
