@@ -26,27 +26,32 @@ def plant(folder, problem):
     draw = random.Random(0)
     with Run.create(folder, kind="train", config={"model": {"name": "none"}}) as run:
         for step in range(1, NUM_STEPS + 1):
-            flat = problem == "zero_variance" and step > 5
-            rows = [
-                _played(problem, draw, step, group, index, flat)
-                for group in range(GROUPS)
-                for index in range(SIZE)
-            ]
-            for row in rows:
-                run.add_rollouts(encode_result(row))
-            rewards = [row.states[0]["reward"] for row in rows]
-            drift = 0.4 if problem == "drift" and step > 5 else 0.001
-            run.add_step(
-                step,
-                {
-                    "reward/mean": sum(rewards) / len(rewards),
-                    "train/frac_reward_zero_std": float(flat),
-                    "train/grad_norm": 0.0 if flat else 1.0,
-                    "train/sampling/sampling_logp_difference/mean": drift,
-                    "samples/breaks/reasoning_stripped": float(problem == "breaks"),
-                },
-            )
+            add_step(run, draw, step, problem)
     return folder
+
+
+def add_step(run, draw, step, problem=None):
+    """Store a step with its rollouts."""
+    flat = problem == "zero_variance" and step > 5
+    rows = [
+        _played(problem, draw, step, group, index, flat)
+        for group in range(GROUPS)
+        for index in range(SIZE)
+    ]
+    for row in rows:
+        run.add_rollouts(encode_result(row))
+    rewards = [row.states[0]["reward"] for row in rows]
+    drift = 0.4 if problem == "drift" and step > 5 else 0.001
+    run.add_step(
+        step,
+        {
+            "reward/mean": sum(rewards) / len(rewards),
+            "train/frac_reward_zero_std": float(flat),
+            "train/grad_norm": 0.0 if flat else 1.0,
+            "train/sampling/sampling_logp_difference/mean": drift,
+            "samples/breaks/reasoning_stripped": float(problem == "breaks"),
+        },
+    )
 
 
 def _played(problem, draw, step, group, index, flat):

@@ -110,6 +110,21 @@ def test_a_group_is_one_tree(run):
     assert found["reuse_factor"] == (4 + 4 + 3 + 4) / 9
 
 
+def test_the_rollouts_of_one_agent_are_a_tree_of_their_own(tmp_path):
+    with Run.create(tmp_path / "run", kind="train", config={"model": "none"}) as run:
+        for index, agent in enumerate(("asker", "helper", "asker")):
+            ids = [1, 2] if agent == "asker" else [7]
+            played = result(index, float(index), step(ids, [3 + index]))
+            played.states[0]["agent"] = agent
+            run.add_rollouts(encode_result(played))
+        assert group_tree(run, "g")["agents"] == ["asker", "helper"]
+        found = group_tree(run, "g", agent="asker")
+        assert [each["request_id"] for each in found["members"]] == ["g/0", "g/2"]
+        assert (found["shared_tokens"], found["num_tokens"], found["reward"]) == (2, 4, 1.0)
+        with pytest.raises(UnknownName, match="no agent 'judge'"):
+            group_tree(run, "g", agent="judge")
+
+
 def test_an_unknown_group_is_named(run):
     with pytest.raises(UnknownName, match="no group 'h'"):
         group_tree(run, "h")
@@ -244,6 +259,25 @@ def test_a_run_without_a_tokenizer_has_none(run):
     (run.path / "model").mkdir()
     (run.path / "model" / "tokenizer.json").write_text("{}")
     assert token_lens(run, "g/0")["has_tokenizer"] is False
+
+
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        ({"run": {"dir": "runs/book/run"}, "model": {"name": "runs/book/warm"}}, True),
+        ({"run": {"dir": "/home/a/book/run"}, "model": {"name": "/home/a/book/warm"}}, True),
+        ({"run": {"dir": "/home/a/book/run"}, "model": {"name": "runs/book/warm"}}, False),
+        ({"run": {"dir": "runs/run"}, "model": {"name": "models/warm"}}, False),
+        ({"model": {"name": "runs/book/warm"}}, False),
+    ],
+)
+def test_a_model_that_was_moved_with_its_run_is_found(tmp_path, told, found):
+    byte_level(tmp_path / "warm")
+    with Run.create(tmp_path / "run", kind="train", config=told) as run:
+        shown = found_tokenizer(run)
+        assert (shown is not None) == found
+        if shown is not None:
+            assert shown.folder == tmp_path / "warm"
 
 
 def test_200_000_tokens_take_half_a_second(tmp_path):

@@ -228,3 +228,71 @@ def test_an_address_names_one_token(tab, page):
     tab.open(f"#/run/train/tokens/{part(row['request_id'])}/{row['trajectory_index']}/0?at=3")
     assert tab.page.locator(".tk.chosen").get_attribute("data-at") == "3"
     assert "position 3" in tab.page.locator(".inspector").inner_text()
+
+
+@pytest.mark.parametrize(("width", "is_beside"), [(1280, True), (390, False)])
+def test_the_conversation_stands_first(browser, page, width, is_beside):
+    tab = Tab(browser, page.link, width)
+    row = rows(page, "tools", "rollouts", sort="-num_calls", limit=1)[0]
+    tab.open(f"#/run/tools/rollout/{part(row['request_id'])}/{row['trajectory_index']}")
+    said = tab.page.locator(".conversation").bounding_box()
+    numbers = tab.page.locator("aside").bounding_box()
+    assert said["y"] < tab.page.viewport_size["height"] / 2
+    if is_beside:
+        assert numbers["x"] > said["x"] + said["width"]
+    else:
+        assert numbers["y"] > said["y"] + said["height"]
+    tab.page.context.close()
+    assert tab.said == []
+
+
+def test_groups_open_with_those_of_the_newest_step(tab, page):
+    tab.open("#/run/train/rollouts?by=group")
+    steps = [
+        int(text) for text in tab.page.locator(".vbody .cell:nth-child(5)").all_text_contents()
+    ]
+    assert steps == sorted(steps, reverse=True)
+    assert tab.page.get_by_label("Phase").input_value() == "train"
+    tab.page.keyboard.press("[")
+    tab.ready(f"#/run/train/rollouts?by=group&step={steps[0]}")
+    tab.page.keyboard.press("[")
+    tab.ready(f"#/run/train/rollouts?by=group&step={steps[0] - 1}")
+    tab.page.get_by_label("Phase").select_option("*")
+    tab.ready("#/run/train/rollouts?by=group&phase=*")
+    total = page.get("/api/runs/train/groups").json()["total"]
+    assert tab.page.locator(".vtable").get_attribute("aria-rowcount") == str(total)
+
+
+def test_a_group_of_several_agents_is_a_tree_for_each(tab, page):
+    run = part("deep/agents")
+    groups = rows(page, "deep/agents", "groups", limit=50)
+    group = next(each for each in groups if len({m["agent"] for m in each["members"]}) > 1)
+    agents = list(dict.fromkeys(each["agent"] for each in group["members"]))
+    tab.open(f"#/run/{run}/group/{part(group['group_id'])}")
+    for agent in agents:
+        tab.page.get_by_role("link", name=agent, exact=True).click()
+        tab.ready(f"#/run/{run}/group/{part(group['group_id'])}?agent={agent}")
+        own = [each for each in group["members"] if each["agent"] == agent]
+        assert tab.page.locator(".ending").count() == len(own)
+    tab.page.get_by_role("link", name="all", exact=True).click()
+    tab.ready(f"#/run/{run}/group/{part(group['group_id'])}?agent=*")
+    assert tab.page.locator(".ending").count() == len(group["members"])
+
+
+def test_going_back_leads_to_the_row_one_came_from(browser, start, tmp_path):
+    golden_kit.unpack("demo-seed1", tmp_path / "demo")
+    tab = Tab(browser, start(tmp_path / "demo").link)
+    tab.open("#/run/demo/rollouts")
+    table = tab.page.locator(".vtable")
+    table.evaluate("(box) => { box.scrollTop = 9000; }")
+    tab.page.wait_for_function("() => history.state?.table === 9000")
+    row = tab.page.locator(".vbody .vrow a").nth(20)
+    address = row.get_attribute("href")
+    row.click()
+    tab.ready(address)
+    assert tab.page.evaluate("() => scrollY") == 0
+    tab.page.go_back()
+    tab.ready("#/run/demo/rollouts")
+    assert table.evaluate("(box) => box.scrollTop") == 9000
+    tab.page.context.close()
+    assert tab.said == []

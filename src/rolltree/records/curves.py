@@ -57,7 +57,8 @@ def run_curves(run: Run) -> dict[str, Any]:
     """Return the steps and a series per metric, with None where a step has no value.
 
     A series has `name`, `label`, `unit`, `group`, `values`, and `low` and `high` where the run has
-    an interval. Held-out evaluations are the series `eval/...`, step 0 before training.
+    an interval. Held-out evaluations are the series `eval/...`, step 0 before training. `missing`
+    names (`name`, `label`) the metrics of `CURVES` that no step has.
     """
     points: dict[int, dict[str, Any]] = {}
     for done in run.evaluations():
@@ -72,7 +73,15 @@ def run_curves(run: Run) -> dict[str, Any]:
     told = {name: (group, *said) for group, rows in CURVES.items() for name, said in rows.items()}
     order = {name: at for at, name in enumerate(told)}
     shown = sorted(values.keys() - bounds, key=lambda name: (order.get(name, len(order)), name))
-    return {"steps": steps, "series": [_series(name, values, told) for name in shown]}
+    return {
+        "steps": steps,
+        "series": [_series(name, values, told) for name in shown],
+        "missing": [
+            {"name": name, "label": label}
+            for name, (_, label, _) in told.items()
+            if name not in values
+        ],
+    }
 
 
 def _series(

@@ -67,8 +67,10 @@ class _Segments:
     of: IntArray
 
 
-def group_tree(run: Run, group_id: str) -> dict[str, Any]:
+def group_tree(run: Run, group_id: str, *, agent: str | None = None) -> dict[str, Any]:
     """Return the rollouts of a group as one tree with reward and advantage on each branch.
+
+    With `agent` only those of this agent, which were asked alike; `agents` are all of the group.
 
     - `segments`: parents first, with `parent`, `start` (tokens above it), `num_tokens`, `authors`
       as `[author, tokens]` in order, `pieces`: `author` and `text` of each (None without a
@@ -84,13 +86,17 @@ def group_tree(run: Run, group_id: str) -> dict[str, Any]:
     - `reuse_factor`: tokens of all calls over tokens of the tree.
 
     Raises:
-        UnknownName: the run has no such group.
+        UnknownName: the run has no such group, or the group no such agent.
     """
-    rows = sorted(
+    every = sorted(
         run.rollouts(group_id=group_id), key=lambda row: (row.index_in_group, row.trajectory_index)
     )
-    if not rows:
+    if not every:
         raise UnknownName(f"{run.path} has no group {group_id!r}.")
+    agents = list(dict.fromkeys(row.agent for row in every))
+    rows = [row for row in every if agent is None or row.agent == agent]
+    if not rows:
+        raise UnknownName(f"the group {group_id!r} has no agent {agent!r}.")
     tree, members = _common_tree(run, rows)
     segments, shown = _segments(tree), shown_tokenizer(run)
     paths = [_path(tree, segments, member) for member in members]
@@ -112,6 +118,7 @@ def group_tree(run: Run, group_id: str) -> dict[str, Any]:
             "task": first.task,
             "example_id": None if first.example_id is None else str(first.example_id),
         },
+        "agents": agents,
         "has_tokenizer": shown is not None,
         "is_trained": any(member.trained is not None for member in members),
         "reward": middle,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from statistics import mean, pstdev
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from rolltree.records.columns import ROLLOUTS
 from rolltree.records.values import number_of, rollout_values, stored_names
@@ -100,10 +100,13 @@ def group_page(
     *,
     phase: str | None = None,
     step: int | None = None,
+    sort: Literal["-train_step"] | None = None,
     offset: int = 0,
     limit: int = 100,
 ) -> dict[str, Any]:
     """Return how many groups there are, and one page of them in the order they began.
+
+    With `sort="-train_step"` those of the newest step come first, in a step those that began first.
 
     A row has `group_id`, `phase`, `train_step`, `example` (environment, task, id), the `rewards` of
     the group's rollouts (None: not scored), `num_failed`, and the `mean` and `std` (population) of
@@ -119,7 +122,7 @@ def group_page(
             clauses.append(f"{name} = ?")
             values.append(value)
     said = " AND ".join(clauses)
-    every = _group_ids(run, said, tuple(values))
+    every = _group_ids(run, said, tuple(values), sort)
     return {"total": len(every), "rows": group_rows(run, every[offset : offset + limit])}
 
 
@@ -128,14 +131,16 @@ _GROUPS: weakref.WeakKeyDictionary[Run, tuple[int, _Known]] = weakref.WeakKeyDic
 """After how many commits a run had which groups, by their filter: the order of the pages."""
 
 
-def _group_ids(run: Run, clause: str, values: tuple[Any, ...]) -> list[str]:
+def _group_ids(run: Run, clause: str, values: tuple[Any, ...], sort: str | None) -> list[str]:
     commits = run.num_commits
     known = _GROUPS.get(run)
     if known is None or known[0] != commits:
         known = _GROUPS[run] = commits, {}
-    key = (clause, *values)
+    key = (clause, sort, *values)
     if key not in known[1]:
-        sql = f"SELECT group_id FROM rollouts WHERE {clause} GROUP BY group_id ORDER BY min(id)"
+        newest = "max(train_step) DESC, " if sort is not None else ""
+        sql = f"SELECT group_id FROM rollouts WHERE {clause} GROUP BY group_id"
+        sql += f" ORDER BY {newest}min(id)"
         known[1][key] = [row["group_id"] for row in run.query(sql, *values)]
     return known[1][key]
 

@@ -7,6 +7,7 @@ the run.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
@@ -98,7 +99,8 @@ class RunTokenizer:
 def found_tokenizer(run: StoredRun) -> RunTokenizer | None:
     """Return the tokenizer of the run's exported model, or of the model that its settings name.
 
-    None where neither has one on this machine.
+    A model that was moved together with the run is found, too. None where there is none on this
+    machine.
 
     Raises:
         ConfigError: there is one, and it cannot be read.
@@ -106,10 +108,20 @@ def found_tokenizer(run: StoredRun) -> RunTokenizer | None:
     model = run.config.get("model")
     name = model.get("name") if isinstance(model, Mapping) else model
     named = found_model(name) if isinstance(name, str) else None
-    for folder in (run.path / "model", named):
+    moved = _moved(run, name) if isinstance(name, str) and name else None
+    for folder in (run.path / "model", moved, named):
         if folder is not None and (file := folder / "tokenizer.json").is_file():
             return _opened(folder, file.stat().st_mtime_ns)
     return None
+
+
+def _moved(run: StoredRun, name: str) -> Path | None:
+    """Return where a model lies as seen from the run, if it lies there as the settings say."""
+    settings = run.config.get("run")
+    was = settings.get("dir") if isinstance(settings, Mapping) else None
+    if not isinstance(was, str) or not was or os.path.isabs(was) != os.path.isabs(name):
+        return None
+    return Path(os.path.normpath(run.path.resolve() / os.path.relpath(name, was)))
 
 
 @lru_cache(maxsize=4)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl, unquote
 
 import msgspec
@@ -36,6 +36,7 @@ from rolltree.records.rollout_view import rollout_view
 from rolltree.records.story import run_story
 from rolltree.records.token_lens import token_lens
 from rolltree.records.values import json_bytes
+from rolltree.records.watching import is_running, mark_of
 from rolltree.store import Run, run_folders
 from rolltree.untrusted import shorten
 
@@ -74,11 +75,14 @@ class Runs:
         self._open: OrderedDict[str, _Opened] = OrderedDict()
         self._lock = threading.Lock()
 
+    def folders(self) -> list[Path]:
+        """Return the folders that may be runs."""
+        return list(run_folders(self.root)) if self._only is None else [self._only]
+
     def overviews(self) -> dict[str, list[dict[str, Any]]]:
         """Return a row per run, the newest first, and which cannot be read and why."""
-        folders = run_folders(self.root) if self._only is None else [self._only]
         found, unreadable = [], []
-        for folder in folders:
+        for folder in self.folders():
             name = folder.relative_to(self.root).as_posix()
             try:
                 with Run.open(folder, mode="r", check="rows") as run:
@@ -150,14 +154,15 @@ def _groups(
     *,
     phase: str | None = None,
     step: Step | None = None,
+    sort: Literal["-train_step"] | None = None,
     offset: Offset = 0,
     limit: Limit = 100,
 ) -> Any:
-    return group_page(run, phase=phase, step=step, offset=offset, limit=limit)
+    return group_page(run, phase=phase, step=step, sort=sort, offset=offset, limit=limit)
 
 
-def _group(run: Run, *, id: str) -> Any:
-    return group_tree(run, id)
+def _group(run: Run, *, id: str, agent: str | None = None) -> Any:
+    return group_tree(run, id, agent=agent)
 
 
 def _rollout(run: Run, *, id: str, index: Offset = 0) -> Any:
@@ -206,7 +211,7 @@ def _story(run: Run) -> Any:
 
 def _changed(run: Run, *, since: int = -1) -> Any:
     commits = run.num_commits
-    return {"commits": commits, "changed": commits != since}
+    return {"commits": commits, "is_running": is_running(run.path), "changed": commits != since}
 
 
 _OF_RUN: dict[str, Callable[..., Any]] = {
@@ -247,7 +252,9 @@ class Api:
 
     def _answer(self, path: list[str], query: str) -> Any:
         if path == ["runs"]:
-            return _call(lambda: {"root": str(self.runs.root), **self.runs.overviews()}, query)
+            return _call(self._runs, query)
+        if path == ["changed"]:
+            return _call(lambda: {"mark": mark_of(self.runs.folders())}, query)
         if path == ["compare"]:
             return _call(self._compare, query)
         if path[:1] == ["runs"] and len(path) in (2, 3):
@@ -255,6 +262,10 @@ class Api:
             if name in _OF_RUN:
                 return _call(_OF_RUN[name], query, self.runs.get(path[1]))
         raise UnknownName(f"there is nothing at /api/{shorten('/'.join(path), 200)}.")
+
+    def _runs(self) -> Any:
+        mark = mark_of(self.runs.folders())  # before they are read: what is written later is seen
+        return {"root": str(self.runs.root), "mark": mark, **self.runs.overviews()}
 
     def _compare(self, *, a: str, b: str) -> Any:
         found = compare(self._arm(a), self._arm(b))

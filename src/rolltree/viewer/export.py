@@ -184,10 +184,13 @@ class _File:
             if group_id:
                 wanted[group_id] = None
         for group_id in wanted:
-            answer = _answer(group_tree(run, group_id))
-            if self._take(answer):
+            whole = group_tree(run, group_id)
+            lenses = {"*": _answer(whole)}
+            for agent in whole["agents"] if len(whole["agents"]) > 1 else ():
+                lenses[_name(agent)] = _answer(group_tree(run, group_id, agent=agent))
+            if self._take(lenses):
                 self._groups.append(group_id)
-                groups[_name(group_id)] = answer
+                groups[_name(group_id)] = lenses
                 _at(trees, group_id)["group"] = _answer(tree_picture(run, group_id=group_id))
         for (request_id, index), numbers in self._rollouts.items():
             calls = _packed_calls(run, request_id, index, numbers)

@@ -14,6 +14,10 @@ async function takeToken() {
     const answer = await fetch("api/token", { headers }).catch(() => null);
     if (answer?.ok) return keep((await answer.json()).token);
   }
+  return storedToken();
+}
+
+function storedToken() {
   try {
     return localStorage.getItem("token");
   } catch {
@@ -31,7 +35,11 @@ function keep(found) {
   return found;
 }
 
-const token = takeToken();
+const taken = takeToken();
+
+/** Tell the shell whether the server answers: "ok", "gone", or "token" if it wants another token. */
+const reached = (state) => document.dispatchEvent(new CustomEvent("reached", { detail: state }));
+
 addEventListener("hashchange", () => { // a new link in a tab that is open
   if (/^#(token|code)=/.test(location.hash)) location.reload();
 });
@@ -40,10 +48,14 @@ async function get(path, query = {}, signal = undefined) {
   const kept = Object.entries(query).filter(([, v]) => v !== null && v !== undefined && v !== "");
   const text = new URLSearchParams(kept).toString();
   const url = `api/${path}${text ? `?${text}` : ""}`;
-  const answer = await fetch(url, { signal, headers: { Authorization: `Bearer ${await token}` } }).catch((error) => {
+  const first = await taken;
+  const headers = { Authorization: `Bearer ${storedToken() ?? first}` }; // another tab may have taken a newer one
+  const answer = await fetch(url, { signal, headers }).catch((error) => {
     if (signal?.aborted) throw error;
+    reached("gone");
     throw new Error("The server does not answer. Start `rolltree view` again and open the link that it prints.");
   });
+  reached(answer.status === 401 ? "token" : "ok");
   if (answer.ok) return answer.json();
   const said = await answer.json().catch(() => ({}));
   throw new Error(said.error ?? `The server answers ${answer.status} to ${url.slice(0, 200)}.`);
@@ -59,12 +71,13 @@ export function apiFor(signal) {
     isExported: false,
     runs: () => get("runs", {}, signal),
     run: (run) => get(of(run), {}, signal),
-    changed: (run, since) => get(of(run, "changed"), { since }, signal),
+    changed: async (run) => markOf(await get(of(run, "changed"), {}, signal)),
+    changedRuns: async () => (await get("changed", {}, signal)).mark,
     curves: (run) => get(of(run, "curves"), {}, signal),
     story: (run) => get(of(run, "story"), {}, signal),
     rollouts: (run, query) => get(of(run, "rollouts"), query, signal),
     groups: (run, query) => get(of(run, "groups"), query, signal),
-    group: (run, id) => get(of(run, "group"), { id }, signal),
+    group: (run, id, agent) => get(of(run, "group"), { id, agent }, signal),
     rollout: (run, id, index) => get(of(run, "rollout"), { id, index }, signal),
     tokens: (run, query) => get(of(run, "tokens"), query, signal),
     tree: (run, query) => get(of(run, "tree"), query, signal),
@@ -72,22 +85,40 @@ export function apiFor(signal) {
   };
 }
 
-/** Call `update` when the run has grown, at most every `period_ms` while the page is seen. */
-export function whenChanged(api, run, update, period_ms = 2000) {
-  if (api.isExported) return;
-  let since = null;
-  const ask = async () => {
+/** What tells whether a run has grown or ended; its summary has it, too. */
+export const markOf = ({ commits, num_commits: number, is_running: running, state }) =>
+  `${commits ?? number} ${running ?? state === "running"}`;
+
+function later(wait_ms, signal) {
+  return new Promise((resolve) => {
+    const end = () => {
+      clearTimeout(timer);
+      signal.removeEventListener("abort", end);
+      resolve();
+    };
+    const timer = setTimeout(end, wait_ms);
+    signal.addEventListener("abort", end);
+  });
+}
+
+const seen = () => new Promise((resolve) => {
+  if (!document.hidden) resolve();
+  else document.addEventListener("visibilitychange", resolve, { once: true });
+});
+
+/** Ask for a mark every `period_ms` while the page is seen; another one than `mark` calls `update`. */
+export async function follow(api, mark, ask, update, period_ms = 2000) {
+  let known = mark;
+  while (!api.isExported && !api.signal.aborted) {
+    await later(period_ms, api.signal);
+    await seen();
     if (api.signal.aborted) return;
-    if (!document.hidden) {
-      try {
-        const { commits } = await api.changed(run, since ?? -1);
-        if (since !== null && commits !== since) await update();
-        since = commits;
-      } catch {
-        if (api.signal.aborted) return;
-      }
+    try {
+      const now = await ask();
+      if (now !== known && !api.signal.aborted) await update();
+      known = now;
+    } catch {
+      // The shell says that the server is gone; it is asked again.
     }
-    setTimeout(ask, period_ms);
-  };
-  setTimeout(ask, 0);
+  }
 }

@@ -1,6 +1,6 @@
 // Curves in SVG: lines with their intervals, a common pointer and a common zoom for all charts.
 
-import { h, num, put, s } from "./dom.js";
+import { h, num, put, s, short } from "./dom.js";
 
 const WIDTH = 420;
 const HEIGHT = 170;
@@ -42,7 +42,7 @@ function limits(series, steps, range) {
   }
   if (low > high) return [0, 1];
   if (low >= 0 && low < 0.35 * high) low = 0;
-  if (high - low < 1e-12 * Math.max(1, Math.abs(high))) {
+  if (high - low <= 1e-6 * Math.abs(high)) { // what differs by rounding only is a flat line
     const room = Math.abs(high) * 0.1 || 1;
     return low === 0 ? [0, room] : [low - room, high + room];
   }
@@ -50,17 +50,43 @@ function limits(series, steps, range) {
   return [low === 0 ? 0 : low - room, high + room];
 }
 
-/** A line through points; a step without a value does not interrupt it. */
+/** A line through points. null is a step without a value: it interrupts a line that has most steps, and no other. */
 function path(points) {
-  return points.map(([x, y], at) => `${at ? "L" : "M"}${x.toFixed(1)},${y.toFixed(1)}`).join("");
+  const known = points.filter(Boolean).length;
+  const first = points.findIndex(Boolean);
+  const isDense = known > 1 && known > 0.5 * (points.findLastIndex(Boolean) - first + 1);
+  let isOpen = false;
+  return points.map((point) => {
+    if (!point) {
+      if (isDense) isOpen = false;
+      return "";
+    }
+    const command = isOpen ? "L" : "M";
+    isOpen = true;
+    return `${command}${point[0].toFixed(1)},${point[1].toFixed(1)}`;
+  }).join("");
+}
+
+const MANY = 200;
+
+/** The mean around each step of a long curve, over `window` steps; null where the step has no value. */
+function smoothed(values, window) {
+  const half = Math.floor(window / 2);
+  return values.map((value, at) => {
+    if (!Number.isFinite(value ?? NaN)) return null;
+    const near = values.slice(Math.max(0, at - half), at + half + 1).filter((each) => Number.isFinite(each ?? NaN));
+    return near.reduce((sum, each) => sum + each, 0) / near.length;
+  });
 }
 
 /**
  * A board of charts with one step axis. `panels` are {title, unit, series: [{label, values, low,
  * high}]}; `onStep(step)` is called when a step is clicked. Drag to zoom, double click to reset.
  */
-export function board(steps, panels, { onStep, readout }) {
-  const all = [steps[0] ?? 0, steps.at(-1) ?? 1];
+export function board(begun, panels, { onStep, readout }) {
+  let steps = begun;
+  const whole = () => [steps[0] ?? 0, steps.at(-1) ?? 1];
+  let all = whole();
   let range = all;
   const reset = h("button", {
     type: "button", class: "quiet", hidden: true, "data-reset": true, onclick: () => zoom(all),
@@ -79,7 +105,17 @@ export function board(steps, panels, { onStep, readout }) {
     for (const each of charts) each.point(at);
   }
 
-  function chart(panel) {
+  /** Take longer curves of the same panels; the zoom, the pointer and what is focused stay. */
+  function update(grown, longer) {
+    steps = grown;
+    const wasWhole = range === all;
+    all = whole();
+    if (wasWhole) range = all;
+    charts.forEach((each, at) => each.update(longer[at]));
+  }
+
+  function chart(given) {
+    let panel = given;
     const plot = s("svg", {
       viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "plot", role: "img", tabindex: "0",
       "aria-label": `${panel.title}: ${panel.series.map((each) => `${each.label} ${num(last(each.values))}`).join(", ")}`,
@@ -87,16 +123,19 @@ export function board(steps, panels, { onStep, readout }) {
     const values = panel.series.map(() => h("span", { class: "value" }));
     const legend = h("div", { class: "legend" }, panel.series.map((each, at) => h("span", { class: `key c${at % 8}`, title: each.name },
       panel.series.length > 1 && h("i", { class: "swatch" }), panel.series.length > 1 && `${each.label} `, values[at])));
-    const marks = s("g");
+    const pointer = s("g");
     let from = null;
     let pointed = null;
     const x = (step) => LEFT + ((step - range[0]) / (range[1] - range[0] || 1)) * (WIDTH - LEFT - RIGHT);
+
+    const shown = (value) => panel.unit === "bytes" ? short(value) : num(value);
 
     function say(at) {
       panel.series.forEach((each, number) => {
         const value = at === null ? last(each.values) : each.values[at];
         const hasInterval = at !== null && each.low?.[at] !== null && each.low?.[at] !== undefined;
-        put(values[number], num(value), hasInterval ? ` [${num(each.low[at])}, ${num(each.high[at])}]` : "");
+        const bounds = hasInterval ? ` [${shown(each.low[at])}, ${shown(each.high[at])}]` : "";
+        put(values[number], shown(value), bounds);
       });
     }
 
@@ -104,10 +143,12 @@ export function board(steps, panels, { onStep, readout }) {
       const [low, high] = limits(panel.series, steps, range);
       const y = (value) => TOP + (1 - (Math.max(-MOST, Math.min(MOST, value)) - low) / (high - low)) * (HEIGHT - TOP - BOTTOM);
       const parts = [];
-      for (const value of ticks(low, high)) {
+      const marks = ticks(low, high);
+      const names = axis(marks);
+      marks.forEach((value, at) => {
         parts.push(s("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }));
-        parts.push(s("text", { class: "tick", x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, axis(value)));
-      }
+        parts.push(s("text", { class: "tick", x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, names[at]));
+      });
       for (const value of ticks(range[0], range[1], 5).filter(Number.isInteger)) {
         parts.push(s("text", { class: "tick", x: x(value), y: HEIGHT - 6, "text-anchor": "middle" }, value));
       }
@@ -119,22 +160,27 @@ export function board(steps, panels, { onStep, readout }) {
           const band = [...points(each.high).filter(Boolean), ...points(each.low).filter(Boolean).reverse()];
           if (band.length) parts.push(s("path", { class: `band c${number % 8}`, d: `${path(band)}Z` }));
         }
-        const found = points(each.values).filter(Boolean);
-        parts.push(s("path", { class: `line c${number % 8}`, d: path(found) }));
-        if (found.length < 40 || found.length < steps.length / 2) {
+        const line = points(each.values);
+        const found = line.filter(Boolean);
+        const isLong = found.length > MANY;
+        parts.push(s("path", { class: `line c${number % 8}${isLong ? " raw" : ""}`, d: path(line) }));
+        if (isLong) {
+          const mean = smoothed(each.values, Math.round(found.length / 50));
+          parts.push(s("path", { class: `line c${number % 8}`, d: path(points(mean)) }));
+        } else if (found.length < 40 || found.length < steps.length / 2) {
           for (const [cx, cy] of found) parts.push(s("circle", { class: `dot c${number % 8}`, cx, cy, r: 2 }));
         }
       });
-      put(plot, parts, marks);
+      put(plot, parts, pointer);
       drawMarks(pointed, y);
       plot.toY = y;
     }
 
     function drawMarks(at, y) {
-      if (at === null || steps[at] < range[0] || steps[at] > range[1]) return put(marks);
+      if (at === null || steps[at] < range[0] || steps[at] > range[1]) return put(pointer);
       const dots = panel.series.map((each, number) => Number.isFinite(each.values[at] ?? NaN) &&
         s("circle", { class: `dot c${number % 8}`, cx: x(steps[at]), cy: y(each.values[at]), r: 3 }));
-      return put(marks, s("line", { class: "pointer", x1: x(steps[at]), x2: x(steps[at]), y1: TOP, y2: HEIGHT - BOTTOM }), dots);
+      return put(pointer, s("line", { class: "pointer", x1: x(steps[at]), x2: x(steps[at]), y1: TOP, y2: HEIGHT - BOTTOM }), dots);
     }
 
     function nearest(event) {
@@ -153,7 +199,7 @@ export function board(steps, panels, { onStep, readout }) {
       point(at);
       if (from !== null && at !== from) {
         const [left, right] = [x(steps[from]), x(steps[at])].sort((a, b) => a - b);
-        marks.append(s("rect", { class: "zoom", x: left, y: TOP, width: right - left, height: HEIGHT - TOP - BOTTOM }));
+        pointer.append(s("rect", { class: "zoom", x: left, y: TOP, width: right - left, height: HEIGHT - TOP - BOTTOM }));
       }
     });
     plot.addEventListener("pointerleave", () => point(null));
@@ -185,6 +231,11 @@ export function board(steps, panels, { onStep, readout }) {
       element: h("figure", { class: "chart" }, h("figcaption", null, panel.title,
         panel.unit ? h("span", { class: "muted" }, ` ${panel.unit}`) : null), legend, plot),
       draw,
+      update: (longer) => {
+        panel = longer;
+        draw();
+        say(pointed);
+      },
       point: (at) => {
         pointed = at;
         drawMarks(at, plot.toY);
@@ -193,17 +244,21 @@ export function board(steps, panels, { onStep, readout }) {
     };
   }
 
-  return { reset, where, element: h("div", { class: "board" }, charts.map((each) => each.element)), zoom };
+  return { reset, update, zoom, range: () => range === all ? null : range, element: h("div", { class: "board" }, charts.map((each) => each.element)) };
 }
 
 const last = (values) => values.findLast((value) => value !== null && value !== undefined) ?? null;
 
-function axis(value) {
-  const size = Math.abs(value);
-  if (size >= 1e6) return `${+(value / 1e6).toPrecision(3)}M`;
-  if (size >= 1e4) return `${+(value / 1e3).toPrecision(3)}k`;
-  if (size && size < 0.001) return value.toExponential(0);
-  return String(+value.toPrecision(4)).replace("-", "−");
+/** The names of an axis' marks, which are round values. */
+function axis(values) {
+  const most = Math.max(...values.map(Math.abs));
+  const [scale, letter] = most >= 1e9 ? [1e9, "G"] : most >= 1e6 ? [1e6, "M"] : most >= 1e4 ? [1e3, "k"] : [1, ""];
+  const round = (value) => Number((value / scale).toPrecision(6));
+  const isSmall = most < 0.001;
+  return values.map((value) => {
+    const name = isSmall && value ? round(value).toExponential() : `${round(value)}${value ? letter : ""}`;
+    return name.replaceAll("-", "−");
+  });
 }
 
 /** A value with its interval on a line from `low` to `high`; `zero` draws where nothing changes. */

@@ -19,7 +19,9 @@ function pairOf(pair, found, params) {
       measures.map(([name, each]) => measure(name, each)), [1, 2, 3]),
     h("h2", null, "Examples that changed"),
     h("p", null, `${pair.num_lost} pass with ${pair.a} and not with ${pair.b}, ${pair.num_won} the other way.`),
-    pair.changes.map((change, at) => changed(change, pair.shown[at], pair, params)));
+    pair.changes.slice(0, pair.shown.length).map((change, at) => changed(change, pair.shown[at], pair, params)),
+    pair.changes.length > pair.shown.length && h("ul", { class: "members", "aria-label": "Other changes" },
+      pair.changes.slice(pair.shown.length).map((change) => h("li", null, headOf(change)))));
 }
 
 function measure(name, each) {
@@ -34,18 +36,21 @@ function measure(name, each) {
   ];
 }
 
-function changed(change, shown, pair, params) {
+/** Which example it is, and how its reward changed. */
+function headOf(change) {
   const kind = change.flip === "won" ? "good" : change.flip === "lost" ? "bad" : "zero";
-  const head = [
-    h("span", { class: `badge ${kind}` }, change.flip ?? "changed"), " ", h("b", null, String(change.example)), " ",
+  return [
+    h("span", { class: `badge ${kind}` }, change.flip ?? "changed"), " ", h("b", null, [...new Set([change.example].flat())].join(" · ")), " ",
     h("span", { class: "muted" }, `${num(change.reward_a)} → ${num(change.reward_b)}`),
   ];
-  if (!shown) return h("p", { "data-row": true }, head);
+}
+
+function changed(change, shown, pair, params) {
   const sides = shown.map((side, at) => h("div", { class: "card" },
     h("div", { class: "muted" }, at ? pair.b : pair.a, " · ",
       h("a", { href: href(["run", runOf(at ? params.b : params.a), "rollout", side.request_id, "0"]) }, "rollout")),
     side.answers.map((text) => h("p", { class: "said" }, folded(text, 1500)))));
-  return h("details", { "data-row": true, open: change.flip === "lost" || change.flip === "won" }, h("summary", null, head),
+  return h("details", { "data-row": true, open: change.flip === "lost" || change.flip === "won" }, h("summary", null, headOf(change)),
     h("p", { class: "said" }, folded(shown[0].question, 1500)), h("div", { class: "sides" }, sides));
 }
 

@@ -41,6 +41,24 @@ export function put(element, ...children) {
   return element;
 }
 
+const drawn = new WeakMap();
+const CONTROLS = "a, button, input, select, summary, [tabindex]";
+
+/** Draw a part of a live view anew if its data is other data; what was open, marked or focused in it stays so. */
+export function redraw(box, data, draw) {
+  const said = JSON.stringify(data);
+  if (drawn.get(box) === said) return;
+  drawn.set(box, said);
+  const all = (selector) => [...box.querySelectorAll(selector)];
+  const open = all("details").map((each) => each.open);
+  const marked = all("[data-row]").findIndex((each) => each.classList.contains("marked"));
+  const focused = all(CONTROLS).indexOf(document.activeElement);
+  draw();
+  all("details").forEach((each, at) => { each.open = open[at] ?? each.open; });
+  all("[data-row]")[marked]?.classList.add("marked");
+  all(CONTROLS)[focused]?.focus({ preventScroll: true });
+}
+
 /** What steers, reorders, or cannot be seen, as in Python's `untrusted.visible`; joiners and emoji selectors stay. */
 const HIDDEN = new RegExp("[\\u0000-\\u0008"
   + "\\u000b-\\u001f\\u007f-\\u009f\\u00ad\\u034f\\u061c\\u115f\\u1160\\u17b4\\u17b5"

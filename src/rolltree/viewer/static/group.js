@@ -4,9 +4,27 @@ import { count, folded, h, href, num, put, reward } from "./dom.js";
 
 const MAX_DRAWN = 300;
 
+const ALL = "*";
+
+/** The group as it is asked for; where several agents play, the rollouts of the first: they were asked alike. */
+async function read({ run, id, agent }, api) {
+  const found = await api.group(run, id, agent === ALL ? null : agent);
+  if (agent !== undefined || found.agents.length < 2) return { found, agent: agent ?? ALL };
+  const [first] = found.agents;
+  return { found: await api.group(run, id, first), agent: first };
+}
+
+/** A link per agent, and one to the tree of all. */
+function agentsOf(found, agent, { run, id }) {
+  if (found.agents.length < 2) return null;
+  return h("p", { class: "bar" }, h("span", { class: "muted" }, "Several agents play here. The rollouts of"),
+    [...found.agents, ALL].map((each) => h("a", { class: "button", "aria-current": each === agent ? "true" : null,
+      href: href(["run", run, "group", id], { agent: each }) }, each === ALL ? "all" : each || "no agent")));
+}
+
 export async function render(root, params, api) {
   const { run, id } = params;
-  const found = await api.group(run, id);
+  const { found, agent } = await read(params, api);
   const members = found.members ?? [];
   const segments = found.segments ?? [];
   const children = segments.map(() => []);
@@ -52,7 +70,7 @@ export async function render(root, params, api) {
       pieces.map((each) => [h("span", { class: `by ${each.author}` }, folded(each.text, 1200)), segment.pieces ? null : " "]));
   }
 
-  const rolloutName = (member) => `rollout ${member.index_in_group}${member.trajectory_index ? `.${member.trajectory_index}` : ""}${member.agent ? ` · ${member.agent}` : ""}`;
+  const rolloutName = (member) => `rollout ${member.index_in_group}${member.trajectory_index ? `.${member.trajectory_index}` : ""}${member.agent && agent === ALL ? ` · ${member.agent}` : ""}`;
   const address = (member) => href(["run", run, "rollout", member.request_id, member.trajectory_index]);
 
   function ending(member) {
@@ -68,6 +86,7 @@ export async function render(root, params, api) {
   put(root, h("div", { class: "bar" }, h("h1", null, "Group"),
     h("span", { class: "muted" }, [found.example.task, found.example.example_id, found.phase, found.train_step !== null && `step ${found.train_step}`].filter(Boolean).join(" · ")),
     h("a", { class: "button", href: href(["run", run, "tree", id]) }, "Tree picture")),
+    agentsOf(found, agent, params),
     scored.length > 1 && low === high && h("p", { class: "sentence warning" }, "All rewards are equal, so this group teaches nothing."),
     h("ol", { class: "members", "aria-label": "Rewards" }, order.map((member) => h("li", null,
       h("a", { href: address(member) }, rolloutName(member)), " ", reward(member.reward), " ", member.advantage !== null && advantage(member.advantage)))),

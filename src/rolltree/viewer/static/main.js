@@ -1,6 +1,6 @@
 // The shell: which view an address opens, the keys, the theme.
 
-import { apiFor } from "./api.js";
+import { apiFor, follow } from "./api.js";
 import { h, href, line, put, visible } from "./dom.js";
 import { file, partsOf } from "./stored.js";
 import * as compare from "./compare.js";
@@ -39,6 +39,7 @@ const KEYS = [
 const root = document.getElementById("view");
 const trail = document.getElementById("trail");
 const dialog = document.getElementById("keys");
+const notice = document.getElementById("notice");
 let current = null;
 
 /** Return the route of an address with its parameters, or null. */
@@ -73,6 +74,7 @@ async function show() {
   current?.abort();
   const controller = new AbortController();
   current = controller;
+  const place = history.state;
   delete document.body.dataset.ready;
   if (dialog.open) dialog.close();
   put(document.getElementById("live"));
@@ -88,21 +90,56 @@ async function show() {
   document.title = line(visible(["rolltree", found.params.run, found.params.id].filter(Boolean).join(" · ")), 200);
   const page = h("div", { class: "page" });
   const wait = setTimeout(() => put(root, h("p", { class: "muted" }, "Reading …")), 150);
+  const api = apiFor(controller.signal);
   performance.mark("view-begin");
   try {
-    await found.view.render(page, found.params, apiFor(controller.signal));
+    await found.view.render(page, found.params, api);
   } catch (error) {
     if (controller.signal.aborted) return;
     put(page, h("p", { class: "error", role: "alert" }, error.message));
+    if (isAway()) follow(api, null, api.changedRuns, show); // drawn as soon as the server answers
   } finally {
     clearTimeout(wait);
   }
   if (controller.signal.aborted) return;
   put(root, page);
+  goTo(place);
   page.dispatchEvent(new Event("shown"));
   performance.measure("view", "view-begin");
   if (!document.activeElement || document.activeElement === document.body) root.focus({ preventScroll: true });
   document.body.dataset.ready = location.hash || "#/";
+}
+
+/** Where one was in a view: the address that is gone back to has it, a new one does not. */
+function goTo(place) {
+  scrollTo(0, place?.y ?? 0);
+  const table = root.querySelector("[data-virtual]");
+  if (table && place?.table) table.scrollTop = place.table;
+}
+
+let saving = 0;
+function savePlace() {
+  clearTimeout(saving);
+  const address = location.hash;
+  saving = setTimeout(() => {
+    if (location.hash !== address || document.body.dataset.ready === undefined) return;
+    history.replaceState({ y: scrollY, table: root.querySelector("[data-virtual]")?.scrollTop ?? 0 }, "");
+  }, 150);
+}
+
+const NOTICES = {
+  gone: ["The server does not answer. What you see stays; the page goes on when the server is back. Start it again with ",
+    h("code", null, "rolltree view --port "), location.port, " and open the link that it prints."],
+  token: ["The server was started anew. Open the link that it printed, in this tab or another one: this page then goes on."],
+};
+
+const isAway = () => notice.dataset.state in NOTICES;
+
+/** Say that the server cannot be reached, once and calmly. */
+function say(state) {
+  if (notice.dataset.state === state) return;
+  notice.dataset.state = state;
+  put(notice, NOTICES[state] ?? "");
 }
 
 function rowsOf() {
@@ -198,6 +235,9 @@ try {
 }
 document.getElementById("theme").addEventListener("click", toggleTheme);
 document.getElementById("help").addEventListener("click", showKeys);
+document.addEventListener("reached", (event) => say(event.detail));
+document.addEventListener("scroll", savePlace, { capture: true, passive: true });
+history.scrollRestoration = "manual";
 addEventListener("hashchange", show);
 if (file && !location.hash) location.replace(href(["run", file.run]));
 else show();

@@ -11,6 +11,7 @@ export async function render(root, params, api) {
   const tokens = (call, at) => href(["run", run, "tokens", id, index, call], { at });
   const other = (by) => found.others.find((each) => each.trajectory_index === row.trajectory_index + by) &&
     h("a", { class: "button", [by < 0 ? "data-previous" : "data-next"]: true, "aria-label": "Another rollout of this request", href: href(["run", run, "rollout", id, row.trajectory_index + by]) }, by < 0 ? "←" : "→");
+  const broken = breaks(found.breaks, tokens);
   const facts = [
     ["reward", reward(row.reward)],
     ["ended by", row.error_type ? h("span", { class: "bad" }, row.error_type) : row.truncated ? h("span", { class: "warn" }, `cut: ${row.truncation_reason ?? "truncated"}`) : row.stop_condition ?? row.finish_reason ?? "–"],
@@ -20,6 +21,8 @@ export async function render(root, params, api) {
     ["agent", row.agent || null],
     ["calls", count(row.num_calls)],
     ["tokens", `${count(row.num_prompt_tokens)} prompt, ${count(row.num_completion_tokens)} sampled`],
+    ["breaks", found.breaks.length ? h("button", { type: "button", class: "sort", onclick: () => broken.scrollIntoView() },
+      h("b", { class: "warn" }, count(found.breaks.length))) : row.num_calls > 1 ? "0" : null],
     ["versions", row.min_version === null || row.min_version === undefined ? null : row.min_version === row.max_version ? row.min_version : `${row.min_version} to ${row.max_version}`],
   ].filter(([, value]) => value !== null && value !== undefined);
   put(root,
@@ -31,12 +34,15 @@ export async function render(root, params, api) {
     h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))),
     found.errors.map(failure),
     found.tool_errors.map(failure),
-    paid(found.rewards, row),
-    section("Conversation", h("div", { class: "conversation" }, found.messages.map((each) => message(each, tokens)))),
+    h("div", { class: "reading" },
+      h("div", null, section("Conversation", h("div", { class: "conversation" },
+        found.messages.length ? found.messages.map((each) => message(each, tokens))
+          : h("p", { class: "muted" }, "No message was stored.")))),
+      h("aside", null, paid(found.rewards, row), timing(found, tokens))),
+    broken,
     steps(found.calls, tokens),
-    timing(found, tokens),
-    breaks(found.breaks, tokens),
-    Object.keys(found.input).length > 0 && h("details", null, h("summary", null, "Dataset row"), h("pre", null, folded(JSON.stringify(found.input, null, 2), 20_000))));
+    Object.keys(found.input).length > 0 && h("details", null, h("summary", null, "Dataset row"),
+      h("pre", null, folded(JSON.stringify(found.input, null, 2), 20_000))));
 }
 
 const section = (title, ...parts) => h("section", null, h("h2", null, title), parts);
@@ -107,11 +113,20 @@ function pretty(value) {
   }
 }
 
+/** The calls; a column that no call has a value for is left out. */
 function steps(list, tokens) {
   if (!list.length) return null;
-  return section("Steps", plainTable(["call", "agent", "turn", "reward", "advantage", "prompt", "new", "sampled", "mean logprob", "finish"],
-    list.map((each) => [h("a", { href: tokens(each.call) }, each.call), each.agent ?? "", each.turn ?? "–", num(each.reward), num(each.advantage, true),
-      count(each.num_prompt_tokens), count(each.num_new_tokens), count(each.num_completion_tokens), num(each.mean_logprob), each.finish_reason ?? "–"]), [3, 4, 5, 6, 7, 8]));
+  const signed = (value) => num(value, true);
+  const columns = [
+    ["agent", "agent", String], ["turn", "turn", String], ["reward", "reward", num, true],
+    ["advantage", "advantage", signed, true], ["prompt", "num_prompt_tokens", count, true],
+    ["new", "num_new_tokens", count, true], ["sampled", "num_completion_tokens", count, true],
+    ["mean logprob", "mean_logprob", num, true], ["finish", "finish_reason", String],
+  ].filter(([, name]) => list.some((each) => (each[name] ?? "") !== ""));
+  return section("Steps", plainTable(["call", ...columns.map(([title]) => title)],
+    list.map((each) => [h("a", { href: tokens(each.call) }, each.call),
+      ...columns.map(([, name, said]) => (each[name] ?? "") === "" ? "–" : said(each[name]))]),
+    columns.flatMap(([, , , isNumber], at) => isNumber ? at + 1 : [])));
 }
 
 /** When each call was sent, how long it waited in the queue, and how long it took itself. */

@@ -1,5 +1,6 @@
 // A run's rollouts, or its groups, as a table of any length, with filters and an order.
 
+import { follow, markOf } from "./api.js";
 import { count, duration, h, href, num, put, reward, s } from "./dom.js";
 import { virtualTable } from "./table.js";
 
@@ -24,9 +25,9 @@ function ending(row) {
 
 const GROUPS = [
   { label: "group", width: "minmax(9rem, 2fr)", narrow: "minmax(0, 1.4fr)", cell: (row) => front(row.group_id) },
-  { label: "rewards", width: "minmax(7rem, 2fr)", narrow: "minmax(0, 1fr)", cell: (row) => spread(row.rewards) },
+  { label: "rewards", width: "minmax(7rem, 2fr)", narrow: "minmax(0, 1fr)", cell: (row) => spread(row) },
   { label: "mean", width: "5rem", narrow: "4rem", numeric: true, cell: (row) => num(row.mean) },
-  { label: "std", width: "5rem", numeric: true, minor: true, cell: (row) => row.std === 0 ? h("span", { class: "warn", title: "equal rewards teach nothing" }, "0") : num(row.std) },
+  { label: "std", width: "5rem", numeric: true, minor: true, cell: (row) => isFlat(row) ? h("span", { class: "warn", title: "equal rewards teach nothing" }, "0") : numScored(row) > 1 ? num(row.std) : "–" },
   { label: "step", width: "4rem", numeric: true, minor: true, cell: (row) => row.train_step ?? "–" },
   { label: "rollouts", width: "5rem", numeric: true, minor: true, cell: (row) => count(row.rewards.length) },
   { label: "failed", width: "4rem", numeric: true, minor: true, cell: (row) => row.num_failed ? h("span", { class: "bad" }, row.num_failed) : "0" },
@@ -37,15 +38,21 @@ function front(text) {
   return h("span", { class: "front", title: text }, h("span", null, text.slice(0, -8)), h("span", null, text.slice(-8)));
 }
 
-/** Rewards of a group as bars, the least first; a rollout without a reward is a red line. */
-function spread(rewards) {
+const numScored = (row) => row.rewards.filter((value) => value !== null).length;
+
+/** Whether a group taught nothing: several rewards, all equal. */
+const isFlat = (row) => numScored(row) > 1 && row.std === 0;
+
+/** Rewards of a group as bars, the least first, pale if they are all equal; one without a reward is a red line. */
+function spread(row) {
+  const { rewards } = row;
   const scored = rewards.filter((value) => value !== null).sort((a, b) => a - b);
   const low = Math.min(0, scored[0] ?? 0);
   const high = Math.max(1, scored.at(-1) ?? 1);
   const y = (value) => 19 - 18 * ((value / 2 - low / 2) / (high / 2 - low / 2));
   const said = scored.map((value) => num(value)).join(", ");
   const width = 100 / Math.max(rewards.length, 1);
-  return s("svg", { viewBox: "0 0 100 20", preserveAspectRatio: "none", class: "bars", role: "img", "aria-label": `rewards ${said}` },
+  return s("svg", { viewBox: "0 0 100 20", preserveAspectRatio: "none", class: `bars${isFlat(row) ? " flat" : ""}`, role: "img", "aria-label": `rewards ${said}` },
     s("title", null, said || "none is scored"),
     [...scored, ...Array(rewards.length - scored.length).fill(null)].map((value, at) => s("rect", {
       class: value === null ? "lost" : null, x: at * width + 0.1 * width, width: 0.8 * width,
@@ -53,13 +60,20 @@ function spread(rewards) {
     })));
 }
 
+const ALL = "*";
+
 export async function render(root, params, api) {
-  const { run, by, phase, step, where, sort } = params;
+  const { run, by, step, where, sort } = params;
   const isGroups = by === "group";
-  const shown = { by, phase, step, where, sort };
+  const asked = api.run(run); // the table is read beside it, and behind it only where it depends on it
+  const namesOf = (found) => (found.phases ?? []).map((each) => each.phase);
+  const isTrained = isGroups && params.phase === undefined && namesOf(await asked).includes("train");
+  const phase = params.phase ?? (isTrained ? "train" : ALL); // groups are there to train
+  const shown = { by, phase: params.phase, step, where, sort };
   const go = (changes) => { location.hash = href(["run", run, "rollouts"], { ...shown, ...changes }); };
   const total = h("span", { class: "muted", role: "status" });
-  const query = isGroups ? { phase, step } : { phase, step, where, sort };
+  const part = { phase: phase === ALL ? null : phase, step };
+  const query = isGroups ? { ...part, sort: "-train_step" } : { ...part, where, sort };
   const fetchRows = async (offset, limit) => {
     const page = await (isGroups ? api.groups : api.rollouts)(run, { ...query, offset, limit });
     put(total, page.of === undefined ? count(page.total)
@@ -67,25 +81,33 @@ export async function render(root, params, api) {
     return page;
   };
   const rollout = (row) => href(["run", run, "rollout", row.request_id, row.trajectory_index]);
-  const reading = virtualTable({
+  const read = () => virtualTable({
     columns: isGroups ? GROUPS : COLUMNS,
     fetchRows, sort,
     onSort: isGroups ? null : (name) => go({ sort: name }),
     link: (row) => isGroups ? href(["run", run, "group", row.group_id]) : rollout(row),
     empty: isGroups ? "No group is here."
-      : where || phase || step ? "No rollout passes the filter." : "The run has no rollouts yet.",
-  }).catch((error) => {
+      : where || phase !== ALL || step ? "No rollout passes the filter." : "The run has no rollouts yet.",
+  });
+  const reading = read().catch((error) => {
     if (api.signal.aborted) throw error;
     return h("p", { class: "error", role: "alert" }, error.message);
   });
-  const [summary, table] = await Promise.all([api.run(run), reading]);
+  const [summary, table] = await Promise.all([asked, reading]);
   const phases = h("select", { "aria-label": "Phase", onchange: () => go({ phase: phases.value, step: null }) },
-    h("option", { value: "" }, "all phases"),
-    (summary.phases ?? []).map((each) => h("option", { value: each.phase, selected: each.phase === phase }, each.phase)));
+    h("option", { value: ALL }, "all phases"));
+  const names = namesOf(summary);
+  const addPhase = (name) => phases.append(h("option", { value: name, selected: name === phase }, name));
+  names.forEach(addPhase);
   const at = h("input", {
     type: "number", min: 0, placeholder: "step", "aria-label": "Step", value: step, class: "step",
     onchange: () => go({ step: at.value }),
   });
+  const turn = (by, sign, name) => h("button", {
+    type: "button", [name]: true, "aria-label": by < 0 ? "Earlier" : "Later",
+    disabled: step === undefined ? by > 0 : Number(step) + by < 1 || Number(step) + by > summary.num_steps,
+    onclick: () => go({ step: step === undefined ? summary.num_steps : Number(step) + by }),
+  }, sign);
   const filter = api.isExported ? where && h("button", {
     type: "button", title: "Show all", onclick: () => go({ where: null }),
   }, `${where} ×`) : h("input", {
@@ -94,9 +116,28 @@ export async function render(root, params, api) {
     onkeydown: (event) => { if (event.key === "Enter") go({ where: filter.value }); },
     onsearch: () => { if (!filter.value && where) go({ where: null }); },
   });
-  const other = href(["run", run, "rollouts"], { by: isGroups ? null : "group", phase, step });
+  const other = href(["run", run, "rollouts"], { by: isGroups ? null : "group", phase: params.phase, step });
+  const box = h("div", { class: "tall" }, table);
+  const steps = summary.num_steps > 0 && [turn(-1, "←", "data-previous"), at, turn(1, "→", "data-next")];
   put(root, h("div", { class: "bar" },
-    h("h1", null, isGroups ? "Groups" : "Rollouts"), phases, at, !isGroups && filter, total,
-    h("a", { class: "button", href: other }, isGroups ? "Rollouts" : "Groups")),
-  h("div", { class: "tall" }, table));
+    h("h1", null, isGroups ? "Groups" : "Rollouts"), phases, h("span", { class: "steps" }, steps || at),
+    !isGroups && filter, total, h("a", { class: "button", href: other }, isGroups ? "Rollouts" : "Groups")), box);
+
+  /** Take what the run has added, where the table stands. */
+  async function update() {
+    const grown = await api.run(run);
+    live(grown);
+    for (const name of namesOf(grown).filter((each) => !names.includes(each))) {
+      names.push(name);
+      addPhase(name);
+    }
+    const event = new CustomEvent("refresh", { detail: {} });
+    box.querySelector("[data-virtual]")?.dispatchEvent(event);
+    if (event.detail.done) await event.detail.done;
+    else put(box, await read());
+  }
+
+  const live = ({ state }) => put(document.getElementById("live"), state === "running" && !api.isExported ? "live" : "");
+  live(summary);
+  follow(api, markOf(summary), () => api.changed(run), update);
 }

@@ -1,8 +1,8 @@
 // One run: what the numbers say in sentences, the curves, the phases, the settings.
 
-import { whenChanged } from "./api.js";
+import { follow, markOf } from "./api.js";
 import { board } from "./chart.js";
-import { count, duration, folded, h, href, line, num, plainTable, put, short } from "./dom.js";
+import { count, duration, folded, h, href, line, num, plainTable, put, redraw, short } from "./dom.js";
 import { failures, progress, stateBadge } from "./runs.js";
 import { file } from "./stored.js";
 
@@ -17,41 +17,43 @@ const MOST_DRAWN = 120;
 const FIRST = ["Reward", "Policy", "Engine against trainer", "Rollouts", "Speed"];
 
 export async function render(root, params, api) {
+  const { run } = params;
   const story = h("section", { class: "story", "aria-label": "What happened" },
     h("p", { class: "muted" }, "Reading the rollouts …"));
   const head = h("div");
-  const curves = h("div");
   const rest = h("div");
+  const curves = curvesOf(params);
   let again = null;
   put(root, file && h("p", { class: "muted small" }, `This file has ${count(file.num_rollouts)} of `,
     `${count(file.of)} rollouts, as of ${new Date(1000 * file.created_at).toLocaleString()}. The run itself opens with `,
-    h("code", null, "rolltree view"), "."), head, story, curves, rest);
+    h("code", null, "rolltree view"), "."), head, story, curves.element, rest);
 
   async function draw() {
-    const [summary, found] = await Promise.all([api.run(params.run), api.curves(params.run)]);
+    const [summary, found] = await Promise.all([api.run(run), api.curves(run)]);
     if (api.signal.aborted) return summary;
-    drawHead(head, summary, params);
+    const { age_s: age, ...stored } = summary;
+    redraw(head, stored, () => drawHead(head, summary, params));
     tell();
-    const isBusy = curves.querySelector(":hover, :focus-within") !== null;
-    if (!isBusy || !curves.firstChild) drawCurves(curves, found, params);
-    drawRest(rest, summary, params.run);
+    curves.update(found);
+    redraw(rest, [stored.phases, stored.notices, stored.config], () => drawRest(rest, summary, run));
+    put(document.getElementById("live"), summary.state === "running" && !api.isExported ? "live" : "");
     return summary;
   }
 
   /** The story reads all rollouts: nothing waits for it, and it is asked for last. */
   async function tell() {
     clearTimeout(again);
-    const told = await api.story(params.run).catch((error) => ({ error }));
+    const told = await api.story(run).catch((error) => ({ error }));
     if (api.signal.aborted) return;
-    if (told.error) put(story, h("p", { class: "error", role: "alert" }, told.error.message));
-    else drawStory(story, told.sentences, params.run);
+    const said = told.error?.message ?? told.sentences;
+    redraw(story, said, () => told.error ? put(story, h("p", { class: "error", role: "alert" }, said))
+      : drawStory(story, said, run));
     if (told.again_s) again = setTimeout(tell, 1000 * told.again_s);
   }
 
   const summary = await draw();
-  if (params.metric) root.addEventListener("shown", () => curves.scrollIntoView(), { once: true });
-  put(document.getElementById("live"), summary.state === "running" && !api.isExported ? "live" : "");
-  whenChanged(api, params.run, draw);
+  if (params.metric) root.addEventListener("shown", () => curves.element.scrollIntoView(), { once: true });
+  follow(api, markOf(summary), () => api.changed(run), draw);
 }
 
 function drawHead(head, run, params) {
@@ -63,13 +65,15 @@ function drawHead(head, run, params) {
     ["sampled tokens", short(run.tokens?.sampled)],
     ["environment", (run.envs ?? []).join(", ") || "–"],
     ["model", run.model ?? "–"],
-    ["last written", `${duration(run.age_s)} ago`],
+    ["last written", run.state === "running" ? "now" : `${duration(run.age_s)} ago`],
   ];
   put(head,
     h("div", { class: "bar" }, h("h1", null, run.name), stateBadge(run),
       h("a", { class: "button", href: href(["run", params.run, "rollouts"]) }, "Rollouts"),
       h("a", { class: "button", href: href(["run", params.run, "rollouts"], { by: "group" }) }, "Groups")),
     run.error && h("p", { class: "error" }, line(run.error, 400)),
+    run.state === "killed" && h("p", { class: "error" }, "The process that wrote this run is gone and did not say why: ",
+      "it was killed, or the machine went down. What is stored is whole; the same command continues it."),
     h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))));
 }
 
@@ -110,38 +114,71 @@ function panelsOf(series) {
   return panels;
 }
 
-function drawCurves(box, { steps, series }, params) {
-  if (!steps.length || !series.length) return put(box);
+/** The curves with their search and zoom; `update` takes what a run has added, and moves nothing. */
+function curvesOf(params) {
+  const element = h("div");
+  const readout = h("span", { class: "muted", role: "status" });
+  const bar = h("div", { class: "bar" });
+  const place = h("div");
+  const missing = h("p", { class: "muted small" });
   const search = h("input", {
     type: "search", placeholder: "Find a curve (/)", "aria-label": "Find a curve", "data-search": true,
     value: params.metric, oninput: () => draw(),
   });
-  const readout = h("span", { class: "muted", role: "status" });
-  const place = h("div");
-  const bar = h("div", { class: "bar" });
-  const rest = (panels) => panels.length > MOST_DRAWN &&
-    h("p", { class: "muted" }, `${count(panels.length - MOST_DRAWN)} more are not drawn. Find them by their names above.`);
-  const open = (step) => { location.hash = href(["run", params.run, "rollouts"], { phase: "train", step }); };
+  const more = h("button", { type: "button", class: "quiet", onclick: () => {
+    isWhole = true;
+    draw();
+  } });
+  const onStep = (step) => { location.hash = href(["run", params.run, "rollouts"], { phase: "train", step }); };
+  let data = { steps: [], series: [] };
+  let drawn = null;
+  let names = "";
+  let isWhole = false;
+
+  /** The panels that are looked for, or those that come first. */
+  function chosen() {
+    const all = panelsOf(data.series);
+    const wanted = search.value.toLowerCase();
+    const about = (panel) => [panel.title, panel.group, ...panel.series.flatMap((each) => [each.name, each.label])];
+    if (wanted) return all.filter((panel) => about(panel).join(" ").toLowerCase().includes(wanted));
+    const first = all.filter((panel) => FIRST.includes(panel.group));
+    return isWhole || !first.length ? all : first;
+  }
 
   function draw() {
-    const wanted = search.value.toLowerCase();
-    const found = panelsOf(series).filter((panel) => wanted
-      ? `${panel.title} ${panel.names.join(" ")} ${panel.group} ${panel.series.map((each) => each.label).join(" ")}`.toLowerCase().includes(wanted) : FIRST.includes(panel.group));
-    const shown = found.length || wanted ? found : panelsOf(series);
-    const drawn = board(steps, shown.slice(0, MOST_DRAWN), { onStep: open, readout });
-    const others = series.length - shown.length;
-    put(bar, h("h2", null, "Curves"), search, readout, drawn.reset);
-    put(place, drawn.element, rest(shown), others > 0 && !wanted && h("button", { type: "button", class: "quiet", onclick: () => {
-      const every = panelsOf(series);
-      const all = board(steps, every.slice(0, MOST_DRAWN), { onStep: open, readout });
-      put(bar, h("h2", null, "Curves"), search, readout, all.reset);
-      put(place, all.element, rest(every));
-    } }, `${count(others)} more curves`));
+    const found = chosen();
+    const panels = found.slice(0, MOST_DRAWN);
+    const said = JSON.stringify(panels.map((panel) => panel.names));
+    const others = data.series.length - found.reduce((sum, panel) => sum + panel.names.length, 0);
+    if (drawn && said === names) drawn.update(data.steps, panels);
+    else {
+      const range = drawn?.range();
+      drawn = board(data.steps, panels, { onStep, readout });
+      if (range) drawn.zoom(range);
+      names = said;
+      put(place, drawn.element, found.length > MOST_DRAWN && h("p", { class: "muted" },
+        `${count(found.length - MOST_DRAWN)} more are not drawn. Find them by their names above.`), more);
+      const reset = bar.querySelector("[data-reset]");
+      if (reset) reset.replaceWith(drawn.reset);
+      else put(bar, h("h2", null, "Curves"), search, readout, drawn.reset);
+    }
+    put(more, `${count(others)} more curves`);
+    more.hidden = others <= 0 || search.value !== "";
+  }
+
+  function update(found) {
+    data = found;
+    if (!data.steps.length || !data.series.length) return;
+    const isNew = !drawn;
+    draw();
+    put(missing, data.missing?.length && `Not recorded: ${data.missing.map(({ label }) => label).join(", ")}.`);
+    if (!isNew) return;
+    put(element, bar, h("p", { class: "muted small" }, "Drag to zoom; click a step for its rollouts. ",
+      data.steps.length > 200 && "Bold: the mean around each step."), place, missing);
     if (params.from !== undefined) drawn.zoom([Number(params.from) - 1, Number(params.to) + 1]);
   }
 
-  draw();
-  return put(box, bar, h("p", { class: "muted small" }, "Drag to zoom; click a step for its rollouts."), place);
+  return { element, update };
 }
 
 function drawRest(rest, run, name) {

@@ -1,6 +1,7 @@
 // All runs: how far they are, what they reach, and which to compare.
 
-import { count, duration, h, href, num, plainTable, put, short } from "./dom.js";
+import { follow } from "./api.js";
+import { count, duration, h, href, num, plainTable, put, redraw, short } from "./dom.js";
 import { interval } from "./chart.js";
 
 const STATES = { running: "live", done: "good", stopped: "zero", failed: "bad", killed: "bad", unknown: "zero" };
@@ -15,8 +16,10 @@ export function failures(run) {
   if (!run.num_failed) return "0";
   const kinds = Object.entries(run.failures ?? {});
   const said = kinds.map(([kind, number]) => `${count(number)} ${kind}`).join(", ");
-  return h("a", { class: "bad", title: said, href: href(["run", run.id ?? run.run, "rollouts"], { where: "status = error" }) },
-    count(run.num_failed), kinds.length > 0 && h("span", { class: "minor small" }, ` ${kinds.length > 1 ? `${kinds[0][0]}, …` : kinds[0][0]}`));
+  const first = kinds.length > 0 && ` ${kinds[0][0]}${kinds.length > 1 ? ", …" : ""}`;
+  const address = href(["run", run.id ?? run.run, "rollouts"], { where: "status = error" });
+  return h("a", { class: "bad", title: said, href: address }, count(run.num_failed),
+    first && h("span", { class: "minor small" }, first));
 }
 
 /** How far a run is, as a bar with its numbers. */
@@ -37,16 +40,15 @@ export function estimate(reward, scale) {
 }
 
 export async function render(root, params, api) {
-  const { runs, root: folder, unreadable = [] } = await api.runs();
+  const found = await api.runs();
   const chosen = new Set();
-  const values = runs.flatMap((run) => run.reward ? [run.reward.mean, run.reward.low, run.reward.high] : [])
-    .filter((value) => value !== null && value !== undefined);
-  const scale = [Math.min(0, ...values), Math.max(1e-9, ...values)];
+  const rows = new Map(); // by id: the row's element, what it says, and its age
+  const read = { runs: found.runs, unreadable: found.unreadable, at: performance.now() };
+  const body = h("tbody");
   const go = h("button", { type: "button", class: "primary", disabled: true, onclick: () => {
-    const [a, b] = runs.filter((run) => chosen.has(run.id)).reverse();
+    const [a, b] = read.runs.filter((run) => chosen.has(run.id)).reverse();
     location.hash = href(["compare"], { a: a.id, b: b.id });
   } }, "Compare two runs");
-  const body = h("tbody");
   const search = h("input", {
     type: "search", placeholder: "Find runs (/)", "aria-label": "Find runs", "data-search": true,
     value: params.q, oninput: () => draw(),
@@ -59,54 +61,87 @@ export async function render(root, params, api) {
     put(go, chosen.size === 2 ? "Compare" : chosen.size > 2 ? "Choose only two" : "Compare two runs");
   }
 
-  function row(run) {
-    const box = h("input", { type: "checkbox", "aria-label": `Choose ${run.name}`, checked: chosen.has(run.id), onchange: () => choose(run, box) });
-    const tokens = run.tokens ?? {};
-    return h("tr", { "data-row": true },
-      h("td", null, !api.isExported && box),
-      h("th", { scope: "row" }, h("a", { href: href(["run", run.id]) }, run.id)),
-      h("td", null, stateBadge(run)),
-      h("td", { class: "number" }, estimate(run.reward, scale)),
-      h("td", { class: "minor" }, progress(run)),
-      h("td", { class: "minor" }, (run.envs ?? []).join(", ")),
-      h("td", { class: "minor" }, run.model ?? "–"),
-      h("td", { class: "number minor" }, short(tokens.sampled)),
-      h("td", { class: "number minor" }, count(run.num_rollouts)),
-      h("td", { class: "number" }, failures(run)),
-      h("td", { class: "number minor", title: new Date(1000 * run.last_written).toLocaleString() }, duration(run.age_s)));
+  /** The row of a run: the same element as before, with other cells if the run has grown. */
+  function rowOf(run, scale) {
+    const { age_s: age, ...rest } = run;
+    const said = JSON.stringify([rest, scale]);
+    if (!rows.has(run.id)) {
+      const box = h("input", { type: "checkbox", "aria-label": `Choose ${run.id}`, onchange: () => choose(run, box) });
+      const name = h("th", { scope: "row" }, h("a", { href: href(["run", run.id]), title: run.id }, run.id));
+      rows.set(run.id, { element: h("tr", { "data-row": true }), kept: [h("td", null, !api.isExported && box), name], age: h("span") });
+    }
+    const row = rows.get(run.id);
+    put(row.age, duration(age + (performance.now() - read.at) / 1000));
+    if (row.said === said) return row.element;
+    row.said = said;
+    while (row.element.children.length > 2) row.element.lastChild.remove();
+    if (!row.element.firstChild) put(row.element, row.kept);
+    row.element.append(...cells(run, scale, row.age));
+    return row.element;
   }
 
   function draw() {
+    const ends = read.runs.flatMap(({ reward }) => reward ? [reward.mean, reward.low, reward.high] : []);
+    const values = ends.filter((value) => value !== null && value !== undefined);
+    const scale = [Math.min(0, ...values), Math.max(1e-9, ...values)];
     const wanted = search.value.toLowerCase();
-    const found = runs.filter((run) => [run.id, run.kind, run.state, run.model, ...(run.envs ?? [])].join(" ").toLowerCase().includes(wanted));
-    put(body, found.map(row), !found.length && h("tr", null, h("td", { colspan: 11, class: "muted" }, "No run is named so.")));
+    const about = (run) => [run.id, run.kind, run.state, run.model, ...(run.envs ?? [])].join(" ").toLowerCase();
+    const shown = read.runs.filter((run) => about(run).includes(wanted)).map((run) => rowOf(run, scale));
+    if (shown.length && shown.length === body.children.length && shown.every((row, at) => row === body.children[at])) return;
+    const focused = document.activeElement;
+    put(body, shown, !shown.length && h("tr", null, h("td", { colspan: 11, class: "muted" }, "No run is named so.")));
+    if (focused?.isConnected) focused.focus({ preventScroll: true });
   }
 
-  draw();
-  const refused = unreadable.length > 0 && h("details", { open: !runs.length },
-    h("summary", null, `${count(unreadable.length)} ${unreadable.length > 1 ? "folders hold runs" : "folder holds a run"} that cannot be read`),
-    plainTable(["folder", "why"], unreadable.map((each) => [each.id, each.error])));
-  if (!runs.length) {
-    put(root, h("h1", null, "Runs"), h("p", null, `There is no run below ${folder ?? "this folder"} yet. `,
-      "Train or evaluate something: ", h("code", null, "rolltree eval arithmetic -m tiny"), "."), refused);
-    return;
-  }
-  const heads = [["", ""], ["run", ""], ["state", ""], ["reward", "number"], ["progress", "minor"], ["environment", "minor"], ["model", "minor"],
-    ["sampled", "number minor"], ["rollouts", "number minor"], ["failed", "number"], ["age", "number minor"]];
-  put(root,
-    h("div", { class: "bar" }, h("h1", null, "Runs"), search, !api.isExported && go),
-    h("div", { class: "scroll", tabindex: "0" }, h("table", { class: "runs" },
-      h("thead", null, h("tr", null, heads.map(([text, side]) => h("th", { class: side || null, scope: "col" }, text)))), body)), refused);
-  if (!api.isExported) {
-    setTimeout(() => api.signal.aborted || chosen.size || search.value || document.hidden || refresh(), 5000);
+  /** Rows stay where they are while runs grow; new runs come first. */
+  async function update() {
+    const fresh = await api.runs();
+    const order = new Map(read.runs.map((run, at) => [run.id, at]));
+    read.runs = fresh.runs.sort((a, b) => (order.get(a.id) ?? -1) - (order.get(b.id) ?? -1));
+    read.unreadable = fresh.unreadable;
+    read.at = performance.now();
+    drawPage();
   }
 
-  async function refresh() {
-    if (root.querySelector(".marked")) return;
-    const fresh = await api.runs().catch(() => null);
-    if (api.signal.aborted || !fresh) return;
-    runs.splice(0, runs.length, ...fresh.runs);
+  const table = h("div", { class: "scroll", tabindex: "0" }, h("table", { class: "runs" },
+    h("thead", null, h("tr", null, HEADS.map(([text, side]) => h("th", { class: side || null, scope: "col" }, text)))), body));
+  const none = h("p", null, `There is no run below ${found.root ?? "this folder"} yet. `,
+    "Train or evaluate something: ", h("code", null, "rolltree eval arithmetic -m tiny"), ". It shows up here.");
+
+  const refused = h("div");
+
+  function drawPage() {
     draw();
-    setTimeout(() => api.signal.aborted || chosen.size || refresh(), 5000);
+    const { unreadable = [] } = read;
+    redraw(refused, unreadable, () => put(refused, unreadable.length > 0 && h("details", { open: !read.runs.length },
+      h("summary", null, `${count(unreadable.length)} ${unreadable.length > 1 ? "folders hold runs" : "folder holds a run"} that cannot be read`),
+      plainTable(["folder", "why"], unreadable.map((each) => [each.id, each.error])))));
+    if (read.runs.length) {
+      if (!table.isConnected) put(root, h("div", { class: "bar" }, h("h1", null, "Runs"), search, !api.isExported && go), table, refused);
+    } else put(root, h("h1", null, "Runs"), none, refused);
   }
+
+  drawPage();
+  follow(api, found.mark, () => {
+    draw(); // the ages
+    return api.changedRuns();
+  }, update);
+}
+
+const HEADS = [["", ""], ["run", ""], ["state", ""], ["reward", ""], ["progress", "minor"], ["environment", "minor"],
+  ["model", "minor"], ["sampled", "number minor"], ["rollouts", "number minor"], ["failed", "number"], ["age", "number minor"]];
+
+function cells(run, scale, age) {
+  const environments = (run.envs ?? []).join(", ");
+  return [
+    h("td", null, stateBadge(run)),
+    h("td", null, estimate(run.reward, scale)),
+    h("td", { class: "minor" }, progress(run)),
+    h("td", { class: "minor short", title: environments }, environments),
+    h("td", { class: "minor short", title: run.model }, run.model?.split("/").at(-1) ?? "–"),
+    h("td", { class: "number minor" }, short(run.tokens?.sampled)),
+    h("td", { class: "number minor" }, count(run.num_rollouts)),
+    h("td", { class: "number" }, failures(run)),
+    h("td", { class: "number minor", title: new Date(1000 * run.last_written).toLocaleString() }, age),
+  ];
 }

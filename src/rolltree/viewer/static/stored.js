@@ -97,7 +97,7 @@ export const storedApi = {
   story: (run) => need("run", run, "story"),
   rollouts: async (run, query) => page((await need("run", run, "rollouts")), query),
   groups: async (run, query) => page((await need("run", run, "groups")), query),
-  group: (run, id) => need("run", run, "group", id),
+  group: (run, id, agent) => need("run", run, "group", id, agent ?? "*"),
   rollout: (run, id, index) => need("run", run, "rollout", id, index),
   tokens,
   tree: (run, { id, index, group }) => need("run", run, "tree", group ?? id, group === undefined ? index : "group"),

@@ -16,7 +16,7 @@ export async function virtualTable({ columns, fetchRows, link, sort, onSort, emp
   const drawn = new Map();
   const first = await fetchRows(0, PAGE);
   pages.set(0, first.rows);
-  const total = first.total;
+  let total = first.total;
   const widths = columns.map((column) => column.width).join(" ");
   const kept = columns.filter((column) => !column.minor).map((column) => column.narrow ?? column.width);
   let marked = -1;
@@ -109,19 +109,57 @@ export async function virtualTable({ columns, fetchRows, link, sort, onSort, emp
     return ["cell", column.numeric && "number", column.minor && "minor"].filter(Boolean).join(" ");
   }
 
+  /** Read again what is seen. Rows stay under the eye, and the marked one marked, where others came before them. */
+  async function refresh() {
+    const top = Math.floor(box.scrollTop / ROW_PX);
+    const [seen, chosen] = [top, marked].map((at) => rowAt(at) && link(rowAt(at)));
+    const page = Math.floor(top / PAGE);
+    const begun = await fetchRows(page * PAGE, PAGE);
+    const fresh = new Map([[page, begun.rows]]);
+    const last = Math.floor((top + box.clientHeight / ROW_PX + Math.max(0, begun.total - total)) / PAGE);
+    for (let next = page + 1; next <= last && next * PAGE < begun.total; next += 1) {
+      fresh.set(next, (await fetchRows(next * PAGE, PAGE)).rows);
+    }
+    const placeOf = (address, otherwise) => {
+      for (const [number, rows] of fresh) {
+        const at = rows.findIndex((row) => link(row) === address);
+        if (at >= 0) return number * PAGE + at;
+      }
+      return otherwise;
+    };
+    for (const [number, rows] of fresh) {
+      const known = pages.get(number) ?? [];
+      const isSame = (row, at) => known[at] && JSON.stringify(known[at]) === JSON.stringify(row);
+      fresh.set(number, rows.map((row, at) => isSame(row, at) ? known[at] : row)); // its element stays, with its focus
+    }
+    pages.clear();
+    for (const [number, rows] of fresh) pages.set(number, rows);
+    total = begun.total;
+    body.style.height = `${total * ROW_PX}px`;
+    box.setAttribute("aria-rowcount", total);
+    mark(chosen ? placeOf(chosen, marked) : marked);
+    if (seen && box.scrollTop > 0) box.scrollTop += (placeOf(seen, top) - top) * ROW_PX;
+    draw();
+  }
+
+  function mark(at) {
+    drawn.get(marked)?.element.classList.remove("marked");
+    marked = at;
+    drawn.get(marked)?.element.classList.add("marked");
+  }
+
+  box.addEventListener("refresh", (event) => { event.detail.done = refresh(); });
   box.addEventListener("scroll", () => {
     if (!isDue) requestAnimationFrame(() => { isDue = false; draw(); });
     isDue = true;
   }, { passive: true });
   box.addEventListener("move", (event) => {
-    drawn.get(marked)?.element.classList.remove("marked");
-    marked = Math.max(0, Math.min(total - 1, marked + event.detail));
+    mark(Math.max(0, Math.min(total - 1, marked + event.detail)));
     const above = marked * ROW_PX;
     const height = box.clientHeight - ROW_PX;
     if (above < box.scrollTop) box.scrollTop = above;
     else if (above + ROW_PX > box.scrollTop + height) box.scrollTop = above + ROW_PX - height;
     draw();
-    drawn.get(marked)?.element.classList.add("marked");
   });
   new ResizeObserver(draw).observe(box);
   draw();

@@ -38,10 +38,13 @@ export async function render(root, params, api) {
       const given = segment.length - segment.sampled;
       const heat = Math.ceil((4 * segment.calls) / hottest);
       const text = `${count(segment.length)} tokens from ${count(segment.start_depth)}, ${count(segment.sampled)} of them sampled, in ${segment.calls} ${segment.calls === 1 ? "call" : "calls"}`;
+      const length = (from, size) => x(size) > 12 + 8 * count(size).length &&
+        s("text", { class: "inside", x: x(from) + 5, y: y + high / 2 + 4 }, count(size));
       const shape = [
         given > 0 && s("rect", { class: `segment given heat${heat}`, x: x(segment.start_depth), y, width: Math.max(1, x(given) - 1), height: high, rx: 2 }),
+        given > 0 && length(segment.start_depth, given),
         segment.sampled > 0 && s("rect", { class: `segment sampled heat${heat}`, x: x(segment.start_depth + given), y, width: Math.max(1, x(segment.sampled) - 1), height: high, rx: 2 }),
-        w > 44 && s("text", { class: "inside", x: x(segment.start_depth) + 5, y: y + high / 2 + 4 }, count(segment.length)),
+        segment.sampled > 0 && length(segment.start_depth + given, segment.sampled),
       ];
       const link = address(segment);
       const group = link ? s("a", { href: link, "data-row": true, "aria-label": text }, shape) : s("g", null, shape);
