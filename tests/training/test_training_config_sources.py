@@ -1,6 +1,7 @@
 """Where a config comes from: a TOML file, dotted overrides, keywords."""
 
 import datetime
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -120,3 +121,13 @@ def test_plain_data_is_not_changed():
     data = {"optim": {"lr": 1e-5}}
     load_train_config(data, ["optim.lr=1e-4"], eps=1e-6)
     assert data == {"optim": {"lr": 1e-5}}
+
+
+def test_paths_are_taken_as_text():
+    config = load_train_config(
+        {"model": {"name": Path("models/tiny")}},
+        run_dir=Path("runs/first"),
+        env_id=Path("my_env.py"),
+    )
+    found = (config.model.name, config.run.dir, config.env.id)
+    assert found == ("models/tiny", "runs/first", "my_env.py")

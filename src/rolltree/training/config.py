@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -115,12 +115,21 @@ def load_train_config(
         _apply_setting(data, name, value)
     _check_names(data)
     try:
-        return msgspec.convert(data, TrainConfig, strict=True)
+        return msgspec.convert(_with_text_paths(data), TrainConfig, strict=True)
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
         text, _, path = str(error).partition(" - at `$.")
         raise ConfigError(_invalid(data, path.rstrip("`"), text)) from None
+
+
+def _with_text_paths(value: Any) -> Any:
+    """Return plain data with each path as the text that settings are stored as."""
+    if isinstance(value, Mapping):
+        return {key: _with_text_paths(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_text_paths(item) for item in value]
+    return str(value) if isinstance(value, PurePath) else value
 
 
 def apply_override(data: dict[str, Any], override: str) -> None:
