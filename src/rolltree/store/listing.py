@@ -22,9 +22,10 @@ last start was asked to end. `failed`: it ended with an error. `killed`: it ende
 
 @dataclass(frozen=True, slots=True)
 class PhaseSummary:
-    """One phase of a run. `mean_reward` is over scored rows only; None when there are none.
+    """One phase of a run. `mean_reward` is over scored rows; None when there are none.
 
-    `num_planned` is how many requests an evaluation is to have; None where nobody said.
+    Rollouts that another one delegated are not among these. `num_planned` is how many requests an
+    evaluation is to have; None where nobody said.
     """
 
     phase: str
