@@ -1,4 +1,4 @@
-"""The debugger of a replay opens in the environment's code; `test_debugging.py` runs these tests."""
+"""The debugger of a replay opens in the environment's code; run by `test_debugging.py`."""
 
 import asyncio
 import io

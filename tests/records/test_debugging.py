@@ -14,4 +14,4 @@ def test_the_debugger():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", str(scenes)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout
-    assert "5 passed" in done.stdout
+    assert done.stdout.startswith(".....")
