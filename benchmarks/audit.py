@@ -56,7 +56,9 @@ def at_version(data: bytes, version: int) -> bytes:
     return new.to_bytes()
 
 
-def copies(rows: list[StoredRollout], num: int) -> Iterator[StoredRollout]:
+def copies(
+    rows: list[StoredRollout], num: int, *, for_audit: bool = True
+) -> Iterator[StoredRollout]:
     """Yield `num` rollouts in the places of a training run: step, group, member."""
     source = cycle(rows)
     for index in range(num):
@@ -82,7 +84,7 @@ def copies(rows: list[StoredRollout], num: int) -> Iterator[StoredRollout]:
             max_version=step - 1,
             started_at=float(index),
             record=json.dumps(record, separators=(",", ":")).encode(),
-            tokens=at_version(row.tokens, step - 1),
+            tokens=at_version(row.tokens, step - 1) if for_audit else row.tokens,
         )
 
 
@@ -111,14 +113,18 @@ def trained(rows: list[StoredRollout], step: int) -> list[TrainedRollout]:
     return found
 
 
-def make_run(path: Path, source: Path, num: int) -> Path:
-    """Store a clean training run of `num` rollouts and return its directory."""
+def make_run(path: Path, source: Path, num: int, *, for_audit: bool = True) -> Path:
+    """Store a clean training run of `num` rollouts and return its directory.
+
+    One that is not for an audit is made faster: its tokens keep the versions that sampled them, and
+    no token is recorded as trained.
+    """
     with Run.open(source, "r") as real:
         rows = list(real.rollouts(phase="train"))
     size = GROUPS * MEMBERS
     with Run.create(path, config=TrainConfig().as_dict(), kind="train") as run:
         batch: list[StoredRollout] = []
-        for row in copies(rows, num - num % size):
+        for row in copies(rows, num - num % size, for_audit=for_audit):
             batch.append(row)
             if len(batch) == size:
                 step = row.train_step or 0
@@ -127,7 +133,7 @@ def make_run(path: Path, source: Path, num: int) -> Path:
                     "policy/version": float(step),
                     "reward/mean": float(np.mean([item.reward for item in batch])),
                 }
-                run.add_step(step, metrics, trained(batch, step))
+                run.add_step(step, metrics, trained(batch, step) if for_audit else ())
                 batch = []
     return path
 

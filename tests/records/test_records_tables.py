@@ -280,6 +280,20 @@ class TestOneSchema:
         assert isinstance(frame, polars.DataFrame)
         assert frame["reward"].to_list() == [1.0, 0.5]
 
+    def test_duckdb(self, data):
+        duckdb = pytest.importorskip("duckdb")
+        with duckdb.connect() as database:
+            database.register("rollouts", data.rollouts())
+            database.register("tokens", data.tokens())
+            asked = "SELECT request_id, sum(logprob) FROM rollouts JOIN tokens "
+            asked += "USING (request_id, trajectory_index) WHERE reward > 0.9 GROUP BY 1"
+            for _ in range(2):  # a table is read as often as it is asked
+                (row,) = database.sql(asked).fetchall()
+                assert row[0] == next(data.rollouts(where="reward > 0.9").rows())["request_id"]
+        rollouts = data.rollouts()  # DuckDB finds a variable by its name
+        found = duckdb.sql("SELECT reward FROM rollouts ORDER BY reward").fetchall()
+        assert found == [(row["reward"],) for row in rollouts.select(["reward"]).rows()][::-1]
+
     def test_any_reader_of_the_c_stream_protocol(self, data):
         assert pa.table(data.tokens()).num_rows == 12
         assert pa.schema(data.tokens()).names == data.tokens().column_names

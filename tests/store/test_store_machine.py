@@ -37,6 +37,7 @@ def batches(draw):
                 StoredRollout(
                     request_id=request_id,
                     trajectory_index=index,
+                    depth=draw(st.integers(0, 2)),
                     phase=phase,
                     train_step=step,
                     reward=None if failed else draw(rewards),
@@ -178,7 +179,7 @@ class StoreMachine(RuleBasedStateMachine):
         found = {phase.phase: phase for phase in summarize(self.run).phases}
         for phase, summary in found.items():
             rows = [row for row in self.rows if row.phase == phase]
-            scored = [row.reward for row in rows if row.reward is not None]
+            scored = [row.reward for row in rows if row.reward is not None and not row.depth]
             assert summary.num_rollouts == len(rows)
             assert summary.num_errors == sum(row.status == "error" for row in rows)
             assert summary.num_completion_tokens == sum(r.num_completion_tokens for r in rows)

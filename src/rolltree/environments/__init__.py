@@ -1,6 +1,6 @@
 """Environments: data, worlds and rewards behind one interface (spec 1)."""
 
-from rolltree.environments.batch_runner import GenerateMetadata, GenerateResults, score_episode
+from rolltree.environments.batch_runner import GenerateMetadata, GenerateResults
 from rolltree.environments.code import changed_code
 from rolltree.environments.dataset import Rows
 from rolltree.environments.env_group import EnvGroup
@@ -18,6 +18,7 @@ from rolltree.environments.registry import (
     load_object,
 )
 from rolltree.environments.sandbox_env import PythonEnv, SandboxEnv
+from rolltree.environments.scoring import score_episode
 from rolltree.environments.tool_env import StatefulToolEnv, ToolEnv
 from rolltree.environments.worlds import GymEnv, TextArenaEnv, WorldEnv
 from rolltree.tools import Tool, ToolUnavailable, convert_func_to_oai_tool

@@ -10,7 +10,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -18,7 +17,8 @@ from typing import Any, TypeVar
 from rolltree.environments.dataset import Data, RowFormat, Rows
 from rolltree.environments.lifecycle import failure_of
 from rolltree.environments.openai_view import OpenAIView
-from rolltree.errors import ConfigError, did_you_mean, record_error
+from rolltree.environments.scoring import score_episode
+from rolltree.errors import ConfigError, did_you_mean
 from rolltree.inference.client import ModelClient, as_client, sampling_to_args
 from rolltree.rollouts import (
     RolloutEngine,
@@ -438,24 +438,6 @@ class BatchRunner(ABC):
                 requests.append(group_member(request, met[group]))
                 met[group] += 1
         return requests
-
-
-async def score_episode(rubric: Rubric, states: Sequence[State]) -> None:
-    """Score the rollouts of one episode that have not failed, each alone, in place.
-
-    Nothing is done where the rubric compares the members of a group: `score_group` comes later.
-    """
-    if rubric.has_group_rewards:
-        return
-    episode = current_episode()
-    with nullcontext() if episode is None else episode.clock.excluded():
-        for state in states:
-            if state.get("error") is not None:
-                continue
-            try:
-                await rubric.score_rollout(state)
-            except Exception as error:  # noqa: BLE001  an overridden rubric may raise: it is data
-                state["error"], state["reward"] = record_error(error, "scoring"), None
 
 
 class _Unscored:

@@ -156,7 +156,7 @@ def compare(
     rollouts are shown.
 
     >>> print(compare("runs/demo"))  # doctest: +SKIP
-    The reward of step 28 is higher than that of step 0, +0.770 [+0.657, +0.843] over 100 examples:
+    The reward of step 28 is higher than that of step 0, +0.730 [+0.608, +0.814] over 100 examples:
     not noise.
 
     Raises:

@@ -8,7 +8,16 @@ from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from rolltree.store.codec import loads
-from rolltree.store.integrity import TABLES, TOTAL_NAMES, Counts, Totals, checksum, report_key
+from rolltree.store.integrity import (
+    TABLES,
+    TOTAL_NAMES,
+    Counts,
+    Totals,
+    checksum,
+    read_totals,
+    report_key,
+    with_own_rewards,
+)
 from rolltree.store.rows import LIGHT, STORED, with_checksums
 from rolltree.store.trained import insert_trained
 
@@ -18,7 +27,8 @@ _INSERT = (
 )
 _SUMS = """
 SELECT phase, coalesce(env_id, ''), min(id), count(DISTINCT request_id), count(*),
-       sum(status = 'error'), sum(truncated), count(reward), total(reward),
+       sum(status = 'error'), sum(truncated), count(reward) FILTER (WHERE depth = 0),
+       total(reward) FILTER (WHERE depth = 0),
        coalesce(sum(num_prompt_tokens), 0), coalesce(sum(num_completion_tokens), 0),
        coalesce(max(created_at), 0.0)
 FROM rollouts WHERE phase = ? GROUP BY coalesce(env_id, '')
@@ -65,8 +75,9 @@ class Change:
         found.num_rollouts += times
         found.num_errors += times * (row["status"] == "error")
         found.num_truncated += times * bool(row["truncated"])
-        found.num_scored += times * (row["reward"] is not None)
-        found.sum_reward += times * (row["reward"] or 0.0)
+        if not row["depth"]:
+            found.num_scored += times * (row["reward"] is not None)
+            found.sum_reward += times * (row["reward"] or 0.0)
         found.num_prompt_tokens += times * (row["num_prompt_tokens"] or 0)
         found.num_completion_tokens += times * (row["num_completion_tokens"] or 0)
         found.last_created_at = max(found.last_created_at, row["created_at"] or 0.0)
@@ -123,6 +134,12 @@ class Change:
             found = Totals(*row)
             self.totals[found.phase, found.env_id] = found
             self.counts.totals += 1
+
+    def upgrade_totals(self) -> None:
+        """Let the sums of schema 3 be those of today; no rollout changes, and reports stay."""
+        totals = read_totals(self.connection, self.counts)
+        if with_own_rewards(self.connection, totals):
+            self.totals = {(item.phase, item.env_id): item for item in totals}
 
     def finish(self) -> None:
         """Write sums and counts, drop old reports: the last statements of the transaction."""

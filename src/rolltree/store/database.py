@@ -103,6 +103,7 @@ class Database:
                 if self.version != SCHEMA_VERSION:
                     with self.transaction() as change:
                         upgrade_schema(change.connection)
+                        change.upgrade_totals()
                     self.version = SCHEMA_VERSION
         except _SQL_ERRORS as error:
             self.close()

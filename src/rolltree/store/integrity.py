@@ -80,8 +80,9 @@ class Counts:
 class Totals:
     """One row of `totals`: the sums over the rollouts of one phase and environment.
 
-    `sum_reward` is over `num_scored` rows; `first_id` orders phases; `last_created_at` is seconds
-    since the epoch.
+    `sum_reward` is over `num_scored` rows, which are those with a reward and, since schema 4, none
+    that another rollout delegated: a phase's reward is that of its episodes. `first_id` orders
+    phases; `last_created_at` is seconds since the epoch.
     """
 
     phase: str
@@ -99,6 +100,11 @@ class Totals:
 
 
 TOTAL_NAMES = [item.name for item in fields(Totals)]
+_OWN_REWARDS = """
+SELECT phase, coalesce(env_id, ''), count(reward) FILTER (WHERE depth = 0),
+       total(reward) FILTER (WHERE depth = 0)
+FROM rollouts NOT INDEXED GROUP BY phase, coalesce(env_id, '') HAVING max(depth) > 0
+"""
 
 
 def read_totals(connection: sqlite3.Connection, counts: Counts) -> list[Totals]:
@@ -117,6 +123,18 @@ def read_totals(connection: sqlite3.Connection, counts: Counts) -> list[Totals]:
     if len(found) != counts.totals or sum(t.num_rollouts for t in found) != counts.rollouts:
         raise StoreError("the totals of a phase are missing")
     return found
+
+
+def with_own_rewards(connection: sqlite3.Connection, totals: Sequence[Totals]) -> bool:
+    """Let the sums of a schema before 4 leave the rewards of delegated rollouts out.
+
+    Says whether there were any; the rows are read for it, and not compared with their checksums.
+    """
+    found = {row[:2]: row[2:] for row in connection.execute(_OWN_REWARDS)}
+    for item in totals:
+        if (item.phase, item.env_id) in found:
+            item.num_scored, item.sum_reward = found[item.phase, item.env_id]
+    return bool(found)
 
 
 def report_key(phase: str) -> str:

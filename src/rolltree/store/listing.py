@@ -168,8 +168,6 @@ def _reward(
     if isinstance(reward, list) and len(reward) >= 3:
         return reward[:3]
     num_scored, total = sum(each.num_scored for each in items), sum(e.sum_reward for e in items)
-    if any(each.num_rollouts > each.num_requests for each in items):
-        num_scored, total = run.own_rewards(phase)
     return total / num_scored if num_scored else None, None, None
 
 

@@ -11,7 +11,7 @@ from rolltree.store.codec import TAG, loads
 from rolltree.store.database import LIGHT_PAGE_ROWS, PAGE_ROWS, ROW_ERRORS, Database
 from rolltree.store.export import Render, export_rows, light_line
 from rolltree.store.filters import order_clause, where_clause
-from rolltree.store.integrity import TABLES, Totals, checked, damaged, report_key
+from rolltree.store.integrity import TABLES, Totals, checked, damaged, report_key, with_own_rewards
 from rolltree.store.metric_names import renamed
 from rolltree.store.rows import (
     COLUMNS,
@@ -26,7 +26,7 @@ from rolltree.store.rows import (
     from_sql,
     verify,
 )
-from rolltree.store.schema import TRAINED_SINCE
+from rolltree.store.schema import OWN_REWARDS_SINCE, TRAINED_SINCE
 from rolltree.store.trained import TRAINED_COLUMNS, TrainedRollout, trained_from_sql
 
 T = TypeVar("T")
@@ -210,18 +210,22 @@ class StoredRun:
         """How many batches were ever stored: it grows with everything that is written."""
         return self._database.counts().commits
 
-    def totals(self) -> list[Totals]:
-        """Return the sums over each phase and environment, in the order they began."""
-        return self._database.totals()[1]
+    def totals(self, *, as_stored: bool = False) -> list[Totals]:
+        """Return the sums over each phase and environment, in the order they began.
 
-    def own_rewards(self, phase: str) -> tuple[int, float]:
-        """Return how many rollouts of a phase nobody delegated and have a reward, and their sum."""
-        sql = (
-            "SELECT count(reward), total(reward) FROM rollouts"
-            " WHERE phase = ? AND parent_rollout IS NULL"
-        )
-        number, total = self._database.all(sql, (phase,))[0]
-        return int(number), float(total)
+        Sums of rewards leave delegated rollouts out, as reports do. Those that schema 3 stored
+        have them, and are summed again from the rows unless they are wanted `as_stored`.
+        """
+        with self._database.snapshot() as connection:
+            found = self._database.totals()[1]
+            if not (as_stored or self.sums_own_rewards) and with_own_rewards(connection, found):
+                self._database.check()  # what was summed are the rows themselves
+        return found
+
+    @property
+    def sums_own_rewards(self) -> bool:
+        """Whether stored sums of rewards leave delegated rollouts out."""
+        return self._database.version >= OWN_REWARDS_SINCE
 
     def finished_ids(self, phase: str | None = None, *, failed: bool = True) -> set[str]:
         """Return the ids of requests that are stored; without `failed`, only those that worked."""

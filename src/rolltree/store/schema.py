@@ -17,8 +17,10 @@ from rolltree.store.trained import TRAINED_COLUMNS
 
 SCHEMA_VERSION = 4
 SCHEMAS = (3, 4)
-"""The versions that can be read. 4 adds the table `trained`."""
+"""The versions that can be read. 4 adds the table `trained`, and sums of rewards leave delegated
+rollouts out."""
 TRAINED_SINCE = 4
+OWN_REWARDS_SINCE = 4
 APPLICATION_ID = 0x726F6C74  # "rolt", in the header of every run.db
 
 

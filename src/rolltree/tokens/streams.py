@@ -24,6 +24,7 @@ from rolltree.types import IntArray
 ABSENT = -1
 CONSTANT = -2
 _INT32_MAX = 2**31 - 1
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 PLACED: tuple[str, tuple[int, ...]] = ("placed", ())
 
 
@@ -49,7 +50,7 @@ class SampledStream:
         self.buffer = GrowBuffer(dtype)
         self.offset = array("q")
         self.constant = array("d")
-        largest = _INT32_MAX if self.buffer.dtype.kind == "i" else float(np.finfo(np.float32).max)
+        largest = _INT32_MAX if self.buffer.dtype.kind == "i" else _FLOAT32_MAX
         self.low, self.high = low, min(high, largest)
         self.optional = optional
 

@@ -164,8 +164,9 @@ class RolloutPass:
         found.num_rollouts += 1
         found.num_errors += row.status == "error"
         found.num_truncated += row.truncated
-        found.num_scored += row.reward is not None
-        found.sum_reward += row.reward or 0.0
+        if not (row.depth and self.run.sums_own_rewards):
+            found.num_scored += row.reward is not None
+            found.sum_reward += row.reward or 0.0
         found.num_prompt_tokens += row.num_prompt_tokens
         found.num_completion_tokens += row.num_completion_tokens
 

@@ -110,7 +110,7 @@ class _Audit:
             self.training.check_steps([item for item in self.facts if item.phase == PHASE])
 
     def _sums(self) -> None:
-        for stored in self.run.totals():
+        for stored in self.run.totals(as_stored=True):
             found = self.totals.pop((stored.phase, stored.env_id), Totals("", ""))
             self.ledger.count("storage")
             for name in _SUMS:

@@ -1,0 +1,29 @@
+"""Scoring the rollouts of one episode, as playing and rescoring do it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+from rolltree.errors import record_error
+from rolltree.rollouts import current_episode
+from rolltree.rubrics import Rubric
+from rolltree.types import State
+
+
+async def score_episode(rubric: Rubric, states: Sequence[State]) -> None:
+    """Score the rollouts of one episode that have not failed, each alone, in place.
+
+    Nothing is done where the rubric compares the members of a group: `score_group` comes later.
+    """
+    if rubric.has_group_rewards:
+        return
+    episode = current_episode()
+    with nullcontext() if episode is None else episode.clock.excluded():
+        for state in states:
+            if state.get("error") is not None:
+                continue
+            try:
+                await rubric.score_rollout(state)
+            except Exception as error:  # noqa: BLE001  an overridden rubric may raise: it is data
+                state["error"], state["reward"] = record_error(error, "scoring"), None
