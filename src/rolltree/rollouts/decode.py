@@ -24,6 +24,11 @@ from rolltree.types import (
 
 VERSION = 1
 """Of the record that `rolltree.rollouts.record` writes."""
+UNREADABLE = (
+    *(ArithmeticError, AttributeError, LookupError, TypeError, ValueError),
+    *(MemoryError, RecursionError),
+)
+"""What reading a record raises that rolltree did not write."""
 
 
 def decode_rollout(row: StoredRollout, *, tokens: bool = True) -> RolloutResult:
@@ -42,7 +47,7 @@ def decode_rollout(row: StoredRollout, *, tokens: bool = True) -> RolloutResult:
         )
     try:
         return _decode(row, tokens)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except UNREADABLE as error:
         raise StoreError(
             f"rollout {row.request_id!r} has a record that rolltree did not write "
             f"({type(error).__name__}: {error}), so its messages and tokens cannot be read. "
