@@ -125,6 +125,7 @@ def own(environment: str, kind: str, name: str = "", arguments: Any = None, **fi
 
 
 _FEW = {"num_examples": 3}
+_ALONE = {"num_examples": 3, "rollouts_per_example": 1}
 _WITH_TOKENS = {"num_examples": 3, "sampling_args": {"max_tokens": 40, **TOKENS}}
 
 own("turns", "hooked", settings={"state_columns": ["notes"]})
@@ -149,6 +150,10 @@ own("turns", "hooked", "flaky", script="flaky", settings={"rollouts_per_example"
 own("turns", "empty")
 own("turns", "second_model", settings=_FEW)
 own("turns", "raises", settings=_FEW)
+for _answer in ("pair", "nothing", "text", "message"):
+    own("turns", "returns", _answer, {"answer": _answer}, settings=_FEW)
+own("turns", "returns_unsent", "message", {"answer": "message"}, settings=_ALONE)
+own("turns", "returns_unsent", "pair", {"answer": "pair"}, settings=_ALONE)
 own("turns", "reads_state", settings=_WITH_TOKENS)
 own("turns", "reads_state", "info", {"info": True}, settings={**_FEW, "rollouts_per_example": 1})
 own("turns", "completes", script="writer", inputs=(0, 1, 2, 3))

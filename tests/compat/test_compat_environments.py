@@ -422,6 +422,18 @@ def test_rolltrees_own_clients_answer_with_their_attributes():
     assert response.model_dump(exclude_none=True)["choices"][0]["token_ids"]
 
 
+def test_an_env_response_that_returns_the_state_too_is_told():
+    class Older(Talk):
+        async def env_response(self, messages, state, **kwargs):
+            return [{"role": "user", "content": "again"}], state
+
+    env = Older(dataset=ROWS, rubric=vf.Rubric([exact]), max_turns=2, env_id="older")
+    with pytest.raises(AttributeError) as raised:
+        play(env, Client("1"))
+    assert "Older.env_response of 'older' returned a tuple (list, State), " in str(raised.value)
+    assert "Return a list of messages" in str(raised.value)
+
+
 # -- sandboxes -------------------------------------------------------------------------------------
 
 

@@ -323,6 +323,53 @@ async def test_env_response_may_be_a_plain_function():
     assert len(state["trajectory"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("answer", "returned"),
+    [
+        ((user("hint"), {"over": True}), "a tuple (list, dict)"),
+        (None, "None"),
+        ("hint", "a str"),
+        ({"role": "user", "content": "hint"}, "a dict"),
+        ([{"role": "user", "content": "hint"}, "hint"], "a list (dict, str)"),
+        (7.5, "a float"),
+    ],
+)
+async def test_an_env_response_that_is_no_messages_is_told(answer, returned):
+    class Riddle(Countdown):
+        async def env_response(self, messages, state):
+            return answer
+
+    riddle = Riddle(dataset=ROWS, env_id="riddles")
+    state = await play(riddle, ScriptedModel("one", "two"))
+    error = state["error"]
+    assert error.type == "ConfigError"
+    assert error.message.startswith(f"Riddle.env_response of 'riddles' returned {returned}, ")
+    assert "Return a list of messages" in error.message
+    assert ("the state" in error.message) == isinstance(answer, tuple)
+    assert len(state["trajectory"]) == 1
+
+
+async def test_an_env_response_after_a_text_is_a_text():
+    class Riddle(Countdown):
+        async def env_response(self, messages, state):
+            return user("hint")
+
+    riddle = Riddle(dataset=ROWS, message_type="completion")
+    text = {**INPUT, "prompt": "say one"}
+    state = await riddle.rollout(text, ScriptedModel("one"), "m")
+    assert "returned a list (dict), " in state["error"].message
+    assert "Return a string" in state["error"].message
+
+
+async def test_a_tuple_of_messages_is_as_good_as_a_list():
+    class Riddle(Countdown):
+        async def env_response(self, messages, state):
+            return tuple(user("hint"))
+
+    state = await play(Riddle(dataset=ROWS, max_turns=2), ScriptedModel("one", "two"))
+    assert state["error"] is None
+
+
 async def test_a_stop_condition_that_is_true_at_once():
     class Never(Echo):
         @stop

@@ -153,3 +153,22 @@ class Corrupter:
         blob[len(blob) // 2] ^= 1
         values = zlib.compress(bytes(blob)), request_id
         self.db.execute("UPDATE rollouts SET tokens = ? WHERE request_id = ?", values)
+
+    def blob(self, request_id, **blobs):
+        """Put bytes into the columns `record` and `tokens` of a row as they are."""
+        row_id, row = self.row(request_id)
+        *light, record, tokens = to_sql(row)
+        values = {"record": record, "tokens": tokens} | blobs
+        new = with_checksums(row_id, (*light, *values.values()))
+        sets = ", ".join(f"{name} = ?" for name in STORED)
+        with self.change():
+            self.db.execute(f"UPDATE rollouts SET {sets} WHERE id = ?", (*new, row_id))
+
+    def trained_blob(self, request_id, blob):
+        """Put bytes into the trained tokens of a rollout as they are."""
+        names = ", ".join(TRAINED_COLUMNS)
+        sql = f"SELECT {names} FROM trained WHERE request_id = ?"
+        row_id, *light = self.db.execute(sql, (request_id,)).fetchone()
+        with self.change():
+            self.db.execute("DELETE FROM trained WHERE id = ?", (row_id,))
+            insert_trained(self.db, row_id, (*light[: len(TRAINED_COLUMNS) - 4], blob))

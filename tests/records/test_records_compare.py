@@ -15,7 +15,9 @@ from rolltree.tokens import Trajectory
 from rolltree.types import FinishReason, ModelResponse, RolloutRequest, RolloutResult, State
 
 
-def rollout(phase, example, reward, *, answer="12", index=0, prompts=((1, 2, 3),), key="a"):
+def rollout(
+    phase, example, reward, *, answer="12", index=0, prompts=((1, 2, 3),), key="a", is_rendered=True
+):
     """Return the row of a rollout with a call per prompt, each of which samples 8 and 9."""
     given = {
         "prompt": [{"role": "user", "content": f"{example} + 5 ="}],
@@ -43,7 +45,8 @@ def rollout(phase, example, reward, *, answer="12", index=0, prompts=((1, 2, 3),
                 call_id=call,
             ),
         )
-    state = State(input=given, trajectory=trajectory, completion=[message], reward=reward)
+    completion = [message] if is_rendered else None
+    state = State(input=given, trajectory=trajectory, completion=completion, reward=reward)
     return encode_result(RolloutResult(request, (state,), None))
 
 
@@ -194,6 +197,12 @@ class TestFacts:
         ((before, after),) = rt.compare(a, b).pairs[0].shown
         assert (before.question, before.answers, after.answers) == ("3 + 5 =", ("a1",), ("b0",))
         assert (before.run, before.request_id) == (a, "eval/3/0")
+
+    def test_a_rollout_without_a_completion_shows_what_its_last_call_said(self, tmp_path):
+        for name, reward in (("a", 0.0), ("b", 1.0)):
+            evaluation(tmp_path / name, [reward] * 4, answer=name, is_rendered=False)
+        (before, after) = rt.compare(tmp_path / "a", tmp_path / "b").pairs[0].shown[0]
+        assert (before.answers, after.answers) == (("a",), ("b",))
 
 
 class TestCommand:

@@ -173,6 +173,7 @@ class Start:
     num_steps: int = 4
     num_parameters: int = 1_234_567
     history: tuple = ({"reward/mean": 0.1}, {"reward/mean": 0.2})
+    evaluated_steps: tuple = ()
 
 
 METRICS = {
@@ -270,6 +271,43 @@ class TestTrainView:
         view = TrainView(console, clock)
         view.on_start(Start(first_step=3, num_steps=5, history=({"time/step": 8.0},) * 2))
         assert view._left() == "24.0 s"
+
+    def test_the_time_left_contains_the_evaluations_that_are_to_come(self):
+        """One of 30 s before the first step, steps of 10 s, one more after steps 2 and 4."""
+        clock = Clock()
+        view = TrainView(Console(file=io.StringIO()), clock)
+        view.on_start(Start(first_step=1, num_steps=4, history=(), evaluated_steps=(2, 4)))
+        clock.now = 30.0
+        view.on_eval("eval_before", 0, EVALUATED, False)
+        found = []
+        for step in (1, 2, 3, 4):
+            clock.now += 10
+            view.on_step(step, METRICS)
+            found.append(view._left())
+            if step == 2:
+                clock.now += 30
+                view.on_eval("eval/000002", 2, EVALUATED, False)
+                found.append(view._left())
+        assert found == ["1 min 30 s", "1 min 20 s", "50.0 s", "40.0 s", "30.0 s"]
+        clock.now += 12
+        view.on_eval_progress("eval_after", 4, 10)
+        assert view._left() == "18.0 s"
+        view.on_eval("eval_after", 4, EVALUATED, False)
+        assert view._left() == ""
+
+    def test_a_stored_evaluation_says_how_long_the_next_takes(self):
+        view = TrainView(Console(file=io.StringIO()), Clock())
+        history = ({"time/step": 8.0},) * 2
+        view.on_start(Start(first_step=3, num_steps=5, history=history, evaluated_steps=(5,)))
+        assert view._left() == "24.0 s and an evaluation"
+        view.on_eval("eval_before", 0, EVALUATED | {"elapsed_s": 20.0}, True)
+        assert view._left() == "44.0 s"
+
+    def test_evaluations_that_nobody_timed_are_counted(self):
+        view = TrainView(Console(file=io.StringIO()), Clock())
+        history = ({"time/step": 8.0},) * 2
+        view.on_start(Start(first_step=3, num_steps=5, history=history, evaluated_steps=(4, 5)))
+        assert view._left() == "24.0 s and 2 evaluations"
 
     @pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 200])
     def test_what_does_not_fit_is_left_out_whole(self, width):

@@ -467,6 +467,56 @@ class TestReading:
         assert step["tokens"]["prompt_ids"] == [0, 1, 2, 500, 501, 502, 1000, 1001, 1002]
         assert step["tokens"]["completion_mask"] == [1, 1, 1]
         assert line["reward"] == 0.5
+        assert step["response"]["choices"] == [
+            {
+                "index": 0,
+                "message": {
+                    "role": "assistant",
+                    "content": "x",
+                    "reasoning_content": None,
+                    "tool_calls": None,
+                },
+                "text": "x",
+                "finish_reason": "stop",
+            }
+        ]
+        assert "ids" not in json.dumps(step["response"])  # those are in tokens
+
+    def test_export_lines_have_tool_calls_times_and_foreign_responses(self, tmp_path):
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+        trajectory = conversation(1)
+        said = make_response([0, 1, 2, 500], [9], 1)
+        said = replace(said, message=answer, text="", time_s=0.5, info={"num_retries": 2})
+        said = replace(said, num_prompt_tokens=4, num_completion_tokens=1)
+        prompt = trajectory[0]["prompt"]
+        trajectory.append_call(prompt=prompt, completion=[answer], response=said, turn=1)
+        trajectory.append(
+            {
+                "prompt": prompt,
+                "completion": [answer],
+                "response": {"id": "theirs", "usage": {"prompt_tokens": 7}},
+                "tokens": None,
+                "reward": None,
+                "advantage": None,
+                "extras": {},
+            }
+        )
+        result = RolloutResult(request(), (state_of(trajectory),), None)
+        with Run.create(tmp_path / "run") as run:
+            run.add_rollouts(encode_result(result))
+            run.export(tmp_path / "out.jsonl", render=export_line)
+        _, mine, theirs = json.loads((tmp_path / "out.jsonl").read_text())["trajectory"]
+        (choice,) = mine["response"]["choices"]
+        assert choice["message"]["tool_calls"] == [call]
+        assert mine["response"]["usage"] == {
+            "prompt_tokens": 4,
+            "completion_tokens": 1,
+            "total_tokens": 5,
+        }
+        assert mine["response"]["time_s"] == 0.5
+        assert mine["response"]["info"] == {"num_retries": 2}
+        assert theirs["response"] == {"id": "theirs", "usage": {"prompt_tokens": 7}}
 
 
 def test_a_step_costs_its_new_messages_to_encode(monkeypatch):

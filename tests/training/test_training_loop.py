@@ -18,6 +18,7 @@ class Recorder(Silent):
 
     def on_start(self, start):
         self.seen.append(("start", start.first_step, len(start.history)))
+        self.evaluated_steps = start.evaluated_steps
 
     def on_step(self, step, metrics):
         self.seen.append(("step", step))
@@ -182,6 +183,7 @@ class TestEvaluation:
         )
         recorder = Recorder()
         report = start(config, evaluate=evaluate, reporter=recorder)
+        self.evaluated_steps = recorder.evaluated_steps
         return report, [entry for entry in recorder.seen if entry[0] == "eval"]
 
     def test_before_during_and_after(self, model, tmp_path):
@@ -189,6 +191,7 @@ class TestEvaluation:
         report, seen = self.run(model, tmp_path / "run", calls)
         assert calls == [("eval_before", 0), ("eval/000002", 2), ("eval_after", 4)]
         assert seen == [("eval", phase, step, float(step), False) for phase, step in calls]
+        assert self.evaluated_steps == (2, 4)
         assert report.evaluations["eval_after"] == {"reward": 4.0}
 
     def test_stored_evaluations_are_not_repeated(self, model, tmp_path):

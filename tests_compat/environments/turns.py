@@ -301,6 +301,37 @@ def raises():
     return Raises(dataset=sums(2), rubric=vf.Rubric(funcs=[num_turns]), max_turns=3)
 
 
+class Returns(vf.MultiTurnEnv):
+    """Returns something else than messages, as environments of older versions did."""
+
+    def __init__(self, answer, **kwargs):
+        super().__init__(**kwargs)
+        self.returned = {
+            "pair": lambda state: ([{"role": "user", "content": "Again."}], state),
+            "nothing": lambda state: None,
+            "text": lambda state: "Again.",
+            "message": lambda state: {"role": "user", "content": "Again."},
+        }[answer]
+
+    async def env_response(self, messages, state, **kwargs):
+        return self.returned(state)
+
+
+def returns(answer):
+    return Returns(answer, dataset=sums(2), rubric=vf.Rubric(funcs=[num_turns]), max_turns=3)
+
+
+class ReturnsUnsent(Returns):
+    """The same, and only the question is sent: nothing fails."""
+
+    async def get_model_response(self, client, model, prompt, *args, **kwargs):
+        return await super().get_model_response(client, model, prompt[:1], *args, **kwargs)
+
+
+def returns_unsent(answer):
+    return ReturnsUnsent(answer, dataset=sums(2), rubric=vf.Rubric(funcs=[num_turns]), max_turns=3)
+
+
 class ReadsState(vf.MultiTurnEnv):
     """Reads and writes the state in every way that a dict allows."""
 

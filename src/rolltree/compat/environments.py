@@ -20,7 +20,7 @@ from rolltree import environments as rooms
 from rolltree.compat.batches import Batches, args_of_rollout, as_sent, current_batch, note_failure
 from rolltree.compat.decorators import marked_methods, stop
 from rolltree.compat.helpers import NullAsyncContext, concat_messages, maybe_await
-from rolltree.compat.model_calls import ask, is_direct
+from rolltree.compat.model_calls import ask, is_direct, is_sendable
 from rolltree.compat.own_names import OwnNames, set_for_author
 from rolltree.compat.parsers import Parser
 from rolltree.compat.rows import (
@@ -35,6 +35,7 @@ from rolltree.compat.states import AT_THE_END, adopted, cut_tokens
 from rolltree.environments.completion import conversation
 from rolltree.environments.dataset import Data, RowFormat, Rows
 from rolltree.environments.lifecycle import Mark, mark_of, register
+from rolltree.environments.multiturn import no_messages
 from rolltree.errors import ConfigError
 from rolltree.rollouts import Split, current_episode, merge_args
 from rolltree.types import (
@@ -410,7 +411,17 @@ class MultiTurnEnv(Environment, rooms.MultiTurnEnv):
             return cast(Messages, state["prompt"])
         messages = conversation(state["trajectory"])
         answer = await maybe_await(self.env_response, messages, state)
-        return concat_messages([messages, answer])
+        joined = concat_messages([messages, answer])
+        if self._is_sent_as_it_is() and not is_sendable(joined):
+            error = no_messages(self, messages, answer)
+            raise AttributeError(str(error))  # which the model call would raise, and theirs does
+        return joined
+
+    def _is_sent_as_it_is(self) -> bool:
+        """Say whether the prompt reaches the model call without an override in between."""
+        own = (self.get_prompt_messages, self.get_model_response)
+        theirs = (MultiTurnEnv.get_prompt_messages, Environment.get_model_response)
+        return all(getattr(a, "__func__", None) is b for a, b in zip(own, theirs, strict=True))
 
     async def rollout(
         self,

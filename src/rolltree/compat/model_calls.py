@@ -101,6 +101,11 @@ def _is_overlong(error: Exception) -> bool:
     return isinstance(status_error(400, text, "the server"), PromptTooLong)
 
 
+def is_sendable(prompt: Any) -> bool:
+    """Say whether `for_model` takes a prompt."""
+    return isinstance(prompt, str) or all(hasattr(message, "get") for message in prompt)
+
+
 def for_model(
     prompt: Messages, sampling_args: SamplingArgs | None
 ) -> tuple[Messages, SamplingArgs]:

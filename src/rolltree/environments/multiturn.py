@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from abc import abstractmethod
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
@@ -57,9 +58,10 @@ class MultiTurnEnv(Environment):
 
     @abstractmethod
     async def env_response(self, messages: Messages, state: State) -> Messages:
-        """Return what the environment says after `messages`, the conversation so far.
+        """Return what the environment says after `messages`, the conversation so far: new messages.
 
         `messages` is a new list; the messages in it belong to the trajectory and must not change.
+        After a prompt that is a string, what it says is a string.
         """
 
     @stop(priority=100, truncates=TruncationReason.MAX_SEQ_LEN)
@@ -102,6 +104,8 @@ class MultiTurnEnv(Environment):
             return prompt
         messages = conversation(state["trajectory"])
         answer = await settle(self.env_response(messages, state))
+        if not _follows(messages, answer):
+            raise no_messages(self, messages, answer)
         return concat_messages([messages, answer])
 
     async def rollout(
@@ -190,6 +194,33 @@ class MultiTurnEnv(Environment):
             said = conversation(state["trajectory"])
             state["final_env_response"] = appended_messages(said, prompt)
             await self._render_completion(state)
+
+
+def _follows(said: Messages, answer: Any) -> bool:
+    if isinstance(said, str):
+        return isinstance(answer, str)
+    return isinstance(answer, list | tuple) and all(isinstance(m, Mapping) for m in answer)
+
+
+def no_messages(environment: MultiTurnEnv, said: Messages, answer: Any) -> ConfigError:
+    """Return the error of an `env_response` that returned `answer`, which cannot follow `said`."""
+    parts = list(dict.fromkeys(type(part).__name__ for part in answer)) if _holds(answer) else []
+    kinds = f" ({', '.join(parts[:4])})" if parts else ""
+    found = "None" if answer is None else f"a {type(answer).__name__}{kinds}"
+    wanted = (
+        "a string, as the prompt is one"
+        if isinstance(said, str)
+        else 'a list of messages, such as [{"role": "user", "content": "..."}]'
+    )
+    more = "; the state is changed in place and not returned" if isinstance(answer, tuple) else ""
+    return ConfigError(
+        f"{type(environment).__name__}.env_response of {environment.env_id!r} returned {found}, "
+        f"which the model cannot be sent. Return {wanted}{more}."
+    )
+
+
+def _holds(answer: Any) -> bool:
+    return isinstance(answer, list | tuple)
 
 
 class SingleTurnEnv(MultiTurnEnv):

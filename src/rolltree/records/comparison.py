@@ -25,6 +25,7 @@ from rolltree.evaluation.comparison import (
 )
 from rolltree.evaluation.reducers import values
 from rolltree.records.arms import ArmName, ComparedArm, read_arms
+from rolltree.rollouts.conversation import conversation
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
 
@@ -251,21 +252,15 @@ def _shown(
     run = arm.runs[-number]
     rows = opened[run.path].rollouts(request_id=request_id, phase=run.phase)
     (result,) = decode_results(rows, tokens=False)
-    state: Mapping[str, Any] = result.states[0] if result.states else {}
-    question = [m for m in _messages(state.get("prompt")) if m.get("role") == "user"]
-    answers = [m for m in _messages(state.get("completion")) if m.get("role") == "assistant"]
+    prompt, completion = conversation(result.states[0]) if result.states else ([], [])
+    question = [m for m in prompt if m.get("role") == "user"]
+    answers = [m for m in completion if m.get("role") == "assistant"]
     return ShownRollout(
         run=run.path,
         request_id=request_id,
         question=_text(question[-1]) if question else "",
         answers=tuple(map(_text, answers)),
     )
-
-
-def _messages(value: Any) -> list[Mapping[str, Any]]:
-    if isinstance(value, str):
-        return [{"role": role, "content": value} for role in ("user", "assistant")]
-    return [item for item in value or () if isinstance(item, Mapping)]
 
 
 def _text(message: Mapping[str, Any]) -> str:

@@ -139,8 +139,10 @@ class TrainView:
         self._evaluations: list[str] = []
         self._status = "loading the model"
         self._num_steps = self._step = 0
-        self._start = self._stepped = clock()
+        self._evaluated_steps: tuple[int, ...] = ()
+        self._start = self._last = clock()  # of the last step or evaluation
         self._step_s: deque[float] = deque(maxlen=_LATEST)
+        self._eval_s: list[float] = []
         self._live: Live | None = None
         if console.is_terminal:
             self._live = Live(
@@ -167,7 +169,8 @@ class TrainView:
         self._num_steps = start.num_steps
         first = start.first_step - len(start.history)
         self._rows = [(first + i, metrics) for i, metrics in enumerate(start.history)]
-        self._step, self._stepped = start.first_step - 1, self._clock()
+        self._step, self._last = start.first_step - 1, self._clock()
+        self._evaluated_steps = start.evaluated_steps
         known = (metrics.get("time/step") for metrics in start.history)
         self._step_s.extend(float(seconds) for seconds in known if seconds is not None)
         continued = f", continued at step {start.first_step}" if start.first_step > 1 else ""
@@ -182,8 +185,8 @@ class TrainView:
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a finished step."""
         now = self._clock()
-        self._step_s.append(now - self._stepped)
-        self._step, self._stepped = step, now
+        self._step_s.append(now - self._last)
+        self._step, self._last = step, now
         self._rows.append((step, metrics))
         if self._live is None:
             found = {column.heading: column.cell(metrics) for column in _COLUMNS if column.heading}
@@ -197,6 +200,11 @@ class TrainView:
 
     def on_eval(self, phase: str, step: int, metrics: Mapping[str, Any], stored: bool) -> None:
         """Show the mean reward of an evaluation with its interval."""
+        now = self._clock()
+        took = metrics.get("elapsed_s") if stored else now - self._last
+        self._eval_s += [] if took is None else [float(took)]
+        self._evaluated_steps = tuple(n for n in self._evaluated_steps if n > step)
+        self._last = now
         found = metrics.get("reward") or {}
         said = "no reward" if not found else f"{found['mean']:.3f}"
         if found and found.get("low") is not None:
@@ -216,15 +224,21 @@ class TrainView:
         self._status = ""
 
     def _left(self) -> str:
-        """Return how long the rest of the steps takes if they are like the last; empty at the end.
+        """Return how long the rest takes if steps and evaluations are like those before.
 
-        Evaluations and checkpoints between steps count, the evaluation after training does not.
+        Evaluations are only counted as long as none has been timed. Empty at the end, and before
+        anything is known.
         """
-        steps = self._num_steps - self._step
-        if not self._step_s or steps < 1:
+        steps, evaluations = self._num_steps - self._step, len(self._evaluated_steps)
+        is_known = self._step_s if steps > 0 else self._eval_s and evaluations
+        if not is_known:
             return ""
-        left = steps * fmean(self._step_s) - (self._clock() - self._stepped)
-        return duration(max(0.0, left))
+        left = steps * fmean(self._step_s) if steps > 0 else 0.0
+        left += evaluations * fmean(self._eval_s) if self._eval_s else 0.0
+        said = duration(max(0.0, left - (self._clock() - self._last)))
+        if self._eval_s or not evaluations:
+            return said
+        return f"{said} and {'an evaluation' if evaluations == 1 else f'{evaluations} evaluations'}"
 
     def _render(self) -> Group:
         rows = self._rows[-NUM_ROWS:]

@@ -13,10 +13,22 @@ from rolltree.errors import StoreError
 from rolltree.rollouts.message_table import MessageReader
 from rolltree.state import Played
 from rolltree.store import StoredRollout, loads
-from rolltree.types import ErrorRecord, RolloutRequest, RolloutResult, SamplingParams, State
+from rolltree.types import (
+    ErrorRecord,
+    ModelResponse,
+    RolloutRequest,
+    RolloutResult,
+    SamplingParams,
+    State,
+)
 
 VERSION = 1
 """Of the record that `rolltree.rollouts.record` writes."""
+UNREADABLE = (
+    *(ArithmeticError, AttributeError, LookupError, TypeError, ValueError),
+    *(MemoryError, RecursionError),
+)
+"""What reading a record raises that rolltree did not write."""
 
 
 def decode_rollout(row: StoredRollout, *, tokens: bool = True) -> RolloutResult:
@@ -35,7 +47,7 @@ def decode_rollout(row: StoredRollout, *, tokens: bool = True) -> RolloutResult:
         )
     try:
         return _decode(row, tokens)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except UNREADABLE as error:
         raise StoreError(
             f"rollout {row.request_id!r} has a record that rolltree did not write "
             f"({type(error).__name__}: {error}), so its messages and tokens cannot be read. "
@@ -83,7 +95,8 @@ def export_line(row: StoredRollout, *, tokens: bool = True) -> dict[str, Any]:
     """Return a row as one JSON line in the shape of spec 1: for `run.export(render=...)`.
 
     `trajectory` restates every step's prompt and token lists, so its size is O(T^2) in turns.
-    Without `tokens` it is left out.
+    Without `tokens` it is left out. A step's `response` has OpenAI's shape (`choices`, `usage`)
+    with the times of the call; its ids and logprobs are in the step's `tokens`.
     """
     line = {name: getattr(row, name) for name in _EXPORTED}
     result = decode_rollout(row, tokens=tokens)
@@ -94,10 +107,35 @@ def export_line(row: StoredRollout, *, tokens: bool = True) -> dict[str, Any]:
         if not tokens:
             continue
         line["trajectory"] = [
-            {**step, "tokens": dict(step["tokens"].items()) if step["tokens"] else None}
+            {
+                **step,
+                "response": _exported_response(step["response"]),
+                "tokens": dict(step["tokens"].items()) if step["tokens"] else None,
+            }
             for step in state["trajectory"]
         ]
     return line
+
+
+def _exported_response(response: Any) -> Any:
+    if not isinstance(response, ModelResponse):
+        return response  # what is kept of somebody else's, a dict
+    (choice,) = response.choices
+    answer = {
+        "index": choice.index,
+        "message": choice.message.model_dump(),
+        "text": choice.text,
+        "finish_reason": choice.finish_reason,
+    }
+    times = {name: getattr(response, name) for name in ("wait_s", "sent_s", "time_s")}
+    return {
+        "id": response.id,
+        "model": response.model,
+        "choices": [answer],
+        "usage": response.usage.model_dump(),
+        **times,
+        "info": response.info,
+    }
 
 
 _EXPORTED = [

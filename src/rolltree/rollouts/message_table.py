@@ -17,6 +17,9 @@ from rolltree.store import dumps, loads
 
 Reference: TypeAlias = Any
 _EMPTY = -1
+MAX_MESSAGES = 2**27
+MAX_CHARACTERS = 2**30
+"""Histories share messages: together they are at most so long, a thousand times a long rollout."""
 
 
 class MessageTable:
@@ -90,13 +93,15 @@ class MessageReader:
     """Resolves references into the data of `MessageTable.to_json`, parsed by `store.loads`.
 
     Histories share their message objects, as they did when they were recorded; the lists are
-    fresh.
+    fresh. A table that nobody could have recorded (circles, or histories of more than
+    `MAX_MESSAGES` together) is a ValueError.
     """
 
     def __init__(self, data: dict[str, Any]) -> None:
         self._messages: Sequence[Any] = data["messages"]
         self._nodes: Sequence[Sequence[int]] = data["nodes"]
         self._pieces: Sequence[Any] = data["pieces"]
+        self._num_messages = self._num_characters = 0
 
     @classmethod
     def from_json(cls, text: str) -> MessageReader:
@@ -111,13 +116,25 @@ class MessageReader:
             return self._string(reference["t"]) if "t" in reference else reference["v"]
         path = []
         while reference != _EMPTY:
-            reference, message = self._nodes[reference]
+            parent, message = self._nodes[reference]
+            if not _EMPTY <= parent < reference:
+                raise ValueError("a history begins with itself")
             path.append(self._messages[message])
+            reference = parent
+        self._num_messages += len(path)
+        if self._num_messages > MAX_MESSAGES:
+            raise ValueError(f"its histories have more than {MAX_MESSAGES:,} messages")
         return path[::-1]
 
     def _string(self, node: int) -> str:
         parts = []
         while node != _EMPTY:
-            node, piece = self._pieces[node]
+            parent, piece = self._pieces[node]
+            if not _EMPTY <= parent < node:
+                raise ValueError("a text begins with itself")
             parts.append(piece)
+            node = parent
+        self._num_characters += sum(map(len, parts))
+        if self._num_characters > MAX_CHARACTERS:
+            raise ValueError(f"its texts have more than {MAX_CHARACTERS:,} characters")
         return "".join(reversed(parts))

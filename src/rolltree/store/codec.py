@@ -4,6 +4,8 @@ Plain JSON loses tuples, integer keys, bytes, arrays and non-finite floats. Here
 written as an object with the one key that marks it, `{"$t": kind, "v": ...}`, so the text stays
 valid JSON that SQLite's own JSON functions can read. Objects with behaviour (sandboxes, games,
 clients) become an `Opaque` that names their type, never their contents, which may hold secrets.
+`deflate` and `inflate` compress blobs. Neither `loads` nor `inflate` makes much out of little: a
+run of somebody else is read in an amount of memory that its size bounds.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import base64
 import json
 import math
 import sys
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +22,11 @@ from typing import Any
 TAG = "$t"
 MAX_DEPTH = 100
 MAX_BITS = 8192  # Python refuses to print longer integers
+MAX_INFLATED_BYTES = 2**26
+MAX_INFLATION = 20
+"""A blob inflates to 64 MiB at most, or to 20 times its size if that is more."""
+_MAX_DEFLATE_RATIO = 1032
+_MAX_EMPTY_ROWS = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +59,43 @@ def loads(text: str | bytes) -> Any:
     except (ArithmeticError, LookupError, MemoryError, RecursionError, TypeError) as error:
         what = f"a value that rolltree did not write ({type(error).__name__}: {error})"
         raise ValueError(what) from error
+
+
+def deflate(data: bytes) -> bytes:
+    """Return what `inflate` turns back; data that would inflate too much are not compressed."""
+    if not data:
+        return b""
+    made = zlib.compress(data, 1)
+    return made if len(data) <= _most_inflated(made) else zlib.compress(data, 0)
+
+
+def inflate(data: bytes) -> bytes:
+    """Return what `deflate` was given.
+
+    Raises:
+        ValueError: it made no such data, or they inflate to more than `MAX_INFLATED_BYTES` and
+            `MAX_INFLATION` times their size.
+    """
+    if not data:
+        return b""
+    try:
+        if _MAX_DEFLATE_RATIO * len(data) <= MAX_INFLATED_BYTES:
+            return zlib.decompress(data)
+        unpacker = zlib.decompressobj()
+        found = unpacker.decompress(data, _most_inflated(data))
+    except (zlib.error, MemoryError) as error:
+        what = "it cannot be inflated" if isinstance(error, zlib.error) else "there is no memory"
+        raise ValueError(f"{what} ({type(error).__name__}: {error})") from error
+    if not unpacker.eof:
+        raise ValueError(
+            f"{len(data):,} bytes inflate to more than {_most_inflated(data):,}, which rolltree "
+            "does not write"
+        )
+    return found
+
+
+def _most_inflated(data: bytes) -> int:
+    return max(MAX_INFLATED_BYTES, MAX_INFLATION * len(data))
 
 
 def unpack(value: Any) -> Any:
@@ -173,7 +218,10 @@ def _unpack_array(value: dict[str, Any]) -> Any:
     import numpy as np
 
     flat = np.frombuffer(base64.b64decode(value["v"]), dtype=np.dtype(value["dtype"]))
-    return flat.reshape(value["shape"]).copy()
+    shape = value["shape"]
+    if not flat.size and math.prod(shape[: shape.index(0)]) > _MAX_EMPTY_ROWS:
+        raise ValueError(f"an empty array has the shape {shape}")
+    return flat.reshape(shape).copy()
 
 
 _UNPACKERS: dict[str, Callable[[dict[str, Any]], Any]] = {

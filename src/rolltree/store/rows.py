@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import math
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from rolltree.errors import StoreError
 from rolltree.redact import REDACTED, cut_secrets, cut_text, redact
-from rolltree.store.codec import dumps, loads
+from rolltree.store.codec import deflate, dumps, inflate, loads
 from rolltree.store.integrity import blob_checksum, checksum
 from rolltree.store.metric_names import eval_numbers
 
@@ -181,15 +180,7 @@ def _record(value: bytes, secrets: Secrets) -> bytes:
         except (ValueError, KeyError, TypeError):  # not the codec's JSON
             for spelling in raw:
                 value = value.replace(spelling, REDACTED.encode())
-    return _compress(value, secrets)
-
-
-def _compress(value: bytes, secrets: Secrets) -> bytes:
-    return zlib.compress(value, 1) if value else b""
-
-
-def _decompress(value: bytes) -> bytes:
-    return zlib.decompress(value) if value else b""
+    return deflate(value)
 
 
 def as_stored(value: Any) -> Any:
@@ -242,8 +233,8 @@ COLUMNS: dict[str, Column] = {
     "metrics": Column("TEXT", _json, loads),
     "input": Column("TEXT", _json, loads),
     "errors": Column("TEXT", _errors, lambda text: () if text == "[]" else tuple(loads(text))),
-    "record": Column("BLOB", _record, _decompress),
-    "tokens": Column("BLOB", _compress, _decompress),
+    "record": Column("BLOB", _record, inflate),
+    "tokens": Column("BLOB", lambda value, secrets: deflate(value), inflate),
 }
 """Every field of `StoredRollout`, in its order; the blobs last, so that a scan skips them."""
 
@@ -289,11 +280,17 @@ def from_sql(values: Sequence[Any]) -> StoredRollout:
     """Return the row with these verified values of `STORED`; without its blobs they stay empty.
 
     Raises:
-        StoreError: see `verify`.
+        StoreError: see `verify`; or a blob is none that `to_sql` makes.
     """
     verify(values)
     names = (*LIGHT, *BLOBS) if len(values) == len(STORED) else LIGHT
     found = (*values[1:_NUM_LIGHT], *values[_NUM_LIGHT + 2 :])
-    return StoredRollout(
-        **{name: COLUMNS[name].decode(value) for name, value in zip(names, found, strict=True)}
-    )
+    name = ""
+    row = {}
+    try:
+        for name, value in zip(names, found, strict=True):
+            row[name] = COLUMNS[name].decode(value)
+    except ValueError as error:
+        what = f"the {name} of rollout {values[1]!r} (row {values[0]}) cannot be read: {error}"
+        raise StoreError(what) from error
+    return StoredRollout(**row)

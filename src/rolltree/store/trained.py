@@ -7,7 +7,6 @@ little-endian arrays.
 from __future__ import annotations
 
 import sqlite3
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import msgspec
 
 from rolltree.errors import StoreError
+from rolltree.store.codec import deflate, inflate
 from rolltree.store.integrity import blob_checksum, checksum
 from rolltree.types import FloatArray, IntArray
 
@@ -111,7 +111,7 @@ def trained_to_sql(row: TrainedRollout) -> tuple[Any, ...]:
         for name, dtype in TOKEN_DTYPES.items()
         if (values := getattr(row, name)) is not None
     }
-    blob = zlib.compress(msgspec.msgpack.encode(arrays), 1)
+    blob = deflate(msgspec.msgpack.encode(arrays))
     return row.request_id, row.trajectory_index, row.step, row.num_tokens, blob
 
 
@@ -119,20 +119,24 @@ def trained_from_sql(values: Sequence[Any]) -> TrainedRollout:
     """Return the row with these values of `TRAINED_COLUMNS`.
 
     Raises:
-        StoreError: see `verify_trained`.
+        StoreError: see `verify_trained`; or the blob is none that `trained_to_sql` makes.
     """
     import numpy as np
 
     verify_trained(values)
     _, request_id, trajectory_index, step, _, _, _, blob = values
-    arrays = {
-        name: np.frombuffer(data, TOKEN_DTYPES[name])
-        for name, data in msgspec.msgpack.decode(zlib.decompress(blob)).items()
-    }
-    arrays["entropy"] = arrays["entropy"].astype(np.float32)
-    return TrainedRollout(
-        request_id=request_id, trajectory_index=trajectory_index, step=step, **arrays
-    )
+    try:
+        arrays = {
+            name: np.frombuffer(data, TOKEN_DTYPES[name])
+            for name, data in msgspec.msgpack.decode(inflate(blob)).items()
+        }
+        arrays["entropy"] = arrays["entropy"].astype(np.float32)
+        return TrainedRollout(
+            request_id=request_id, trajectory_index=trajectory_index, step=step, **arrays
+        )
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        what = f"the trained tokens of rollout {request_id!r} (row {values[0]}) cannot be read"
+        raise StoreError(f"{what}: {error}") from error
 
 
 def verify_trained(values: Sequence[Any]) -> None:

@@ -8,6 +8,7 @@ it is used.
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from bisect import bisect_left
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 MAGIC = b"RTT1"
 _HEAD = struct.Struct("<4sIQ")
+MAX_SAMPLED = 2**25
+"""Calls can share tokens; all calls of a tree together have at most 34 million sampled ones."""
 _NARROWING = tuple(np.dtype(name) for name in ("u1", "i1", "<u2", "<i2", "<u4", "<i4"))
 
 
@@ -121,6 +124,8 @@ class Reader:
         size = dtype.itemsize
         for extent in shape:
             size *= extent
+        if not size and math.prod(shape[: shape.index(0)]) > len(self._body):
+            raise damaged("an array has more rows than bytes")
         values = np.frombuffer(self._take(size), dtype=dtype)
         if dtype.kind == "b" and (values.view(np.uint8) > 1).any():
             raise damaged("a boolean is neither 0 nor 1")
@@ -269,6 +274,8 @@ def load(tree: TokenTree, data: bytes | bytearray | memoryview) -> None:
         raise damaged("there are no bytes")
     for reader in found:
         _load_chunk(tree, reader)
+    if sum(tree.calls.num_sampled) > MAX_SAMPLED:
+        raise damaged(f"its calls sampled more than {MAX_SAMPLED:,} tokens")
 
 
 def _load_chunk(tree: TokenTree, reader: Reader) -> None:

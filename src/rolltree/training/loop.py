@@ -228,8 +228,16 @@ class _Loop:
                 num_steps=self.config.train.num_steps,
                 num_parameters=sum(p.numel() for p in self.trainer.optimizer.parameters),
                 history=tuple(row.metrics for row in self.run.steps()),
+                evaluated_steps=self._evaluated_steps(first.step),
             )
         )
+
+    def _evaluated_steps(self, after: int) -> tuple[int, ...]:
+        if self.evaluate is None:
+            return ()
+        last = self.config.train.num_steps
+        inside = (step for step in range(after + 1, last) if self._is_evaluated(step))
+        return (*inside, last) if self.config.eval.after else tuple(inside)
 
     def _feed(self) -> Feed:
         warning = NoSignalWarning(self.notify)

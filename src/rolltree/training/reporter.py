@@ -24,6 +24,7 @@ class TrainStart:
     """How a run starts: `first_step` is 1, or where an earlier start left off.
 
     `history` holds the metrics of the steps before it, `num_parameters` is how many are trained.
+    `evaluated_steps` are those after which a held-out evaluation is to come.
     """
 
     run_path: Path
@@ -31,6 +32,7 @@ class TrainStart:
     num_steps: int
     num_parameters: int
     history: tuple[Mapping[str, Any], ...]
+    evaluated_steps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -19,6 +19,7 @@ from rolltree.errors import RolltreeError
 from rolltree.records.auditing.facts import CallFacts, RolloutFacts, credit_state
 from rolltree.records.auditing.report import Finding, Ledger
 from rolltree.records.auditing.text import TextCheck
+from rolltree.rollouts.decode import UNREADABLE
 from rolltree.rollouts.message_table import MessageReader
 from rolltree.samples.build import by_prefix, find_breaks
 from rolltree.samples.resolve import ResolvedRollout, ResolvedStep
@@ -79,7 +80,7 @@ class RolloutAudit:
             one.check()
         except RolltreeError as error:
             one.find("tokens", "unreadable", str(error))
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             what = f"its record or its tokens cannot be read ({type(error).__name__}: {error})"
             one.find("tokens", "unreadable", what)
         return facts
