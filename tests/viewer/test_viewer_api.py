@@ -215,6 +215,33 @@ def test_a_run_at_a_glance_has_its_newest_reward_and_its_failures_by_type(start,
     assert row["num_failed"] == 3
 
 
+def test_a_list_opens_again_only_the_runs_that_grew(tmp_path, monkeypatch):
+    read = []
+
+    def overview(run):
+        read.append(run.path.name)
+        return api_overview(run)
+
+    api_overview = api.run_overview
+    monkeypatch.setattr(api, "run_overview", overview)
+    for name in ("old", "new"):
+        Run.create(tmp_path / name, kind="eval").close()
+    runs = api.Runs(tmp_path)
+    first = runs.overviews()["runs"]
+    time.sleep(0.01)
+    second = runs.overviews()["runs"]
+    assert sorted(read) == ["new", "old"]
+    assert all(a["age_s"] < b["age_s"] for a, b in zip(first, second, strict=True))
+    with Run.open(tmp_path / "new") as run:
+        run.add_rollouts([StoredRollout(request_id="one", reward=1.0)])
+        grown = {row["id"]: row for row in runs.overviews()["runs"]}
+    assert (grown["new"]["num_rollouts"], grown["new"]["state"]) == (1, "running")
+    assert {row["id"]: row["state"] for row in runs.overviews()["runs"]}["new"] != "running"
+    assert read.count("old") == 1
+    (tmp_path / "old").rename(tmp_path / "moved")
+    assert {row["name"] for row in runs.overviews()["runs"]} == {"moved", "new"}
+
+
 def test_another_run_in_the_same_place_is_read(start, tmp_path):
     page = start(tmp_path)
     for number in (1, 2):

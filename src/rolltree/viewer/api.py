@@ -73,6 +73,7 @@ class Runs:
         self.root = root.parent if is_run else root
         self._only = root if is_run else None
         self._open: OrderedDict[str, _Opened] = OrderedDict()
+        self._seen: dict[Path, tuple[str, dict[str, Any]]] = {}
         self._lock = threading.Lock()
 
     def folders(self) -> list[Path]:
@@ -80,17 +81,28 @@ class Runs:
         return list(run_folders(self.root)) if self._only is None else [self._only]
 
     def overviews(self) -> dict[str, list[dict[str, Any]]]:
-        """Return a row per run, the newest first, and which cannot be read and why."""
+        """Return a row per run, the newest first, and which cannot be read and why.
+
+        A run to which nothing was added since it was asked for is not opened again.
+        """
         found, unreadable = [], []
+        seen: dict[Path, tuple[str, dict[str, Any]]] = {}
         for folder in self.folders():
             name = folder.relative_to(self.root).as_posix()
+            mark = mark_of([folder])  # before it is read: what is written meanwhile counts
+            known, row = self._seen.get(folder, ("", {}))
             try:
-                with Run.open(folder, mode="r", check="rows") as run:
-                    found.append({"id": name, **run_overview(run)})
+                if known != mark:
+                    with Run.open(folder, mode="r", check="rows") as run:
+                        row = {"id": name, **run_overview(run)}
             except StoreError as error:
                 unreadable.append({"id": name, "error": shorten(str(error), _MAX_SAID)})
             except _ODD as error:  # one odd run does not hide the others
                 unreadable.append({"id": name, "error": _unexpected(error)})
+            else:
+                seen[folder] = mark, row
+                found.append({**row, "age_s": max(0.0, time.time() - row["last_written"])})
+        self._seen = seen
         found.sort(key=lambda row: row["last_written"], reverse=True)
         return {"runs": found, "unreadable": unreadable}
 
