@@ -36,7 +36,7 @@ IMAGES = ROOT / "docs" / "images"
 TEXTS = IMAGES / "viewer.json"
 DEMO = IMAGES / "demo.svg"
 MAX_BYTES = 150_000
-RUNS = {"demo": "4/demo", "seed1": "demo-seed1", "delegation": "delegation", "tools": "4/tools"}
+RUNS = {"demo": "demo", "seed1": "demo-seed1", "delegation": "delegation", "tools": "4/tools"}
 """Name below `runs/` to the packed run."""
 GROUP = "train%2F000002%2Fg06"
 
