@@ -73,7 +73,7 @@ PICTURES = (
         width=1000,
     ),
     Picture("tree", f"#/run/demo/tree/{GROUP}", 390, scheme="dark"),
-    Picture("compare", "#/compare?a=seed1&b=demo", 560, width=1000),
+    Picture("compare", "#/compare?arm=seed1&arm=demo", 560, width=1000),
     Picture("break", f"#/run/tools/tokens/{TOOLS}/2", 480),
     Picture(
         "phone",

@@ -1,6 +1,7 @@
 """`rt.compare` and `rolltree compare` on stored runs: arms, phases, seeds, flips, Markdown."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -192,11 +193,12 @@ class TestFacts:
             with Run.create(path, kind="eval") as run:
                 for index, reward in enumerate(rewards):
                     answer = f"{path.name}{reward:.0f}"
-                    row = rollout("eval", 3, reward, index=index, answer=answer)
-                    run.add_rollouts(row)
+                    (row,) = rollout("eval", 3, reward, index=index, answer=answer)
+                    run.add_rollouts([replace(row, trajectory_index=len(path.name))])
         ((before, after),) = rt.compare(a, b).pairs[0].shown
         assert (before.question, before.answers, after.answers) == ("3 + 5 =", ("a1",), ("b0",))
         assert (before.run, before.request_id) == (a, "eval/3/0")
+        assert before.trajectory_index == 1
 
     def test_a_rollout_without_a_completion_shows_what_its_last_call_said(self, tmp_path):
         for name, reward in (("a", 0.0), ("b", 1.0)):

@@ -153,12 +153,33 @@ def test_a_rollout_is_the_same_as_in_python(page, runs, name):
 def test_the_comparison_is_compares(start, tmp_path):
     golden_kit.unpack("demo", tmp_path / "demo")
     page = start(tmp_path / "demo")
-    found = data(page, "/api/compare?a=demo:eval_before&b=demo:eval_after")
-    ids = found.pop("ids")
     folder = tmp_path / "demo"
-    wanted = rt.compare(f"{folder}:eval_before", f"{folder}:eval_after").as_dict()
-    assert plain(json.loads(json.dumps(wanted, default=float))) == found
-    assert set(ids.values()) == {"demo"}
+    before, after = f"{folder}:eval_before", f"{folder}:eval_after"
+    for query, arms in (
+        ("arm=demo", [folder]),
+        ("arm=demo:eval_after&arm=demo:eval_before", [after, before]),
+        ("arm=demo:0&arm=demo&arm=demo:train", [before, after, f"{folder}:train"]),
+    ):
+        found = data(page, f"/api/compare?{query}")
+        wanted = plain(json.loads(json.dumps(rt.compare(*arms).as_dict(), default=float)))
+        for told, arm in zip(found["arms"], wanted["arms"], strict=True):
+            assert told.pop("phases") == ["eval_before", "train", "eval_after"]
+            assert arm["runs"] == [f"{folder}:{told.pop('phase')}"]
+            assert told.pop("id") == "demo"
+        assert found == wanted
+
+
+def test_an_arm_is_a_run_below_the_folder_whatever_its_name(start, tmp_path):
+    golden_kit.unpack("4/train", tmp_path / "runs" / "a,b:c=d")
+    golden_kit.unpack("4/train", tmp_path / "other")
+    page = start(tmp_path / "runs")
+    name = quote("a,b:c=d", safe="")
+    found = data(page, f"/api/compare?arm={name}&arm={name}:eval_before")
+    arms = [(arm["id"], arm["phase"]) for arm in found["arms"]]
+    assert arms == [("a,b:c=d", "eval_after"), ("a,b:c=d", "eval_before")]
+    outside = quote(f"a,b:c=d:eval_after,{tmp_path / 'other'}", safe="")
+    answer = page.get(f"/api/compare?arm={name}&arm={outside}")
+    assert (answer.status_code, "no phase" in answer.json()["error"]) == (400, True)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +196,10 @@ def test_the_comparison_is_compares(start, tmp_path):
         ("/api/runs/train/rollouts?sort=1;drop", 400, "sorted"),
         ("/api/runs/train/rollout", 400, "id"),
         ("/api/runs/train/rollout?id=no", 404, "no rollout"),
-        ("/api/compare?a=train", 400, "b"),
-        ("/api/compare?a=train&b=../x", 404, "no run"),
+        ("/api/compare", 400, "arm"),
+        ("/api/compare?a=train&b=tools", 400, "'a'"),
+        ("/api/compare?arm=train&arm=../x", 404, "no run"),
+        ("/api/compare?arm=train&arm=train:none", 400, "no phase 'none'"),
     ],
 )
 def test_what_cannot_be_answered_says_why(page, path, status, words):

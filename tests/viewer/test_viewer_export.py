@@ -177,7 +177,7 @@ def test_what_is_not_in_a_file_is_no_link(browser, part_of):
     dead = tab.page.locator(".members a:not([href])")
     assert dead.count() == 8 - tab.page.locator(".members a[href]").count() > 0
     assert dead.first.get_attribute("title") == "not in this file"
-    for address in (f"{base}/rollout/{part(lost)}/0", "#/compare?a=demo&b=demo", "#/run/other"):
+    for address in (f"{base}/rollout/{part(lost)}/0", "#/compare?arm=demo&arm=demo", "#/run/other"):
         tab.open(address)
         assert "not in this file" in tab.page.locator(".error").inner_text()
     tab.open(f"{base}/rollouts?where=reward+%3E+0.7")

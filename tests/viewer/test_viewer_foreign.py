@@ -98,7 +98,7 @@ def test_without_scripts_the_page_says_what_is_missing(browser, page):
         ("#/run/train/rollouts?where=rewrd%20%3E%201", "'reward'"),
         ("#/run/train/rollouts?step=x", "step"),
         ("#/run/train/rollouts?where=" + "a" * 70_000, "server answers 400"),
-        ("#/compare?a=train", "`b`"),
+        ("#/compare?a=train&b=train", "`arm`"),
         ("#/nowhere", "no such page"),
     ],
 )

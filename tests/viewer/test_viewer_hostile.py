@@ -206,7 +206,7 @@ def test_hostile_strings_are_shown_and_do_nothing(browser, hostile, width):
     places += [f"{base}/rollouts?where={part(text[:300])}" for text in STRINGS[:60:20]]
     places += [f"{base}/rollout/{part(STRINGS[0])}/0", f"#/run/{part(STRINGS[3])}", "#/%3Cb%3E/x"]
     arms = [f"{name}:{phase['phase']}" for phase in phases[:2]]
-    places += [f"#/compare?a={part(arms[0])}&b={part(arms[1])}"]
+    places += [f"#/compare?arm={part(arms[0])}&arm={part(arms[1])}"]
     tab = Tab(browser, page.link, width)
     seen = set()
     for place in places:

@@ -369,20 +369,39 @@ def test_advantages(tab, page, runs):
 
 
 def test_a_comparison(tab, page, runs):
-    told = rt.compare(f"{runs / 'train'}:eval_before", f"{runs / 'train'}:eval_after").as_dict()
-    arms = ["train:eval_before", "train:eval_after"]
-    found = page.get(f"/api/compare?a={part(arms[0])}&b={part(arms[1])}").json()
+    arms = ["train:eval_before", "train:eval_after", "train:train"]
+    told = rt.compare(*(f"{runs}/{arm}" for arm in arms)).as_dict()
+    query = "&".join(f"arm={part(arm)}" for arm in arms)
+    found = page.get(f"/api/compare?{query}").json()
     shown = json.loads(command("compare", *(f"{runs}/{arm}" for arm in arms), "--json"))
-    assert json.loads(json.dumps(told))["pairs"][0]["measures"] == shown["pairs"][0]["measures"]
-    assert found["pairs"][0]["measures"] == shown["pairs"][0]["measures"]
-    tab.open(f"#/compare?a={part(arms[0])}&b={part(arms[1])}")
-    drawn = {row[0]: row[1:5] for row in table(tab, ".scroll")}
-    for name, each in found["pairs"][0]["measures"].items():
-        gain = each["difference"]
-        values = each["before"]["mean"], each["after"]["mean"], gain["mean"]
-        cells = drawn[name.replace("_", " ")]
-        assert says(" ".join(cells).replace("[", " "), *values, gain["low"], gain["high"])
-    assert tab.texts(".story p") == shown["pairs"][0]["sentences"]
+    tab.open(f"#/compare?{query}")
+    tab.page.locator("details > summary", has_text="against").click()
+    rows = table(tab, ".page > .scroll")
+    for (name, reward, bounds, gain, gain_bounds, _, verdict, *_), arm, pair in zip(
+        rows, shown["arms"], [None, *shown["pairs"]], strict=True
+    ):
+        assert name == arm["name"]
+        (wanted,) = arm["rewards"]
+        ends = wanted["low"], wanted["high"]
+        assert says(f"{reward} {bounds}".replace("[", " "), wanted["mean"], *ends)
+        if pair is None:
+            assert gain == "baseline"
+            continue
+        wanted = pair["measures"]["reward"]
+        assert verdict == wanted["verdict"]
+        ends = wanted["difference"]["low"], wanted["difference"]["high"]
+        assert says(f"{gain} {gain_bounds}".replace("[", " "), wanted["difference"]["mean"], *ends)
+    for at, box in enumerate((".page > section", ".page > details")):
+        measures = shown["pairs"][at]["measures"]
+        assert json.loads(json.dumps(told))["pairs"][at]["measures"] == measures
+        assert found["pairs"][at]["measures"] == measures
+        drawn = {row[0]: row[1:5] for row in table(tab, f"{box} > .scroll")}
+        for name, each in measures.items():
+            gain = each["difference"]
+            values = each["before"]["mean"], each["after"]["mean"], gain["mean"]
+            cells = drawn[name.replace("_", " ")]
+            assert says(" ".join(cells).replace("[", " "), *values, gain["low"], gain["high"])
+        assert tab.texts(f"{box} > .story p") == shown["pairs"][at]["sentences"]
 
 
 # -- the story, and what was paid ------------------------------------------------------------------

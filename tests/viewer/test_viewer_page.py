@@ -40,7 +40,7 @@ def addresses(page, run):
 @pytest.mark.parametrize(("width", "scheme"), SIZES)
 def test_every_view_is_readable(browser, page, width, scheme):
     tab = Tab(browser, page.link, width, scheme)
-    compare = "#/compare?a=train%3Aeval_before&b=train%3Aeval_after"
+    compare = "#/compare?arm=train%3Aeval_before&arm=train%3Aeval_after&arm=train%3Atrain"
     places = [
         "#/?q=",
         compare,
@@ -294,5 +294,40 @@ def test_going_back_leads_to_the_row_one_came_from(browser, start, tmp_path):
     tab.page.go_back()
     tab.ready("#/run/demo/rollouts")
     assert table.evaluate("(box) => box.scrollTop") == 9000
+    tab.page.context.close()
+    assert tab.said == []
+
+
+def test_runs_are_compared_with_the_first_that_was_chosen(browser, start, tmp_path):
+    names = ["seed 0", "a:b", "seed,1"]
+    for name, packed in zip(names, ("demo", "demo-seed1", "demo-seed1"), strict=True):
+        golden_kit.unpack(packed, tmp_path / "runs" / name)
+    tab = Tab(browser, start(tmp_path / "runs").link)
+    button = tab.page.get_by_role("button", name="Compare")
+    for name in names[1:]:
+        assert button.is_disabled()
+        tab.page.get_by_label(f"Choose {name}").check()
+    assert button.inner_text() == "Compare 2 runs"
+    assert tab.texts(".bar [role=status]") == ["a:b is the baseline"]
+    tab.page.get_by_label("Choose seed 0").check()
+    button.click()
+    tab.ready("#/compare?arm=a%3Ab&arm=seed%2C1&arm=seed+0")
+    rows = tab.page.locator(".page > .scroll tbody tr")
+    assert "baseline" in rows.nth(0).inner_text()
+    assert tab.texts(".page h2")[0] == "seed,1 against a:b"
+    assert tab.page.locator(".page > section th", has_text="97.5 % interval").count() == 1
+    other = tab.page.locator(".page > details")
+    other.locator("> summary").click()
+    other.get_by_role("link", name="rollout").first.click()
+    tab.page.wait_for_function("() => location.hash.startsWith('#/run/a%3Ab/rollout/')")
+    tab.page.wait_for_selector(".conversation")
+    tab.page.go_back()
+    tab.page.get_by_label("Phase of seed 0").select_option("eval_before")
+    tab.ready("#/compare?arm=a%3Ab%3Aeval_after&arm=seed%2C1%3Aeval_after&arm=seed+0%3Aeval_before")
+    assert "lower" in rows.nth(2).inner_text()
+    tab.page.get_by_label("Baseline", exact=True).select_option("seed 0")
+    tab.ready("#/compare?arm=seed+0%3Aeval_before&arm=a%3Ab%3Aeval_after&arm=seed%2C1%3Aeval_after")
+    assert "baseline" in rows.nth(0).inner_text()
+    assert all("higher" in rows.nth(at).inner_text() for at in (1, 2))
     tab.page.context.close()
     assert tab.said == []

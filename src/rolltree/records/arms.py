@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from rolltree.errors import ConfigError, did_you_mean
 from rolltree.evaluation import EvalReport, Settings, stored_report
@@ -16,8 +16,6 @@ from rolltree.store import Run, dumps
 
 NUM_BREAK_ROLLOUTS = 5_000
 """Breaks are counted in about this many rollouts of several calls at most; each takes 0.8 ms."""
-
-ArmName: TypeAlias = str | Path | Sequence[str | Path]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +28,9 @@ class RunPhase:
 
     def __str__(self) -> str:
         return f"{self.path}:{self.phase}"
+
+
+ArmName: TypeAlias = str | Path | RunPhase | Sequence[str | Path | RunPhase]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,15 @@ class ComparedArm:
     reports: tuple[EvalReport, ...]
     breaks: tuple[Clusters, ...]
     inputs: tuple[dict[Hashable, int], ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return its name, its runs and the reward of each, None where nothing was scored."""
+        rewards = [report.reward for report in self.reports]
+        return {
+            "name": self.name,
+            "runs": list(map(str, self.runs)),
+            "rewards": [reward and reward.as_dict() for reward in rewards],
+        }
 
 
 def read_arms(arms: Sequence[ArmName], settings: Settings) -> tuple[ComparedArm, ...]:
@@ -73,6 +83,8 @@ _Parsed: TypeAlias = tuple[str, list[tuple[Path, str]]]
 
 def _parsed(arm: ArmName) -> _Parsed:
     """Return the name of an arm, "" without one, and its run directories and phases."""
+    if isinstance(arm, RunPhase):
+        return "", [(arm.path, arm.phase)]
     if isinstance(arm, Path) or (isinstance(arm, str) and _is_run(arm)):
         return "", [(Path(arm), "")]
     if not isinstance(arm, str):

@@ -36,11 +36,13 @@ NUM_EXAMPLES = 5
 class ShownRollout:
     """A rollout that shows a change: where it is stored, what was asked and answered.
 
+    An episode of several trajectories is shown by its first, `trajectory_index`.
     `question` is the last user message of the prompt, `answers` the assistant's messages.
     """
 
     run: Path
     request_id: str
+    trajectory_index: int
     question: str
     answers: tuple[str, ...]
 
@@ -129,7 +131,7 @@ class RunComparison:
         """Return it as JSON-ready data."""
         return {
             "confidence": self.confidence,
-            "arms": [{"name": arm.name, "runs": list(map(str, arm.runs))} for arm in self.arms],
+            "arms": [arm.as_dict() for arm in self.arms],
             "pairs": [pair.as_dict() for pair in self.pairs],
         }
 
@@ -250,7 +252,7 @@ def _shown(
     ]
     _, number, request_id = max(scored) if best else min(scored)
     run = arm.runs[-number]
-    rows = opened[run.path].rollouts(request_id=request_id, phase=run.phase)
+    rows = list(opened[run.path].rollouts(request_id=request_id, phase=run.phase))
     (result,) = decode_results(rows, tokens=False)
     prompt, completion = conversation(result.states[0]) if result.states else ([], [])
     question = [m for m in prompt if m.get("role") == "user"]
@@ -258,6 +260,7 @@ def _shown(
     return ShownRollout(
         run=run.path,
         request_id=request_id,
+        trajectory_index=rows[0].trajectory_index,
         question=_text(question[-1]) if question else "",
         answers=tuple(map(_text, answers)),
     )

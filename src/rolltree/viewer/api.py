@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_origin
 from urllib.parse import parse_qsl, unquote
 
 import msgspec
@@ -28,6 +28,7 @@ from starlette.responses import Response
 
 from rolltree.errors import ConfigError, RolltreeError, StoreError, UnknownName, did_you_mean
 from rolltree.records import compare
+from rolltree.records.arms import RunPhase
 from rolltree.records.curves import run_curves
 from rolltree.records.group_tree import group_tree, tree_picture
 from rolltree.records.overview import run_overview, run_summary
@@ -279,21 +280,26 @@ class Api:
         mark = mark_of(self.runs.folders())  # before they are read: what is written later is seen
         return {"root": str(self.runs.root), "mark": mark, **self.runs.overviews()}
 
-    def _compare(self, *, a: str, b: str) -> Any:
-        found = compare(self._arm(a), self._arm(b))
-        paths = {run.path for arm in found.arms for run in arm.runs}
-        ids = {str(path): path.relative_to(self.runs.root).as_posix() for path in paths}
-        return {**found.as_dict(), "ids": ids}
+    def _compare(self, *, arm: list[str]) -> Any:
+        found = compare(*map(self._arm, arm))
+        told = found.as_dict()
+        for one, said in zip(found.arms, told["arms"], strict=True):
+            (run,) = one.runs
+            said["id"] = run.path.relative_to(self.runs.root).as_posix()
+            said["phase"] = run.phase
+            stored = self.runs.get(said["id"]).totals()
+            said["phases"] = list(dict.fromkeys(each.phase for each in stored))
+        return told
 
-    def _arm(self, text: str) -> Path | str:
+    def _arm(self, text: str) -> RunPhase:
         """Return an arm of a comparison: a run's id, or `ID:PHASE`."""
         try:
-            return self.runs.folder(text)
+            return RunPhase(self.runs.folder(text), "")
         except UnknownName:
             name, colon, phase = text.rpartition(":")
             if not colon:
                 raise
-            return f"{self.runs.folder(name)}:{phase}"
+            return RunPhase(self.runs.folder(name), phase)
 
 
 def _unexpected(error: Exception) -> str:
@@ -313,17 +319,24 @@ def _status(error: RolltreeError) -> int:
 def _call(function: Callable[..., Any], query: str, *given: Any) -> Any:
     """Call an endpoint with the parameters of a query, converted to the types it names.
 
+    Only a parameter that is a list may be repeated.
+
     Raises:
         ConfigError: a parameter that it does not have, one too few, or of another type.
     """
-    pairs = parse_qsl(query, keep_blank_values=True)
-    named = dict(pairs)
     model = _parameters(function)
-    unknown = [name for name in named if name not in model.__struct_fields__]
-    if unknown or len(named) != len(pairs):
-        said = unknown[0] if unknown else "the same twice"
-        near = did_you_mean(said, model.__struct_fields__)
-        raise ConfigError(f"the query has a parameter that is not taken: {said!r}.{near}")
+    named: dict[str, Any] = {}
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name not in model.__struct_fields__:
+            near = did_you_mean(name, model.__struct_fields__)
+            raise ConfigError(f"the query has a parameter that is not taken: {name!r}.{near}")
+        kind: Any = model.__annotations__[name]
+        if get_origin(kind) is list:
+            named.setdefault(name, []).append(value)
+        elif name in named:
+            raise ConfigError(f"the query has {name!r} twice, which is taken once.")
+        else:
+            named[name] = value
     try:
         found = msgspec.convert(named, model, strict=False)
     except msgspec.ValidationError as error:

@@ -81,7 +81,7 @@ export function apiFor(signal) {
     rollout: (run, id, index) => get(of(run, "rollout"), { id, index }, signal),
     tokens: (run, query) => get(of(run, "tokens"), query, signal),
     tree: (run, query) => get(of(run, "tree"), query, signal),
-    compare: (query) => get("compare", query, signal),
+    compare: (arms) => get(`compare?${new URLSearchParams(arms.map((arm) => ["arm", arm]))}`, {}, signal),
   };
 }
 

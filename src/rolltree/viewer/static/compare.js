@@ -1,58 +1,86 @@
-// Two evaluations, paired by example: how far apart, whether that is noise, and what flipped.
+// Two evaluations or more, paired by example: how far each is from the first, whether that is noise, what flipped.
 
 import { folded, h, href, num, plainTable, put } from "./dom.js";
 import { interval } from "./chart.js";
+import { comparison } from "./runs.js";
 
 export async function render(root, params, api) {
-  const found = await api.compare({ a: params.a, b: params.b });
-  put(root, h("h1", null, "Comparison"), found.pairs.map((pair) => pairOf(pair, found, params)));
+  const found = await api.compare(new URLSearchParams(location.hash.split("?")[1] ?? "").getAll("arm"));
+  put(root, armsOf(found), found.pairs.map((pair, at) => {
+    const ends = [found.arms[0], found.arms[at + 1]];
+    if (!at) return h("section", null, h("h2", null, titleOf(pair)), pairOf(pair, ends));
+    return h("details", { "data-row": true }, h("summary", null, h("b", null, titleOf(pair))), pairOf(pair, ends));
+  }));
 }
 
-function pairOf(pair, found, params) {
-  const measures = Object.entries(pair.measures);
-  const confidence = found.confidence;
-  return h("section", null,
-    h("h2", null, pair.b, h("span", { class: "muted" }, " against "), pair.a),
+const titleOf = (pair) => [pair.b, h("span", { class: "muted" }, " against "), pair.a];
+const percentOf = (each) => `${Number((100 * each.confidence).toPrecision(4))} % interval`;
+const bounds = ({ low, high }, sign) =>
+  low === null || low === undefined ? "–" : `[${num(low, sign)}, ${num(high, sign)}]`;
+const sizeOf = ({ mean, low, high }) => Math.max(Math.abs(mean), Math.abs(low ?? 0), Math.abs(high ?? 0)) || 1;
+
+/** A choice: names by value. */
+const select = (label, names, value, choose) => h("select", {
+  "aria-label": label, onchange: ({ target }) => choose(target.value),
+}, names.map(([each, name]) => h("option", { value: each, selected: each === value }, name)));
+
+/** A row per arm, with its difference to the baseline; another baseline and other phases are chosen here. */
+function armsOf({ arms, pairs, confidence }) {
+  const rewards = pairs.map((pair) => pair.measures.reward);
+  const size = Math.max(...rewards.map((each) => sizeOf(each.difference)));
+  const open = (chosen) => { location.hash = comparison(chosen.map(({ id, phase }) => `${id}:${phase}`)); };
+  const phaseOf = (arm) => select(`Phase of ${arm.name}`, arm.phases.map((phase) => [phase, phase]), arm.phase,
+    (phase) => open(arms.map((each) => each === arm ? { ...arm, phase } : each)));
+  const first = select("Baseline", arms.map((arm, at) => [at, arm.name]), 0,
+    (at) => open([arms[at], ...arms.filter((each) => each !== arms[at])]));
+  const heads = ["", "reward", percentOf({ confidence }), "difference", percentOf(rewards[0]), "", "", "phase"];
+  const bar = h("div", { class: "bar" }, h("h1", null, "Comparison"), h("label", null, "Baseline ", first));
+  return [bar, plainTable(heads, arms.map((arm, at) => [
+    h("a", { href: href(["run", arm.id]), title: arm.id }, arm.name),
+    num(arm.rewards[0]?.mean), bounds(arm.rewards[0] ?? {}),
+    ...(at ? gain("reward", rewards[at - 1], size) : ["baseline", "", "", ""]), phaseOf(arm),
+  ]), [1, 2, 3, 4, 6])];
+}
+
+function pairOf(pair, ends) {
+  return [
     h("div", { class: "story" }, pair.sentences.map((text) => h("p", null, text))),
-    plainTable(
-      ["", pair.a, pair.b, "difference", `${num(100 * confidence)} % interval`, "", ""],
-      measures.map(([name, each]) => measure(name, each)), [1, 2, 3]),
+    plainTable(["", pair.a, pair.b, "difference", percentOf(pair.measures.reward), "", ""],
+      Object.entries(pair.measures).map(([name, each]) => [
+        h("b", null, name.replaceAll("_", " ")), num(each.before.mean), num(each.after.mean), ...gain(name, each),
+      ]), [1, 2, 3, 4, 6]),
     h("h2", null, "Examples that changed"),
     h("p", null, `${pair.num_lost} pass with ${pair.a} and not with ${pair.b}, ${pair.num_won} the other way.`),
-    pair.changes.slice(0, pair.shown.length).map((change, at) => changed(change, pair.shown[at], pair, params)),
+    pair.changes.slice(0, pair.shown.length).map((change, at) => changed(change, pair.shown[at], ends)),
     pair.changes.length > pair.shown.length && h("ul", { class: "members", "aria-label": "Other changes" },
-      pair.changes.slice(pair.shown.length).map((change) => h("li", null, headOf(change)))));
+      pair.changes.slice(pair.shown.length).map((change) => h("li", null, headOf(change)))),
+  ];
 }
 
-function measure(name, each) {
-  const gain = each.difference;
-  const hasBounds = gain.low !== null && gain.low !== undefined;
-  const size = Math.max(Math.abs(gain.mean), Math.abs(gain.low ?? 0), Math.abs(gain.high ?? 0)) || 1;
-  return [
-    h("b", null, name.replaceAll("_", " ")), num(each.before.mean), num(each.after.mean), num(gain.mean, true),
-    hasBounds ? `[${num(gain.low, true)}, ${num(gain.high, true)}]` : "–",
-    interval(gain.mean, hasBounds ? [gain.low, gain.high] : null, [-size, size], { zero: 0, label: `${name} ${num(gain.mean, true)}` }),
-    each.verdict ?? "",
-  ];
+/** A difference, its interval in numbers and drawn, and whether it is noise. */
+function gain(name, { difference, verdict }, size = sizeOf(difference)) {
+  const { mean, low, high } = difference;
+  const said = bounds(difference, true);
+  const about = { zero: 0, label: `${name} ${num(mean, true)}` };
+  return [num(mean, true), said, interval(mean, said === "–" ? null : [low, high], [-size, size], about), verdict];
 }
 
 /** Which example it is, and how its reward changed. */
 function headOf(change) {
   const kind = change.flip === "won" ? "good" : change.flip === "lost" ? "bad" : "zero";
   return [
-    h("span", { class: `badge ${kind}` }, change.flip ?? "changed"), " ", h("b", null, [...new Set([change.example].flat())].join(" · ")), " ",
+    h("span", { class: `badge ${kind}` }, change.flip ?? "changed"), " ",
+    h("b", null, [...new Set([change.example].flat())].join(" · ")), " ",
     h("span", { class: "muted" }, `${num(change.reward_a)} → ${num(change.reward_b)}`),
   ];
 }
 
-function changed(change, shown, pair, params) {
+function changed(change, shown, ends) {
   const sides = shown.map((side, at) => h("div", { class: "card" },
-    h("div", { class: "muted" }, at ? pair.b : pair.a, " · ",
-      h("a", { href: href(["run", runOf(at ? params.b : params.a), "rollout", side.request_id, "0"]) }, "rollout")),
+    h("div", { class: "muted" }, ends[at].name, " · ",
+      h("a", { href: href(["run", ends[at].id, "rollout", side.request_id, side.trajectory_index]) }, "rollout")),
     side.answers.map((text) => h("p", { class: "said" }, folded(text, 1500)))));
-  return h("details", { "data-row": true, open: change.flip === "lost" || change.flip === "won" }, h("summary", null, headOf(change)),
+  return h("details", { "data-row": true, open: change.flip === "lost" || change.flip === "won" },
+    h("summary", null, headOf(change)),
     h("p", { class: "said" }, folded(shown[0].question, 1500)), h("div", { class: "sides" }, sides));
 }
-
-/** The run of an arm's name, which may say a phase behind a colon. */
-const runOf = (arm) => String(arm).split(":")[0];

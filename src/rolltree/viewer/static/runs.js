@@ -8,7 +8,8 @@ const STATES = { running: "live", done: "good", stopped: "zero", failed: "bad", 
 
 /** A run's state as a badge; what ended it is its title. */
 export function stateBadge(run) {
-  return h("span", { class: `badge ${Object.hasOwn(STATES, run.state) ? STATES[run.state] : "zero"}`, title: run.error ?? run.writer ?? null }, run.state);
+  const kind = Object.hasOwn(STATES, run.state) ? STATES[run.state] : "zero";
+  return h("span", { class: `badge ${kind}`, title: run.error ?? run.writer ?? null }, run.state);
 }
 
 /** How many rollouts failed, by kind, with a link to them. */
@@ -27,7 +28,8 @@ export function progress(run) {
   const found = run.progress;
   if (!found) return h("span", { class: "muted" }, run.num_steps ? `${count(run.num_steps)} steps` : "–");
   return h("span", { class: "progress", title: found.unit },
-    h("progress", { max: found.planned, value: found.done }), ` ${count(found.done)} / ${count(found.planned)} ${found.unit}`);
+    h("progress", { max: found.planned, value: found.done }),
+    ` ${count(found.done)} / ${count(found.planned)} ${found.unit}`);
 }
 
 /** A mean with its interval, drawn and in numbers. */
@@ -39,6 +41,9 @@ export function estimate(reward, scale) {
     h("b", null, num(reward.mean)), interval(reward.mean, bounds, scale, { label: said }));
 }
 
+/** The address of a comparison of arms, runs or `RUN:PHASE`, with the first. */
+export const comparison = (arms) => `${href(["compare"])}?${new URLSearchParams(arms.map((arm) => ["arm", arm]))}`;
+
 export async function render(root, params, api) {
   const found = await api.runs();
   const chosen = new Set();
@@ -46,9 +51,9 @@ export async function render(root, params, api) {
   const read = { runs: found.runs, unreadable: found.unreadable, at: performance.now() };
   const body = h("tbody");
   const go = h("button", { type: "button", class: "primary", disabled: true, onclick: () => {
-    const [a, b] = read.runs.filter((run) => chosen.has(run.id)).reverse();
-    location.hash = href(["compare"], { a: a.id, b: b.id });
-  } }, "Compare two runs");
+    location.hash = comparison([...chosen]);
+  } }, "Compare runs");
+  const baseline = h("span", { class: "muted", role: "status" });
   const search = h("input", {
     type: "search", placeholder: "Find runs (/)", "aria-label": "Find runs", "data-search": true,
     value: params.q, oninput: () => draw(),
@@ -57,8 +62,10 @@ export async function render(root, params, api) {
   function choose(run, box) {
     if (box.checked) chosen.add(run.id);
     else chosen.delete(run.id);
-    go.disabled = chosen.size !== 2;
-    put(go, chosen.size === 2 ? "Compare" : chosen.size > 2 ? "Choose only two" : "Compare two runs");
+    const [first] = chosen;
+    go.disabled = chosen.size < 2;
+    put(go, go.disabled ? "Compare runs" : `Compare ${chosen.size} runs`);
+    put(baseline, first !== undefined && `${first} is the baseline`, chosen.size === 1 && "; choose more");
   }
 
   /** The row of a run: the same element as before, with other cells if the run has grown. */
@@ -66,9 +73,12 @@ export async function render(root, params, api) {
     const { age_s: age, ...rest } = run;
     const said = JSON.stringify([rest, scale]);
     if (!rows.has(run.id)) {
-      const box = h("input", { type: "checkbox", "aria-label": `Choose ${run.id}`, onchange: () => choose(run, box) });
+      const box = h("input", {
+        type: "checkbox", "aria-label": `Choose ${run.id}`, onchange: () => choose(run, box),
+      });
       const name = h("th", { scope: "row" }, h("a", { href: href(["run", run.id]), title: run.id }, run.id));
-      rows.set(run.id, { element: h("tr", { "data-row": true }), kept: [h("td", null, !api.isExported && box), name], age: h("span") });
+      const kept = [h("td", null, !api.isExported && box), name];
+      rows.set(run.id, { element: h("tr", { "data-row": true }), kept, age: h("span") });
     }
     const row = rows.get(run.id);
     put(row.age, duration(age + (performance.now() - read.at) / 1000));
@@ -87,7 +97,8 @@ export async function render(root, params, api) {
     const wanted = search.value.toLowerCase();
     const about = (run) => [run.id, run.kind, run.state, run.model, ...(run.envs ?? [])].join(" ").toLowerCase();
     const shown = read.runs.filter((run) => about(run).includes(wanted)).map((run) => rowOf(run, scale));
-    if (shown.length && shown.length === body.children.length && shown.every((row, at) => row === body.children[at])) return;
+    const isSame = shown.length === body.children.length && shown.every((row, at) => row === body.children[at]);
+    if (shown.length && isSame) return;
     const focused = document.activeElement;
     put(body, shown, !shown.length && h("tr", null, h("td", { colspan: 11, class: "muted" }, "No run is named so.")));
     if (focused?.isConnected) focused.focus({ preventScroll: true });
@@ -103,8 +114,9 @@ export async function render(root, params, api) {
     drawPage();
   }
 
-  const table = h("div", { class: "scroll", tabindex: "0" }, h("table", { class: "runs" },
-    h("thead", null, h("tr", null, HEADS.map(([text, side]) => h("th", { class: side || null, scope: "col" }, text)))), body));
+  const heads = HEADS.map(([text, side]) => h("th", { class: side || null, scope: "col" }, text));
+  const table = h("div", { class: "scroll", tabindex: "0" },
+    h("table", { class: "runs" }, h("thead", null, h("tr", null, heads)), body));
   const none = h("p", null, `There is no run below ${found.root ?? "this folder"} yet. `,
     "Train or evaluate something: ", h("code", null, "rolltree eval arithmetic -m tiny"), ". It shows up here.");
 
@@ -114,10 +126,12 @@ export async function render(root, params, api) {
     draw();
     const { unreadable = [] } = read;
     redraw(refused, unreadable, () => put(refused, unreadable.length > 0 && h("details", { open: !read.runs.length },
-      h("summary", null, `${count(unreadable.length)} ${unreadable.length > 1 ? "folders hold runs" : "folder holds a run"} that cannot be read`),
+      h("summary", null, count(unreadable.length),
+        unreadable.length > 1 ? " folders hold runs" : " folder holds a run", " that cannot be read"),
       plainTable(["folder", "why"], unreadable.map((each) => [each.id, each.error])))));
     if (read.runs.length) {
-      if (!table.isConnected) put(root, h("div", { class: "bar" }, h("h1", null, "Runs"), search, !api.isExported && go), table, refused);
+      const bar = [h("h1", null, "Runs"), search, !api.isExported && [go, baseline]];
+      if (!table.isConnected) put(root, h("div", { class: "bar" }, bar), table, refused);
     } else put(root, h("h1", null, "Runs"), none, refused);
   }
 
@@ -128,8 +142,9 @@ export async function render(root, params, api) {
   }, update);
 }
 
-const HEADS = [["", ""], ["run", ""], ["state", ""], ["reward", ""], ["progress", "minor"], ["environment", "minor"],
-  ["model", "minor"], ["sampled", "number minor"], ["rollouts", "number minor"], ["failed", "number"], ["age", "number minor"]];
+const HEADS = [["", ""], ["run", ""], ["state", ""], ["reward", ""], ["progress", "minor"],
+  ["environment", "minor"], ["model", "minor"], ["sampled", "number minor"], ["rollouts", "number minor"],
+  ["failed", "number"], ["age", "number minor"]];
 
 function cells(run, scale, age) {
   const environments = (run.envs ?? []).join(", ");
