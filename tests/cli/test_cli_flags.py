@@ -27,7 +27,7 @@ FLAGS = {
         "--control-in-messages",
     },
     "runs": {"root", "--json"},
-    "view": {"where", "--port", "--no-browser"},
+    "view": {"path", "--port", "--no-browser", "--export", "--where", "--sort", "-n", "--limit"},
     "show": {
         "run", "--phase", "--step", "--failed", "--where", "--sort", "--last", "--transcripts",
         "--limit", "--json",

@@ -150,4 +150,5 @@ def test_the_command_line_prints_in_one_place():
         "env.py: print(json.dumps(asdict(report), indent=2, default=str))",
         'serve.py: print(f"token: {used_token}", flush=True)',
         'serve.py: print(f"admin token: {used_admin_token}", flush=True)',
+        "view.py: print(link, flush=True)",
     ]

@@ -10,7 +10,7 @@ import rolltree as rt
 from golden import make_runs
 from golden_kit import SCHEMAS, unpack
 from rolltree.models import make_tiny
-from rolltree.records.auditing.text import TextCheck
+from rolltree.records.tokenizer import RunTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def copied(c, victim):
 
 
 def end_inside(c, victim):
-    end = min(TextCheck(c.path.parent / "model").end_ids)
+    end = min(RunTokenizer(c.path.parent / "model").end_ids)
     c.tree(victim, completion_ids=first_call(lambda ids: np.append([end], ids[1:])))
 
 

@@ -399,7 +399,7 @@ class TestReading:
         assert evaluation.mean_reward == 1.0  # the failed one is no zero
         assert (training.num_requests, training.num_rollouts, training.mean_reward) == (1, 2, 0.25)
         run.add_rollouts(
-            [row("t", phase="train", trajectory_index=2, parent_rollout="t/0", reward=1)]
+            [row("t", phase="train", trajectory_index=2, parent_rollout="t/0", depth=1, reward=1)]
         )
         assert summarize(run).phases[1].mean_reward == 0.25  # what was delegated does not count
         report = {"results": {"reward": [0.75, 0.5, 0.875, "t", 2, 2]}}
