@@ -116,8 +116,3 @@ def test_the_policy_names_the_script_and_the_style_and_nothing_else():
     for path in STATIC.glob("*.js"):  # every module is in it
         assert path.read_text().splitlines()[0] in page
 
-
-def test_the_served_page_asks_for_every_module_at_once():
-    page = (STATIC / "index.html").read_text()
-    named = set(re.findall(r'(?:href|src)="static/([^"]+\.js)"', page))
-    assert named == {path.name for path in STATIC.glob("*.js")}

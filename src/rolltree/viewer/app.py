@@ -131,7 +131,12 @@ def user_of(host: str, port: int, server_port: int | None) -> int | None:
 
 
 async def _page(request: Request) -> Response:
-    return _file("index.html")
+    """Answer with the page; it asks for every module at once, not for one after another."""
+    script = '<script type="module"'
+    before, found, after = (STATIC / "index.html").read_text(encoding="utf-8").partition(script)
+    names = sorted(path.name for path in STATIC.glob("*.js"))
+    links = [f'<link rel="modulepreload" href="static/{name}">\n    ' for name in names]
+    return Response(before + "".join(links) + found + after, media_type=_TYPES[".html"])
 
 
 async def _static(request: Request) -> Response:

@@ -18,7 +18,6 @@ _ENTRY = "main.js"
 _ICON = '<link rel="icon" href="static/icon.svg">'
 _STYLE = '<link rel="stylesheet" href="static/style.css">'
 _SCRIPT = f'<script type="module" src="static/{_ENTRY}"></script>'
-_PRELOAD = re.compile(r'\s*<link rel="modulepreload" href="static/[^"]+">')
 _IMPORT = re.compile(
     r'^import\s+(?:\{(?P<names>[^}]*)\}|\*\s+as\s+(?P<all>\w+))\s+from\s+"\./(?P<file>[^"]+)";$',
     re.MULTILINE,
@@ -48,7 +47,7 @@ def page_with(data: bytes) -> str:
             "trusted-types 'none'",
         )
     )
-    page = _PRELOAD.sub("", (STATIC / "index.html").read_text(encoding="utf-8"))
+    page = (STATIC / "index.html").read_text(encoding="utf-8")
     for wanted, instead in (
         (_ICON, f'<link rel="icon" href="data:image/svg+xml,{icon}">'),
         (_STYLE, f"<style>{style}</style>"),

@@ -1,5 +1,6 @@
 // The server's answers; those of a page that was exported are inside it.
 
+import { keep, kept, withQuery } from "./dom.js";
 import { file, storedApi } from "./stored.js";
 
 /** The token comes behind the link's `#`, or a code for it that works once; it leaves the address and stays in
@@ -12,27 +13,9 @@ async function takeToken() {
     history.replaceState(null, "", `${location.pathname}#/`);
     const headers = given[1] === "token" ? { Authorization: `Bearer ${given[2]}` } : { "X-Code": given[2] };
     const answer = await fetch("api/token", { headers }).catch(() => null);
-    if (answer?.ok) return keep((await answer.json()).token);
+    if (answer?.ok) return keep("token", (await answer.json()).token);
   }
-  return storedToken();
-}
-
-function storedToken() {
-  try {
-    return localStorage.getItem("token");
-  } catch {
-    return null;
-  }
-}
-
-/** A browser that stores nothing keeps the token until the page is left. */
-function keep(found) {
-  try {
-    localStorage.setItem("token", found);
-  } catch {
-    // The link opens it again.
-  }
-  return found;
+  return kept("token");
 }
 
 const taken = takeToken();
@@ -44,12 +27,10 @@ addEventListener("hashchange", () => { // a new link in a tab that is open
   if (/^#(token|code)=/.test(location.hash)) location.reload();
 });
 
-async function get(path, query = {}, signal = undefined) {
-  const kept = Object.entries(query).filter(([, v]) => v !== null && v !== undefined && v !== "");
-  const text = new URLSearchParams(kept).toString();
-  const url = `api/${path}${text ? `?${text}` : ""}`;
+async function get(path, query, signal) {
+  const url = withQuery(`api/${path}`, query);
   const first = await taken;
-  const headers = { Authorization: `Bearer ${storedToken() ?? first}` }; // another tab may have taken a newer one
+  const headers = { Authorization: `Bearer ${kept("token") ?? first}` }; // another tab may have taken a newer one
   const answer = await fetch(url, { signal, headers }).catch((error) => {
     if (signal?.aborted) throw error;
     reached("gone");
@@ -61,27 +42,27 @@ async function get(path, query = {}, signal = undefined) {
   throw new Error(said.error ?? `The server answers ${answer.status} to ${url.slice(0, 200)}.`);
 }
 
-const of = (run, part) => `runs/${encodeURIComponent(run)}${part ? `/${part}` : ""}`;
-
 /** The endpoints, for one view: what it still waits for ends with `signal`. */
 export function apiFor(signal) {
   if (file) return { signal, isExported: true, ...storedApi };
+  const ask = (path, query = {}) => get(path, query, signal);
+  const of = (part) => (run, query) => ask(`runs/${encodeURIComponent(run)}${part}`, query);
   return {
     signal,
     isExported: false,
-    runs: () => get("runs", {}, signal),
-    run: (run) => get(of(run), {}, signal),
-    changed: async (run) => markOf(await get(of(run, "changed"), {}, signal)),
-    changedRuns: async () => (await get("changed", {}, signal)).mark,
-    curves: (run) => get(of(run, "curves"), {}, signal),
-    story: (run) => get(of(run, "story"), {}, signal),
-    rollouts: (run, query) => get(of(run, "rollouts"), query, signal),
-    groups: (run, query) => get(of(run, "groups"), query, signal),
-    group: (run, id, agent) => get(of(run, "group"), { id, agent }, signal),
-    rollout: (run, id, index) => get(of(run, "rollout"), { id, index }, signal),
-    tokens: (run, query) => get(of(run, "tokens"), query, signal),
-    tree: (run, query) => get(of(run, "tree"), query, signal),
-    compare: (arms) => get(`compare?${new URLSearchParams(arms.map((arm) => ["arm", arm]))}`, {}, signal),
+    runs: () => ask("runs"),
+    run: of(""),
+    changed: async (run) => markOf(await of("/changed")(run)),
+    changedRuns: async () => (await ask("changed")).mark,
+    curves: of("/curves"),
+    story: of("/story"),
+    rollouts: of("/rollouts"),
+    groups: of("/groups"),
+    group: of("/group"),
+    rollout: of("/rollout"),
+    tokens: of("/tokens"),
+    tree: of("/tree"),
+    compare: (arms) => ask(`compare?${new URLSearchParams(arms.map((arm) => ["arm", arm]))}`),
   };
 }
 
@@ -89,17 +70,7 @@ export function apiFor(signal) {
 export const markOf = ({ commits, num_commits: number, is_running: running, state }) =>
   `${commits ?? number} ${running ?? state === "running"}`;
 
-function later(wait_ms, signal) {
-  return new Promise((resolve) => {
-    const end = () => {
-      clearTimeout(timer);
-      signal.removeEventListener("abort", end);
-      resolve();
-    };
-    const timer = setTimeout(end, wait_ms);
-    signal.addEventListener("abort", end);
-  });
-}
+const later = (wait_ms) => new Promise((resolve) => { setTimeout(resolve, wait_ms); });
 
 const seen = () => new Promise((resolve) => {
   if (!document.hidden) resolve();
@@ -110,7 +81,7 @@ const seen = () => new Promise((resolve) => {
 export async function follow(api, mark, ask, update, period_ms = 2000) {
   let known = mark;
   while (!api.isExported && !api.signal.aborted) {
-    await later(period_ms, api.signal);
+    await later(period_ms);
     await seen();
     if (api.signal.aborted) return;
     try {

@@ -1,6 +1,6 @@
 // Curves in SVG: lines with their intervals, a common pointer and a common zoom for all charts.
 
-import { h, num, put, s, short } from "./dom.js";
+import { h, isNone, muted, num, put, s, short } from "./dom.js";
 
 const WIDTH = 420;
 const HEIGHT = 170;
@@ -8,39 +8,31 @@ const LEFT = 46;
 const RIGHT = 8;
 const TOP = 8;
 const BOTTOM = 22;
+const TALL = HEIGHT - TOP - BOTTOM;
+const DIGIT = 3.5; // half of what a digit of a mark takes
 const MOST = 5e307; // twice as much is a finite number
 
 /** Round values that divide a range into about `wanted` parts. */
-export function ticks(low, high, wanted = 4) {
+function ticks(low, high, wanted = 4) {
   const size = (high - low) / wanted;
   if (!(size > 0 && size < Infinity)) return [];
   const power = 10 ** Math.floor(Math.log10(size));
   const unit = [1, 2, 5, 10].find((each) => each * power >= size) * power;
-  const found = [];
   const first = Math.ceil(low / unit) * unit;
-  for (let number = 0; number <= 2 * wanted && first + number * unit <= high + unit * 1e-9; number += 1) {
-    const at = first + number * unit;
-    found.push(Math.abs(at) < unit * 1e-9 ? 0 : at);
-  }
-  return found;
+  const found = Array.from({ length: 2 * wanted + 1 }, (_, number) => first + number * unit);
+  return found.filter((at) => at <= high + unit * 1e-9).map((at) => Math.abs(at) < unit * 1e-9 ? 0 : at);
 }
+
+const clipped = (value) => Math.max(-MOST, Math.min(MOST, value));
 
 /** The values between which a chart's lines and intervals lie, with a margin. */
 function limits(series, steps, range) {
-  let low = Infinity;
-  let high = -Infinity;
-  for (const each of series) {
-    steps.forEach((step, at) => {
-      if (step < range[0] || step > range[1]) return;
-      for (const values of [each.values, each.low, each.high]) {
-        const value = values?.[at];
-        if (value === null || value === undefined || !Number.isFinite(value)) continue;
-        low = Math.max(-MOST, Math.min(low, value));
-        high = Math.min(MOST, Math.max(high, value));
-      }
-    });
-  }
-  if (low > high) return [0, 1];
+  const isSeen = (value, at) => Number.isFinite(value) && steps[at] >= range[0] && steps[at] <= range[1];
+  const lists = series.flatMap((each) => [each.values, each.low, each.high]);
+  const seen = lists.flatMap((values) => values?.filter(isSeen).map(clipped) ?? []);
+  if (!seen.length) return [0, 1];
+  let low = seen.reduce((least, value) => Math.min(least, value));
+  const high = seen.reduce((most, value) => Math.max(most, value));
   if (low >= 0 && low < 0.35 * high) low = 0;
   if (high - low <= 1e-6 * Math.abs(high)) { // what differs by rounding only is a flat line
     const room = Math.abs(high) * 0.1 || 1;
@@ -73,8 +65,8 @@ const MANY = 200;
 function smoothed(values, window) {
   const half = Math.floor(window / 2);
   return values.map((value, at) => {
-    if (!Number.isFinite(value ?? NaN)) return null;
-    const near = values.slice(Math.max(0, at - half), at + half + 1).filter((each) => Number.isFinite(each ?? NaN));
+    if (!Number.isFinite(value)) return null;
+    const near = values.slice(Math.max(0, at - half), at + half + 1).filter(Number.isFinite);
     return near.reduce((sum, each) => sum + each, 0) / near.length;
   });
 }
@@ -116,13 +108,15 @@ export function board(begun, panels, { onStep, readout }) {
 
   function chart(given) {
     let panel = given;
+    const now = panel.series.map((each) => `${each.label} ${num(last(each.values))}`);
     const plot = s("svg", {
       viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "plot", role: "img", tabindex: "0",
-      "aria-label": `${panel.title}: ${panel.series.map((each) => `${each.label} ${num(last(each.values))}`).join(", ")}`,
+      "aria-label": `${panel.title}: ${now.join(", ")}`,
     });
     const values = panel.series.map(() => h("span", { class: "value" }));
-    const legend = h("div", { class: "legend" }, panel.series.map((each, at) => h("span", { class: `key c${at % 8}`, title: each.name },
-      panel.series.length > 1 && h("i", { class: "swatch" }), panel.series.length > 1 && `${each.label} `, values[at])));
+    const legend = h("div", { class: "legend" }, panel.series.map((each, at) =>
+      h("span", { class: `key c${at % 8}`, title: each.name },
+        panel.series.length > 1 && [h("i", { class: "swatch" }), `${each.label} `], values[at])));
     const pointer = s("g");
     let from = null;
     let pointed = null;
@@ -133,15 +127,14 @@ export function board(begun, panels, { onStep, readout }) {
     function say(at) {
       panel.series.forEach((each, number) => {
         const value = at === null ? last(each.values) : each.values[at];
-        const hasInterval = at !== null && each.low?.[at] !== null && each.low?.[at] !== undefined;
-        const bounds = hasInterval ? ` [${shown(each.low[at])}, ${shown(each.high[at])}]` : "";
-        put(values[number], shown(value), bounds);
+        put(values[number], shown(value),
+          !isNone(each.low?.[at]) && ` [${shown(each.low[at])}, ${shown(each.high[at])}]`);
       });
     }
 
     function draw() {
       const [low, high] = limits(panel.series, steps, range);
-      const y = (value) => TOP + (1 - (Math.max(-MOST, Math.min(MOST, value)) - low) / (high - low)) * (HEIGHT - TOP - BOTTOM);
+      const y = (value) => TOP + (1 - (clipped(value) - low) / (high - low)) * TALL;
       const parts = [];
       const marks = ticks(low, high);
       const names = axis(marks);
@@ -150,11 +143,11 @@ export function board(begun, panels, { onStep, readout }) {
         parts.push(s("text", { class: "tick", x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, names[at]));
       });
       for (const value of ticks(range[0], range[1], 5).filter(Number.isInteger)) {
-        parts.push(s("text", { class: "tick", x: x(value), y: HEIGHT - 6, "text-anchor": "middle" }, value));
+        const place = Math.min(x(value), WIDTH - DIGIT * String(value).length);
+        parts.push(s("text", { class: "tick", x: place, y: HEIGHT - 6, "text-anchor": "middle" }, value));
       }
-      const inside = (at) => at >= 0 && steps[at] >= range[0] && steps[at] <= range[1];
       const points = (list) => steps.map((step, at) =>
-        inside(at) && Number.isFinite(list[at] ?? NaN) ? [x(step), y(list[at])] : null);
+        step >= range[0] && step <= range[1] && Number.isFinite(list[at]) ? [x(step), y(list[at])] : null);
       panel.series.forEach((each, number) => {
         if (each.low && each.high) {
           const band = [...points(each.high).filter(Boolean), ...points(each.low).filter(Boolean).reverse()];
@@ -178,20 +171,17 @@ export function board(begun, panels, { onStep, readout }) {
 
     function drawMarks(at, y) {
       if (at === null || steps[at] < range[0] || steps[at] > range[1]) return put(pointer);
-      const dots = panel.series.map((each, number) => Number.isFinite(each.values[at] ?? NaN) &&
-        s("circle", { class: `dot c${number % 8}`, cx: x(steps[at]), cy: y(each.values[at]), r: 3 }));
-      return put(pointer, s("line", { class: "pointer", x1: x(steps[at]), x2: x(steps[at]), y1: TOP, y2: HEIGHT - BOTTOM }), dots);
+      const cx = x(steps[at]);
+      const dots = panel.series.map((each, number) => Number.isFinite(each.values[at]) &&
+        s("circle", { class: `dot c${number % 8}`, cx, cy: y(each.values[at]), r: 3 }));
+      return put(pointer, s("line", { class: "pointer", x1: cx, x2: cx, y1: TOP, y2: TOP + TALL }), dots);
     }
 
     function nearest(event) {
       const box = plot.getBoundingClientRect();
       const place = ((event.clientX - box.left) / box.width) * WIDTH;
       const step = range[0] + ((place - LEFT) / (WIDTH - LEFT - RIGHT)) * (range[1] - range[0]);
-      let best = 0;
-      steps.forEach((each, at) => {
-        if (Math.abs(each - step) < Math.abs(steps[best] - step)) best = at;
-      });
-      return best;
+      return steps.reduce((best, each, at) => Math.abs(each - step) < Math.abs(steps[best] - step) ? at : best, 0);
     }
 
     plot.addEventListener("pointermove", (event) => {
@@ -199,7 +189,7 @@ export function board(begun, panels, { onStep, readout }) {
       point(at);
       if (from !== null && at !== from) {
         const [left, right] = [x(steps[from]), x(steps[at])].sort((a, b) => a - b);
-        pointer.append(s("rect", { class: "zoom", x: left, y: TOP, width: right - left, height: HEIGHT - TOP - BOTTOM }));
+        pointer.append(s("rect", { class: "zoom", x: left, y: TOP, width: right - left, height: TALL }));
       }
     });
     plot.addEventListener("pointerleave", () => point(null));
@@ -228,8 +218,8 @@ export function board(begun, panels, { onStep, readout }) {
     draw();
     say(null);
     return {
-      element: h("figure", { class: "chart" }, h("figcaption", null, panel.title,
-        panel.unit ? h("span", { class: "muted" }, ` ${panel.unit}`) : null), legend, plot),
+      element: h("figure", { class: "chart" },
+        h("figcaption", null, panel.title, panel.unit && muted(` ${panel.unit}`)), legend, plot),
       draw,
       update: (longer) => {
         panel = longer;
@@ -244,10 +234,11 @@ export function board(begun, panels, { onStep, readout }) {
     };
   }
 
-  return { reset, update, zoom, range: () => range === all ? null : range, element: h("div", { class: "board" }, charts.map((each) => each.element)) };
+  const element = h("div", { class: "board" }, charts.map((each) => each.element));
+  return { element, reset, update, zoom, range: () => range === all ? null : range };
 }
 
-const last = (values) => values.findLast((value) => value !== null && value !== undefined) ?? null;
+const last = (values) => values.findLast((value) => !isNone(value));
 
 /** The names of an axis' marks, which are round values. */
 function axis(values) {
@@ -265,7 +256,8 @@ function axis(values) {
 export function interval(mean, bounds, [low, high], { zero = null, label = "" } = {}) {
   const x = (value) => 2 + 96 * ((value - low) / (high - low || 1));
   const [from, to] = bounds ?? [mean, mean];
-  return s("svg", { viewBox: "0 0 100 14", class: "interval", role: "img", "aria-label": label, preserveAspectRatio: "none" },
+  const view = { viewBox: "0 0 100 14", preserveAspectRatio: "none" };
+  return s("svg", { ...view, class: "interval", role: "img", "aria-label": label },
     zero !== null && s("line", { class: "grid", x1: x(zero), x2: x(zero), y1: 0, y2: 14 }),
     from !== null && to !== null && s("line", { class: "whisker", x1: x(from), x2: x(to), y1: 7, y2: 7 }),
     s("rect", { class: "mean", x: x(mean) - 1.2, y: 2, width: 2.4, height: 10 }));

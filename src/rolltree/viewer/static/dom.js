@@ -6,7 +6,7 @@ const SVG = "http://www.w3.org/2000/svg";
 
 function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes ?? {})) {
-    if (value === null || value === undefined || value === false) continue;
+    if (isNone(value) || value === false) continue;
     if (name === "href" && !isInside(value)) element.setAttribute("title", "not in this file");
     else if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (name === "vars") {
@@ -19,10 +19,13 @@ function fill(element, attributes, children) {
 
 function add(element, children) {
   for (const child of children.flat(Infinity)) {
-    if (child === null || child === undefined || child === false) continue;
+    if (isNone(child) || child === false) continue;
     element.append(child instanceof Node ? child : document.createTextNode(visible(String(child))));
   }
 }
+
+/** Whether a record has no such value. */
+export const isNone = (value) => value === null || value === undefined;
 
 /** An HTML element. `on...` attributes are listeners, `vars` sets style properties. */
 export function h(tag, attributes, ...children) {
@@ -44,7 +47,7 @@ export function put(element, ...children) {
 const drawn = new WeakMap();
 const CONTROLS = "a, button, input, select, summary, [tabindex]";
 
-/** Draw a part of a live view anew if its data is other data; what was open, marked or focused in it stays so. */
+/** Draw a part of a live view anew if its data is other data; what was open, marked or focused stays so. */
 export function redraw(box, data, draw) {
   const said = JSON.stringify(data);
   if (drawn.get(box) === said) return;
@@ -114,34 +117,28 @@ export const count = (value) => num(typeof value === "number" ? Math.round(value
 
 /** A number with three significant digits or more. */
 export function num(value, sign = false) {
-  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (isNone(value) || Number.isNaN(value)) return "–";
   if (typeof value !== "number") return String(value);
   const size = Math.abs(value);
-  let text;
-  if (size >= 1e15) text = value.toExponential(2);
-  else if (Number.isInteger(value)) text = value.toLocaleString("en-US");
-  else if (size >= 100) text = value.toLocaleString("en-US", { maximumFractionDigits: 1 });
-  else if (size >= 0.001) text = value.toFixed(size >= 10 ? 2 : 3);
-  else text = value.toExponential(2);
+  const isTiny = size < 0.001 && size > 0;
+  const text = isTiny || size >= 1e15 ? value.toExponential(2)
+    : Number.isInteger(value) || size >= 100 ? value.toLocaleString("en-US", { maximumFractionDigits: 1 })
+      : value.toFixed(size >= 10 ? 2 : 3);
   return (sign && value > 0 ? `+${text}` : text).replace("-", "−");
 }
 
 /** A large number in short: 5,176 is 5.2k. */
 export function short(value) {
-  if (value === null || value === undefined) return "–";
+  if (isNone(value)) return "–";
   for (const [size, unit] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
     if (Math.abs(value) >= size) return `${(value / size).toFixed(value >= 100 * size ? 0 : 1)}${unit}`;
   }
   return num(value);
 }
 
-/** A share as a percentage. */
-export const percent = (value) =>
-  value === null || value === undefined ? "–" : `${num(Math.round(1000 * value) / 10)} %`;
-
 /** Seconds, minutes, hours or days. */
 export function duration(seconds) {
-  if (seconds === null || seconds === undefined) return "–";
+  if (isNone(seconds)) return "–";
   if (seconds < 1) return `${Math.round(1000 * seconds)} ms`;
   for (const [size, unit] of [[86400, "d"], [3600, "h"], [60, "min"]]) {
     if (seconds >= 2 * size) return `${Math.floor(seconds / size)} ${unit}`;
@@ -151,24 +148,68 @@ export function duration(seconds) {
 
 /** A link within the page: parts are path segments, `query` what follows them. */
 export function href(parts, query = {}) {
-  const path = parts.map((part) => encodeURIComponent(part)).join("/");
-  const kept = Object.entries(query).filter(([, v]) => v !== null && v !== undefined && v !== "");
-  const text = new URLSearchParams(kept).toString();
-  return `#/${path}${text ? `?${text}` : ""}`;
+  return withQuery(`#/${parts.map(encodeURIComponent).join("/")}`, query);
+}
+
+/** A path with what is given of a query. */
+export function withQuery(path, query) {
+  const text = new URLSearchParams(Object.entries(query).filter(([, value]) => !isNone(value) && value !== ""));
+  return text.size ? `${path}?${text}` : path;
+}
+
+/** A link that looks like a button. */
+export const button = (name, address, more) => h("a", { class: "button", href: address, ...more }, name);
+
+export const muted = (...children) => h("span", { class: "muted" }, children);
+
+/** What opens below its title. */
+export const details = (title, ...body) => h("details", null, h("summary", null, title), body);
+
+/** A record as indented JSON. */
+export const json = (value) => h("pre", null, folded(JSON.stringify(value, null, 2), 20_000));
+
+/** Facts with their names; what has no value is left out. */
+export function factList(facts) {
+  return h("dl", { class: "facts" }, facts.filter(([, value]) => !isNone(value)).map(([name, value]) =>
+    h("div", null, h("dt", null, name), h("dd", null, value))));
+}
+
+/** Say in the page's head whether the run goes on. */
+export function showLive({ state }, { isExported }) {
+  put(document.getElementById("live"), state === "running" && !isExported && "live");
+}
+
+/** What the browser keeps for this page under a name, or null; a page from disk may have no storage. */
+export function kept(name) {
+  try {
+    return localStorage.getItem(name);
+  } catch {
+    return null;
+  }
+}
+
+/** Keep a text; where there is no storage, the page has it until it is left. */
+export function keep(name, text) {
+  try {
+    localStorage.setItem(name, text);
+  } catch {
+    // The link, or the choice, is made again.
+  }
+  return text;
 }
 
 /** A table of a few rows: heads are texts, cells are texts or elements. */
 export function plainTable(heads, rows, numeric = []) {
   const side = (at) => (numeric.includes(at) ? "number" : null);
-  return h("div", { class: "scroll", tabindex: "0" }, h("table", { class: "plain" },
-    h("thead", null, h("tr", null, heads.map((head, at) => h("th", { class: side(at), scope: "col" }, head)))),
-    h("tbody", null, rows.map((row) => h("tr", null, row.map((cell, at) => h("td", { class: side(at) }, cell))))),
-  ));
+  const head = heads.map((name, at) => h("th", { class: side(at), scope: "col" }, name));
+  const body = rows.map((row) => h("tr", null, row.map((cell, at) => h("td", { class: side(at) }, cell))));
+  return h("div", { class: "scroll", tabindex: "0" },
+    h("table", { class: "plain" }, h("thead", null, h("tr", null, head)), h("tbody", null, body)));
 }
 
 /** A reward as a word with a colour: what was paid, or that nothing was. */
 export function reward(value) {
-  if (value === null || value === undefined) return h("span", { class: "reward none" }, "no reward");
+  if (isNone(value)) return h("span", { class: "reward none" }, "no reward");
   const kind = value > 0 ? "good" : value < 0 ? "bad" : "zero";
   return h("span", { class: `reward ${kind}` }, num(value));
 }

@@ -1,7 +1,7 @@
 // The shell: which view an address opens, the keys, the theme.
 
 import { apiFor, follow } from "./api.js";
-import { h, href, line, put, visible } from "./dom.js";
+import { h, href, keep, kept, line, put, visible } from "./dom.js";
 import { file, partsOf } from "./stored.js";
 import * as compare from "./compare.js";
 import * as group from "./group.js";
@@ -13,15 +13,15 @@ import * as tokens from "./tokens.js";
 import * as tree from "./tree.js";
 
 const ROUTES = [
-  { path: [], view: runs },
-  { path: ["compare"], view: compare },
-  { path: ["run", ":run"], view: run },
-  { path: ["run", ":run", "rollouts"], view: rollouts },
-  { path: ["run", ":run", "group", ":id"], view: group },
-  { path: ["run", ":run", "rollout", ":id", ":index"], view: rollout },
-  { path: ["run", ":run", "tokens", ":id", ":index", ":call"], view: tokens },
-  { path: ["run", ":run", "tree", ":id", ":index"], view: tree },
-  { path: ["run", ":run", "tree", ":id"], view: tree },
+  ["", runs],
+  ["compare", compare],
+  ["run/:run", run],
+  ["run/:run/rollouts", rollouts],
+  ["run/:run/group/:id", group],
+  ["run/:run/rollout/:id/:index", rollout],
+  ["run/:run/tokens/:id/:index/:call", tokens],
+  ["run/:run/tree/:id/:index", tree],
+  ["run/:run/tree/:id", tree],
 ];
 
 const KEYS = [
@@ -46,28 +46,23 @@ let current = null;
 function match(hash) {
   const parts = partsOf(hash);
   const params = Object.fromEntries(new URLSearchParams(hash.split("?")[1] ?? ""));
-  for (const route of ROUTES) {
-    if (route.path.length !== parts.length) continue;
-    if (!route.path.every((name, at) => name.startsWith(":") || name === parts[at])) continue;
-    route.path.forEach((name, at) => {
+  for (const [path, view] of ROUTES) {
+    const names = path ? path.split("/") : [];
+    if (names.length !== parts.length) continue;
+    if (!names.every((name, at) => name.startsWith(":") || name === parts[at])) continue;
+    names.forEach((name, at) => {
       if (name.startsWith(":")) params[name.slice(1)] = parts[at];
     });
-    return { view: route.view, params };
+    return { view, params };
   }
   return null;
 }
 
-/** Draw the links above the view: [text, parts of the address] each. */
-function drawTrail(params) {
-  const links = [];
-  if (params.run !== undefined) {
-    links.push([params.run === "." ? "run" : params.run, ["run", params.run]]);
-    if (params.id !== undefined) links.push([params.id, null]);
-  }
-  put(trail, links.map(([text, parts]) => [
-    h("span", { class: "sep", "aria-hidden": "true" }, "/"),
-    parts ? h("a", { href: href(parts) }, text) : h("span", { class: "here" }, text),
-  ]));
+/** Draw the links above the view. */
+function drawTrail({ run: name, id }) {
+  const sep = () => h("span", { class: "sep", "aria-hidden": "true" }, "/");
+  put(trail, name !== undefined && [sep(), h("a", { href: href(["run", name]) }, name === "." ? "run" : name)],
+    id !== undefined && [sep(), h("span", null, id)]);
 }
 
 async function show() {
@@ -128,9 +123,10 @@ function savePlace() {
 }
 
 const NOTICES = {
-  gone: ["The server does not answer. What you see stays; the page goes on when the server is back. Start it again with ",
-    h("code", null, "rolltree view --port "), location.port, " and open the link that it prints."],
-  token: ["The server was started anew. Open the link that it printed, in this tab or another one: this page then goes on."],
+  gone: ["The server does not answer. What you see stays; the page goes on when the server is back. ",
+    "Start it again with ", h("code", null, "rolltree view --port "), location.port, " and open its link."],
+  token: ["The server was started anew. ",
+    "Open the link that it printed, in this tab or another one: this page then goes on."],
 };
 
 const isAway = () => notice.dataset.state in NOTICES;
@@ -142,10 +138,6 @@ function say(state) {
   put(notice, NOTICES[state] ?? "");
 }
 
-function rowsOf() {
-  return [...root.querySelectorAll("[data-row]")].filter((row) => row.offsetParent !== null);
-}
-
 /** Move the marked row; a virtual table moves on its own. */
 function move(by) {
   const virtual = root.querySelector("[data-virtual]");
@@ -153,7 +145,7 @@ function move(by) {
     virtual.dispatchEvent(new CustomEvent("move", { detail: by }));
     return;
   }
-  const rows = rowsOf();
+  const rows = [...root.querySelectorAll("[data-row]")].filter((row) => row.offsetParent !== null);
   const at = rows.findIndex((row) => row.classList.contains("marked"));
   const next = rows[Math.max(0, Math.min(rows.length - 1, at + by))];
   if (!next) return;
@@ -180,12 +172,7 @@ function toggleTheme() {
   const isDark = document.documentElement.dataset.theme
     ? document.documentElement.dataset.theme === "dark"
     : matchMedia("(prefers-color-scheme: dark)").matches;
-  document.documentElement.dataset.theme = isDark ? "light" : "dark";
-  try {
-    localStorage.setItem("theme", document.documentElement.dataset.theme);
-  } catch {
-    // A page from disk may have no storage: the choice lasts until it is closed.
-  }
+  document.documentElement.dataset.theme = keep("theme", isDark ? "light" : "dark");
 }
 
 function showKeys() {
@@ -227,12 +214,7 @@ document.addEventListener("keydown", (event) => {
   action();
 });
 
-try {
-  const theme = localStorage.getItem("theme");
-  if (theme) document.documentElement.dataset.theme = theme;
-} catch {
-  // No storage: the system's theme.
-}
+if (kept("theme")) document.documentElement.dataset.theme = kept("theme");
 document.getElementById("theme").addEventListener("click", toggleTheme);
 document.getElementById("help").addEventListener("click", showKeys);
 document.addEventListener("reached", (event) => say(event.detail));

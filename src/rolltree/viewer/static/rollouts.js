@@ -1,41 +1,51 @@
 // A run's rollouts, or its groups, as a table of any length, with filters and an order.
 
 import { follow, markOf } from "./api.js";
-import { count, duration, h, href, num, put, reward, s } from "./dom.js";
+import { button, count, duration, h, href, num, put, reward, s, showLive } from "./dom.js";
 import { virtualTable } from "./table.js";
 
+const column = (label, width, cell, more) => ({ label, width, cell, ...more });
+const minor = (label, width, cell, more) => column(label, width, cell, { minor: true, ...more });
+const number = (label, width, cell, sort) => minor(label, width, cell, { numeric: true, sort });
+const counted = (label, width, name) => number(label, width, (row) => count(row[name]), name);
+const step = (sort) => number("step", "4rem", (row) => row.train_step ?? "–", sort);
+
 const COLUMNS = [
-  { label: "rollout", width: "minmax(9rem, 3fr)", narrow: "minmax(0, 2fr)", cell: (row) => front(`${row.request_id}${row.num_trajectories > 1 ? ` · ${row.trajectory_index}` : ""}`) },
-  { label: "reward", width: "5.5rem", narrow: "4.6rem", numeric: true, sort: "reward", cell: (row) => reward(row.reward) },
-  { label: "ended by", width: "minmax(6rem, 1.4fr)", narrow: "minmax(0, 1.2fr)", cell: ending },
-  { label: "step", width: "4rem", numeric: true, minor: true, sort: "train_step", cell: (row) => row.train_step ?? "–" },
-  { label: "task", width: "minmax(4rem, 1fr)", minor: true, cell: (row) => row.task || row.env_id },
-  { label: "agent", width: "minmax(3rem, 0.8fr)", minor: true, cell: (row) => row.agent ?? "" },
-  { label: "calls", width: "4rem", numeric: true, minor: true, sort: "num_calls", cell: (row) => count(row.num_calls) },
-  { label: "prompt", width: "5rem", numeric: true, minor: true, sort: "num_prompt_tokens", cell: (row) => count(row.num_prompt_tokens) },
-  { label: "sampled", width: "5rem", numeric: true, minor: true, sort: "num_completion_tokens", cell: (row) => count(row.num_completion_tokens) },
-  { label: "time", width: "5rem", numeric: true, minor: true, sort: "total_ms", cell: (row) => duration(row.total_ms === null ? null : row.total_ms / 1000) },
+  column("rollout", "minmax(9rem, 3fr)", (row) => front(
+    `${row.request_id}${row.num_trajectories > 1 ? ` · ${row.trajectory_index}` : ""}`), { narrow: "minmax(0, 2fr)" }),
+  column("reward", "5.5rem", (row) => reward(row.reward), { narrow: "4.6rem", numeric: true, sort: "reward" }),
+  column("ended by", "minmax(6rem, 1.4fr)", ending, { narrow: "minmax(0, 1.2fr)" }),
+  step("train_step"),
+  minor("task", "minmax(4rem, 1fr)", (row) => row.task || row.env_id),
+  minor("agent", "minmax(3rem, 0.8fr)", (row) => row.agent ?? ""),
+  counted("calls", "4rem", "num_calls"),
+  counted("prompt", "5rem", "num_prompt_tokens"),
+  counted("sampled", "5rem", "num_completion_tokens"),
+  number("time", "5rem", (row) => duration(row.total_ms === null ? null : row.total_ms / 1000), "total_ms"),
 ];
 
-function ending(row) {
+/** What ended a rollout. */
+export function ending(row) {
   if (row.error_type) return h("span", { class: "bad", title: row.error_message }, row.error_type);
   if (row.truncated) return h("span", { class: "warn" }, `cut: ${row.truncation_reason ?? "truncated"}`);
   return row.stop_condition ?? row.finish_reason ?? "";
 }
 
 const GROUPS = [
-  { label: "group", width: "minmax(9rem, 2fr)", narrow: "minmax(0, 1.4fr)", cell: (row) => front(row.group_id) },
-  { label: "rewards", width: "minmax(7rem, 2fr)", narrow: "minmax(0, 1fr)", cell: (row) => spread(row) },
-  { label: "mean", width: "5rem", narrow: "4rem", numeric: true, cell: (row) => num(row.mean) },
-  { label: "std", width: "5rem", numeric: true, minor: true, cell: (row) => isFlat(row) ? h("span", { class: "warn", title: "equal rewards teach nothing" }, "0") : numScored(row) > 1 ? num(row.std) : "–" },
-  { label: "step", width: "4rem", numeric: true, minor: true, cell: (row) => row.train_step ?? "–" },
-  { label: "rollouts", width: "5rem", numeric: true, minor: true, cell: (row) => count(row.rewards.length) },
-  { label: "failed", width: "4rem", numeric: true, minor: true, cell: (row) => row.num_failed ? h("span", { class: "bad" }, row.num_failed) : "0" },
+  column("group", "minmax(9rem, 2fr)", (row) => front(row.group_id), { narrow: "minmax(0, 1.4fr)" }),
+  column("rewards", "minmax(7rem, 2fr)", spread, { narrow: "minmax(0, 1fr)" }),
+  column("mean", "5rem", (row) => num(row.mean), { narrow: "4rem", numeric: true }),
+  number("std", "5rem", (row) => isFlat(row) ? h("span", { class: "warn", title: "equal rewards teach nothing" }, "0")
+    : numScored(row) > 1 ? num(row.std) : "–"),
+  step(),
+  number("rollouts", "5rem", (row) => count(row.rewards.length)),
+  number("failed", "4rem", (row) => row.num_failed ? h("span", { class: "bad" }, row.num_failed) : "0"),
 ];
 
 /** A name whose end stays readable when it is too long. */
 function front(text) {
-  return h("span", { class: "front", title: text }, h("span", null, text.slice(0, -8)), h("span", null, text.slice(-8)));
+  const [begin, end] = [text.slice(0, -8), text.slice(-8)].map((each) => h("span", null, each));
+  return h("span", { class: "front", title: text }, begin, end);
 }
 
 const numScored = (row) => row.rewards.filter((value) => value !== null).length;
@@ -52,12 +62,14 @@ function spread(row) {
   const y = (value) => 19 - 18 * ((value / 2 - low / 2) / (high / 2 - low / 2));
   const said = scored.map((value) => num(value)).join(", ");
   const width = 100 / Math.max(rewards.length, 1);
-  return s("svg", { viewBox: "0 0 100 20", preserveAspectRatio: "none", class: `bars${isFlat(row) ? " flat" : ""}`, role: "img", "aria-label": `rewards ${said}` },
+  const bar = (at, y, height, kind) =>
+    s("rect", { class: kind, x: at * width + 0.1 * width, width: 0.8 * width, y, height });
+  const kind = `bars${isFlat(row) ? " flat" : ""}`;
+  const view = { viewBox: "0 0 100 20", preserveAspectRatio: "none" };
+  return s("svg", { ...view, class: kind, role: "img", "aria-label": `rewards ${said}` },
     s("title", null, said || "none is scored"),
-    [...scored, ...Array(rewards.length - scored.length).fill(null)].map((value, at) => s("rect", {
-      class: value === null ? "lost" : null, x: at * width + 0.1 * width, width: 0.8 * width,
-      y: value === null ? 18 : Math.min(y(value), y(0)), height: value === null ? 2 : Math.max(1, Math.abs(y(value) - y(0))),
-    })));
+    scored.map((value, at) => bar(at, Math.min(y(value), y(0)), Math.max(1, Math.abs(y(value) - y(0))))),
+    rewards.slice(scored.length).map((_, at) => bar(scored.length + at, 18, 2, "lost")));
 }
 
 const ALL = "*";
@@ -96,9 +108,11 @@ export async function render(root, params, api) {
   const [summary, table] = await Promise.all([asked, reading]);
   const phases = h("select", { "aria-label": "Phase", onchange: () => go({ phase: phases.value, step: null }) },
     h("option", { value: ALL }, "all phases"));
-  const names = namesOf(summary);
-  const addPhase = (name) => phases.append(h("option", { value: name, selected: name === phase }, name));
-  names.forEach(addPhase);
+  const known = new Set();
+  const addPhases = (found) => namesOf(found).filter((name) => !known.has(name)).forEach((name) => {
+    known.add(name);
+    phases.append(h("option", { value: name, selected: name === phase }, name));
+  });
   const at = h("input", {
     type: "number", min: 0, placeholder: "step", "aria-label": "Step", value: step, class: "step",
     onchange: () => go({ step: at.value }),
@@ -117,27 +131,25 @@ export async function render(root, params, api) {
     onsearch: () => { if (!filter.value && where) go({ where: null }); },
   });
   const other = href(["run", run, "rollouts"], { by: isGroups ? null : "group", phase: params.phase, step });
-  const box = h("div", { class: "tall" }, table);
+  const box = h("div", null, table);
   const steps = summary.num_steps > 0 && [turn(-1, "←", "data-previous"), at, turn(1, "→", "data-next")];
   put(root, h("div", { class: "bar" },
-    h("h1", null, isGroups ? "Groups" : "Rollouts"), phases, h("span", { class: "steps" }, steps || at),
-    !isGroups && filter, total, h("a", { class: "button", href: other }, isGroups ? "Rollouts" : "Groups")), box);
+    h("h1", null, isGroups ? "Groups" : "Rollouts"), phases, h("span", null, steps || at),
+    !isGroups && filter, total, button(isGroups ? "Rollouts" : "Groups", other)), box);
 
   /** Take what the run has added, where the table stands. */
   async function update() {
-    const grown = await api.run(run);
-    live(grown);
-    for (const name of namesOf(grown).filter((each) => !names.includes(each))) {
-      names.push(name);
-      addPhase(name);
-    }
+    say(await api.run(run));
     const event = new CustomEvent("refresh", { detail: {} });
     box.querySelector("[data-virtual]")?.dispatchEvent(event);
     if (event.detail.done) await event.detail.done;
     else put(box, await read());
   }
 
-  const live = ({ state }) => put(document.getElementById("live"), state === "running" && !api.isExported ? "live" : "");
-  live(summary);
+  const say = (found) => {
+    showLive(found, api);
+    addPhases(found);
+  };
+  say(summary);
   follow(api, markOf(summary), () => api.changed(run), update);
 }

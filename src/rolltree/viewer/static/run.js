@@ -2,7 +2,9 @@
 
 import { follow, markOf } from "./api.js";
 import { board } from "./chart.js";
-import { count, duration, folded, h, href, line, num, plainTable, put, redraw, short } from "./dom.js";
+import {
+  button, count, details, duration, factList, h, href, json, line, muted, num, plainTable, put, redraw, short, showLive,
+} from "./dom.js";
 import { failures, progress, stateBadge } from "./runs.js";
 import { file } from "./stored.js";
 
@@ -25,7 +27,7 @@ export async function render(root, params, api) {
   const curves = curvesOf(params);
   let again = null;
   put(root, file && h("p", { class: "muted small" }, `This file has ${count(file.num_rollouts)} of `,
-    `${count(file.of)} rollouts, as of ${new Date(1000 * file.created_at).toLocaleString()}. The run itself opens with `,
+    `${count(file.of)} rollouts, as of ${dateOf(file)}. The run itself opens with `,
     h("code", null, "rolltree view"), "."), head, story, curves.element, rest);
 
   async function draw() {
@@ -36,7 +38,7 @@ export async function render(root, params, api) {
     tell();
     curves.update(found);
     redraw(rest, [stored.phases, stored.notices, stored.config], () => drawRest(rest, summary, run));
-    put(document.getElementById("live"), summary.state === "running" && !api.isExported ? "live" : "");
+    showLive(summary, api);
     return summary;
   }
 
@@ -56,11 +58,16 @@ export async function render(root, params, api) {
   follow(api, markOf(summary), () => api.changed(run), draw);
 }
 
+const dateOf = (record) => new Date(1000 * record.created_at).toLocaleString();
+
 function drawHead(head, run, params) {
+  const { reward } = run;
+  const rollouts = (query) => href(["run", params.run, "rollouts"], query);
   const facts = [
-    ["reward", run.reward ? [h("b", null, num(run.reward.mean)), run.reward.low !== null && h("span", { class: "muted" }, ` [${num(run.reward.low)}, ${num(run.reward.high)}]`), h("span", { class: "muted" }, ` ${run.reward.of}`)] : "–"],
+    ["reward", reward ? [h("b", null, num(reward.mean)),
+      muted(reward.low !== null && ` [${num(reward.low)}, ${num(reward.high)}]`, ` ${reward.of}`)] : "–"],
     ["progress", progress(run)],
-    ["rollouts", h("a", { href: href(["run", params.run, "rollouts"]) }, count(run.num_rollouts))],
+    ["rollouts", h("a", { href: rollouts() }, count(run.num_rollouts))],
     ["failed", failures({ ...run, run: params.run })],
     ["sampled tokens", short(run.tokens?.sampled)],
     ["environment", (run.envs ?? []).join(", ") || "–"],
@@ -69,49 +76,49 @@ function drawHead(head, run, params) {
   ];
   put(head,
     h("div", { class: "bar" }, h("h1", null, run.name), stateBadge(run),
-      h("a", { class: "button", href: href(["run", params.run, "rollouts"]) }, "Rollouts"),
-      h("a", { class: "button", href: href(["run", params.run, "rollouts"], { by: "group" }) }, "Groups")),
+      button("Rollouts", rollouts()), button("Groups", rollouts({ by: "group" }))),
     run.error && h("p", { class: "error" }, line(run.error, 400)),
-    run.state === "killed" && h("p", { class: "error" }, "The process that wrote this run is gone and did not say why: ",
-      "it was killed, or the machine went down. What is stored is whole; the same command continues it."),
-    h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))));
+    run.state === "killed" && h("p", { class: "error" }, "The process that wrote this run is gone and did not say ",
+      "why: it was killed, or the machine went down. What is stored is whole; the same command continues it."),
+    factList(facts));
 }
 
 /** The address of what a sentence rests on. */
 function evidenceLink(run, view, evidence) {
-  const { phase, where, series, request_id: id, trajectory_index: index, call, position } = evidence;
-  const [first, last] = evidence.steps ?? [];
-  if (view === "groups") return href(["run", run, "rollouts"], { by: "group", phase, step: evidence.step });
-  if (view === "rollouts") return href(["run", run, "rollouts"], { phase, where });
-  if (view === "group") return href(["run", run, "group", evidence.group_id]);
-  if (view === "rollout") return href(["run", run, "rollout", id, index]);
-  if (view === "tree") return href(["run", run, "tree", id, index]);
-  if (view === "tokens") return href(["run", run, "tokens", id, index, call], { at: position });
-  return href(["run", run], { metric: series, from: first, to: last });
+  const { phase, where, series, step, request_id: id, trajectory_index: index, call, position: at } = evidence;
+  const [from, to] = evidence.steps ?? [];
+  const [parts, query] = {
+    groups: [["rollouts"], { by: "group", phase, step }],
+    rollouts: [["rollouts"], { phase, where }],
+    group: [["group", evidence.group_id]],
+    rollout: [["rollout", id, index]],
+    tree: [["tree", id, index]],
+    tokens: [["tokens", id, index, call], { at }],
+    curves: [[], { metric: series, from, to }],
+  }[view];
+  return href(["run", run, ...parts], query);
 }
 
 function drawStory(box, sentences, run) {
   if (!sentences?.length) return put(box, h("p", { class: "muted" }, "Nothing stands out."));
-  return put(box, sentences.map((each) => {
-    const { evidence } = each;
+  const names = { curves: "the curve", rollout: "the rollout" };
+  return put(box, sentences.map(({ evidence, severity, text }) => {
     const views = [evidence.view, evidence.view !== "curves" && evidence.series && "curves"].filter(Boolean);
-    return h("p", { class: `sentence ${each.severity}`, "data-row": true },
-      h("span", { class: "hidden" }, `${each.severity}: `), each.text,
-      views.map((view) => [" ", h("a", { href: evidenceLink(run, view, evidence) }, `see ${view === "curves" ? "the curve" : view === "rollout" ? "the rollout" : view}`)]));
+    const link = (view) => [" ", h("a", { href: evidenceLink(run, view, evidence) }, `see ${names[view] ?? view}`)];
+    return h("p", { class: `sentence ${severity}`, "data-row": true },
+      h("span", { class: "hidden" }, `${severity}: `), text, views.map(link));
   }));
 }
 
 /** Curves that are read together are one chart, under the first one's place; the others have one each. */
 function panelsOf(series) {
   const known = new Map(series.map((each) => [each.name, each]));
-  const panels = [];
-  for (const each of series) {
+  return series.flatMap((each) => {
     const found = TOGETHER.find(({ names }) => names.includes(each.name));
     const members = found ? found.names.map((name) => known.get(name)).filter(Boolean) : [each];
-    if (members[0] !== each) continue;
-    panels.push({ title: members.length > 1 ? found.title : each.label, unit: each.unit, group: each.group, names: members.map(({ name }) => name), series: members });
-  }
-  return panels;
+    const title = members.length > 1 ? found.title : each.label;
+    return members[0] === each ? [{ title, unit: each.unit, group: each.group, series: members }] : [];
+  });
 }
 
 /** The curves with their search and zoom; `update` takes what a run has added, and moves nothing. */
@@ -148,8 +155,8 @@ function curvesOf(params) {
   function draw() {
     const found = chosen();
     const panels = found.slice(0, MOST_DRAWN);
-    const said = JSON.stringify(panels.map((panel) => panel.names));
-    const others = data.series.length - found.reduce((sum, panel) => sum + panel.names.length, 0);
+    const said = JSON.stringify(panels.map((panel) => panel.series.map(({ name }) => name)));
+    const others = data.series.length - found.flatMap((panel) => panel.series).length;
     if (drawn && said === names) drawn.update(data.steps, panels);
     else {
       const range = drawn?.range();
@@ -183,13 +190,15 @@ function curvesOf(params) {
 
 function drawRest(rest, run, name) {
   const link = (phase) => h("a", { href: href(["run", name, "rollouts"], { phase }) }, phase);
+  const notices = run.notices ?? [];
+  const counts = ["num_rollouts", "num_errors", "num_truncated", "num_prompt_tokens", "num_completion_tokens"];
   put(rest,
     h("h2", null, "Phases"),
     plainTable(["phase", "reward", "rollouts", "failed", "truncated", "prompt tokens", "sampled tokens"],
-      (run.phases ?? []).map((each) => [link(each.phase), num(each.mean_reward), count(each.num_rollouts), count(each.num_errors),
-        count(each.num_truncated), count(each.num_prompt_tokens), count(each.num_completion_tokens)]), [1, 2, 3, 4, 5, 6]),
-    run.notices?.length > 0 && h("details", null, h("summary", null, `${run.notices.length} notices`),
-      plainTable(["when", "step", "kind", "what"], run.notices.map((each) =>
-        [new Date(1000 * each.created_at).toLocaleString(), each.step ?? "–", each.kind, line(JSON.stringify(each.data), 300)]))),
-    h("details", null, h("summary", null, "Settings"), h("pre", null, folded(JSON.stringify(run.config ?? {}, null, 2), 20_000))));
+      (run.phases ?? []).map((each) =>
+        [link(each.phase), num(each.mean_reward), ...counts.map((column) => count(each[column]))]), [1, 2, 3, 4, 5, 6]),
+    h("details", { hidden: !notices.length }, h("summary", null, `${notices.length} notices`), // a place for the first
+      plainTable(["when", "step", "kind", "what"], notices.map((each) =>
+        [dateOf(each), each.step ?? "–", each.kind, line(JSON.stringify(each.data), 300)]))),
+    details("Settings", json(run.config ?? {})));
 }

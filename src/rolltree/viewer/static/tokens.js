@@ -1,6 +1,6 @@
 // Every token of a call's exact context, coloured by what one asks; blocks are read when they are seen.
 
-import { count, h, href, num, put, visible } from "./dom.js";
+import { button, count, h, href, isNone, muted, num, put, visible } from "./dom.js";
 import { breakCard } from "./rollout.js";
 
 const BLOCK = 1000;
@@ -11,42 +11,64 @@ const COLOURS = {
   logprob: { label: "logprob", kind: "cold", scale: 6, says: ["certain", "surprising: −6 nats or less"] },
   advantage: { label: "advantage", kind: "signed", scale: null, says: ["paid less", "paid more"] },
   entropy: { label: "entropy", kind: "hot", scale: 4, says: ["certain", "open: 4 nats or more"] },
-  difference: { label: "trainer minus engine", kind: "signed", scale: null, floor: 0.02, says: ["engine likes it more", "trainer likes it more"] },
+  difference: { label: "trainer minus engine", kind: "signed", scale: null, floor: 0.02,
+    says: ["engine likes it more", "trainer likes it more"] },
   version: { label: "policy version", kind: "category" },
   weight: { label: "loss weight", kind: "hot", scale: null, says: ["not trained", "full weight"] },
 };
+const AUTHORS = {
+  sampled: ["sampled in this call", "the model, here"],
+  earlier: ["by the model before", "the model, before"],
+  environment: ["by the environment", "the environment"],
+};
+const signed = (value) => num(value, true);
+const VALUES = [
+  ["logprob", "logprob", num], ["trainer", "trainer_logprob", num], ["difference", "difference", signed],
+  ["advantage", "advantage", signed], ["weight", "weight", num], ["entropy", "entropy", num],
+  ["version", "version", String], ["mask", "mask", num], ["KL", "kl", num], ["trained in step", "trained_step", String],
+];
+const blockOf = (position) => position - (position % BLOCK);
 
 export async function render(root, params, api) {
   const { run, id, index } = params;
   const call = Number(params.call);
-  const query = (offset) => ({ id, index, call, offset, limit: BLOCK });
+  const read = (offset) => api.tokens(run, { id, index, call, offset, limit: BLOCK });
   const wanted = Math.floor(Number(params.at ?? 0));
   let at = Number.isSafeInteger(wanted) ? Math.max(0, wanted) : 0;
-  let begun = at - (at % BLOCK);
-  let first = await api.tokens(run, query(begun));
+  let first = await read(blockOf(at));
   const total = first.num_tokens;
   if (at >= total && total) { // a link to a token that is not there leads to the last one
     at = total - 1;
-    begun = at - (at % BLOCK);
-    first = await api.tokens(run, query(begun));
+    first = await read(blockOf(at));
   }
-  const place = first.calls.findIndex((each) => each.call === call);
-  const agent = first.calls[place]?.agent;
-  const breaks = first.breaks;
+  const { breaks, calls } = first;
+  const begun = blockOf(at);
+  const place = calls.findIndex((each) => each.call === call);
+  const agent = calls[place]?.agent;
   const blocks = new Map();
   const most = {};
   const known = Object.keys(COLOURS).filter((name) => name === "author" || first[name]);
   let colour = known.includes(params.colour) ? params.colour : "author";
-  const address = (other, more = {}) => href(["run", run, "tokens", id, index, other], { colour: colour === "author" ? null : colour, ...more });
+  const address = (other, more) => href(["run", run, "tokens", id, index, other],
+    { colour: colour === "author" ? null : colour, ...more });
 
-  const choice = h("select", { "aria-label": "Colour by", onchange: () => { colour = choice.value; recolour(); history.replaceState(null, "", address(call)); } },
-    Object.entries(COLOURS).map(([name, each]) => h("option", { value: name, selected: name === colour, disabled: !known.includes(name) },
-      known.includes(name) ? each.label : `${each.label}: not recorded`)));
+  const choice = h("select", { "aria-label": "Colour by", onchange: () => {
+    colour = choice.value;
+    recolour();
+    history.replaceState(null, "", address(call));
+  } }, Object.entries(COLOURS).map(([name, { label }]) => {
+    const disabled = !known.includes(name);
+    const said = `${label}${disabled ? ": not recorded" : ""}`;
+    return h("option", { value: name, selected: name === colour, disabled }, said);
+  }));
   const legend = h("div", { class: "scale" });
-  const facts = h("div", { class: "facts inspector", role: "status" }, h("span", { class: "muted" }, "Point at a token for its id, bytes and values."));
+  const facts = h("div", { class: "facts inspector", role: "status" },
+    muted("Point at a token for its id, bytes and values."));
   const text = h("div", { class: "tokens", tabindex: "0", "aria-label": "Tokens" });
-  const jump = h("input", { type: "number", min: 0, max: total - 1, placeholder: "position (/)", "aria-label": "Go to position", "data-search": true,
-    onchange: () => go(Number(jump.value)) });
+  const jump = h("input", {
+    type: "number", min: 0, max: total - 1, placeholder: "position (/)", "aria-label": "Go to position",
+    "data-search": true, onchange: () => go(Number(jump.value)),
+  });
 
   const seen = new IntersectionObserver((entries) => {
     for (const entry of entries) if (entry.isIntersecting) load(Number(entry.target.dataset.from));
@@ -64,7 +86,7 @@ export async function render(root, params, api) {
     if (!block || block.data) return;
     block.data = "loading";
     try {
-      fill(from, from === begun ? first : await api.tokens(run, query(from)));
+      fill(from, from === begun ? first : await read(from));
     } catch {
       block.data = null;
     }
@@ -73,23 +95,22 @@ export async function render(root, params, api) {
   /** Draw a block of tokens, with the breaks where they are. */
   function fill(from, data) {
     const block = blocks.get(from);
-    const before = most[colour];
     block.data = data;
-    block.element.style.minHeight = "";
+    block.element.style.removeProperty("min-height");
     const broken = new Map(breaks.map((each) => [each.position, each]));
-    const parts = data.ids.map((_, at) => {
-      const span = document.createElement("span");
-      span.dataset.at = from + at;
+    const before = most[colour];
+    put(block.element, data.ids.map((_, at) => {
+      const span = h("span", { "data-at": from + at });
       span.textContent = shownText(data, at);
-      return broken.has(from + at) ? [h("a", { class: "mark", href: "#break", title: broken.get(from + at).cause, onclick: showBreak }, "break"), span] : span;
-    });
-    put(block.element, parts);
-    for (const [name, each] of Object.entries(COLOURS)) {
-      if (each.kind === "category" || each.scale !== null && each.scale !== undefined || !data[name]) continue;
-      for (const value of data[name]) if (Math.abs(value ?? 0) > (most[name] ?? 0)) most[name] = Math.abs(value);
+      const found = broken.get(from + at);
+      const mark = { class: "mark", href: "#break", title: found?.cause, onclick: showBreak };
+      return [found && h("a", mark, "break"), span];
+    }));
+    for (const [name, { scale }] of Object.entries(COLOURS)) {
+      if (scale !== null || !data[name]) continue;
+      most[name] = data[name].reduce((largest, value) => Math.max(largest, Math.abs(value)), most[name] ?? 0);
     }
-    const isScaled = most[colour] !== before;
-    recolour(isScaled ? null : block);
+    recolour(most[colour] === before ? [block] : undefined);
   }
 
   function showBreak(event) {
@@ -97,57 +118,55 @@ export async function render(root, params, api) {
     root.querySelector(".break")?.scrollIntoView({ block: "center" });
   }
 
-  /** Colour all blocks, or only a new one. */
-  function recolour(only = null) {
+  /** Colour all blocks, or only new ones. */
+  function recolour(only = blocks.values()) {
     const scheme = COLOURS[colour];
     const full = Math.max(scheme.scale ?? most[colour] ?? 0, scheme.floor ?? 0) || 1;
-    for (const { element, data } of only ? [only] : blocks.values()) {
+    for (const { element, data } of only) {
       if (!data?.ids) continue;
-      for (const span of element.querySelectorAll("span[data-at]")) paint(span, data, Number(span.dataset.at) - Number(element.dataset.from), scheme, full);
+      element.querySelectorAll("span").forEach((span, at) => paint(span, data, at, scheme, full));
     }
-    const says = scheme.says;
-    if (scheme.kind === "author") put(legend, [["sampled", "sampled in this call"], ["earlier", "by the model before"], ["environment", "by the environment"]].map(([name, said]) => h("span", { class: `tk ${name}` }, said)));
-    else if (scheme.kind === "category") put(legend, [...new Set([...blocks.values()].flatMap(({ data }) => data?.version ?? []))].filter((value) => value !== null && value !== undefined).sort((a, b) => a - b).slice(0, 12).map((value) => h("span", { class: `tk v${value % 8}` }, `version ${value}`)));
-    else put(legend, h("span", null, says[0]), h("span", { class: `ramp ${scheme.kind}` }), h("span", null, says[1]), scheme.scale === null && h("span", { class: "muted" }, `full at ${num(full)}`));
+    put(legend, legendOf(scheme, full));
   }
 
-  function paint(span, data, at, scheme, full) {
-    const name = span.classList.contains("chosen") ? ["tk", "chosen"] : ["tk"];
-    if (scheme.kind === "author") name.push(authorOf(data, at));
-    else {
-      const value = data[colour]?.[at];
-      if (value === null || value === undefined) name.push("unknown");
-      else if (scheme.kind === "category") name.push(`v${value % 8}`);
-      else {
-        span.style.setProperty("--v", `${Math.round(100 * Math.min(1, Math.abs(value) / full))}%`);
-        name.push(scheme.kind === "signed" ? (value < 0 ? "minus" : "plus") : "hot");
-      }
+  function legendOf({ kind, says, scale }, full) {
+    const key = (name, said) => h("span", { class: `tk ${name}` }, said);
+    if (kind === "author") return Object.entries(AUTHORS).map(([name, [said]]) => key(name, said));
+    if (kind === "category") {
+      const versions = new Set([...blocks.values()].flatMap(({ data }) => data?.version ?? []));
+      const found = [...versions].filter((value) => !isNone(value)).sort((a, b) => a - b);
+      return found.slice(0, 12).map((value) => key(`v${value % 8}`, `version ${value}`));
     }
-    span.className = name.join(" ");
+    return [h("span", null, says[0]), h("span", { class: `ramp ${kind}` }), h("span", null, says[1]),
+      scale === null && muted(`full at ${num(full)}`)];
+  }
+
+  function paint(span, data, at, { kind }, full) {
+    const value = data[colour]?.[at];
+    const name = kind === "author" ? authorOf(data, at)
+      : isNone(value) ? "unknown"
+        : kind === "category" ? `v${value % 8}`
+          : kind !== "signed" ? "hot" : value < 0 ? "minus" : "plus";
+    span.style.setProperty("--v", `${Math.round(100 * Math.min(1, Math.abs(value) / full))}%`);
+    span.className = `tk ${name}${span.classList.contains("chosen") ? " chosen" : ""}`;
   }
 
   function inspect(span) {
     const position = Number(span.dataset.at);
-    const from = Math.floor(position / BLOCK) * BLOCK;
-    const data = blocks.get(from).data;
-    const at = position - from;
+    const at = position % BLOCK;
+    const { data } = blocks.get(position - at);
     const rows = [
-      ["token", JSON.stringify(data.texts?.[at] ?? null)], ["id", data.ids[at]], ["bytes", data.bytes?.[at].replace(/../g, "$& ").trim()],
-      ["position", count(position)], ["by", authorOf(data, at) === "sampled" ? "the model, here" : authorOf(data, at) === "earlier" ? "the model, before" : "the environment"],
-      ["logprob", num(data.logprob?.[at])], ["trainer", data.trainer_logprob && num(data.trainer_logprob[at])], ["difference", data.difference && num(data.difference[at], true)],
-      ["advantage", data.advantage && num(data.advantage[at], true)], ["weight", data.weight && num(data.weight[at])], ["entropy", data.entropy && num(data.entropy[at])],
-      ["version", data.version?.[at]], ["mask", data.mask && num(data.mask[at])], ["KL", data.kl && num(data.kl[at])], ["trained in step", data.trained_step?.[at]],
+      ["token", JSON.stringify(data.texts?.[at])], ["id", data.ids[at]],
+      ["bytes", data.bytes?.[at].replace(/../g, "$& ").trim()], ["position", count(position)],
+      ["by", AUTHORS[authorOf(data, at)][1]],
+      ...VALUES.map(([name, key, said]) => [name, isNone(data[key]?.[at]) ? null : said(data[key][at])]),
     ];
-    put(facts, rows.filter(([, value]) => value !== null && value !== undefined && value !== "–").map(([name, value]) => h("span", null, h("span", { class: "muted" }, `${name} `), h("b", null, value))));
+    put(facts, rows.filter(([, value]) => !isNone(value)).map(([name, value]) =>
+      h("span", null, muted(`${name} `), h("b", null, value))));
   }
 
-  text.addEventListener("pointerover", (event) => event.target.dataset?.at !== undefined && inspect(event.target));
-  text.addEventListener("click", (event) => {
-    if (event.target.dataset?.at === undefined) return;
-    text.querySelector(".chosen")?.classList.remove("chosen");
-    event.target.classList.add("chosen");
-    inspect(event.target);
-  });
+  text.addEventListener("pointerover", ({ target }) => target.dataset?.at !== undefined && inspect(target));
+  text.addEventListener("click", ({ target }) => target.dataset?.at !== undefined && choose(target.dataset.at));
   text.addEventListener("keydown", (event) => {
     const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (!by) return;
@@ -166,19 +185,25 @@ export async function render(root, params, api) {
   }
 
   async function go(position) {
-    const from = Math.floor(Math.min(position, total - 1) / BLOCK) * BLOCK;
-    await load(from);
-    blocks.get(from)?.element.scrollIntoView();
-    choose(Math.min(position, total - 1));
+    const at = Math.min(position, total - 1);
+    await load(blockOf(at));
+    blocks.get(blockOf(at))?.element.scrollIntoView();
+    choose(at);
   }
 
-  const step = (other, sign, name) => other && h("a", { class: "button", [name]: true, href: address(other.call), "aria-label": `Call ${other.call}` }, sign);
+  const step = (other, sign, key) => other &&
+    button(sign, address(other.call), { [key]: true, "aria-label": `Call ${other.call}` });
+  const sampled = count(total - first.num_prompt_tokens);
   put(root,
-    h("div", { class: "bar" }, h("h1", null, "Tokens"), step(first.calls[place - 1], "←", "data-previous"),
-      h("span", null, `call ${call}`, h("span", { class: "muted" }, ` of ${first.calls.length} · ${agent ? `${agent} · ` : ""}${count(total)} tokens, ${count(total - first.num_prompt_tokens)} sampled`)), step(first.calls[place + 1], "→", "data-next"),
-      h("a", { class: "button", href: href(["run", run, "rollout", id, index]) }, "Rollout"), h("a", { class: "button", href: href(["run", run, "tree", id, index]) }, "Tree")),
+    h("div", { class: "bar" }, h("h1", null, "Tokens"), step(calls[place - 1], "←", "data-previous"),
+      h("span", null, `call ${call}`,
+        muted(` of ${calls.length} · ${agent ? `${agent} · ` : ""}${count(total)} tokens, ${sampled} sampled`)),
+      step(calls[place + 1], "→", "data-next"),
+      button("Rollout", href(["run", run, "rollout", id, index])),
+      button("Tree", href(["run", run, "tree", id, index]))),
     breaks.map((each) => breakCard(each, address(call, { at: each.position }))),
-    h("div", { class: "sticky" }, h("div", { class: "bar" }, h("label", null, "Colour by ", choice), legend, jump), facts),
+    h("div", { class: "sticky" },
+      h("div", { class: "bar" }, h("label", null, "Colour by ", choice), legend, jump), facts),
     !first.texts && h("p", { class: "muted" }, "No tokenizer was found, so tokens are shown by their ids."), text);
   if (total) fill(begun, first);
   root.addEventListener("shown", () => { if (params.at !== undefined) go(at); }, { once: true });
@@ -192,9 +217,7 @@ function authorOf(data, at) {
 /** What a token is shown as: its text, a mark for what cannot be seen, or its id. */
 function shownText(data, at) {
   const text = data.texts?.[at];
-  if (text === null || text === undefined) return `${data.ids[at]} `;
-  if (text === "" || text === "\ufffd") {
-    return `⟨${data.bytes?.[at] || data.ids[at]}⟩`;
-  }
+  if (isNone(text)) return `${data.ids[at]} `;
+  if (text === "" || text === "\ufffd") return `⟨${data.bytes?.[at] || data.ids[at]}⟩`;
   return visible(text).replace(/\n/g, "⏎\n").replace(/\t/g, "⇥\t");
 }
