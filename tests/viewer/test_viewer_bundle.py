@@ -115,4 +115,3 @@ def test_the_policy_names_the_script_and_the_style_and_nothing_else():
     assert "static/" not in re.sub(r"<script type=.module.>.*?</script>", "", page, flags=re.DOTALL)
     for path in STATIC.glob("*.js"):  # every module is in it
         assert path.read_text().splitlines()[0] in page
-

@@ -124,7 +124,7 @@ export function num(value, sign = false) {
   const text = isTiny || size >= 1e15 ? value.toExponential(2)
     : Number.isInteger(value) || size >= 100 ? value.toLocaleString("en-US", { maximumFractionDigits: 1 })
       : value.toFixed(size >= 10 ? 2 : 3);
-  return (sign && value > 0 ? `+${text}` : text).replace("-", "−");
+  return (sign && value > 0 ? `+${text}` : text).replaceAll("-", "−");
 }
 
 /** A large number in short: 5,176 is 5.2k. */
