@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import re
 import threading
 import time
 from urllib.parse import quote
@@ -14,6 +15,7 @@ import golden_kit
 import rolltree as rt
 from rolltree.store import Run, StoredRollout, list_runs
 from rolltree.viewer import api
+from rolltree.viewer.bundle import STATIC
 
 
 def data(page, path):
@@ -305,6 +307,11 @@ def test_a_story_is_told_again_after_a_pause(tmp_path, monkeypatch):
         api._STORIES[run] = (told[0], 0.0, {"sentences": []})  # the pause is over
         assert api._story(run)["again_s"] is None
         assert len(told) == 2
+
+
+def test_the_page_asks_for_every_module_at_once(page):
+    named = re.findall(r'rel="modulepreload" href="static/([^"]+)"', page.get("/", token="").text)
+    assert named == sorted(path.name for path in STATIC.glob("*.js"))
 
 
 async def test_a_server_that_ends_answers_what_it_was_asked(tmp_path):

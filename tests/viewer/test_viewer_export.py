@@ -89,7 +89,7 @@ def test_a_file_says_what_the_page_says(browser, files, start, runs, name):
     for place in places(files[name], 2)[1:]:
         for each in (live, tab):
             each.open(place)
-            each.page.wait_for_selector("main:not(:has(.story:empty))")
+            each.page.wait_for_selector("main:not(:has(.story[aria-busy]))")
         if "/rollouts" not in place:
             said = live.page.locator("main").inner_text()
             shown = tab.page.locator("main").inner_text().partition("rolltree view.\n\n")

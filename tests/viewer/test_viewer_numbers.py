@@ -416,7 +416,7 @@ def test_the_story(tab, page, runs, name):
     lines = command("show", runs / name).splitlines()
     assert [line[2:] for line in lines[: len(told)]] == [each["text"] for each in told]
     tab.open(f"#/run/{part(name)}")
-    tab.page.wait_for_selector(".story p")
+    tab.page.wait_for_selector(".story:not([aria-busy])")
     drawn = tab.texts(".story .sentence")
     assert len(drawn) == len(told)
     assert all(each["text"] in text for each, text in zip(told, drawn, strict=True))

@@ -20,7 +20,7 @@ const FIRST = ["Reward", "Policy", "Engine against trainer", "Rollouts", "Speed"
 
 export async function render(root, params, api) {
   const { run } = params;
-  const story = h("section", { class: "story", "aria-label": "What happened" },
+  const story = h("section", { class: "story", "aria-label": "What happened", "aria-busy": "true" },
     h("p", { class: "muted" }, "Reading the rollouts …"));
   const head = h("div");
   const rest = h("div");
@@ -50,6 +50,7 @@ export async function render(root, params, api) {
     const said = told.error?.message ?? told.sentences;
     redraw(story, said, () => told.error ? put(story, h("p", { class: "error", role: "alert" }, said))
       : drawStory(story, said, run));
+    story.removeAttribute("aria-busy");
     if (told.again_s) again = setTimeout(tell, 1000 * told.again_s);
   }
 

@@ -33,7 +33,7 @@ export function progress(run) {
 }
 
 /** A mean with its interval, drawn and in numbers. */
-export function estimate(reward, scale) {
+function estimate(reward, scale) {
   if (!reward) return h("span", { class: "muted" }, "–");
   const bounds = reward.low === null || reward.low === undefined ? null : [reward.low, reward.high];
   const said = `${num(reward.mean)}${bounds ? ` [${num(reward.low)}, ${num(reward.high)}]` : ""}`;
