@@ -62,6 +62,9 @@ def part(text):
     return quote(str(text), safe="")
 
 
+DRAWN = "() => new Promise((then) => requestAnimationFrame(() => requestAnimationFrame(then)))"
+
+
 class Tab:
     """A tab with the page; `said` is what reached its console, or asked in a dialog, `asked` the
     addresses that were requested."""
@@ -85,6 +88,7 @@ class Tab:
 
     def ready(self, address):
         self.page.wait_for_selector(f"body[data-ready={json.dumps(address)}]", timeout=30_000)
+        self.page.evaluate(DRAWN)  # what takes its size from the page is drawn a frame later
 
     def open(self, address):
         """Go to an address of the page and wait until its view stands."""
