@@ -107,7 +107,7 @@ def served() -> Iterator[str]:
             process.stdout.close()
 
 
-TOLD = "() => document.querySelector('.story:empty') === null"
+TOLD = "() => document.querySelector('.story[aria-busy]') === null"
 """Whether the sentences of a run stand on its page, which does not wait for them."""
 
 
