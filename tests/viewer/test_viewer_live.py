@@ -131,6 +131,7 @@ def test_a_runs_page_follows_and_keeps_what_one_looks_at(follow, write, root):
     writer.step(5)
     tab = follow("#/run/zoomed")
     assert tab.texts("#live") == ["live"]
+    tab.page.locator(".story:not([aria-busy])").wait_for()
     tab.page.locator("summary", has_text="Settings").click()
     plot = tab.page.locator(".chart .plot").first
     box = plot.bounding_box()
