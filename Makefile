@@ -10,6 +10,9 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
+# Compiled modules are kept, also where the machine says not to: the tests start Python hundreds of times.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-vllm test-compat test-models test-gpu bench-gpu check bench docs pictures format clean
 

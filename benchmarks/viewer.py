@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -26,7 +23,7 @@ from load import LONG, TURNS, make_long, make_wide
 from verdict import Bar, conclude, make_parser
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from browser_kit import started_chromium
+from browser_kit import serving, started_chromium
 
 SCRIPT = (Path(__file__).parent / "load" / "page.js").read_text()
 MOST_MS = 1000.0
@@ -40,22 +37,6 @@ STILL = (
     + 1600 * f"<tr style='height:32px'>{_CELLS}"
 )
 """A table of as many rows as are scrolled through, without a script: what this machine can draw."""
-
-
-@contextmanager
-def server(folder: Path) -> Iterator[str]:
-    """Run `rolltree view` on a folder and give the link that it prints."""
-    command = [sys.executable, "-m", "rolltree", "view", str(folder), "--no-browser"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    assert process.stdout is not None
-    try:
-        yield process.stdout.readline().strip()
-    finally:
-        process.terminate()
-        process.wait(timeout=30)
-        process.stdout.close()
 
 
 class Tab:
@@ -169,7 +150,7 @@ def opened(browser: Any, folder: Path, address: str) -> dict[str, Any]:
     """Open a view in a new server and tab, and again from another view; the median of a few."""
     first, again = [], []
     for _ in range(ROUNDS):
-        with server(folder) as link:
+        with serving(folder) as (_, link):
             tab = Tab(browser, link)
             first.append(tab.first(address))
             tab.open("#/?q=")
@@ -198,7 +179,7 @@ def moving(browser: Any, folder: Path) -> dict[str, dict[str, float]]:
     """Scroll the tables and the token lens, jump to their ends, change what they show."""
     found: dict[str, dict[str, float]] = {}
     places = addresses()
-    with server(folder) as link:
+    with serving(folder) as (_, link):
         tab = Tab(browser, link)
         tab.page.route(
             "**/still", lambda route: route.fulfill(body=STILL, content_type="text/html")
@@ -224,7 +205,7 @@ def moving(browser: Any, folder: Path) -> dict[str, dict[str, float]]:
         colour = _change("Colour by", "logprob")
         found["tokens, by logprob"] = tab.until(colour, ".ramp.cold")
         tab.close()
-    with server(folder) as link:
+    with serving(folder) as (_, link):
         tab = Tab(browser, link)
         tab.first(places["run"])
         tab.page.wait_for_selector(".story > .sentence")

@@ -1,4 +1,4 @@
-"""A tab of a real Chromium with the page in it, for tests that look and click.
+"""The server of the page, and a tab of a real Chromium with the page in it, to look and click.
 
 `python -m browser_kit` says which Chromium that is, and fails where there is none.
 """
@@ -6,6 +6,7 @@
 import json
 import os
 import shutil
+import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +38,19 @@ def find_chromium(playwrights_own):
         "there is no Chromium. `apt install chromium`, or `.venv/bin/playwright install chromium`,"
         " or set ROLLTREE_CHROMIUM to the path of one."
     )
+
+
+@contextmanager
+def serving(*words, program=("-m", "rolltree"), cwd=None):
+    """Run `rolltree view` with these arguments; yield its process and the link it prints."""
+    command = [sys.executable, *program, "view", *map(str, words), "--no-browser"]
+    process = subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+        process.stdout.close()
 
 
 @contextmanager

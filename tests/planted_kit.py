@@ -7,6 +7,7 @@ which `plant(folder, None)` writes.
 import random
 
 import rolltree as rt
+import step_kit
 from rolltree.rollouts.record import encode_result
 from rolltree.store import Run
 
@@ -68,9 +69,21 @@ def _played(problem, draw, step, group, index, flat):
     opened, thought, spoke = [1, 2, 3 + index], [20, 21, 22, 23], [30, 31, 32, 40 + index, 33]
     kept = spoke if problem == "breaks" else [*thought, *spoke]
     answer = [33] if is_empty else [50 + draw.randrange(10), 51, 33]
+    calls = [
+        (opened, [*thought, *spoke], [question], first),
+        ([*opened, *kept, 8, 9], answer, [question, first, told], last),
+    ]
     steps = [
-        _call([question], first, opened, [*thought, *spoke], step, 0),
-        _call([question, first, told], last, [*opened, *kept, 8, 9], answer, step, 1),
+        step_kit.step(
+            prompt_ids,
+            completion_ids,
+            prompt=prompt,
+            completion=[message],
+            policy_version=step - 1,
+            finish_reason="stop",
+            turn=turn,
+        )
+        for turn, (prompt_ids, completion_ids, prompt, message) in enumerate(calls)
     ]
     name = f"train/{step:06}/g{group:02}"
     request = rt.RolloutRequest(
@@ -102,21 +115,3 @@ def _played(problem, draw, step, group, index, flat):
         tool_errors=[error] if is_late else [],
     )
     return rt.RolloutResult(request, (state,), None, 1)
-
-
-def _call(prompt, message, prompt_ids, completion_ids, step, turn):
-    return {
-        "prompt": prompt,
-        "completion": [message],
-        "response": None,
-        "tokens": {
-            "prompt_ids": prompt_ids,
-            "completion_ids": completion_ids,
-            "completion_logprobs": [-0.5] * len(completion_ids),
-            "completion_mask": [1] * len(completion_ids),
-            "prompt_mask": [0] * len(prompt_ids),
-        },
-        "reward": None,
-        "advantage": None,
-        "extras": {"policy_version": step - 1, "finish_reason": "stop", "turn": turn},
-    }

@@ -46,7 +46,10 @@ async def score(env, row, said):
 
 @pytest.mark.parametrize("name", SETTINGS)
 async def test_it_keeps_its_contract(name):
-    report = await check_environment(lambda: load(name), num_examples=8)
+    num_examples = (
+        2 if name == "math" else 8
+    )  # its comparisons that never end take their time limit
+    report = await check_environment(lambda: load(name), num_examples=num_examples)
     assert report.findings == ()
     assert report.mean_rewards["reference"] > 0.9
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +20,7 @@ from typing import Any
 from PIL import Image, ImageChops
 from rich.console import Console
 
-from browser_kit import Tab, started_chromium
+from browser_kit import Tab, serving, started_chromium
 from golden.outputs import NOW, ROOT
 from golden_kit import unpack
 from rolltree.models import resolve_model
@@ -96,15 +94,8 @@ def served() -> Iterator[str]:
             unpack(packed, Path(folder) / "runs" / name)
         for name in ("delegation", "tools"):  # their model was made for them, and is not packed
             byte_tokenizer().save_pretrained(Path(folder) / "runs" / name / "model")
-        words = [sys.executable, "-c", frozen, "view", "--no-browser"]
-        process = subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        try:
-            yield process.stdout.readline().strip()
-        finally:
-            process.terminate()
-            process.wait(timeout=30)
-            process.stdout.close()
+        with serving(program=("-c", frozen), cwd=folder) as (_, link):
+            yield link
 
 
 TOLD = "() => document.querySelector('.story[aria-busy]') === null"

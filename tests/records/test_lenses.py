@@ -16,24 +16,12 @@ from rolltree.records.token_lens import token_lens
 from rolltree.records.tokenizer import RunTokenizer, found_tokenizer
 from rolltree.rollouts.record import encode_result
 from rolltree.store import Run, TrainedRollout
+from step_kit import answer
 
 
 def step(prompt_ids, completion_ids, turn=0):
-    return {
-        "prompt": [{"role": "user", "content": "?"}],
-        "completion": [{"role": "assistant", "content": "!"}],
-        "response": None,
-        "tokens": {
-            "prompt_ids": prompt_ids,
-            "completion_ids": completion_ids,
-            "completion_logprobs": [-0.5 * (turn + 1)] * len(completion_ids),
-            "completion_mask": [1] * len(completion_ids),
-            "prompt_mask": [0] * len(prompt_ids),
-        },
-        "reward": None,
-        "advantage": None,
-        "extras": {"policy_version": 3, "finish_reason": "stop", "turn": turn},
-    }
+    logprobs = [-0.5 * (turn + 1)] * len(completion_ids)
+    return answer(prompt_ids, completion_ids, logprobs=logprobs, policy_version=3, turn=turn)
 
 
 def result(index, reward, *steps, group="g", **state):

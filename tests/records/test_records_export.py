@@ -8,13 +8,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
-from test_records_tables import TWO_TURNS, call, result
+from test_records_tables import TWO_TURNS, result
 
 import rolltree as rt
 from rolltree.cli import app
 from rolltree.errors import ConfigError, UnknownName
 from rolltree.rollouts.record import encode_result
 from rolltree.store import Run
+from step_kit import answer
 
 
 def add(run, request_id, *steps, group="g", **state):
@@ -29,11 +30,18 @@ def path(tmp_path):
     with Run.create(tmp_path / "run", kind="eval", config={"model": "tiny", "env": "sums"}) as run:
         add(run, "a", *TWO_TURNS, reward=1.0)
         add(run, "b", *TWO_TURNS, reward=1.0)
-        add(run, "c", call([1, 2], [3], [-0.5]), reward=0.0)
-        add(run, "d", call([1], [2], [-0.5]), call([7], [8, 9], [-1, -1]), reward=0.5, group="h")
+        add(run, "c", answer([1, 2], [3]), reward=0.0)
+        add(
+            run,
+            "d",
+            answer([1], [2]),
+            answer([7], [8, 9], logprobs=[-1, -1]),
+            reward=0.5,
+            group="h",
+        )
         add(run, "e", reward=None, group="h")
         error = rt.ErrorRecord(type="ToolError", message="no", traceback="", phase="environment")
-        add(run, "f", call([1], [2], [-0.5]), reward=2.0, error=error, group="h")
+        add(run, "f", answer([1], [2]), reward=2.0, error=error, group="h")
     return tmp_path / "run"
 
 
@@ -70,7 +78,7 @@ class TestSupervised:
         assert chosen(sort="reward") == "cdab"
 
     def test_masked_tokens_are_not_learned(self, tmp_path):
-        step = call([1], [2, 3, 4], [-1, -1, -1])
+        step = answer([1], [2, 3, 4], logprobs=[-1, -1, -1])
         step["tokens"]["completion_mask"] = [1, 0, 1]
         with Run.create(tmp_path / "r") as run:
             add(run, "a", step, reward=1.0)

@@ -14,24 +14,7 @@ from rolltree.errors import ConfigError, StoreError, UnknownName
 from rolltree.records.columns import TABLES
 from rolltree.rollouts.record import encode_result
 from rolltree.store import Run, StoredRollout, TrainedRollout
-
-
-def call(prompt_ids, completion_ids, logprobs, version=0, **extras):
-    return {
-        "prompt": [{"role": "user", "content": "?"}],
-        "completion": [{"role": "assistant", "content": "!"}],
-        "response": None,
-        "tokens": {
-            "prompt_ids": prompt_ids,
-            "completion_ids": completion_ids,
-            "completion_logprobs": logprobs,
-            "completion_mask": [1] * len(completion_ids),
-            "prompt_mask": [0] * len(prompt_ids),
-        },
-        "reward": None,
-        "advantage": None,
-        "extras": {"policy_version": version, "finish_reason": "stop", "turn": 0, **extras},
-    }
+from step_kit import answer
 
 
 def result(request_id, *steps, error=None, **state):
@@ -54,12 +37,12 @@ def result(request_id, *steps, error=None, **state):
 
 
 TWO_TURNS = (
-    call([1, 2], [3, 4], [-0.5, -1.0], version=1),
-    call([1, 2, 3, 4, 5], [6], [-0.25], version=2, turn=1),
+    answer([1, 2], [3, 4], logprobs=[-0.5, -1.0], policy_version=1),
+    answer([1, 2, 3, 4, 5], [6], logprobs=[-0.25], policy_version=2, turn=1),
 )
 REWRITTEN = (
-    call([1, 2], [3], [-0.5]),
-    call([1, 9, 9], [3], [-0.5], turn=1),
+    answer([1, 2], [3], logprobs=[-0.5]),
+    answer([1, 9, 9], [3], logprobs=[-0.5], turn=1),
 )
 
 
@@ -153,7 +136,7 @@ class TestTokens:
             list(data.tokens().rows())
 
     def test_each_sampled_token_has_one_row_also_where_two_calls_sampled_the_same(self, run):
-        twice = (call([1], [5], [-0.5]), call([1], [5], [-0.5], turn=1))
+        twice = (answer([1], [5], logprobs=[-0.5]), answer([1], [5], logprobs=[-0.5], turn=1))
         run.add_rollouts(encode_result(result("c", *twice)))
         with rt.read_run(run.path) as data:
             assert columns(data.tokens(), "call", "token_id", "is_sampled", "sampled_in") == [
@@ -162,7 +145,13 @@ class TestTokens:
 
     def test_calls_without_ids_or_logprobs(self, run):
         run.add_rollouts(
-            encode_result(result("c", {**call([], [], []), "tokens": None}, call([1], [2], [])))
+            encode_result(
+                result(
+                    "c",
+                    {**answer([], [], logprobs=[]), "tokens": None},
+                    answer([1], [2], logprobs=[]),
+                )
+            )
         )
         with rt.read_run(run.path) as data:
             assert columns(data.tokens(), "call", "token_id", "logprob") == [

@@ -13,6 +13,7 @@ from rolltree.records.story_facts import MAX_LOOKED, Facts, Looked, Rollout, cho
 from rolltree.records.trends import since
 from rolltree.rollouts.record import encode_result
 from rolltree.store import Run, StoredEvaluation, StoredRollout
+from step_kit import answer
 
 DRIFT = "train/sampling/sampling_logp_difference/mean"
 
@@ -327,24 +328,6 @@ def test_the_stories_of_other_real_runs(tmp_path):
     assert kinds.keys() == {"failures", "breaks"}
 
 
-def call(prompt_ids, completion_ids, said, turn=0):
-    return {
-        "prompt": [{"role": "user", "content": "?"}],
-        "completion": [{"role": "assistant", "content": said}],
-        "response": None,
-        "tokens": {
-            "prompt_ids": prompt_ids,
-            "completion_ids": completion_ids,
-            "completion_logprobs": [-0.5] * len(completion_ids),
-            "completion_mask": [1] * len(completion_ids),
-            "prompt_mask": [0] * len(prompt_ids),
-        },
-        "reward": None,
-        "advantage": None,
-        "extras": {"policy_version": 0, "finish_reason": "stop", "turn": turn},
-    }
-
-
 @pytest.fixture
 def planted(tmp_path):
     """Reasoning is stripped in every rollout, empty answers are paid, and a tool is late."""
@@ -352,10 +335,10 @@ def planted(tmp_path):
         for index in range(40):
             is_empty = index % 4 == 0
             said = "<think>hm</think> " if is_empty else "12"
-            thought, answer = [50, 51, 52, 53], [60, 61, 62]
+            thought, spoken = [50, 51, 52, 53], [60, 61, 62]
             steps = (
-                call([1, 2], thought + answer, "<think>hm</think> 12"),
-                call([1, 2, *answer, 7, 8], [63], said, turn=1),
+                answer([1, 2], thought + spoken, "<think>hm</think> 12"),
+                answer([1, 2, *spoken, 7, 8], [63], said, turn=1),
             )
             request = rt.RolloutRequest(
                 request_id=f"train/{index}",

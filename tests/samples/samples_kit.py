@@ -1,4 +1,4 @@
-"""Shared by the sample tests: steps by hand, random conversations, what a sample must satisfy."""
+"""Shared by the sample tests: random conversations, and what a sample must satisfy."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rolltree.tokens import Trajectory
 from rolltree.types import Sample, State
+from step_kit import step
 
 LONG = os.environ.get("ROLLTREE_HYPOTHESIS") == "long"
 SCOPES = ("step", "turn", "interleave", "tree")
@@ -24,39 +25,6 @@ def examples(count: int) -> settings:
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
-
-
-def step(
-    prompt: list[int] | None,
-    completion: list[int] | None = None,
-    *,
-    logprobs: list[float] | None = None,
-    mask: list[float] | None = None,
-    advantage: float | None = None,
-    reward: float | None = None,
-    **extras: Any,
-) -> Any:
-    """Return a spec-1 step with plain lists; a prompt of None is a step without tokens."""
-    tokens = None
-    if prompt is not None and completion is not None:
-        if logprobs is None:
-            logprobs = [-0.5] * len(completion)
-        tokens = {
-            "prompt_ids": prompt,
-            "prompt_mask": [0] * len(prompt),
-            "completion_ids": completion,
-            "completion_mask": [1] * len(completion) if mask is None else mask,
-            "completion_logprobs": logprobs,
-        }
-    return {
-        "prompt": [],
-        "completion": [],
-        "response": None,
-        "tokens": tokens,
-        "reward": reward,
-        "advantage": advantage,
-        "extras": extras,
-    }
 
 
 def state(steps: list[Any], **fields: Any) -> State:

@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 import pytest
-from samples_kit import SCOPES, flat_of, state, step, trained
+from samples_kit import SCOPES, flat_of, state, trained
 
 from rolltree.errors import ConfigError, TokenError
 from rolltree.rollouts import RolloutEngine
@@ -14,6 +14,7 @@ from rolltree.samples import DEFAULT_SCOPE, build_samples
 from rolltree.tokens import Trajectory
 from rolltree.training import load_train_config
 from rolltree.types import FinishReason, State
+from step_kit import step
 
 
 def test_an_unknown_scope_names_the_nearest() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from samples_kit import state, step
+from samples_kit import state
 
 from rolltree.samples import build_samples
 from rolltree.tokens import BreakCause
+from step_kit import step
 
 HEAD = [1, 2, 3]
 THINK, ANSWER, MORE = [50, 51, 52, 53], [60, 61, 62, 9], [4, 5]

@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from samples_kit import SCOPES, check_structure, flat_of, state, step
+from samples_kit import SCOPES, check_structure, flat_of, state
 
 from rolltree.errors import ConfigError
 from rolltree.samples import build_samples, sample_meta, to_examples
 from rolltree.tokens import PlacedStream, Trajectory
+from step_kit import step
 
 
 def test_a_flat_sample_is_cut_from_the_right_and_says_so() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from samples_kit import state, step
+from samples_kit import state
 
 from rolltree.errors import TokenError
 from rolltree.samples import TruncationPolicy, concat_records, take_records, truncation_effect
@@ -15,6 +15,7 @@ from rolltree.samples.assemble import make_records, on_one_tree
 from rolltree.samples.build import OpenEnds, by_prefix, turns_of
 from rolltree.samples.resolve import ResolvedRollout, resolve_rollout
 from rolltree.tokens import ROOT, StepTokens, TokenTree, Trajectory
+from step_kit import step
 
 
 def resolve(index: int, trajectory: Any) -> ResolvedRollout:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from samples_kit import check_structure, examples, flat_of, groups, state, step
+from samples_kit import check_structure, examples, flat_of, groups, state
 
 from rolltree.samples import build_samples
 from rolltree.samples.assemble import _arange, layout
 from rolltree.tokens import TokenTree, Trajectory
 from rolltree.types import State
+from step_kit import step
 
 
 def tree_of(*paths: list[int]) -> TokenTree:

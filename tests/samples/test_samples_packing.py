@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from samples_kit import check_records, check_structure, context, examples, groups, state, step
+from samples_kit import check_records, check_structure, context, examples, groups, state
 
 from rolltree.errors import ConfigError, TokenError
 from rolltree.samples import build_samples, join_samples, pack_samples, prune_sample, split_sample
 from rolltree.samples.packing import _fill_empty
 from rolltree.tokens import PlacedStream, StepTokens, TokenTree
 from rolltree.types import Sample, State
+from step_kit import step
 
 
 def flat(*sizes: int) -> list[Sample]:

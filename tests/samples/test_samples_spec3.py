@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from samples_kit import flat_of, state, step, trained
+from samples_kit import flat_of, state, trained
 
 from rolltree.samples import build_samples, to_examples
 from rolltree.tokens import BreakCause
+from step_kit import step
 
 # U: user text, A: answers, R: reasoning that the template strips, 9 ends a message
 U1, U2, U3, U4, U5 = [1, 11, 9], [1, 12, 9], [1, 13, 9], [1, 14, 9], [1, 15, 9]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from samples_kit import SCOPES, state, step
+from samples_kit import SCOPES, state
 
 from rolltree.errors import ConfigError
 from rolltree.samples import (
@@ -16,6 +16,7 @@ from rolltree.samples import (
 from rolltree.tokens import Trajectory
 from rolltree.training import CreditPolicy, assign_credit
 from rolltree.types import RolloutRequest, RolloutResult, State
+from step_kit import step
 
 REQUEST = RolloutRequest("r", "env", {"prompt": "p", "example_id": 0, "task": "t"}, 0, 0, "g", 0)
 

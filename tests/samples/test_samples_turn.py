@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from samples_kit import flat_of, state, step
+from samples_kit import flat_of, state
 
 from rolltree.samples import build_samples, to_examples
 from rolltree.tokens import BreakCause
+from step_kit import step
 
 
 def react_turn() -> list[object]:

@@ -15,6 +15,7 @@ from tokens_kit import examples, ids, logprobs_for
 from rolltree.errors import TokenError
 from rolltree.tokens import StepTokens, TokenTree, Trajectory
 from rolltree.types import FinishReason, ModelResponse
+from step_kit import step
 
 
 def make_response(
@@ -38,21 +39,7 @@ def make_response(
 
 
 def plain_step(prompt: list[int], completion: list[int], **extras: Any) -> Any:
-    return {
-        "prompt": [],
-        "completion": [],
-        "response": None,
-        "tokens": {
-            "prompt_ids": prompt,
-            "prompt_mask": [0] * len(prompt),
-            "completion_ids": completion,
-            "completion_mask": [1] * len(completion),
-            "completion_logprobs": logprobs_for(completion),
-        },
-        "reward": None,
-        "advantage": None,
-        "extras": extras,
-    }
+    return step(prompt, completion, logprobs=logprobs_for(completion), **extras)
 
 
 def test_append_call_makes_a_spec_1_step() -> None:

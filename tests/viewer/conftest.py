@@ -1,7 +1,6 @@
 """A real server process over a folder of runs, and a client that has its token."""
 
 import subprocess
-import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -9,7 +8,7 @@ import httpx
 import pytest
 
 import golden_kit
-from browser_kit import NoChromiumError, started_chromium
+from browser_kit import NoChromiumError, serving, started_chromium
 
 
 @dataclass
@@ -47,20 +46,8 @@ def runs(tmp_path_factory):
 @pytest.fixture(scope="session")
 def start():
     """Return a function that starts `rolltree view` on a folder; all are stopped at the end."""
-    pages = []
-
-    def begin(where):
-        command = [sys.executable, "-m", "rolltree", "view", str(where), "--no-browser"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        pages.append(Page(process, process.stdout.readline().strip()))
-        return pages[-1]
-
-    yield begin
-    for page in pages:
-        page.process.terminate()
-    for page in pages:
-        page.process.wait(timeout=30)
-        page.process.stdout.close()
+    with ExitStack() as stack:
+        yield lambda where: Page(*stack.enter_context(serving(where)))
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import rolltree as rt
 from browser_kit import Tab, part
 from rolltree.rollouts.record import encode_result
 from rolltree.store import Run
+from step_kit import answer
 
 RUN = "window.hacked=1"
 FORMS = [
@@ -79,24 +80,6 @@ def short(text, size):
     return text if len(text) <= size or number is None else f"{number[0]} {text[: size - 20]}"
 
 
-def call(prompt_ids, completion_ids):
-    return {
-        "prompt": [{"role": "user", "content": "?"}],
-        "completion": [{"role": "assistant", "content": "!"}],
-        "response": None,
-        "tokens": {
-            "prompt_ids": prompt_ids,
-            "completion_ids": completion_ids,
-            "completion_logprobs": [-0.5] * len(completion_ids),
-            "completion_mask": [1] * len(completion_ids),
-            "prompt_mask": [0] * len(prompt_ids),
-        },
-        "reward": None,
-        "advantage": None,
-        "extras": {"policy_version": 1, "finish_reason": "stop", "turn": 0},
-    }
-
-
 def played(at, texts, huge=""):
     """Return a rollout whose every text is hostile; the tokens of rollout 0 are all strings."""
     text = texts[0]
@@ -127,9 +110,9 @@ def played(at, texts, huge=""):
         prompt=text,
         completion=completion,
         trajectory=rt.Trajectory(
-            [call([*range(len(STRINGS) // 2)], [*range(len(STRINGS) // 2, len(STRINGS))])]
+            [answer([*range(len(STRINGS) // 2)], [*range(len(STRINGS) // 2, len(STRINGS))])]
             if at == 0
-            else [call([1, 2], ids), call([1, 3], ids)]
+            else [answer([1, 2], ids), answer([1, 3], ids)]
         ),
         reward=at / 100,
         metrics={short(text, 80): 1.0},

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import planted_kit
-from browser_kit import Tab
+from browser_kit import Tab, serving
 from wait_kit import wait_until
 
 WRITER = Path(__file__).with_name("live_writer.py")
@@ -212,32 +212,22 @@ def test_new_groups_come_above_without_moving_what_one_reads(follow, write, root
     assert tab.page.locator(".vrow.marked").bounding_box()["y"] == pytest.approx(y, abs=2)
 
 
-def serving(folder, port):
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rolltree", "view", str(folder), "--no-browser", "--port", port],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    return process, process.stdout.readline().strip()
-
-
 def test_a_server_that_stops_is_waited_for(browser, write, tmp_path):
     writer = write(tmp_path / "run")
     writer.step()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    process, link = serving(tmp_path, port)
-    try:
+    with serving(tmp_path, "--port", port) as (process, link):
         tab = Tab(browser, link)
         tab.open("#/run/run")
         process.terminate()
-        process.communicate(timeout=60)
+        process.wait(timeout=60)
         shows(tab, "#notice", f"server does not answer.*--port {port}")
         assert tab.texts("h1") == ["run"]
         tab.page.evaluate("() => { location.hash = '#/run/run/rollouts'; }")
         shows(tab, ".error", "does not answer")
         writer.step()
-        process, link = serving(tmp_path, port)
+    with serving(tmp_path, "--port", port) as (_, link):
         shows(tab, "#notice", "Open the link")
         other = tab.page.context.new_page()
         other.goto(link)
@@ -245,9 +235,6 @@ def test_a_server_that_stops_is_waited_for(browser, write, tmp_path):
         shows(tab, ".vrow", "train/000002")
         wait_until(lambda: tab.texts("#notice") == [""])
         tab.page.context.close()
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
 
 
 def test_a_hidden_page_asks_nothing(follow, write, root):
