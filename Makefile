@@ -6,7 +6,8 @@ VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 GPU_VLLM ?= .venv-vllm-gpu
 VF_VENV ?= .venv-verifiers
-WORKERS ?= 2
+# For two cores: many tests wait, for a process or for a page.
+WORKERS ?= 3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
@@ -23,7 +24,7 @@ demo: $(VENV)/.train ## train a real 135M model by RL on this CPU and watch the 
 	$(BIN)/rolltree train examples/demo/demo.toml $(ARGS)
 
 test: $(VENV)/.dev ## run every test (unit, property, crash, real model)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -rs $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -rs $(ARGS)
 
 test-vllm: $(VENV)/.train $(VLLM_VENV)/.vllm ## run the tests against real vLLM (its own environment, 2.5 GB)
 	ROLLTREE_TEST_MODEL=$$($(BIN)/python -c 'from rolltree.models import resolve_model as r; print(r("smollm2-135m"))') \

@@ -18,3 +18,10 @@ settings.register_profile(
 )
 signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.load_profile("long" if os.environ.get("ROLLTREE_HYPOTHESIS") == "long" else "suite")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Several workers begin with the files that have slow tests: none waits for them at the end."""
+    if hasattr(config, "workerinput"):
+        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: item.path not in slow)

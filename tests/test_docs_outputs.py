@@ -5,6 +5,7 @@ import pytest
 from golden import outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", outputs.pages(), ids=lambda page: page.name)
 def test_outputs_are_todays(page, tmp_path):
     text = page.read_text(encoding="utf-8")

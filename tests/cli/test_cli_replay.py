@@ -58,21 +58,21 @@ def test_equal_rollouts_of_a_run(run):
 
 
 def test_one_rollout_that_differs(run, tmp_path):
-    write_environment(tmp_path, "'No, '")
+    write_environment(tmp_path, "'Nope, '")
     done = call(run, "eval/guess/0/0")
     assert done.exit_code == 1
     assert done.stdout.splitlines() == [
         "eval/guess/0/0: DIFFERENT, 1 of 3 recorded calls",
         "  call 1, message 2 of the prompt (user) (prompt)",
         "    recorded: Not 0",
-        "    live:     No, 0",
+        "    live:     Nope, 0",
     ]
     assert call(run, "-n", "1").stdout.splitlines()[-2:] == [
         "0 of 1 rollouts replay equal",
         "first differences: prompt 1",
     ]
     found = json.loads(call(run, "eval/guess/0/0", "--json").stdout)[0]
-    assert found["difference"]["live"] == {"role": "user", "content": "No, 0"}
+    assert found["difference"]["live"] == {"role": "user", "content": "Nope, 0"}
 
 
 def test_until(run):

@@ -44,6 +44,7 @@ async def score(env, row, said):
     return state["reward"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 async def test_it_keeps_its_contract(name):
     num_examples = (

@@ -23,7 +23,10 @@ from rolltree.training.lora import adapters_off, add_adapter, copy_weights, peft
 from rolltree.training.optim import Optimizer
 from rolltree.training.rank0 import COMMANDS
 
-pytestmark = pytest.mark.timeout(LIMIT_S + 60)  # the first test waits for all worlds
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(LIMIT_S + 60),  # the first test waits for all worlds
+]
 
 
 @pytest.fixture(scope="module")

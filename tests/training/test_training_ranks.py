@@ -11,7 +11,10 @@ from rolltree.samples import SampleStream
 from rolltree.training.ranks import decode, encode, samples_from_data, samples_to_data, start_ranks
 from rolltree.types import Records
 
-pytestmark = pytest.mark.timeout(LIMIT_S + 60)  # the first test waits for all worlds
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(LIMIT_S + 60),  # the first test waits for all worlds
+]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,10 @@ from rolltree.errors import TrainingError
 from rolltree.training import Checkpoints, Trainer, TrainState
 from rolltree.training.layout import collate
 
-pytestmark = pytest.mark.timeout(LIMIT_S + 60)  # the first test waits for all worlds
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(LIMIT_S + 60),  # the first test waits for all worlds
+]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from training_kit import LetterSource, check_no_worse, difference, flat, group, 
 from rolltree.models import load_model
 from rolltree.training import why_not_tree
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 
 @pytest.fixture(autouse=True)
