@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm test-compat test-models test-gpu bench-gpu check bench docs pictures format clean
+.PHONY: help demo test test-vllm test-compat test-models test-gpu bench-gpu check bench bench-quick docs pictures format clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -33,7 +33,7 @@ test-vllm: $(VENV)/.train $(VLLM_VENV)/.vllm ## run the tests against real vLLM 
 test-compat: $(VENV)/.dev $(VF_VENV)/.verifiers ## play environments on the real verifiers 0.1.8 and on rolltree, and compare (its own environment, 1 GB)
 	ROLLTREE_VERIFIERS=$(abspath $(VF_VENV)) $(BIN)/python -m pytest tests_compat $(ARGS)
 
-test-models: $(VENV)/.dev ## compare training and the engine with float64 on every architecture of transformers (3 minutes)
+test-models: $(VENV)/.dev ## compare training and the engine with float64 on every architecture of transformers (some 6 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests_models $(ARGS)
 
 test-gpu: $(VENV)/.dev ## run the tests that need an NVIDIA GPU
@@ -47,11 +47,15 @@ bench-gpu: $(VENV)/.dev ## measure what needs an NVIDIA GPU (benchmarks/gpu.md)
 	@$(BIN)/python tests_gpu/need_cuda.py bench-gpu
 	@set -e; for script in benchmarks/gpu/*.py; do echo "== $$script"; $(BIN)/python $$script --check $(ARGS); done
 
-check: $(VENV)/.dev ## lint, format, types, room contract
+check: $(VENV)/.dev ## lint, format, types, room contract, names, references and prose
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/house
+
+bench-quick: $(VENV)/.dev ## check the bars that hold on any machine (a minute)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/quick.py --check $(ARGS)
 
 bench: $(VENV)/.dev ## run every benchmark and check its bars
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script --check; done

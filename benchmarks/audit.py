@@ -91,20 +91,19 @@ def copies(
 def trained(rows: list[StoredRollout], step: int) -> list[TrainedRollout]:
     """Return what a step knew of its tokens: the credit's advantages, the engine's logprobs."""
     results = [decode_rollout(row) for row in rows]
-    assign_credit(results)
+    report = assign_credit(results)
     found = []
-    for result in results:
+    for result, advantages in zip(results, report.advantages, strict=True):
         steps = result.states[0]["trajectory"]
         tree, calls = resolve_tokens(0, steps)
         sizes = np.array([tree.num_sampled(call) for call in calls], np.int32)
-        advantages = [item["advantage"] for item in steps]
         logprob = np.concatenate([tree.logprobs(call) for call in calls])
         found.append(
             TrainedRollout(
                 request_id=result.request.request_id,
                 step=step,
                 num_sampled=sizes,
-                advantage=np.repeat(np.array(advantages, np.float32), sizes),
+                advantage=np.repeat(advantages, sizes),
                 weight=np.ones(len(logprob), np.float32),
                 logprob=logprob,
                 entropy=np.zeros(len(logprob), np.float32),

@@ -7,9 +7,11 @@
 Raw DCP is `torch.distributed.checkpoint.save` and `load` with their own storage (FileSystemWriter,
 which syncs its files) of the same tensors: a float32 model of 134 million parameters (SmolLM2's
 shape, random weights) and AdamW's two moments, 1.6 GB. Each kind is measured in turn, `--rounds`
-times, and a ratio is the median over the rounds of one kind's time by DCP's in the same round, so
-what else the machine does meets both. Resuming is `latest()`, which compares every checksum, and
-`load()`.
+times, and a ratio is the median over the rounds of one kind by DCP in the same round. Resuming is
+`latest()`, which compares every checksum, and `load()`.
+
+The bars hold bytes on the disk and CPU seconds, of all threads. Wall seconds are only shown: most
+are spent in waiting for a disk, which others may use.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from rolltree.training import Checkpoints, TrainState, load_train_config
 from rolltree.training.checkpoint_formats import quiet, trained_tensors
 from rolltree.training.optim import Optimizer
 
-RATIO = 1.2
+BYTES_RATIO = 1.01
+CPU_RATIO = 1.2
 KINDS = ("full", "sharded")
 SHAPE = {
     "vocab_size": 49152,
@@ -66,14 +69,18 @@ def state_dict(model: Any, optimizer: Optimizer) -> dict[str, Any]:
     return tensors | {f"optimizer/{name}": value for name, value in optimizer.tensors().items()}
 
 
-def timed(action: Callable[[], Any]) -> float:
+Seconds = tuple[float, float]
+"""Wall and CPU."""
+
+
+def timed(action: Callable[[], Any]) -> Seconds:
     """Return the seconds that an action takes."""
-    began = time.perf_counter()
+    began, worked = time.perf_counter(), time.process_time()
     action()
-    return time.perf_counter() - began
+    return time.perf_counter() - began, time.process_time() - worked
 
 
-def dcp(folder: Path, model: Any, optimizer: Optimizer) -> tuple[float, float]:
+def dcp(folder: Path, model: Any, optimizer: Optimizer) -> tuple[Seconds, Seconds]:
     """Save and load with DCP alone."""
     state = state_dict(model, optimizer)
     with quiet():
@@ -86,7 +93,7 @@ def dcp(folder: Path, model: Any, optimizer: Optimizer) -> tuple[float, float]:
     return saving, loading
 
 
-def own(folder: Path, kind: str, model: Any, optimizer: Optimizer) -> tuple[float, float]:
+def own(folder: Path, kind: str, model: Any, optimizer: Optimizer) -> tuple[Seconds, Seconds]:
     """Save and resume a checkpoint of this kind."""
     state = TrainState(1, 1)
     saving = timed(lambda: Checkpoints(folder, content=kind).save(model, optimizer, state))
@@ -101,7 +108,7 @@ def own(folder: Path, kind: str, model: Any, optimizer: Optimizer) -> tuple[floa
 
 
 def measure(rounds: int, layers: int, folder: Path | None) -> list[dict[str, Any]]:
-    """Return one row per round: seconds of saving and loading of each kind."""
+    """Return one row per round: seconds of saving and loading, and bytes, of each kind."""
     model, optimizer = make_state(layers)
     rows = []
     for number in range(rounds + 1):  # the first one warms up
@@ -115,7 +122,14 @@ def measure(rounds: int, layers: int, folder: Path | None) -> list[dict[str, Any
                     if kind == "dcp"
                     else own(target, kind, model, optimizer)
                 )
-                row[kind] = dict(zip(("save_s", "load_s"), found, strict=True))
+                (save_s, save_cpu_s), (load_s, load_cpu_s) = found
+                row[kind] = {
+                    "save_s": save_s,
+                    "save_cpu_s": save_cpu_s,
+                    "load_s": load_s,
+                    "load_cpu_s": load_cpu_s,
+                    "num_bytes": sum(f.stat().st_size for f in target.rglob("*") if f.is_file()),
+                }
                 shutil.rmtree(target)
         if number:
             rows.append(row)
@@ -123,22 +137,31 @@ def measure(rounds: int, layers: int, folder: Path | None) -> list[dict[str, Any
 
 
 def bars(rows: list[dict[str, Any]]) -> list[Bar]:
+    held = (
+        ("save_cpu_s", "CPU of saving", CPU_RATIO),
+        ("load_cpu_s", "CPU of resuming", CPU_RATIO),
+        ("num_bytes", "bytes", BYTES_RATIO),
+    )
     return [
         Bar.at_most(
             f"x raw DCP, {what} ({kind})",
             median(row[kind][key] / row["dcp"][key] for row in rows),
-            RATIO,
+            bound,
         )
         for kind in KINDS
-        for key, what in (("save_s", "saving"), ("load_s", "resuming"))
+        for key, what, bound in held
     ]
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    print("median seconds      save    load")
+    print("medians: wall s      save    load   CPU s  save    load      MB")
     for kind in ("dcp", *KINDS):
-        saving, loading = (median(row[kind][key] for row in rows) for key in ("save_s", "load_s"))
-        print(f"  {kind:<16} {saving:>6.2f}  {loading:>6.2f}")
+        names = ("save_s", "load_s", "save_cpu_s", "load_cpu_s", "num_bytes")
+        wall, loading, cpu, load_cpu, size = (median(r[kind][n] for r in rows) for n in names)
+        print(
+            f"  {kind:<16} {wall:>6.2f}  {loading:>6.2f}        {cpu:>5.2f}  {load_cpu:>6.2f}"
+            f"  {size / 1e6:>6.0f}"
+        )
 
 
 def main() -> int:

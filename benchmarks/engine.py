@@ -21,9 +21,9 @@ in the same process that answers after a random latency with fresh text, ids and
   first and the last fifth. The model copies every prompt, as an engine that takes ids must.
 
 Lag is what a task that sleeps for 10 ms oversleeps, from the call of `evaluate` to its report, as
-far as the process used the CPU meanwhile (`clock_lag` is by the clock alone, and counts what other
-programs did). A loop held for a second is one sample of such a task, but a hundred waits of 10 ms
-met it; every sample is weighed with the waits that it stands for.
+far as the process used the CPU meanwhile (the clock's lag is by the clock alone, and counts what
+other programs did). A loop held for a second is one sample of such a task, but a hundred waits of
+10 ms met it; every sample is weighed with the waits that it stands for.
 """
 
 from __future__ import annotations

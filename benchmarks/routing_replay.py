@@ -8,7 +8,7 @@ Tiny mixtures with random weights: one routed by softmax as Qwen3-MoE, one by gr
 bias as DeepSeek-V3. The embedded engine samples two turns per rollout and records the experts; the
 trainer reads them as one tree. What differs between the two: nothing; noise on the trainer's router
 weights, as after an update that the engine has not got; or the engine's bfloat16. With bfloat16 the
-rest of the model rounds too, and replay cannot mend that.
+rest of the model rounds too, and replay cannot undo that.
 """
 
 from __future__ import annotations

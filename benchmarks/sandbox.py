@@ -5,7 +5,8 @@
     python benchmarks/sandbox.py --json     one JSON object instead of the table
 
 The programs are those of the tests: `tests/sandbox/attempts.py` gets at files, sockets and
-processes of the host, `tests/sandbox/attacks.py` at its disk, processes, memory and time. Started
+processes of the host, `tests/sandbox/attacks.py` at its disk, processes, memory and time, and
+`tests/sandbox/hostile.py` at the sandbox itself, which must go on answering. Started
 by root, everything runs as root (with Python where it is and, if other users cannot reach that,
 with a copy) and as an unprivileged user. A level that this machine lacks is a row without figures.
 """
@@ -53,6 +54,7 @@ async def measure(level: str, python: str | None) -> dict[str, Any]:
         "missing": list(missing),
         "escapes": await escapes(backend, missing),
         "attacks": await attacks(backend, missing),
+        "acts": await acts(backend),
         **await starts(backend),
     }
 
@@ -71,8 +73,7 @@ async def escapes(backend: Any, missing: tuple[str, ...]) -> dict[str, str]:
         session = sandbox.python_session()
         for name in attempts.ATTEMPTS:
             said = (await tried(session, bait, source, name)).text().strip()
-            by_descriptor = name == "signal_by_descriptor_owner"  # the victim is asked instead
-            is_safe = said.startswith("blocked") or by_descriptor
+            is_safe = said.startswith("blocked")
             is_named = attempts.NEEDS.get(name) in missing
             found[name] = "blocked" if is_safe else "named" if is_named else said[-300:]
         found["signals that arrived"] = heard(victim) or "blocked"
@@ -99,6 +100,18 @@ async def attacks(backend: Any, missing: tuple[str, ...]) -> dict[str, str]:
             return str(ATTACKS[name].verdict(result, missing))
 
     return dict(zip(ATTACKS, await asyncio.gather(*map(attacked, ATTACKS)), strict=True))
+
+
+async def acts(backend: Any) -> dict[str, str]:
+    """Return what became of a sandbox after each act of code in it: "answered", or what failed."""
+    from hostile import ACTS, LIMITS, RACES, verdict
+
+    found = {}
+    for name in (*ACTS, *RACES):
+        sandbox = await backend.create(limits=LIMITS)
+        found[name] = str(await verdict(sandbox, name))
+        await sandbox.close()
+    return found
 
 
 async def starts(backend: Any) -> dict[str, float]:
@@ -212,18 +225,20 @@ def bars(rows: list[dict[str, Any]]) -> list[Bar]:
     measured = [row for row in rows if "missing" in row]
     passed = sum(len(wrong(row, "escapes", "blocked")) for row in measured)
     held = sum(len(wrong(row, "attacks", "stopped")) for row in measured)
+    failed = sum(len(wrong(row, "acts", "answered")) for row in measured)
     return [
         Bar.at_least("escape attempts a level", min(len(row["escapes"]) for row in measured), 120),
         Bar.at_least("resource attacks a level", min(len(row["attacks"]) for row in measured), 40),
         Bar.at_most("escapes that passed and that `missing` does not name", passed, 0),
         Bar.at_most("attacks that passed and that `missing` does not name", held, 0),
+        Bar.at_most("acts of code that made its sandbox fail", failed, 0),
     ]
 
 
 def show(rows: list[dict[str, Any]]) -> None:
     print(
         f"{'as':24} {'level':11} {'escapes':>8} {'passed':>6} {'attacks':>8} {'named':>6} "
-        f"{'passed':>6} {'create ms':>10} {'run ms':>7}  missing"
+        f"{'passed':>6} {'acts':>5} {'failed':>6} {'create ms':>10} {'run ms':>7}  missing"
     )
     for row in rows:
         if "missing" not in row:
@@ -233,11 +248,13 @@ def show(rows: list[dict[str, Any]]) -> None:
         print(
             f"{row['who']:24} {row['level']:11} {len(row['escapes']):8} "
             f"{len(wrong(row, 'escapes', 'blocked')):6} {len(row['attacks']):8} {named:6} "
-            f"{len(wrong(row, 'attacks', 'stopped')):6} {row['create_ms']:10.1f} "
+            f"{len(wrong(row, 'attacks', 'stopped')):6} {len(row['acts']):5} "
+            f"{len(wrong(row, 'acts', 'answered')):6} {row['create_ms']:10.1f} "
             f"{row['run_ms']:7.1f}  {', '.join(row['missing']) or '-'}"
         )
-        for line in wrong(row, "escapes", "blocked") + wrong(row, "attacks", "stopped"):
-            print(f"    {line}")
+        for kind, good in {"escapes": "blocked", "attacks": "stopped", "acts": "answered"}.items():
+            for line in wrong(row, kind, good):
+                print(f"    {line}")
 
 
 def main() -> int:

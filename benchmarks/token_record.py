@@ -22,7 +22,7 @@ from rolltree.models import load_model
 from rolltree.samples import build_samples
 from rolltree.store import Run
 from rolltree.tokens import Trajectory
-from rolltree.training import Trainer, load_train_config
+from rolltree.training import CreditReport, Trainer, load_train_config
 from rolltree.training.algorithms import resolve_algorithm
 from rolltree.training.batches import build_batch
 from rolltree.training.metrics import RecordStats
@@ -64,7 +64,8 @@ def record_of(states: list[State]) -> TokenRecord:
         SimpleNamespace(request=SimpleNamespace(request_id=state["request_id"]), states=(state,))
         for state in states
     ]
-    return TokenRecord(results, states)
+    given = [np.array([step["advantage"] for step in state["trajectory"]]) for state in states]
+    return TokenRecord(results, CreditReport(tuple(states), tuple(given)))
 
 
 def store(folder: Path, record: TokenRecord | None) -> tuple[float, float]:

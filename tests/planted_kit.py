@@ -14,7 +14,7 @@ from rolltree.store import Run
 PROBLEMS = {
     "zero_variance": "No group had reward variance in steps 6 to 10",
     "breaks": "the chat template strips the reasoning of earlier turns",
-    "empty_answers": "Empty answers are paid",
+    "empty_answers": "Empty answers earn reward",
     "drift": "drift from the trainer's since step 6",
     "timeouts": "The tool search times out",
 }

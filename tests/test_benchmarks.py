@@ -175,18 +175,19 @@ def test_the_bars_of_learning_can_fail():
 
 
 def test_the_bars_of_the_sandbox_can_fail():
-    def row(escape="blocked", attack="stopped", number=120):
+    def row(escape="blocked", attack="stopped", number=120, act="answered"):
         return {
             "missing": ["disk"],
             "escapes": {f"escape {at}": escape for at in range(number)},
             "attacks": {f"attack {at}": attack for at in range(number // 3)},
+            "acts": {"chmod 0 .": act},
         }
 
     absent = {"level": "bubblewrap", "unavailable": "not installed"}
-    assert met("sandbox", [row(), absent, row(attack="named")]) == [True] * 4
-    bad = [row(), row("ESCAPED", "PASSED: held 9 files", 119)]
-    assert met("sandbox", bad) == [False] * 4
-    assert [bar.value for bar in load("sandbox").bars(bad)] == [119, 39, 119, 39]
+    assert met("sandbox", [row(), absent, row(attack="named")]) == [True] * 5
+    bad = [row(), row("ESCAPED", "PASSED: held 9 files", 119, "SandboxError")]
+    assert met("sandbox", bad) == [False] * 5
+    assert [bar.value for bar in load("sandbox").bars(bad)] == [119, 39, 119, 39, 1]
 
 
 def test_the_bars_of_http_can_fail():

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from rolltree.types import INPUT_FIELDS, State, as_input, concat_messages
+from rolltree.types import INPUT_FIELDS, FinishReason, State, as_input, concat_messages
 
 
 def make_state() -> State:
@@ -105,9 +105,10 @@ def test_update_does_not_shadow_the_input():
     assert state["input"]["answer"] == "15"
 
 
-def test_as_input_keeps_input_columns_only_and_defaults_the_task():
-    row = {"prompt": "p", "example_id": 0, "answer": None, "question": "left out"}
-    assert as_input(row) == {"prompt": "p", "example_id": 0, "task": "default"}
+def test_as_input_keeps_all_columns_and_defaults_the_task():
+    row = {"prompt": "p", "example_id": 0, "answer": None, "level": 3, "note": None}
+    kept = {"prompt": "p", "example_id": 0, "level": 3, "note": None}
+    assert as_input(row) == {**kept, "task": "default"}
 
 
 def test_as_input_names_what_is_missing_and_what_is_there():
@@ -123,3 +124,11 @@ def test_concat_messages_joins_lists_or_strings_but_not_both():
     assert concat_messages(["a", "b"]) == "ab"
     with pytest.raises(TypeError):
         concat_messages([[user], "b"])
+
+
+def test_a_response_says_what_a_steps_info_has_of_it():
+    from rolltree.types import ChatResponse
+
+    response = ChatResponse({"role": "assistant", "content": "cut"}, "cut", FinishReason.LENGTH)
+    assert response.to_info() == {"finish_reason": "length"}
+    assert type(response.to_info()["finish_reason"]) is str

@@ -137,6 +137,9 @@ own("turns", "hooked", "overlong", script="overlong", settings=_FEW)
 own("turns", "hooked", "broken", script="broken", settings=_FEW)
 own("turns", "hooked", "one_at_a_time", settings={"max_concurrent": 1, "num_examples": 3})
 own("turns", "own_rollout")
+own("turns", "edits", settings=_WITH_TOKENS)
+own("turns", "plain_lists", settings=_WITH_TOKENS)
+own("turns", "asks_thrice")
 own("turns", "own_completed")
 own("turns", "own_completed", "without_limit", {"max_turns": -1}, settings=_FEW)
 own("turns", "own_steps")
@@ -204,18 +207,38 @@ for _kind in ("pair", "named", "nested", "wrong_names", "none", "only_eval", "ro
     own("mixed", _kind, settings={"num_examples": -1})
 
 
-def probe(function: str, script: str = "solver") -> None:
-    """Add a probe of `probes.py`."""
-    CASES[function] = Case(function, "", str(HERE), script=script, probe=f"probes:{function}")
+def probe(function: str, module: str = "probes") -> None:
+    """Add a probe of a module."""
+    CASES[function] = Case(function, "", str(HERE), probe=f"{module}:{function}")
 
 
 for _name in (
-    *("surface", "xml_parser", "other_parsers", "text_helpers", "example_data", "tool_schemas"),
+    *("xml_parser", "other_parsers", "text_helpers", "example_data", "tool_schemas"),
     *("decorators", "states_by_hand", "generate_forms", "saved_results", "results_by_hand"),
     *("synchronous", "by_hand", "datasets_of", "logged", "configs", "endpoints", "command_line"),
     *("errors_of_load", "attributes_of_response", "failing", "defects"),
 ):
     probe(_name)
+for _name in ("completed", "begun", "responses", "clients", "rubrics"):
+    probe(f"{_name}_by_hand", "hand_probes")
+
+own("edits", "edited", settings=_FEW)
+own("edits", "edited", "tokens", settings=_WITH_TOKENS)
+own("edits", "several_calls", settings=_ALONE)
+own("edits", "several_calls", "tokens", settings={**_WITH_TOKENS, **_ALONE})
+own("edits", "one_turn_asks", settings=_FEW)
+own("edits", "own_sampling")
+own("edits", "own_sampling", "given", settings={"sampling_args": {"extra_body": {"c": 3}}})
+for _name, _arguments in (
+    ("list", "[1, 2]"),
+    ("text", "no JSON"),
+    ("number", "3"),
+    ("good", '{"a": 4}'),
+):
+    for _stateful in (False, True):
+        _case = f"{_name}_stateful" if _stateful else _name
+        _given = {"arguments": _arguments, "stateful": _stateful}
+        own("edits", "spoiled", _case, _given, settings=_ALONE)
 
 for _kind in (
     *("direct", "around", "deep", "old", "sync_hooks", "sync_stop", "unfinished", "process"),

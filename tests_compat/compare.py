@@ -75,21 +75,7 @@ def sides(played: Played, name: str) -> tuple[Any, Any]:
         "requests": requests(played.our_requests.get(name, [])),
     }
     assert real["result"] != not_played
-    if name == "surface":
-        ours["result"] = shared_parameters(real["result"], ours["result"])
     return real, ours
-
-
-def shared_parameters(real: Any, ours: Any) -> Any:
-    """Return our parameters without those that verifiers does not have, in verifiers' order."""
-    if not isinstance(real, dict) or not isinstance(ours, dict):
-        return ours
-    if "parameters" in real and "parameters" in ours:
-        kept = [name for name in real["parameters"] if name in ours["parameters"]]
-        return {**ours, "parameters": kept}
-    return {
-        name: shared_parameters(real[name], value) for name, value in ours.items() if name in real
-    }
 
 
 def report(found: list[Found], limit: int = 12) -> str:

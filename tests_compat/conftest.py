@@ -84,7 +84,7 @@ def played(request: pytest.FixtureRequest) -> Iterator[Played]:
 def fingerprint() -> str:
     """Return a name for what the real side plays: its results are kept while nothing changes."""
     digest = hashlib.sha256(str(PUBLISHED).encode())
-    ours = ("compare.py", "conftest.py", "differences.py")
+    ours = ("compare.py", "conftest.py", "differences.py", "surface.py")
     for path in sorted(HERE.rglob("*")):
         if path.suffix in (".py", ".json", ".txt") and not path.name.startswith("test_"):
             digest.update(b"" if path.name in ours else path.read_bytes())
@@ -116,6 +116,19 @@ def read(path: Path, url: str) -> dict[str, Any]:
         text = text.replace(python, "PYTHON")
     path.write_text(text)
     return json.loads(text)
+
+
+@pytest.fixture(scope="session")
+def surfaces(real_python: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """What surface.py finds on the real side, and of that on ours."""
+    script, names = str(HERE / "surface.py"), tmp_path_factory.mktemp("surface") / "names.json"
+    own = [sys.executable, str(HERE / "as_verifiers.py"), script, str(names)]
+    for command in ([str(real_python), script], own):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        if not names.exists():
+            names.write_text(done.stdout)
+    return json.loads(names.read_text()), json.loads(done.stdout)
 
 
 @pytest.fixture(scope="session")

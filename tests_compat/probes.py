@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import inspect
 import io
 import json
@@ -906,65 +905,10 @@ def script_run(main: Any, arguments: list[str], folder: Path) -> Any:
     return "returned"
 
 
-SURFACE = (
-    "",
-    *(f"envs.{name}" for name in ("env_group", "environment", "multiturn_env", "python_env")),
-    *(f"envs.{name}" for name in ("reasoninggym_env", "sandbox_env", "singleturn_env")),
-    *(f"envs.{name}" for name in ("stateful_tool_env", "textarena_env", "tool_env")),
-    *(f"parsers.{name}" for name in ("maybe_think_parser", "parser", "think_parser", "xml_parser")),
-    *(f"rubrics.{name}" for name in ("judge_rubric", "math_rubric", "rubric", "rubric_group")),
-    *("rubrics.tool_rubric", "scripts.eval", "scripts.init", "scripts.install", "scripts.tui"),
-    *("types", "utils.async_utils", "utils.client_utils", "utils.data_utils"),
-    *("utils.decorators", "utils.env_utils", "utils.eval_utils", "utils.logging_utils"),
-    *("utils.message_utils", "utils.path_utils", "utils.response_utils", "utils.tool_utils"),
-    "utils.tools",
-)
 TRAINERS = (
     *("RLTrainer", "RLConfig", "GRPOTrainer", "GRPOConfig", "grpo_defaults", "lora_defaults"),
     *("get_model", "get_model_and_tokenizer"),
 )
-
-
-def surface(url: str) -> Any:
-    """Every public name of every module, with its parameters and their defaults."""
-    return {path or "verifiers": attempt(lambda: names_in(path)) for path in SURFACE}
-
-
-def names_in(path: str) -> Any:
-    """Return the public names that a module defines, with their parameters."""
-    table = json.loads((Path(__file__).parent / "surface.json").read_text())
-    module = importlib.import_module(f"verifiers.{path}" if path else "verifiers")
-    return {name: about(module, name, table[path][name]) for name in table[path]}
-
-
-def about(module: Any, name: str, methods: list[str]) -> Any:
-    """Return a name's parameters, and those of its methods."""
-    if not hasattr(module, name):
-        return "missing"
-    value = getattr(module, name)
-    if inspect.isclass(value):
-        return {method: parameters(getattr(value, method, None)) for method in methods}
-    return parameters(value) if inspect.isfunction(value) else type(value).__name__
-
-
-def parameters(value: Any) -> Any:
-    """Return names and defaults of parameters, and whether the function is a coroutine."""
-    if value is None:
-        return "missing"
-    try:
-        found = inspect.signature(value).parameters.values()
-    except (TypeError, ValueError):
-        return "no signature"
-    return {
-        "async": inspect.iscoroutinefunction(value),
-        "parameters": [
-            parameter.name
-            if parameter.default is parameter.empty or callable(parameter.default)
-            else f"{parameter.name}={str(parameter.default)[:40]}"
-            for parameter in found
-            if parameter.name != "self"
-        ],
-    }
 
 
 def errors_of_load(url: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from cases import CASES
 from compare import compare, sides
@@ -18,10 +20,11 @@ def test_the_page_has_every_difference() -> None:
     assert page == with_table(page), "run python tests_compat/table.py"
 
 
-def test_every_row_is_seen(played: Played) -> None:
+def test_every_row_is_seen(played: Played, surfaces: tuple[Any, Any]) -> None:
     if set(played.ours) != set(CASES):
         pytest.skip("only some of the cases were played")
     found = [(name, item) for name in CASES for item in compare(*sides(played, name))]
+    found += [("surface", item) for item in compare(*surfaces)]
     unseen = [
         row.verifiers
         for row in DIFFERENCES

@@ -131,6 +131,7 @@ _PARTS: dict[str, Any] = {  # of BLT, which is made of four models
     "hidden_size_global": 32,
     "max_position_embeddings": 256,
 }
+_PATCHER = {key: value for key, value in _PARTS.items() if key != "hidden_size_global"}
 
 OFF_BY_DEFAULT = {
     *("sliding_window", "q_lora_rank", "n_group", "topk_group"),
@@ -142,7 +143,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "apertus": {"rope_parameters": _DEFAULT_ROPE},
     "bamba": {"attn_layer_indices": [1]},
     "blt": {
-        "patcher_config": {**_PARTS, "hidden_size_global": ..., "sliding_window": 8},
+        "patcher_config": {**_PATCHER, "sliding_window": 8},
         "encoder_config": _PARTS,
         "decoder_config": _PARTS,
         "global_config": _PARTS,

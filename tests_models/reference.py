@@ -7,7 +7,7 @@ the nearest one was.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,3 +84,39 @@ def call_logprobs(model: Any, prompt: Any, completion: Any, temperature: float) 
     logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
     scored = (logits / temperature).log_softmax(-1)
     return scored.gather(-1, ids[0, len(prompt) :, None])[:, 0]
+
+
+EPS = 2.0**-24
+"""Float32 rounds a number by at most this share of it."""
+ROUNDED = 2.0**13 * EPS
+"""Bound on the relative error of a gradient in float32: some thousand roundings on the way of each
+number through the layers and back, if all went the same way. What breaks a law is 1e-2 and more."""
+
+
+@torch.no_grad()
+def float32_allows(
+    exact: Any, calls: Sequence[tuple[Any, Any]], temperature: float = 1.0, num_draws: int = 4
+) -> list[Tensor]:
+    """Return, for each (prompt, completion), how far float32 may be off in each logprob `[_C]`.
+
+    Arithmetic that rounds gives about what exact arithmetic gives of slightly other weights (Higham
+    2002, section 1.5). So the bound is 32 times the largest change of a logprob of `exact`, in
+    float64, by weights that are off by a few units of float32's last place at random, and the
+    rounding of logits of about 40. It is large where a logprob is ill-conditioned, however near to
+    float64 one pass happens to come. (Engine and plain pass come to 1/100 of it at the median and
+    mostly to 1/30 at most; Qwen3-Next's triangular inverse to 1/4.)
+    """
+    generator = torch.Generator().manual_seed(0)
+    found = [call_logprobs(exact, *call, temperature) for call in calls]
+    moved = [torch.zeros_like(logprobs) for logprobs in found]
+    for _ in range(num_draws):
+        near = copy.deepcopy(exact)
+        for weight in near.parameters():
+            weight *= 1 + 4 * EPS * torch.randn(weight.shape, generator=generator)
+        for at, call in enumerate(calls):
+            away = (call_logprobs(near, *call, temperature) - found[at]).abs()
+            moved[at] = torch.maximum(moved[at], away)
+    return [
+        32 * one + 8 * EPS * (40 + logprobs.abs())
+        for one, logprobs in zip(moved, found, strict=True)
+    ]

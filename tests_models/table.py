@@ -6,24 +6,21 @@ import argparse
 import gc
 import math
 import re
-import warnings
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
-import torch
-from transformers.utils import logging
-
-from tests_models.architectures import ALIASES, NOT_CAUSAL, ROWS, make_model
-from tests_models.check import Outcome, check_model
+from tests_models.architectures import ALIASES, NOT_CAUSAL, ROWS
+from tests_models.check import Outcome, check_model, quiet
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- rows: python -m tests_models.table -->\n", "<!-- end -->\n"
 COUNTS, COUNTS_END = "<!-- counts -->\n", "<!-- end of counts -->\n"
 HEAD = (
-    "| architecture | trains as | gradient error | engine | logprob error | why not more |\n"
-    "|---|---|---|---|---|---|\n"
+    "| architecture | trains as | gradient error | two ranks | LoRA | engine | logprob error "
+    "| why not more |\n"
+    "|---|---|---|---|---|---|---|---|\n"
 )
 
 
@@ -34,43 +31,57 @@ class Line:
     name: str
     trains: str
     gradient: str
+    ranks: str
+    adapters: str
     engine: str
     logprob: str
     why: str
 
     @property
-    def verdict(self) -> tuple[str, str]:
+    def verdict(self) -> tuple[str, ...]:
         """Return what the tests compare."""
-        return self.trains, self.engine
+        return self.trains, self.ranks, self.adapters, self.engine
 
     def __str__(self) -> str:
-        cells = (self.name, self.trains, self.gradient, self.engine, self.logprob, self.why)
-        return f"| {' | '.join(cells)} |\n"
+        return f"| {' | '.join(astuple(self))} |\n"
 
 
 def line_of(name: str, outcome: Outcome) -> Line:
     """Return what the page says of an outcome."""
-    served = outcome.engine is not None
+    refused = outcome.trains == "refused"
     why = "; ".join(
         dict.fromkeys(
-            text
+            f"{LABELS.get(key, 'trees')}: {reason(refusal)}"
             for key, refusal in outcome.reasons.items()
-            if key in ("tree", "engine") or outcome.trains == "refused"
-            for text in [f"{'engine' if key == 'engine' else 'trees'}: {reason(refusal)}"]
+            if key in ("tree", *LABELS) or refused
         )
     )
     if outcome.wrong:
-        why = "; ".join(outcome.wrong).replace("|", "/")
+        why = " ".join("; ".join(outcome.wrong).replace("|", "/").split())
+
+    def cell(column: str, error: float | None, exact: str = "exact") -> str:
+        if any(_column(text) == column for text in outcome.wrong):
+            return "**wrong**"
+        return "refused" if error is None else exact
+
     return Line(
         name,
-        "**wrong**" if any("engine" not in w for w in outcome.wrong) else outcome.trains,
+        cell("", 0, outcome.trains),
         power(max(outcome.gradient.values())) if outcome.gradient else "",
-        "**wrong**"
-        if any("engine" in w for w in outcome.wrong)
-        else ("exact" if served else "refused"),
-        power(outcome.engine) if served else "",
+        cell("two ranks", outcome.ranks),
+        cell("adapters", outcome.adapters, "exact" if outcome.in_peft else "merged"),
+        cell("engine", outcome.engine),
+        "" if outcome.engine is None else power(outcome.engine),
         why,
     )
+
+
+LABELS = {"two ranks": "two ranks", "adapters": "LoRA", "engine": "engine"}
+"""What has a column of its own, and its name in the reasons."""
+
+
+def _column(wrong: str) -> str:
+    return next((name for name in LABELS if wrong.startswith(name)), "")
 
 
 def power(error: float) -> str:
@@ -111,10 +122,16 @@ def with_rows(page: str, rows: dict[str, Line]) -> str:
 def _with_counts(text: str, rows: dict[str, Line]) -> str:
     lines = [line for name, line in rows.items() if name in ROWS]
     trees, only_rows = (sum(line.trains == kind for line in lines) for kind in ("tree", "rows"))
-    served = sum(line.engine == "exact" for line in lines)
+    served, together = (
+        sum(getattr(line, column) == "exact" for line in lines) for column in ("engine", "ranks")
+    )
+    adapted, in_peft = (
+        sum(line.adapters in kinds for line in lines) for kinds in (("exact", "merged"), ("exact",))
+    )
     counts = (
-        f"Of {len(lines)} rows, {trees} train on trees and {only_rows} row by row; the embedded "
-        f"engine serves {served}.\n\nWhat no row stands for:\n\n"
+        f"Of {len(lines)} rows, {trees} train on trees and {only_rows} row by row, {together} on "
+        f"two ranks and {adapted} with LoRA ({in_peft} of them write an adapter for peft); the "
+        f"embedded engine serves {served}.\n\nWhat no row stands for:\n\n"
     )
     groups = "".join(f"- {what}: {', '.join(names)};\n" for what, names in NOT_CAUSAL.items())
     same = ", ".join(f"{name} as {other}" for name, other in ALIASES.items())
@@ -122,16 +139,9 @@ def _with_counts(text: str, rows: dict[str, Line]) -> str:
     return re.sub(f"{COUNTS}.*?{COUNTS_END}", lambda _: listed, text, flags=re.S)
 
 
-def quiet() -> None:
-    """Silence what building tiny models warns of, and use one thread."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.set_verbosity_error()
-
-
 def measure(name: str) -> Line:
     """Return a row as it is now."""
-    outcome = check_model(lambda seed: make_model(name, seed))
+    outcome = check_model(name)
     gc.collect()
     return line_of(name, outcome)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests_models.architectures import ALIASES, NOT_CAUSAL, ROWS, VARIANTS, make_model
-from tests_models.check import check_model
-from tests_models.table import PAGE, line_of, quiet, read, with_rows
+from tests_models.architectures import ALIASES, NOT_CAUSAL, ROWS, VARIANTS
+from tests_models.check import check_model, quiet
+from tests_models.table import PAGE, line_of, read, with_rows
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 @pytest.mark.parametrize("name", ROWS)
 def test_an_architecture_is_exact_or_refused(name: str) -> None:
     quiet()
-    outcome = check_model(lambda seed: make_model(name, seed))
+    outcome = check_model(name)
     assert not outcome.wrong, f"{name}: {outcome}"
     told = read(PAGE.read_text(encoding="utf-8")).get(name)
     assert told is not None, f"run python -m tests_models.table {name!r}"

@@ -1,4 +1,4 @@
-"""Every mixture of transformers: given experts are replayed with the own scores, or refused.
+"""Every mixture of transformers: experts are recorded and replayed with the own scores, or refused.
 
 A router returns its logits, its scores and its choice. With given experts the choice must be these,
 and the scores, up to a factor per token, one of the functions by which routers weigh: softmax,
@@ -7,6 +7,7 @@ sigmoid and the like, of its own logits at these experts.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,18 @@ from torch.nn import functional
 
 from rolltree.errors import TrainingError
 from rolltree.inference.local.body import body_of
-from rolltree.inference.local.routing import Router, is_mixture, probe_ids
+from rolltree.inference.local.engine import LocalEngine
+from rolltree.inference.local.routing import (
+    Router,
+    find_routers,
+    is_mixture,
+    probe_ids,
+    recorded,
+)
+from rolltree.inference.local.shell import shell_of
 from rolltree.training.routing import Replay
-from tests_models.architectures import ROWS, make_config, make_model
+from rolltree.types import GenerateRequest, SamplingParams
+from tests_models.architectures import ROWS, VOCAB, make_config, make_model
 
 REFUSED = {
     "doge": "no router",  # a product of two choices
@@ -104,3 +114,30 @@ def test_given_experts_get_the_routers_own_scores(row: str) -> None:
             ratio = found / (weigh(logits) * scale).gather(1, wanted)
             spread[name] = float((ratio.std(-1) / ratio.mean(-1).abs()).max())
         assert min(spread.values()) < 1e-4, spread
+
+
+@pytest.mark.parametrize("row", [row for row in MIXTURES if row not in REFUSED])
+async def test_the_engine_records_what_a_plain_pass_chooses(row: str) -> None:
+    """Of as many conversations as slots, whose prompts begin alike and come in pieces."""
+    model = make_model(row)
+    engine = LocalEngine(model, max_batch=3, max_context=128, prefill_chunk=11, record_experts=True)
+    shell, rng = shell_of(model), np.random.default_rng(0)
+    routers = find_routers(shell)
+
+    async def talk(number: int) -> None:
+        path = np.concatenate([np.arange(2, 8), rng.integers(2, VOCAB - 1, 1 + number)])
+        for turn in range(3):
+            size = int(rng.integers(1, 9))
+            sampling = SamplingParams(max_tokens=size, seed=10 * number + turn)
+            output = await engine.generate(GenerateRequest(path.astype(np.int32), sampling))
+            path = np.concatenate([path, output.completion_ids])
+            with torch.no_grad(), recorded(routers) as recorder:
+                shell(input_ids=torch.from_numpy(path[None, :-1]), use_cache=False)
+            own = np.sort(recorder.take())
+            assert (np.sort(output.routed_experts) == own).all((1, 2)).mean() > 0.9  # close calls
+            path = np.concatenate([path, rng.integers(2, VOCAB - 1, 2)])
+
+    try:
+        await asyncio.gather(*map(talk, range(3)))
+    finally:
+        await engine.aclose()

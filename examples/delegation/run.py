@@ -85,8 +85,11 @@ class Lines(rt.Reporter):
             )
 
 
-def credit_table(results: list[rt.RolloutResult]) -> str:
-    """Return one group as a table: who was asked what, earned what, and is credited with what."""
+def credit_table(results: list[rt.RolloutResult], advantages: dict[int, float]) -> str:
+    """Return one group as a table: who was asked what, earned what, and is credited with what.
+
+    `advantages` has those of the states that train, by `id`.
+    """
     lines = [f"{'rollout':10} {'agent':7} {'asked':20} {'said':12} {'earned':>6} {'advantage':>9}"]
     for result in results:
         for state in result.states:
@@ -94,7 +97,7 @@ def credit_table(results: list[rt.RolloutResult]) -> str:
             said = (
                 state["trajectory"][-1]["completion"][-1]["content"] if state["trajectory"] else ""
             )
-            advantage = state["advantage"]
+            advantage = advantages.get(id(state))
             shown = "-" if advantage is None else f"{advantage:+.2f}"
             name = str(result.request.index_in_group) if state["depth"] == 0 else "  child"
             lines.append(
@@ -159,8 +162,9 @@ async def main(options: argparse.Namespace) -> None:
         print("\nThe first group of the first step:\n")
         results = [r for r in decode_results(rows) if r.request.group_id.endswith("/g00")]
         section = config.algorithm
-        rt.assign_credit(results, section.resolve().credit, section.policy(None))
-        print(credit_table(sorted(results, key=lambda r: r.request.index_in_group)))
+        credit = rt.assign_credit(results, section.resolve().credit, section.policy(None))
+        first = {id(s): float(a[0]) for s, a in zip(credit.trained, credit.advantages, strict=True)}
+        print(credit_table(sorted(results, key=lambda r: r.request.index_in_group), first))
     await parts.aclose()
     print()
     for phase, metrics in report.evaluations.items():

@@ -148,7 +148,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     " Did you mean 'temperature'?"
     """
     names = sorted(known)
-    close = get_close_matches(name, names, n=1, cutoff=0.6)
+    # The search is slow in the length of a name, which anybody may have sent.
+    close = get_close_matches(name[:200], names, n=1, cutoff=0.6)
     if close:
         return f" Did you mean {close[0]!r}?"
     return f" Known: {', '.join(names)}." if names else " None are known."

@@ -4,7 +4,8 @@ Rollouts of one example are not independent, so the example is the unit: an exam
 mean of its rollouts, the estimate is the mean of the examples' values, and the interval comes from
 their spread. `Estimate.method` names the interval:
 
-- `"t"`: mean +- t(n - 1) * s / sqrt(n), over the n example means with standard deviation s.
+- `"t"`: mean +- t(n - 1) * s / sqrt(n), over the n example means with standard deviation s; cut at
+  0 and 1 when all values lie between them.
 - `"wilson"`: for shares (every value 0 or 1, or declared so), Wilson's score interval (Wilson 1927)
   at the effective sample size p(1 - p) / SE^2 with SE = s / sqrt(n), at most the number of values
   (Korn and Graubard 1998), or n when the examples do not differ at all. It stays inside [0, 1], and
@@ -16,8 +17,8 @@ their spread. `Estimate.method` names the interval:
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from statistics import NormalDist
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over examples with its interval.
+    """A mean over examples with its interval, which contains it.
 
     Example: `Estimate(0.8, 0.49, 0.94, "wilson", num_examples=10, num_values=10)`.
     """
@@ -37,6 +38,19 @@ class Estimate:
     method: Literal["t", "wilson", "bootstrap", "none"]
     num_examples: int
     num_values: int
+
+    def __post_init__(self) -> None:
+        # In floats a bound can lie 1e-17 beyond the mean, and then an error bar has a length below
+        # 0, which plotting libraries refuse.
+        if self.low is not None and self.high is not None:
+            object.__setattr__(self, "low", min(self.low, self.mean))
+            object.__setattr__(self, "high", max(self.high, self.mean))
+
+    def within(self, least: float, most: float) -> Estimate:
+        """Return it with an interval that stays where such a mean can be."""
+        if self.low is None or self.high is None:
+            return self
+        return replace(self, low=max(self.low, least), high=min(self.high, most))
 
     def __str__(self) -> str:
         if self.low is None or self.high is None:
@@ -63,7 +77,8 @@ def estimate(
 
     `clusters` maps an example to the values of its rollouts. Examples without values are left
     out. `are_shares` says whether values are shares of a whole, in [0, 1] (True: pass@k), or not
-    (False: differences); None means that they are when every value is 0 or 1.
+    (False: differences). None asks the values: if each is 0 or 1, the interval is Wilson's; if all
+    are between, as partial credit is, it ends there.
 
     >>> str(estimate({0: [1.0], 1: [2.0], 2: [3.0]}))
     '2.000 [-0.484, 4.484]'
@@ -76,8 +91,9 @@ def estimate(
     squares = math.fsum((value - center) ** 2 for value in means)
     spread = math.sqrt(squares / (num - 1)) if num > 1 else 0.0
     num_values = sum(map(len, filled))
+    in_unit = are_shares is None and all_in_unit(filled)
     if are_shares is None:
-        are_shares = all(value in (0.0, 1.0) for values in filled for value in values)
+        are_shares = in_unit and all(value in (0.0, 1.0) for values in filled for value in values)
     if are_shares:
         error = spread / math.sqrt(num)
         size = center * (1.0 - center) / error**2 if error > 0.0 else float(num)
@@ -87,7 +103,13 @@ def estimate(
     if num < 2:
         return Estimate(center, None, None, "none", num, num_values)
     half = student_t(num - 1, confidence) * spread / math.sqrt(num)
-    return Estimate(center, center - half, center + half, "t", num, num_values)
+    found = Estimate(center, center - half, center + half, "t", num, num_values)
+    return found.within(0.0, 1.0) if in_unit else found
+
+
+def all_in_unit(clusters: Iterable[Iterable[float]]) -> bool:
+    """Whether no value lies outside [0, 1], so that they may be taken for shares."""
+    return all(0.0 <= value <= 1.0 for values in clusters for value in values)
 
 
 def wilson(mean: float, size: float, confidence: float = CONFIDENCE) -> tuple[float, float]:
@@ -99,7 +121,7 @@ def wilson(mean: float, size: float, confidence: float = CONFIDENCE) -> tuple[fl
     scale = 1.0 + z * z / size
     center = (mean + z * z / (2 * size)) / scale
     half = z * math.sqrt(mean * (1 - mean) / size + z * z / (4 * size * size)) / scale
-    return max(0.0, center - half), min(1.0, center + half)
+    return max(0.0, min(mean, center - half)), min(1.0, max(mean, center + half))
 
 
 def student_t(degrees: int, confidence: float = CONFIDENCE) -> float:

@@ -10,35 +10,27 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rolltree.environments import Environment, changed_code, load_environment
 from rolltree.environments.check import shared_questions
 from rolltree.errors import ConfigError, Stopped
 from rolltree.evaluation import EvalProgress, evaluate
 from rolltree.inference import ModelClient
+from rolltree.models import check_loadable
 from rolltree.redact import remember, secrets_in
 from rolltree.reports import SafeConsole, TrainView, print_report, say
 from rolltree.rollouts import RolloutSource
+from rolltree.rollouts.requests import check_source
 from rolltree.store import Run
 from rolltree.store.weights import note_weights
 from rolltree.tasks import run_sync
-from rolltree.training import (
-    Evaluate,
-    Reporter,
-    Silent,
-    TrainConfig,
-    TrainParts,
-    TrainReport,
-    WeightTarget,
-    build_parts,
-    load_train_config,
-    open_run,
-    run_training,
-)
-from rolltree.training.rank0 import follow
-from rolltree.training.ranks import STOP, is_rank0, start_ranks
+from rolltree.training import Reporter, Silent, TrainConfig, TrainReport, load_train_config
+
+if TYPE_CHECKING:
+    from rolltree.training import Evaluate, WeightTarget
 
 ConfigSource = TrainConfig | Mapping[str, Any] | str | Path
 
@@ -46,7 +38,7 @@ ConfigSource = TrainConfig | Mapping[str, Any] | str | Path
 def train(
     config: ConfigSource | None = None,
     *,
-    environment: RolloutSource | str | Path | None = None,
+    environment: RolloutSource | Mapping[str, Any] | str | Path | None = None,
     model: Any = None,
     **options: Any,
 ) -> TrainReport:
@@ -59,8 +51,10 @@ def train(
     runs already, as in a notebook. Under torchrun every rank makes the call and gets the report.
 
     Args:
-        config: a TOML file, plain data or a `TrainConfig`; None for the defaults.
-        environment: an environment, or the name or path of one; None takes the config's `env.id`.
+        config: a TOML file, plain data or a `TrainConfig`; None for the defaults. An environment
+            is taken for `environment`.
+        environment: an environment, the name or path of one, or the `env` section as a mapping;
+            None takes the config's `env.id`.
         model: the name or folder of a model, the `model` section as a mapping, or a Hugging Face
             causal LM in float32, which is trained in place and needs `tokenizer`.
         options: the other arguments of `train_async`, and settings as `load_train_config` takes
@@ -80,6 +74,8 @@ def train(
     try:
         return run_sync(work())
     except KeyboardInterrupt:
+        from rolltree.training.ranks import is_rank0
+
         if is_rank0() and not options.get("quiet") and options.get("reporter") is None:
             again = "call" if options.get("command") is None else "command"
             say(SafeConsole(stderr=True), f"stopped; the same {again} continues the run")
@@ -89,17 +85,17 @@ def train(
 async def train_async(
     config: ConfigSource | None = None,
     *,
-    environment: RolloutSource | str | Path | None = None,
+    environment: RolloutSource | Mapping[str, Any] | str | Path | None = None,
     model: Any = None,
     tokenizer: Any = None,
     client: ModelClient | None = None,
-    engine: WeightTarget | None = None,
+    engine: WeightTarget | Mapping[str, Any] | None = None,
     evaluate: Evaluate | None = None,
     reporter: Reporter | None = None,
     quiet: bool = False,
     num_transcripts: int = 2,
     command: Sequence[str] | None = None,
-    run: Run | None = None,
+    run: Run | Mapping[str, Any] | str | Path | None = None,
     **settings: Any,
 ) -> TrainReport:
     """Do what `train` does in the running event loop.
@@ -110,7 +106,8 @@ async def train_async(
         model: see `train`.
         tokenizer: that of a model which is given as an object.
         client: samples from `engine`; give both, with `model`, or none. They stay open.
-        engine: serves `model`'s own tensors, or copies them when a version is published.
+        engine: serves `model`'s own tensors, or copies them when a version is published; or the
+            `engine` section as a mapping.
         evaluate: `(phase, step) -> metrics`, instead of the held-out evaluation of the config.
         reporter: gets progress callbacks, and nothing is printed. None does what `rolltree train`
             does: progress on stderr, and at the end curve, held-out results and transcripts.
@@ -122,21 +119,36 @@ async def train_async(
 
     If cancelled, it saves a checkpoint and raises.
     """
-    if isinstance(model, str | Path | Mapping):
-        settings["model"], model = str(model) if isinstance(model, Path) else model, None
-    if model is not None and tokenizer is None:
-        raise ConfigError("the model was given as an object, without its tokenizer. Pass both.")
+    if _is_source(config) and environment is None:  # rt.train(env)
+        config, environment = None, cast(RolloutSource, config)
+    named = {"env": environment, "engine": engine, "run": run, "model": model}
+    objects = {name: _object(name, given, settings) for name, given in named.items()}
+    world, target, opened, model = objects.values()
+    _check_arguments(config, world, model, tokenizer, client, target, opened, reporter, evaluate)
     if model is not None:
+        from rolltree.training.lora import unwrapped
+
+        model = unwrapped(model)
         name = getattr(model.config, "name_or_path", "") or type(model).__name__
         settings.setdefault("model_name", str(name))
-    if run is not None:
-        settings["run_dir"] = str(run.path)
-    if (client is None) != (engine is None) or (client is not None and model is None):
+    if opened is not None:
+        settings["run_dir"] = str(opened.path)
+    if (client is None) != (target is None) or (client is not None and model is None):
         raise ConfigError(
             "client, engine and model belong together: the engine serves the model that is "
             "trained. Pass all three, or leave client and engine out."
         )
     checked = load_train_config(config, **settings)
+    if model is None:
+        check_loadable(checked.model.name, device=checked.model.device)
+    # From here on torch is needed, which takes long to import: mistakes were told before.
+    from rolltree.training import TrainParts, build_parts, open_run, run_training
+    from rolltree.training.given import accept_given, begin
+    from rolltree.training.rank0 import follow
+    from rolltree.training.ranks import STOP, is_rank0, start_ranks
+
+    if model is not None:
+        checked = accept_given(model, checked)
     remember(*secrets_in(checked.as_dict()))
     stopped: BaseException | None = None
     with start_ranks(checked.model.device) as ranks:
@@ -145,12 +157,15 @@ async def train_async(
         else:
             try:
                 async with AsyncExitStack() as stack:
-                    checked, source = await _environment(checked, environment, stack)
-                    stored = run or stack.enter_context(open_run(checked))
+                    checked, source = await _environment(checked, world, stack)
+                    stored: Run = opened or stack.enter_context(open_run(checked))
                     shown = reporter or _default_reporter(quiet, stack)
-                    if client is not None and engine is not None:
+                    if model is not None:
+                        notify = partial(stored.announce, show=shown.on_notice)
+                        begin(model, checked, stored, notify, is_alone=ranks is None)
+                    if client is not None:
                         _check_engine(checked, ranks is not None)
-                        parts = TrainParts(model, tokenizer, engine, client, model)
+                        parts = TrainParts(model, tokenizer, target, client, model)
                     else:
                         parts = build_parts(checked, ranks, model=model, tokenizer=tokenizer)
                         stack.push_async_callback(parts.aclose)
@@ -178,17 +193,107 @@ async def train_async(
         if reporter is None and not quiet and is_rank0():
             print_report(
                 finished,
-                SafeConsole(),
+                SafeConsole(only_shows=True),
                 num_transcripts=num_transcripts,
                 train_command=command,
-                has_env_object=not isinstance(environment, str | Path | None),
+                has_env_object=not isinstance(world, str | Path | None),
             )
         return TrainReport.read(finished)
 
 
+def _object(name: str, given: Any, settings: dict[str, Any]) -> Any:
+    """Return what is given as an object; a section, or the main key of one, becomes a setting."""
+    is_name = isinstance(given, str | Path) and name != "env"  # an environment may be a path
+    if not is_name and not isinstance(given, Mapping):
+        return given
+    if name in settings:
+        raise ConfigError(f"the section {name!r} is given twice. Put its keys into one of them.")
+    settings[name] = str(given) if isinstance(given, Path) else given
+    return None
+
+
+def _is_source(value: object) -> bool:
+    return not isinstance(value, type) and all(
+        hasattr(value, name) for name in ("env_id", "num_examples", "run_request")
+    )
+
+
+def _check_arguments(
+    config: Any,
+    environment: Any,
+    model: Any,
+    tokenizer: Any,
+    client: Any,
+    engine: Any,
+    run: Any,
+    reporter: Any,
+    evaluate: Any,
+) -> None:
+    """Refuse objects that are not what their argument takes, before anything is loaded."""
+    if config is not None and not isinstance(config, TrainConfig | Mapping | str | Path):
+        raise ConfigError(
+            f"the first argument is the config (a TOML file, a mapping or a TrainConfig), and not "
+            f"{_kind(config)}. Pass an environment as environment=, a model as model=."
+        )
+    if not (environment is None or isinstance(environment, str | Path)):
+        check_source(environment)
+    if model is not None and not callable(getattr(model, "named_parameters", None)):
+        raise ConfigError(
+            f"model is {_kind(model)}; it takes a name, a folder, the model section as a mapping, "
+            "or a Hugging Face causal LM."
+        )
+    if (model is None) != (tokenizer is None):
+        which = (
+            "model was given as an object, without its" if tokenizer is None else "model has its"
+        )
+        remedy = (
+            "Pass both." if tokenizer is None else "Leave it out, or pass the model object too."
+        )
+        raise ConfigError(f"the {which} tokenizer. {remedy}")
+    if isinstance(tokenizer, str | Path) or not (tokenizer is None or callable(tokenizer)):
+        raise ConfigError(
+            f"tokenizer is {_kind(tokenizer)}; it takes the tokenizer object of the model: "
+            "model, tokenizer = rt.load_model(...)."
+        )
+    if client is not None and not hasattr(client, "generate"):
+        raise ConfigError(
+            f"client is {_kind(client)}; it takes a client of the engine, such as rt.local_client "
+            "returns. Servers are set by engine={'kind': 'servers', 'urls': [...]}."
+        )
+    if engine is not None and not hasattr(engine, "publish"):
+        raise ConfigError(
+            f"engine is {_kind(engine)}; it takes the engine section as a mapping, or the engine "
+            "of a client, such as client.engine."
+        )
+    if run is not None and not isinstance(run, Run):
+        raise ConfigError(
+            f"run is {_kind(run)}; it takes an rt.Run, or the run section as a mapping. A folder "
+            "is named by run_dir='runs/x'."
+        )
+    if reporter is not None and not hasattr(reporter, "on_step"):
+        raise ConfigError(
+            f"reporter is {_kind(reporter)}; it takes an rt.Reporter. Trackers are named by "
+            "track={'to': ['wandb']}."
+        )
+    if evaluate is not None and not callable(evaluate):
+        raise ConfigError(
+            f"evaluate is {_kind(evaluate)}; it takes an async function (phase, step) -> metrics. "
+            "The evaluation of the config is set by eval={...}."
+        )
+
+
+def _kind(value: object) -> str:
+    name = getattr(value, "__name__", None)
+    return f"{type(value).__name__} {name!r}" if name else f"of type {type(value).__name__}"
+
+
 def _default_reporter(quiet: bool, stack: AsyncExitStack) -> Reporter:
     """Return the live view of the run, which `stack` ends; a silent one if it is to be quiet."""
-    return Silent() if quiet else stack.enter_context(TrainView(SafeConsole(stderr=True)))
+    return (
+        Silent()
+        if quiet
+        else stack.enter_context(TrainView(SafeConsole(stderr=True, only_shows=True)))
+    )
 
 
 async def _environment(
@@ -205,6 +310,7 @@ async def _environment(
         source = load_environment(env_id, compat=config.env.compat, **config.env.args)
         await stack.enter_async_context(source)
         return load_train_config(config, env={"id": env_id}), source
+    check_source(given)
     if config.env.args:
         raise ConfigError(
             f"env.args is {config.env.args!r}, but the environment was given as an object, so they "

@@ -7,6 +7,16 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+EXTRAS = {
+    **dict.fromkeys(
+        ("torch", "transformers", "safetensors", "matplotlib", "peft"), "rolltree[train]"
+    ),
+    **dict.fromkeys(("starlette", "uvicorn"), "rolltree[torch,serve]"),
+    "pyarrow": "rolltree[data]",
+    **dict.fromkeys(("datasets", "gymnasium"), "rolltree[envs]"),
+}
+"""The extra that brings a package."""
+
 
 def loader(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     """Return the `__getattr__` of a package.
@@ -18,7 +28,18 @@ def loader(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     def load(name: str) -> Any:
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)
+        try:
+            module = importlib.import_module(f"{package}.{module_of[name]}")
+        except ModuleNotFoundError as error:
+            extra = EXTRAS.get((error.name or "").partition(".")[0])
+            if extra is None:
+                raise
+            raise ModuleNotFoundError(
+                f"{package}.{name} needs the package {error.name}, which is not installed. Install "
+                f"rolltree with its extra: pip install '{extra}'.",
+                name=error.name,
+            ) from error
+        value = getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value
 

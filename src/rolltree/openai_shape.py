@@ -1,9 +1,33 @@
-"""How a `ModelResponse` reads like the response objects of the openai package."""
+"""How a `ModelResponse` reads like the response objects of the openai package.
+
+The objects and lists are built when they are read. What can be assigned is the message's fields;
+any other edit would change a copy, so it raises.
+"""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
+
+_READ_ONLY = (
+    "this part of a response was built when it was read, so an edit would be lost. Assign a field "
+    "of the message (response.choices[0].message.content = ...), or work on a copy: list(...)."
+)
+
+
+class ResponseList(list[Any]):
+    """A list in a response that refuses edits; a copy of it is a plain list."""
+
+    __slots__ = ()
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(_READ_ONLY)
+
+    append = extend = insert = remove = pop = clear = sort = reverse = _refuse
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return list, (list(self),)
 
 
 def same_value(left: Any, right: Any) -> bool:
@@ -17,6 +41,9 @@ def same_value(left: Any, right: Any) -> bool:
 
 class ResponsePart(SimpleNamespace):
     """A part of a response that reads like OpenAI's objects: attributes and `model_dump()`."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise TypeError(_READ_ONLY)
 
     def model_dump(self, *, mode: str = "python", exclude_none: bool = False) -> dict[str, Any]:
         """Return the part as plain dicts and lists, the same in both of pydantic's modes."""
@@ -59,12 +86,12 @@ class ResponseMessage(ResponsePart):
             role="assistant",
             content=message.get("content"),
             reasoning_content=message.get("reasoning_content"),
-            tool_calls=calls or None,
+            tool_calls=ResponseList(calls) or None,
         )
         object.__setattr__(self, "_response", response)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
+        vars(self)[name] = value
         response = self._response
         object.__setattr__(response, "message", {**response.message, name: _dumped(value)})
 
@@ -92,7 +119,7 @@ class ResponseChoice:
             "text": self.text,
             "finish_reason": self.finish_reason,
             "logprobs": None if logprobs is None else logprobs.model_dump(),
-            "token_ids": self.token_ids,
+            "token_ids": _dumped(self.token_ids),
         }
         return without_nones(dumped) if exclude_none else dumped
 
@@ -110,7 +137,7 @@ class ResponseChoice:
     def token_ids(self) -> list[int] | None:
         """The sampled ids, as vLLM names them."""
         ids = self._response.completion_ids
-        return None if ids is None else ids.tolist()
+        return None if ids is None else ResponseList(ids.tolist())
 
     @property
     def logprobs(self) -> ResponsePart | None:
@@ -124,7 +151,11 @@ class ResponseChoice:
             ResponsePart(token=token, logprob=value, bytes=None, top_logprobs=[])
             for token, value in zip(tokens, values, strict=True)
         ]
-        return ResponsePart(content=content, tokens=tokens, token_logprobs=values)
+        return ResponsePart(
+            content=ResponseList(content),
+            tokens=ResponseList(tokens),
+            token_logprobs=ResponseList(values),
+        )
 
 
 def dump_response(response: Any) -> dict[str, Any]:
@@ -137,5 +168,5 @@ def dump_response(response: Any) -> dict[str, Any]:
         "model": response.model,
         "choices": [choice.model_dump()],
         "usage": response.usage.model_dump(),
-        "prompt_token_ids": response.prompt_token_ids,
+        "prompt_token_ids": _dumped(response.prompt_token_ids),
     }

@@ -2,17 +2,19 @@
 
 Two rules find them: fields whose name marks a secret (`api_key`, `hf_token`, `Authorization`,
 ...), and texts that look like one (provider key prefixes, bearer headers, passwords inside URLs).
-What stood under such a name is remembered (`remember`) and cut out wherever it turns up. A secret
-under an ordinary name has to be named; a run is told with `Run.protect`.
+What stood under such a name, in settings (`remember`) or in the environment, is cut out wherever it
+turns up. A secret under an ordinary name has to be named; a run is told with `Run.protect`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from rolltree.untrusted import visible
@@ -27,22 +29,53 @@ def _words(text: str) -> frozenset[str]:
 
 
 _ALWAYS = _words(
-    "secret secrets password passwd passphrase authorization credential credentials apikey cookie"
+    "secret secrets password passwords passwd pwd passphrase passcode authorization credential "
+    "credentials cred creds apikey apikeys cookie cookies jwt bearer otp totp mnemonic"
 )
-_KEY_KINDS = _words("api access private secret auth signing account")
-_TOKEN_KINDS = _words(
-    "hf auth access api bearer refresh session id github gh wandb hub security oauth"
+_AT_THE_END = _words("auth oauth dsn pat pem pass pw webhook")
+_PLAIN_PASS = _words("first last second forward backward single multi num max min per one two this")
+_SERVICES = _words(
+    "openai anthropic claude gemini google vertex azure aws gcp mistral cohere groq together xai "
+    "fireworks deepseek openrouter replicate perplexity hf huggingface wandb github gh gitlab git "
+    "bitbucket slack discord telegram bot stripe twilio sendgrid mailgun serper serpapi tavily exa "
+    "brave bing firecrawl e2b daytona modal prime notion linear jira pinecone langsmith hub npm "
+    "pypi"
 )
-_NAMES_ONLY = _words("var env name names file path ids id count")
+_KEY_KINDS = _SERVICES | _words(
+    "api access private secret auth signing account ssh master encryption decryption deploy "
+    "service subscription license storage admin client server llm judge gateway proxy my app root"
+)
+_TOKEN_KINDS = _SERVICES | _words(
+    "auth access api bearer refresh session id security oauth csrf xsrf sas personal service admin "
+    "deploy client server webhook login gateway proxy judge llm my app root registry push"
+)
+_GLUED = re.compile(
+    r"(?:api|auth|access|private|secret|bearer|bot|refresh|openai|anthropic)(?:key|token)s?"
+)
+_NAMES_ONLY = _words("var env name names file path ids id count type mode method length kind")
 
 _TEXTS = (
-    re.compile(r"\b(?:sk|pk|rk)-[A-Za-z0-9_-]{16,}"),
-    re.compile(r"\b(?:hf|ghp|gho|ghs|xoxb|xoxp|glpat)[_-][A-Za-z0-9_-]{16,}"),
-    re.compile(r"\bAKIA[0-9A-Z]{16}\b"),
-    re.compile(r"(?<=://)[^/@\s:]+:[^/@\s]+(?=@)"),
+    re.compile(r"\b(?:sk|pk|rk)[-_][A-Za-z0-9_-]{16,}"),
+    re.compile(
+        r"\b(?:hf|gh[opsur]|github_pat|glpat|gsk|xai|r8|npm|tvly|pplx|dop_v1)[_-][\w-]{16,}"
+    ),
+    re.compile(r"\b(?:xox[a-z]|xapp)-[A-Za-z0-9_-]{10,}"),
+    re.compile(r"\bA(?:KI|SI)A[0-9A-Z]{16}\b|\bAIza[\w-]{35}|\bya29\.[\w-]{16,}"),
+    re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"),  # a JSON web token
+    re.compile(r"(?<=-----BEGIN PRIVATE KEY-----)[^-]+|(?<= PRIVATE KEY-----)[^-]+(?=-----END )"),
+    re.compile(r"(?<=hooks\.slack\.com/services/)[\w/]+"),
+    re.compile(r"(?<=://)[^/@\s?#]+(?=@)"),  # who a URL is for, often a token without a password
     re.compile(r"(?i)(?<=bearer )[A-Za-z0-9._~+/=-]{8,}"),
-    re.compile(r"(?i)(?<=[?&]key=)[^&\s]+|(?<=api_key=)[^&\s]+|(?<=[?&]token=)[^&\s]+"),
+    re.compile(
+        r"(?i)(?<=[?&]key=)[^&\s]+|(?<=api_key=)(?!\.\.\.|\$)[^&\s]+|(?<=[?&]token=)[^&\s]+"
+    ),
 )
+_BARE = r"[^\s\"',;)&}\]]"
+_FIELD = re.compile(
+    r"""(?<![\w-])([\w-]{1,64})(["']?\s?[=:]\s?)(?:(["'])([^"'\s]+)(?=\3)|"""
+    rf"(?={_BARE}{{0,200}}\d)({_BARE}{{8,}}))"
+)
+"""`name="value"`, `'name': 'value'` and `NAME=value1`, as errors print settings."""
 
 
 def is_secret_key(key: str) -> bool:
@@ -51,15 +84,58 @@ def is_secret_key(key: str) -> bool:
     >>> [is_secret_key(k) for k in ("api_key", "apiKey", "hf_token", "max_tokens", "eos_token")]
     [True, True, True, False, False]
     """
+    return _is_secret_key(key)
+
+
+@lru_cache(maxsize=4096)
+def _is_secret_key(key: str) -> bool:
     parts = [part.lower() for part in _PART.findall(key)]
     if not parts or parts[-1] in _NAMES_ONLY:
         return False
-    if _ALWAYS.intersection(parts):
+    last, kind = parts[-1], {*parts[:-1], "".join(parts[:-1])}  # e2b is three parts
+    if _ALWAYS.intersection(parts) or _GLUED.fullmatch(last):
         return True
-    kind = set(parts[:-1])
-    if parts[-1] in ("key", "keys"):
-        return bool(kind & _KEY_KINDS)
-    return parts == ["token"] or (parts[-1] == "token" and bool(kind & _TOKEN_KINDS))
+    if last in _AT_THE_END:
+        return last != "pass" or not kind & _PLAIN_PASS
+    if parts[-2:] in (["auth", "header"], ["connection", "string"], ["webhook", "url"]):
+        return True
+    if last in ("key", "keys"):
+        return bool(kind & _KEY_KINDS) and not kind & {"public", "primary", "foreign"}
+    if last == "tokens":  # mostly a number of them
+        return bool(kind & {"access", "api", "auth", "bearer", "refresh"})
+    return parts == ["token"] or (last == "token" and bool(kind & _TOKEN_KINDS))
+
+
+_PLACEHOLDERS = _words(
+    "password passwords disabled enabled changeme required optional anonymous undefined notneeded "
+    "not-needed not_needed no-key-needed placeholder localhost anything dummy-key dummykey"
+)
+
+
+def environment_secrets() -> tuple[str, ...]:
+    """Return the values of this process's environment variables whose names mark a secret.
+
+    Too short ones, numbers, paths and words like `placeholder` would tear real data; they are left
+    out.
+    """
+    return _values_of(tuple((name, os.environ.get(name, "")) for name in _names(tuple(os.environ))))
+
+
+@lru_cache(maxsize=1)
+def _names(variables: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in variables if is_secret_key(name))
+
+
+@lru_cache(maxsize=1)
+def _values_of(variables: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
+    values = (value.strip() for _, value in variables)
+    return known_secrets(
+        value
+        for value in values
+        if value.lower() not in _PLACEHOLDERS
+        and not value.startswith(("/", "~/", "./"))
+        and not value.isdigit()
+    )
 
 
 def known_secrets(secrets: Iterable[str]) -> tuple[str, ...]:
@@ -72,8 +148,9 @@ def known_secrets(secrets: Iterable[str]) -> tuple[str, ...]:
 
 def cut_text(text: str, secrets: tuple[str, ...]) -> str:
     """Replace every known secret in `text`; one that holds another goes as a whole."""
-    for secret in sorted(secrets, key=len, reverse=True):
-        text = text.replace(secret, REDACTED) if secret else text
+    found = [secret for secret in secrets if secret and secret in text]
+    for secret in sorted(found, key=len, reverse=True):
+        text = text.replace(secret, REDACTED)
     return text
 
 
@@ -89,29 +166,50 @@ def cut_secrets(value: Any, secrets: tuple[str, ...]) -> Any:
 
 
 def redact_text(text: str, secrets: tuple[str, ...] = ()) -> str:
-    """Replace every known secret, and everything that looks like one, in `text`."""
-    text = cut_text(text, (*secrets, *_remembered))
+    """Replace every known secret, and everything that looks like one, in `text`.
+
+    Known are `secrets`, those that were remembered, and `environment_secrets`.
+    """
+    return _redact_text(text, _all_known(secrets))
+
+
+def _all_known(secrets: tuple[str, ...]) -> tuple[str, ...]:
+    return (*secrets, *_remembered, *environment_secrets())
+
+
+def _redact_text(text: str, known: tuple[str, ...]) -> str:
+    text = cut_text(text, known)
     for pattern in _TEXTS:
         text = pattern.sub(REDACTED, text)
-    return text
+    return _FIELD.sub(_without_value, text)
+
+
+def _without_value(found: re.Match[str]) -> str:
+    name, between, quote, quoted, bare = found.groups()
+    value = quoted or bare
+    if not is_secret_key(name) or value.startswith(("...", "$", "<", "[", "{", "(")):
+        return found[0]
+    return f"{name}{between}{quote or ''}{REDACTED}"
 
 
 def redact(value: Any, secrets: tuple[str, ...] = ()) -> Any:
     """Return a copy of `value` without secrets.
 
-    Under a secret key, strings and containers are replaced whole; numbers, booleans, None and
-    empty strings stay (`{"token": 504}` is a token id).
+    Under a secret key, strings and containers with strings are replaced whole; numbers, booleans,
+    None and empty strings stay (`{"token": 504}` is a token id).
     """
+    return _redact(value, _all_known(secrets))
+
+
+def _redact(value: Any, known: tuple[str, ...]) -> Any:
     if isinstance(value, str):
-        return redact_text(value, secrets)
+        return _redact_text(value, known)
     if isinstance(value, Mapping):
-        return {
-            redact(key, secrets): _redact_field(key, item, secrets) for key, item in value.items()
-        }
+        return {_redact(key, known): _redact_field(key, each, known) for key, each in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return _rebuilt(value, [redact(item, secrets) for item in value])
+        return _rebuilt(value, [_redact(item, known) for item in value])
     if hasattr(value, "model_dump"):  # pydantic: the codec stores its fields
-        return redact(value.model_dump(), secrets)
+        return _redact(value.model_dump(), known)
     return value
 
 
@@ -210,9 +308,16 @@ def _rebuilt(value: Any, items: list[Any]) -> Any:
     return next((kind(items) for kind in kinds if isinstance(value, kind)), items)
 
 
-def _redact_field(key: Any, item: Any, secrets: tuple[str, ...]) -> Any:
-    kinds = (str, bytes, Mapping, list, tuple, set, frozenset)
-    hides = isinstance(item, kinds) and len(item) > 0
-    if isinstance(key, str) and hides and is_secret_key(key):
+def _holds_text(value: Any) -> bool:
+    """Say whether there is a text in it that could be a secret; numbers of tokens are none."""
+    if isinstance(value, Mapping):
+        return any(map(_holds_text, value.values()))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return any(map(_holds_text, value))
+    return isinstance(value, (str, bytes)) and len(value) > 0
+
+
+def _redact_field(key: Any, item: Any, known: tuple[str, ...]) -> Any:
+    if isinstance(key, str) and is_secret_key(key) and _holds_text(item):
         return REDACTED
-    return redact(item, secrets)
+    return _redact(item, known)

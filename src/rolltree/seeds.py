@@ -22,3 +22,33 @@ def derive_seed(run_seed: int, *parts: str | int) -> int:
     """
     text = repr((int(run_seed), *parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") % MAX_SEED
+
+
+class CallSeeds:
+    """The seeds of one rollout's model calls, handed out as the calls are made.
+
+    Call 0 has the rollout's seed, call i one derived from it. Calls count in the order in which
+    they are made, so calls that run at once get the same seeds again if they are started in the
+    same order (`asyncio.gather` does). A seed that somebody chose for one call stays and does not
+    count.
+
+    Args:
+        seed: the rollout's.
+        also: other seeds that stand for the whole rollout: a call with one of them has none of its
+            own.
+    """
+
+    __slots__ = ("_num_calls", "_of_rollout", "seed")
+
+    def __init__(self, seed: int, *also: int | None) -> None:
+        self.seed = seed
+        self._of_rollout = {None, seed, *also}
+        self._num_calls = 0
+
+    def next(self, asked: int | None) -> int:
+        """Return the seed of the next call, which was asked to sample with `asked`."""
+        if asked is not None and asked not in self._of_rollout:
+            return asked
+        number = self._num_calls
+        self._num_calls += 1
+        return derive_seed(self.seed, "turn", number) if number else self.seed

@@ -5,10 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 INPUT_FIELDS: tuple[str, ...] = ("prompt", "answer", "task", "info", "example_id")
 _FORWARDED = frozenset(INPUT_FIELDS)
+OWN_KEYS = frozenset(
+    [
+        *("input", "client", "model", "sampling_args", "oai_tools", "seed", "trajectory", "timing"),
+        *("completion", "reward", "advantage", "metrics", "credit", "has_step_rewards"),
+        *("is_completed", "stop_condition", "terminated", "truncated", "truncation_reason"),
+        *("error", "scoring_errors", "cleanup_errors", "cleaned_up", "tool_errors"),
+        *("final_env_response", "prompt_too_long", "overlong_prompt", "bootstrap_value"),
+        *("agent", "rollout_id", "request_id", "parent_rollout", "parent_step", "depth", "seat"),
+        *("subtask", "result", "rollout_meta", "environment_steps", "world_info"),
+        *("sandbox_id", "sandbox_level", "judge_response", "math_gave_up", "game_completed"),
+        *("python_env", "ta_env"),
+    ]
+)
+"""Keys that rolltree gives a meaning: a column of this name is in `state["input"]` only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +57,9 @@ class State(dict[str, Any]):
 
     `state["prompt"]` reads `state["input"]["prompt"]` when there is an input. Forwarding is the
     same for reading, writing, `in`, `get`, `pop`, `setdefault` and `del`; iteration, `len`, `keys`
-    and `==` see the dict's own keys only. A copy, and `state | other`, forwards to an input of its
+    and `==` see the dict's own keys only. Other columns of the row are read the same way, unless
+    the state has a key of that name or rolltree gives it a meaning (`OWN_KEYS`); writing one makes
+    it the state's own. A copy, and `state | other`, forwards to an input of its
     own. A deep copy shares `state["client"]`; a pickled state has None there.
 
     Keys after a rollout: `input`, `is_completed`, `stop_condition`, `oai_tools`, `trajectory`,
@@ -53,13 +69,32 @@ class State(dict[str, Any]):
     """
 
     INPUT_FIELDS = list(INPUT_FIELDS)
+    reads_columns: ClassVar[bool] = True
+    """Whether columns beside the input's fields are read too; not so in verifiers 0.1.8."""
     began_s: float | None = None
     """`time.monotonic()` when the rollout began, for its durations; it is not stored."""
     played: Played | None = None
-    """What it was before anything scored it; None where nobody noted that."""
+    """What it was before anything scored it; None if nobody noted that."""
 
     def _forwards(self, key: object) -> bool:
         return key in _FORWARDED and dict.__contains__(self, "input")
+
+    def __missing__(self, key: str) -> Any:
+        if self._is_column(key):
+            return dict.__getitem__(self, "input")[key]
+        raise KeyError(key)
+
+    def _is_column(self, key: object) -> bool:
+        """Whether `key` is a column of the row, and not a key of the state's own."""
+        if key in OWN_KEYS or not self.reads_columns or dict.__contains__(self, key):
+            return False
+        return key in dict.get(self, "input", ())
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The row's columns beside the input's fields, also those with the name of a key."""
+        row = dict.get(self, "input") or {}
+        return {key: row[key] for key in row if key not in _FORWARDED}
 
     def __getitem__(self, key: str) -> Any:
         if key in _FORWARDED and dict.__contains__(self, "input"):
@@ -75,7 +110,7 @@ class State(dict[str, Any]):
             dict.__setitem__(self, key, value)
 
     def __delitem__(self, key: str) -> None:
-        if self._forwards(key) and key in dict.__getitem__(self, "input"):
+        if (self._forwards(key) and key in dict.__getitem__(self, "input")) or self._is_column(key):
             del dict.__getitem__(self, "input")[key]
         else:
             dict.__delitem__(self, key)
@@ -83,7 +118,7 @@ class State(dict[str, Any]):
     def __contains__(self, key: object) -> bool:
         if self._forwards(key) and key in dict.__getitem__(self, "input"):
             return True
-        return dict.__contains__(self, key)
+        return dict.__contains__(self, key) or self._is_column(key)
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return `state[key]`, forwarded, or `default`."""
@@ -127,7 +162,7 @@ class State(dict[str, Any]):
 
         Its input is a dict of its own, since the input's fields are keys of the state too.
         """
-        twin = State(dict.items(self))
+        twin = type(self)(dict.items(self))
         if "input" in twin:
             dict.__setitem__(twin, "input", copy(twin["input"]))
         return twin
@@ -135,7 +170,7 @@ class State(dict[str, Any]):
     __copy__ = copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
-        twin = State()
+        twin = type(self)()
         memo[id(self)] = twin
         for key, value in dict.items(self):
             dict.__setitem__(twin, key, value if key == "client" else deepcopy(value, memo))
@@ -145,4 +180,15 @@ class State(dict[str, Any]):
         kept = dict(dict.items(self))
         if "client" in kept:
             kept["client"] = None
-        return State, (kept,)
+        return type(self), (kept,)
+
+
+def tool_errors(state: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return what the tools of a rollout raised: `tool`, `type`, `message`, `traceback`."""
+    found = state.get("tool_errors")
+    names = ("tool", "type", "message", "traceback")
+    return [
+        {name: str(error.get(name) or "") for name in names}
+        for error in (found if isinstance(found, list) else ())
+        if isinstance(error, Mapping)
+    ]

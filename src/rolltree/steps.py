@@ -34,7 +34,7 @@ ActionTarget: TypeAlias = Literal["internal", "external", "env"]
 PARSE_FEEDBACK = "parse_feedback_obs"
 """Key of `AgentStep.info`: what the agent is told after an answer that held no action."""
 INCOMPLETE = "incomplete_completion"
-"""Key of `AgentStep.info`, True where an answer was rejected because it was cut off."""
+"""Key of `AgentStep.info`, True if an answer was rejected because it was cut off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class ToolRequest:
 class ToolAnswer:
     """What one tool call came to: `text` is what the model reads.
 
-    `error` is set where the tool raised or took too long; the model is told, the trace is kept.
+    `error` is set if the tool raised or took too long; the model is told, the trace is kept.
     """
 
     call_id: str
@@ -151,13 +151,13 @@ class AgentStep:
 
     @property
     def prompt(self) -> Messages:
-        """The messages that the model was sent."""
-        prompt: Messages = self._peek("prompt")
+        """The messages that the model was sent: the record's list."""
+        prompt: Messages = self.record["prompt"]
         return prompt
 
     @property
     def prompt_ids(self) -> IntArray | None:
-        """The ids that the model was given, int32 `[_P]`; None where the server gave none."""
+        """The ids that the model was given, int32 `[_P]`; None if the server gave none."""
         return self._tokens("prompt_ids")
 
     @property
@@ -167,7 +167,7 @@ class AgentStep:
 
     @property
     def logprobs(self) -> FloatArray | None:
-        """Their logprobs, float32 `[_C]`; None where the server gave none."""
+        """Their logprobs, float32 `[_C]`; None if the server gave none."""
         return self._tokens("logprobs")
 
     @property
@@ -223,7 +223,7 @@ class Rollout:
 
     `meta` has `episode_truncated`, `truncation_reason` and whatever a protocol adds. A delegated
     rollout names its parent's rollout and the index of the step there that asked for it; `depth` is
-    0 for the episode's own agents. `error` is set where it failed; its steps are kept.
+    0 for the episode's own agents. `error` is set if it failed; its steps are kept.
     """
 
     rollout_id: str

@@ -46,7 +46,7 @@ async def outlast(work: asyncio.Future[Any]) -> asyncio.CancelledError | None:
 
 
 async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:
-    """Return what `work` returns, after its end also where this task is cancelled meanwhile.
+    """Return what `work` returns, after its end also when this task is cancelled meanwhile.
 
     Raises:
         asyncio.CancelledError: this task was cancelled, before or meanwhile; what `work` raised is

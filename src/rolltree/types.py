@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from itertools import count
-from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, cast
 
 from rolltree.openai_shape import (
     ResponseChoice,
+    ResponseList,
     ResponsePart,
     dump_response,
     same_value,
@@ -95,11 +96,11 @@ class BaseRolloutInput(TypedDict):
     task: str
 
 
-class RolloutInput(BaseRolloutInput):
+class RolloutInput(BaseRolloutInput, total=False):
     """One dataset row, which is the input of one rollout."""
 
-    answer: NotRequired[str]
-    info: NotRequired[Info]
+    answer: str
+    info: Info
 
 
 class RolloutTiming(TypedDict):
@@ -204,10 +205,14 @@ class ModelResponse:
     call: int | None = field(default=None, init=False, repr=False)
 
     @classmethod
-    def overlong_prompt(cls) -> ModelResponse:
-        """Return the response to a prompt that does not fit: empty, with its `id` saying so."""
+    def overlong_prompt(cls, problem: str | None = None) -> ModelResponse:
+        """Return the response to a prompt that does not fit: empty, with its `id` saying so.
+
+        `info["problem"]` is what the server said.
+        """
         empty = {"role": "assistant", "content": ""}
-        return cls(empty, "", FinishReason.LENGTH, id=OVERLONG_PROMPT)
+        info = {} if problem is None else {"problem": problem}
+        return cls(empty, "", FinishReason.LENGTH, id=OVERLONG_PROMPT, info=info)
 
     def placed(self, tree: Any, call: int) -> ModelResponse:
         """Note that this call lies in `tree` (a `TokenTree`) as `call`. Returns itself."""
@@ -226,6 +231,10 @@ class ModelResponse:
             object.__setattr__(self, "time_s", round(time_s, 6))
         return self
 
+    def to_info(self) -> dict[str, Any]:
+        """Return what a step's `info` says of the call (spec 2): its `finish_reason`."""
+        return {"finish_reason": str(self.finish_reason)}
+
     def annotated(self, *, wait_s: float = 0.0, **info: Any) -> ModelResponse:
         """Return this response with more waiting and more `info`, at the same place in the tree."""
         made = replace(self, wait_s=self.wait_s + wait_s, info={**self.info, **info})
@@ -234,7 +243,7 @@ class ModelResponse:
     @property
     def choices(self) -> list[ResponseChoice]:
         """The one choice."""
-        return [ResponseChoice(self)]
+        return ResponseList([ResponseChoice(self)])
 
     @property
     def object(self) -> str:
@@ -256,7 +265,7 @@ class ModelResponse:
     @property
     def prompt_token_ids(self) -> list[int] | None:
         """The prompt's ids, as vLLM names them."""
-        return None if self.prompt_ids is None else self.prompt_ids.tolist()
+        return None if self.prompt_ids is None else ResponseList(self.prompt_ids.tolist())
 
     def model_dump(self, *, mode: str = "python", exclude_none: bool = False) -> dict[str, Any]:
         """Return the response as a dict of OpenAI's shape, with vLLM's fields for token ids."""
@@ -292,6 +301,10 @@ class ModelResponse:
 
 def _response_of(values: dict[str, Any]) -> ModelResponse:
     return ModelResponse(**values)
+
+
+ChatResponse: TypeAlias = ModelResponse
+"""The name that spec 2 has for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,6 +348,7 @@ class Records:
     logprob `logprob[r]` at `temperature[r]` under policy `version[r]`, and the rollout
     `rollout[r]` credits it with `advantage[r]`. `weight` scales its loss (0 drops it). `call` is
     the index of the model call inside its rollout, `offset` the token's index in its completion.
+    `extra` has the further inputs of a loss by name, each float32 `[_R]`; NaN means unknown.
     """
 
     source: IntArray
@@ -347,6 +361,7 @@ class Records:
     rollout: IntArray
     call: IntArray
     offset: IntArray
+    extra: Mapping[str, FloatArray] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -404,7 +419,9 @@ class TrainingExample:
 
 
 def as_input(row: Mapping[str, Any]) -> RolloutInput:
-    """Return the input columns of one dataset row, a fresh dict.
+    """Return the input of one dataset row, a fresh dict with all columns.
+
+    An input field that is None counts as missing.
 
     Raises:
         ValueError: `prompt` or `example_id` is missing.
@@ -415,7 +432,7 @@ def as_input(row: Mapping[str, Any]) -> RolloutInput:
             f"a dataset row has no {' and no '.join(map(repr, missing))}; a rollout needs both to "
             f"know what to ask and to count it once. The row has: {', '.join(map(repr, row))}."
         )
-    known = {key: row[key] for key in INPUT_FIELDS if row.get(key) is not None}
+    known = {k: v for k, v in row.items() if v is not None or k not in INPUT_FIELDS}
     known.setdefault("task", "default")
     return cast(RolloutInput, known)
 

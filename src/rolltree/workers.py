@@ -42,7 +42,9 @@ _PASSED = (
     *("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "TMPDIR"),
     *("LANG", "LC_ALL", "TZ"),
 )
-_BOOT = "import sys; sys.path[:] = sys.argv[4:]; from rolltree.workers import serve; serve()"
+_BOOT = (
+    "import sys; sys.path[:] = sys.argv[4:]; from rolltree import workers; workers.serve_requests()"
+)
 
 
 class WorkerDied(Exception):
@@ -316,7 +318,7 @@ def _end(process: subprocess.Popen[bytes], held: int, said: IO[bytes], owner: in
 # In the worker process
 
 
-def serve() -> None:
+def serve_requests() -> None:
     """Answer requests until the other side is gone; arguments are those of `_Worker`."""
     target, lifeline, memory_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     _end_with_parent(lifeline)

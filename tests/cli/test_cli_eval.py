@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -171,7 +172,7 @@ def test_the_key_is_used_and_never_written(env, tmp_path):
         assert key.encode() not in file.read_bytes(), file.name
     with Run.open(tmp_path / "run", mode="r") as run:
         (failed,) = run.rollouts(status="error")
-        assert failed.errors[0]["message"] == "the key is [redacted]"
+        assert failed.errors[0]["message"].startswith("the key is [redacted] (")
         assert key not in str(list(decode_results(run.rollouts())))
 
 
@@ -286,3 +287,13 @@ def test_show_and_export(env, tmp_path):
     light = invoke("data", tmp_path / "run", "rollouts", "-o", tmp_path / "light.jsonl")
     assert "wrote 2 rows" in light.stdout
     assert "trajectory" not in json.loads((tmp_path / "light.jsonl").read_text().splitlines()[0])
+
+
+def test_a_dead_server_is_said_within_seconds(env, tmp_path):
+    with socket.socket() as held:  # nobody listens
+        held.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{held.getsockname()[1]}/v1"
+        result = invoke("eval", env, "-m", "m", "-b", url, "-n", 2, "--run", tmp_path / "run")
+    assert result.exit_code == 1
+    assert "error: no server has answered for" in result.stderr
+    assert "nothing was sampled" in result.stderr

@@ -57,7 +57,7 @@ FLAGS = {
     "init": {"name", "--kind", "--path"},
     "env list": set(),
     "env install": {"where", "-e", "--editable"},
-    "env migrate": {"path", "--write", "--env-args", "-a", "--no-check"},
+    "env migrate": {"path", "--write", "--force", "--env-args", "-a", "--no-check"},
     "env check": {
         "env", "-a", "--env-args", "-n", "--num-examples", "--reward-range", "--allow", "--compat",
         "--json",
@@ -128,6 +128,10 @@ def test_models():
         (["serve", "tiny", "--api-key-env", "sk-abc123"], "takes the name of an environment"),
         (["serve", "tiny", "--logprobs-mode", "raw_logprob"], "Did you mean 'raw_logprobs'"),
         (["serve", "no-such-model"], "there is no model 'no-such-model'"),
+        (["serve", "tiny", "--device", "gpu"], "the device 'gpu' is not one that torch has"),
+        (["serve", "tiny", "--device", "cpu:a"], "the device 'cpu:a' is not one"),
+        (["serve", "tiny", "--dtype", "float8"], "unknown dtype 'float8'"),
+        (["eval", "e", "-k", "MY_API_KEY"], "Set MY_API_KEY in this shell"),
         (["train", "missing.toml"], "missing.toml cannot be read"),
         (["show", "missing"], "is not a run directory"),
     ],
@@ -148,3 +152,39 @@ def test_flags_that_the_parser_refuses(words):
     result = invoke(*words)
     assert result.exit_code == 2
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["eval", "arithmetic", "-m", "no-such-model"],
+        ["serve", "no-such-model"],
+        ["serve", "tiny", "--device", "gpu"],
+        ["serve", "tiny", "--dtype", "float8"],
+    ],
+)
+def test_a_wrong_model_or_device_is_said_before_torch_is_imported(words, tmp_path):
+    """Importing torch takes seconds, minutes on a cold disk."""
+    code = (
+        "import sys, rolltree.cli\n"
+        f"status = rolltree.cli.app({words}, standalone_mode=False)\n"
+        "print(status, 'torch' in sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    assert result.stdout == "2 False\n", result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch):
+    import importlib.util
+
+    import rolltree as rt
+    from rolltree.errors import ConfigError
+    from rolltree.models import load
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(load, "find_spec", lambda name: None if name == "torch" else found(name))
+    with pytest.raises(ConfigError, match=r"torch is not installed.*rolltree\[train\]"):
+        rt.load_model("tiny")

@@ -145,8 +145,7 @@ def test_the_command_line_prints_in_one_place():
         if re.search(r"(?<![\w.])print\(|\bConsole\(|click\.echo", line)
     ]
     assert bare == [
-        "arguments.py: print(line, file=sys.stderr if error else sys.stdout, flush=True)",
-        "arguments.py: print(json.dumps(redact(to_plain(value)), indent=2))",
+        "arguments.py: print(text, file=file, flush=True)",
         "env.py: print(json.dumps(asdict(report), indent=2, default=str))",
         'serve.py: print(f"token: {used_token}", flush=True)',
         'serve.py: print(f"admin token: {used_admin_token}", flush=True)',

@@ -1,6 +1,7 @@
 """What goes wrong around a command is one message that says what to do, never a traceback."""
 
 import logging
+import os
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from rolltree.cli import app
 from rolltree.errors import ConfigError
 from rolltree.evaluation import evaluate
 from rolltree.inference.client import sampling_from_args
+from rolltree.store import Run
 from rolltree.testing import HttpFault, ScriptedClient, ScriptedServer
 
 SUM = """
@@ -244,3 +246,32 @@ def test_mlflow_works_with_what_the_extra_installs(tmp_path, monkeypatch):
         ["0.5", "1"],
         ["0.5", "2"],
     ]
+
+
+COMMAND = [sys.executable, "-c", "from rolltree.cli import main; main()"]
+
+
+@pytest.mark.parametrize("words", [["show"], ["show", "--json"]])
+def test_nobody_reads_what_a_command_prints(tmp_path, words):
+    with Run.create(tmp_path / "run", config={}, kind="train") as run:
+        run.add_step(1, {"reward/mean": 0.5})
+    read, write = os.pipe()
+    os.close(read)
+    ran = subprocess.run(
+        [*COMMAND, *words, str(tmp_path / "run")],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(write)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_a_result_that_cannot_be_printed_is_an_error():
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(
+            [*COMMAND, "models"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert ran.returncode == 1
+    assert "free some space" in ran.stderr

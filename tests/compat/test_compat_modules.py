@@ -41,6 +41,8 @@ def test_every_module_has_its_names(path):
 
 @pytest.mark.parametrize("name", SOURCE_OF)
 def test_every_name_can_be_fetched(name):
+    if not SOURCE_OF[name].startswith("rolltree"):
+        pytest.importorskip(SOURCE_OF[name], exc_type=ImportError)
     assert getattr(vf, name) is getattr(vf, name)
 
 

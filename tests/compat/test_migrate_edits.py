@@ -131,14 +131,54 @@ def test_the_command_shows_writes_and_checks(tmp_path):
     assert "verifiers" not in (folder / "my_env.py").read_text()
 
 
-def test_the_command_says_what_differs(tmp_path):
+def raising_module(tmp_path):
     folder = write_module(tmp_path)
-    text = (folder / "my_env.py").read_text()
-    raising = text.replace("    return 1.0 / ", "    return 1.0 / 0 / ").replace(
-        "return 1.0 /", "return 1.0 /"
-    )
-    assert raising != text
-    (folder / "my_env.py").write_text(raising)
-    done = CliRunner().invoke(app, ["env", "migrate", str(folder)])
+    file = folder / "my_env.py"
+    file.write_text("#!/usr/bin/env python\n" + file.read_text().replace("1.0 / ", "1.0 / 0 / "))
+    return folder, file
+
+
+def test_what_plays_differently_is_not_written(tmp_path):
+    folder, file = raising_module(tmp_path)
+    before = file.read_text()
+    done = CliRunner().invoke(app, ["env", "migrate", str(folder), "--write"])
     assert done.exit_code == 1
     assert "differs: example 0" in done.stdout
+    assert "nothing was written" in done.stdout
+    assert "--force" in done.stdout
+    assert file.read_text() == before
+    done = CliRunner().invoke(app, ["env", "migrate", str(folder), "--write", "--force"])
+    assert done.exit_code == 1
+    written = file.read_text()
+    assert written.startswith("#!/usr/bin/env python\n# TODO: since `rolltree env migrate` ")
+    assert "# example 0, always '': reward was 0.0, is null\n" in written
+    assert "import rolltree as vf\n" in written
+    compile(written, "my_env.py", "exec")
+
+
+def test_what_cannot_be_played_is_not_written(tmp_path):
+    folder = write_module(tmp_path)
+    file = folder / "my_env.py"
+    file.write_text(file.read_text() + "\nimport no_such_package_anywhere\n")
+    before = file.read_text()
+    done = CliRunner().invoke(app, ["env", "migrate", str(folder), "--write", "--force"])
+    assert done.exit_code != 0
+    assert file.read_text() == before
+
+
+@pytest.mark.parametrize("up", [1, 2])
+def test_an_environment_that_imports_from_a_sibling_is_played(tmp_path, up):
+    home = tmp_path / "work" / "envs"
+    folder = write_module(home)
+    shared = folder.parents[up - 1] / "shared"
+    shared.mkdir()
+    (shared / "shared_rewards.py").write_text("def half(completion, **kwargs):\n    return 0.5\n")
+    file = folder / "my_env.py"
+    where = f"Path(__file__).resolve().parents[{up}] / 'shared'"
+    file.write_text(
+        f"import sys\nfrom pathlib import Path\nsys.path.insert(0, str({where}))\n"
+        "from shared_rewards import half\n" + file.read_text().replace("shortness],", "half],")
+    )
+    done = CliRunner().invoke(app, ["env", "migrate", str(folder), "-a", '{"num_examples": 2}'])
+    assert done.exit_code == 0, done.output
+    assert "before and after: all the same" in done.stdout

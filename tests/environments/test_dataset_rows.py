@@ -156,7 +156,7 @@ def test_splits_are_separate():
     env = single(eval_dataset=[{"question": "held out", "answer": "x"}])
     assert (env.num_examples("train"), env.num_examples("eval")) == (3, 1)
     assert env.example("eval", 0)["prompt"] == user("held out")
-    assert set(env.example("train", 0)) == {"prompt", "answer", "example_id", "task"}
+    assert set(env.example("train", 0)) == {*ROWS[0], "prompt", "example_id", "task"}
 
 
 def test_no_data_is_an_error():

@@ -294,8 +294,7 @@ class TestDelegation:
         results = run(environment, client)
         results[0].states[1]["reward"] = 0.0
         report = assign_credit(results[:2], "dr_grpo")
-        got = [[s["advantage"] for s in r.states] for r in results[:2]]
-        assert got == [[0.0, -0.5, 0.0], [0.0, 0.5, 0.0]]
+        assert [a[0] for a in report.advantages] == [0.0, -0.5, 0.0, 0.0, 0.5, 0.0]
         assert len(report.trained) == 6
 
     def test_a_child_that_fails_does_not_fail_the_episode(self, tmp_path):
@@ -365,11 +364,10 @@ class TestSeveralAgents:
         client = ScriptedClient(lambda messages: next(said))
         results = run(environment, client)
         assert [[s["agent"] for s in r.states] for r in results] == [["left", "right"]] * 2
-        assign_credit(results, "dr_grpo")
+        report = assign_credit(results, "dr_grpo")
         by_agent = {"left": [], "right": []}
-        for result in results:
-            for state in result.states:
-                by_agent[state["agent"]].append(state["advantage"])
+        for state, advantages in zip(report.trained, report.advantages, strict=True):
+            by_agent[state["agent"]].append(advantages[0])
         assert sorted(by_agent["left"] + by_agent["right"]) == [-0.5, 0.0, 0.0, 0.5]
         states = environment.generate_sync(
             environment.get_dataset(1), ScriptedClient(["yes"])

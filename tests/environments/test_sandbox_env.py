@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from env_scripts import ScriptedModel, a_request
 
+import rolltree as rt
 from rolltree.environments import cleanup
 from rolltree.environments.sandbox_env import PythonEnv, SandboxEnv
 from rolltree.errors import SandboxError, SandboxUnavailable
@@ -224,6 +225,33 @@ async def test_what_a_model_can_cause_is_an_answer_and_no_failed_rollout(backend
     assert "too long" in told[1]
     assert "not a path inside" in told[2]
     assert "no file 'none'" in told[3]
+
+
+@pytest.mark.parametrize(
+    "act", ["chmod 0 .", "mkdir .program-2.py .program-3.py", "touch \"$(printf '\\377')\""]
+)
+@pytest.mark.parametrize("level", ["auto", "landlock", "rlimits"])
+async def test_what_code_does_to_its_sandbox_is_scored(level, act, tmp_path):
+    """`chmod 0 .` failed the next call, so the rollout had no reward, and was played again."""
+    tmp_path.chmod(0o755)
+    made = LocalBackend(level, base=tmp_path, allow_weaker=True)
+    env = PythonEnv(
+        sandbox=made, dataset=ROWS, shell=True, stateful=False, rubric=rt.Rubric([zero])
+    )
+    state = await play(
+        env,
+        call("bash", command=act),
+        call("bash", command="echo on"),
+        call("python", code="1"),
+        "0",
+    )
+    assert answers(state)[1] == "on"
+    assert (state["error"], state["reward"]) == (None, 0.0)
+    assert nothing_left(env, tmp_path)
+
+
+def zero(completion):
+    return 0.0
 
 
 async def test_tools_of_ones_own_run_outside(backend):

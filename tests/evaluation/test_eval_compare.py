@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltree.errors import ConfigError
-from rolltree.evaluation import Settings, build_report, compare, pass_at_k, pass_hat_k
-from rolltree.evaluation.comparison import example_changes, measure_names
+from rolltree.evaluation import Settings, build_report, compare_reports, pass_at_k, pass_hat_k
+from rolltree.evaluation.comparison import compare_values, example_changes, measure_names
 from rolltree.evaluation.paired import paired_difference
 from rolltree.store import StoredRollout
 
@@ -109,14 +109,27 @@ class TestInterval:
     def test_the_mean_lies_in_it(self, pairs):
         a, b = np.array(pairs).T
         found = paired_difference(a[None], b[None])
-        assert found.low - 1e-6 <= found.mean <= found.high + 1e-6
+        assert found.low <= found.mean <= found.high
+
+    @pytest.mark.parametrize("num_runs", [1, 3])
+    def test_shares_stay_in_their_bounds(self, num_runs):
+        """Of few examples, a t interval of shares would leave [0, 1], and of changes [-1, 1]."""
+        a = [{i: [float(i == run)] for i in range(4)} for run in range(num_runs)]
+        b = [{i: [1.0 - (i == run) / 2] for i in range(4)} for run in range(num_runs)]
+        found = compare_values(a, b)
+        for arm in (found.before, found.after):
+            assert 0.0 <= arm.low <= arm.mean <= arm.high <= 1.0
+        gain = found.difference
+        assert -1.0 <= gain.low <= gain.mean <= gain.high <= 1.0
+        large = compare_values([{i: [9.0 * i] for i in range(4)}], [{i: [0.0] for i in range(4)}])
+        assert large.difference.low < -9
 
 
 class TestVerdict:
     def test_noise_says_what_it_would_take(self):
         a = report({i: [float(i % 2)] for i in range(50)})
         b = report({i: [float(i % 2)] if i else [1.0] for i in range(50)})
-        found = compare(a, b)
+        found = compare_reports(a, b)
         assert found.verdict == "noise"
         said = found.sentence("old", "new")
         assert said.startswith("The reward of new differs from that of old by +0.020 [")
@@ -126,21 +139,21 @@ class TestVerdict:
     def test_a_difference(self):
         a = report({i: [0.0] for i in range(50)})
         b = report({i: [float(i < 30)] for i in range(50)})
-        found = compare(a, b)
+        found = compare_reports(a, b)
         assert found.verdict == "higher"
         assert found.sentence("old", "new").endswith("over 50 examples: not noise.")
-        assert compare(b, a).verdict == "lower"
+        assert compare_reports(b, a).verdict == "lower"
 
     @pytest.mark.parametrize(("num", "verdict"), [(1, "too few"), (5, "too few"), (6, "higher")])
     def test_five_of_five_may_be_chance(self, num, verdict):
         """Five differences of one sign come by chance in 1 of 16 cases, six in 1 of 32."""
         a, b = ({i: [x + i / 100] for i in range(num)} for x in (0.0, 5.0))
-        found = compare(report(a), report(b))
+        found = compare_reports(report(a), report(b))
         assert found.verdict.startswith(verdict)
         assert ("not noise" in found.sentence()) == (verdict == "higher")
 
     def test_as_dict_is_json(self):
-        found = compare(report({0: [1.0], 1: [0.0]}), report({0: [1.0], 1: [1.0]}))
+        found = compare_reports(report({0: [1.0], 1: [0.0]}), report({0: [1.0], 1: [1.0]}))
         data = json.loads(json.dumps(found.as_dict(), allow_nan=False))
         assert data["difference"]["mean"] == 0.5
         assert data["verdict"] == "too few examples"
@@ -151,7 +164,7 @@ class TestMeasures:
         # A passes 1 of 4 and 4 of 4, B 2 of 4 and 4 of 4
         a = report({0: [1.0, 0.0, 0.0, 0.0], 1: [1.0] * 4})
         b = report({0: [1.0, 1.0, 0.0, 0.0], 1: [1.0] * 4})
-        found = {name: compare(a, b, measure=name) for name in measure_names((a, b))}
+        found = {name: compare_reports(a, b, measure=name) for name in measure_names((a, b))}
         assert found["pass@2"].before.mean == pytest.approx((1 / 2 + 1) / 2)
         assert found["pass@2"].after.mean == pytest.approx((5 / 6 + 1) / 2)
         assert found["pass^2"].before.mean == pytest.approx((0 + 1) / 2)
@@ -183,7 +196,7 @@ class TestMeasures:
         names = measure_names((a, b))
         assert "metric/m" in names
         assert "metric/only_a" not in names
-        found = {name: compare(a, b, measure=name).difference.mean for name in names}
+        found = {name: compare_reports(a, b, measure=name).difference.mean for name in names}
         assert found["failed"] == -0.25
         assert found["truncated"] == -0.5
         assert found["num_completion_tokens"] == pytest.approx((14 - 5 + 4) / 2)
@@ -192,12 +205,12 @@ class TestMeasures:
     def test_an_unknown_measure_names_the_nearest(self):
         one = report({0: [1.0]})
         with pytest.raises(ConfigError, match=r"no measure 'pass@3'.*'pass@1'"):
-            compare(one, one, measure="pass@3")
+            compare_reports(one, one, measure="pass@3")
 
     def test_a_common_example_is_one_of_all_runs(self):
         a = [report({0: [0.0], 1: [1.0], 2: [1.0]}), report({0: [1.0], 1: [1.0], 3: [0.0]})]
         b = [report({0: [1.0], 1: [1.0], 2: [1.0]})]
-        found = compare(a, b)
+        found = compare_reports(a, b)
         assert (found.difference.num_examples, found.num_runs) == (2, (2, 1))
         assert (found.before.mean, found.after.mean) == (0.75, 1.0)
         assert (found.num_only_a, found.num_only_b) == (2, 1)

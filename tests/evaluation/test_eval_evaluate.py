@@ -6,7 +6,7 @@ import json
 import pytest
 
 from rolltree.errors import ConfigError, record_error
-from rolltree.evaluation import compare, evaluate, write_results
+from rolltree.evaluation import compare_reports, evaluate, write_results
 from rolltree.rollouts import RolloutSource
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
@@ -264,7 +264,7 @@ async def test_before_and_after(tmp_path):
     with Run.create(tmp_path) as run:
         before = await evaluate(EchoSource(), EchoClient(), run=run, phase="before")
         after = await evaluate(Better(), EchoClient(), run=run, phase="after")
-    found = compare(before, after)
+    found = compare_reports(before, after)
     assert found.difference.mean == 0.5
     assert found.difference.num_examples == 4
 

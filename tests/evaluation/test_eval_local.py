@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import rolltree as rt
-from rolltree.evaluation import compare, evaluate
+from rolltree.evaluation import compare_reports, evaluate
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
 
@@ -88,7 +88,7 @@ async def test_a_run_that_is_continued_equals_one_that_was_not(tiny, tmp_path):
         parts = await run_it(tiny(), run)
     assert parts.num_resumed == 1
     assert [o.reward for o in parts.outcomes] == [o.reward for o in whole.outcomes]
-    assert compare(whole, parts).difference.mean == 0.0
+    assert compare_reports(whole, parts).difference.mean == 0.0
 
 
 @pytest.mark.model

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltree.evaluation import REDUCERS, Settings, build_report, compare, outcomes
+from rolltree.evaluation import REDUCERS, Settings, build_report, compare_reports, outcomes
 from rolltree.store import StoredRollout
 
 rewards = st.sampled_from([0.0, 1.0]) | st.floats(-5, 5)
@@ -124,7 +124,7 @@ def test_comparing_with_itself_finds_nothing(rows):
     report = build_report(rows)
     if report.reward is None:
         return
-    found = compare(report, report)
+    found = compare_reports(report, report)
     assert found.difference.mean == 0.0
     assert not found.is_significant
     assert (found.num_only_a, found.num_only_b) == (0, 0)
@@ -137,7 +137,7 @@ def test_comparing_the_other_way_round_changes_the_sign(rows_a, rows_b):
         o.example for o in b.outcomes if o.reward is not None
     }:
         return
-    there, back = compare(a, b), compare(b, a)
+    there, back = compare_reports(a, b), compare_reports(b, a)
     assert there.difference.mean == pytest.approx(-back.difference.mean)
     assert there.is_significant == back.is_significant
     if there.difference.low is not None:

@@ -6,7 +6,14 @@ import math
 import pytest
 
 from rolltree.errors import ConfigError
-from rolltree.evaluation import REDUCERS, Settings, build_report, compare, outcomes, stored_report
+from rolltree.evaluation import (
+    REDUCERS,
+    Settings,
+    build_report,
+    compare_reports,
+    outcomes,
+    stored_report,
+)
 from rolltree.store import Run, StoredRollout
 
 
@@ -75,6 +82,25 @@ class TestCounting:
         assert report.reward.mean == pytest.approx(2 / 3)  # a truncated rollout has its reward
         assert report.results["truncations"] == {"max_steps": 1}
         assert list(report.results["stops"].items()) == [("solved", 2), ("a", 1)]
+
+    def test_reward_functions_that_raised_are_counted_with_the_first_message(self):
+        def raised(example, function, message, **fields):
+            error = {"function": function, "type": "KeyError", "message": message}
+            return row(example, errors=(error,), **fields)
+
+        rows = [
+            raised(0, "b", "x", reward=0.0),
+            raised(1, "a", "y", reward=0.0),
+            raised(2, "a", "z", status="error", error_type="KeyError"),
+            row(3, reward=1.0, errors=({"type": "E", "message": "of no function"},)),
+            raised(4, "a", "of an agent", reward=0.0),
+            row(4, trajectory_index=1, reward=0.0),
+        ]
+        found = build_report(rows).results["scoring_errors"]
+        assert list(found.items()) == [
+            ("a", {"num": 3, "first": "KeyError: y"}),
+            ("b", {"num": 1, "first": "KeyError: x"}),
+        ]
 
     def test_tasks_and_metrics(self):
         rows = [
@@ -152,7 +178,7 @@ class TestCompare:
         # differences 1, 2, 3 on the common examples: 2 +- 2.484
         a = self.report({0: 0.0, 1: 5.0, 2: 10.0, 7: 1.0})
         b = self.report({0: 1.0, 1: 7.0, 2: 13.0, 8: 1.0, 9: 1.0})
-        found = compare(a, b)
+        found = compare_reports(a, b)
         assert found.difference.mean == 2.0
         assert found.difference.low == pytest.approx(-0.484, abs=1e-3)
         assert (found.before.mean, found.after.mean) == (5.0, 7.0)
@@ -163,12 +189,12 @@ class TestCompare:
         """Every example gains 0.1 to 0.2, while examples differ by far more than that."""
         before = {i: float(i) for i in range(10)}
         after = {i: i + 0.1 + 0.01 * (i % 2) for i in range(10)}
-        found = compare(self.report(before), self.report(after))
+        found = compare_reports(self.report(before), self.report(after))
         assert found.is_significant
         assert found.before.high > found.after.low
 
     def test_worse_is_significant_too(self):
-        found = compare(
+        found = compare_reports(
             self.report({0: 1.0, 1: 1.0, 2: 0.9, 3: 1.0, 4: 1.0, 5: 0.8}),
             self.report(dict.fromkeys(range(6), 0.0)),
         )
@@ -178,8 +204,8 @@ class TestCompare:
     def test_rollouts_of_an_example_are_averaged_first(self):
         a = build_report([row(0, 0, reward=0.0), row(0, 1, reward=1.0), row(1, reward=0.0)])
         b = build_report([row(0, reward=1.0), row(1, reward=1.0)])
-        assert compare(a, b).difference.mean == pytest.approx((0.5 + 1.0) / 2)
+        assert compare_reports(a, b).difference.mean == pytest.approx((0.5 + 1.0) / 2)
 
     def test_nothing_in_common(self):
         with pytest.raises(ConfigError, match="no scored example in common"):
-            compare(self.report({0: 1.0}), self.report({1: 1.0}))
+            compare_reports(self.report({0: 1.0}), self.report({1: 1.0}))

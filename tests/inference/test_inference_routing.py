@@ -87,9 +87,9 @@ def forged(shape: str) -> str:
     ("value", "message"),
     [
         ([[[1, 2]]], "is a list"),
-        ("&&", "is no base64"),
-        ("AAAA", r"is no \.npy file"),
-        (npy(GOOD)[:40], r"is no \.npy file"),
+        ("&&", "is not base64"),
+        ("AAAA", r"is not a \.npy file"),
+        (npy(GOOD)[:40], r"is not a \.npy file"),
         (npy(GOOD)[:-8], "has 19 bytes for an array of uint8 and shape"),
         (npy(GOOD.astype(np.float32)), "array of float32"),
         (npy(GOOD[0]), r"shape \(3, 2\)"),

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from local_models import ask, greedy, new_model, shared_model
+from local_models import ask, check, greedy, new_model, random_prompt, shared_model
 from transformers import AutoConfig, AutoModelForCausalLM, T5ForConditionalGeneration
 
 from rolltree.errors import UnsupportedSetting
@@ -138,6 +139,44 @@ def test_position_embeddings_that_move_later_are_served() -> None:
     with pytest.raises(UnsupportedSetting, match="passes 48 tokens"):
         LocalEngine(model, max_context=49)
     assert LocalEngine(model, max_batch=1).max_context == 48
+
+
+LIMIT = 48
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": LIMIT,
+    "rope_theta": 1e4,
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    ("kind", "rope"), [("llama", DYNAMIC), ("olmo2", DYNAMIC), ("llama", LONGROPE)]
+)
+async def test_angles_of_a_longer_sequence_do_not_reach_the_engine(
+    kind: str, rope: dict[str, Any], when: str
+) -> None:
+    """`before` or `after` the engine is made; up to the very last position that is served."""
+    own = {"max_position_embeddings": LIMIT} if rope is DYNAMIC else {}
+    model = moved(kind, rope_parameters=rope, **own)
+    fresh = copy.deepcopy(model)
+
+    def pass_the_limit() -> None:
+        with torch.no_grad():
+            model(torch.arange(LIMIT + 12)[None] % 97 + 2, use_cache=False)
+
+    if when == "before":
+        pass_the_limit()
+    engine = LocalEngine(model, max_batch=2, max_context=LIMIT)
+    if when == "after":
+        pass_the_limit()
+    prompts = [random_prompt(length, length) % 98 for length in (5, LIMIT - 6)]
+    outputs = [await engine.generate(ask(p, temperature=1.0, max_tokens=6)) for p in prompts]
+    await engine.aclose()
+    check(fresh, outputs, prompts)
 
 
 def test_the_trainers_mode_does_not_disturb() -> None:

@@ -1,6 +1,7 @@
 """The data behind group lens, token lens and tree picture, against numbers worked out by hand."""
 
 import json
+import os
 import time
 
 import numpy as np
@@ -9,12 +10,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import rolltree as rt
 from golden_kit import unpack
-from rolltree.errors import UnknownName
+from rolltree.errors import ConfigError, UnknownName
 from rolltree.records.group_tree import group_tree, tree_picture
-from rolltree.records.rollout_view import rollout_view, tool_errors
+from rolltree.records.rollout_view import rollout_view
 from rolltree.records.token_lens import token_lens
 from rolltree.records.tokenizer import RunTokenizer, found_tokenizer
 from rolltree.rollouts.record import encode_result
+from rolltree.state import tool_errors
 from rolltree.store import Run, TrainedRollout
 from step_kit import answer
 
@@ -247,6 +249,24 @@ def test_a_run_without_a_tokenizer_has_none(run):
     (run.path / "model").mkdir()
     (run.path / "model" / "tokenizer.json").write_text("{}")
     assert token_lens(run, "g/0")["has_tokenizer"] is False
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("kind", ["pipe", "sparse"])
+def test_a_tokenizer_is_read_from_bounded_files(name, kind, tmp_path):
+    byte_level(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(tmp_path / name)
+    else:
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(2**40)
+    if name == "tokenizer.json":
+        with pytest.raises(ConfigError, match="not a tokenizer that can be read"):
+            RunTokenizer(tmp_path)
+    else:
+        assert RunTokenizer(tmp_path).decode([0]) == "a"
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_what_is_ignored_counts_as_equal(run):
 
     assert not replay(run, "eval/guess/1/0", a_game(Changed)).is_equal
     assert replay(run, "eval/guess/1/0", a_game(Changed), ignore=[r"\s+"]).is_equal
-    with pytest.raises(rt.ConfigError, match="no regular expression"):
+    with pytest.raises(rt.ConfigError, match="not a regular expression"):
         replay(run, "eval/guess/1/0", a_game(Changed), ignore=["("])
 
 

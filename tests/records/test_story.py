@@ -9,7 +9,7 @@ import planted_kit
 import rolltree as rt
 from golden_kit import unpack
 from rolltree.records.story import run_story, story
-from rolltree.records.story_facts import MAX_LOOKED, Facts, Looked, Rollout, chosen, read_facts
+from rolltree.records.story_facts import MAX_LOOKED, Facts, Looked, StoryRollout, chosen, read_facts
 from rolltree.records.trends import since
 from rolltree.rollouts.record import encode_result
 from rolltree.store import Run, StoredEvaluation, StoredRollout
@@ -35,7 +35,7 @@ def rollout(step, index, reward=0.0, group=None, **columns):
         "num_calls": 1,
         "num_completion_tokens": 9,
     }
-    return Rollout(**known | columns)
+    return StoryRollout(**known | columns)
 
 
 def told(kind, *, steps=None, rollouts=(), **more):
@@ -146,6 +146,18 @@ def test_a_tool_that_times_out_is_named():
     (found,) = told("timeouts", rollouts=rows, looked=looked)
     assert found["text"] == (
         "The tool search times out: 8 calls in 4 of 16 rollouts that were looked at."
+    )
+    assert (found["severity"], found["evidence"]["view"]) == ("error", "rollout")
+
+
+def test_a_reward_function_that_raises_is_told_with_where():
+    said = "KeyError: 'x' (reward function 'broken', env.py:6)"
+    looked = [Looked(each, scoring_errors=(("broken", said),)) for each in plain(1)[:2]]
+    looked += [Looked(each) for each in plain(1)[:2]]
+    (found,) = told("scoring", rollouts=plain(1), looked=looked)
+    assert found["text"] == (
+        "The reward function broken raised in 2 of 4 rollouts that were looked at, the first time "
+        f"{said}."
     )
     assert (found["severity"], found["evidence"]["view"]) == ("error", "rollout")
 
@@ -330,7 +342,7 @@ def test_the_stories_of_other_real_runs(tmp_path):
 
 @pytest.fixture
 def planted(tmp_path):
-    """Reasoning is stripped in every rollout, empty answers are paid, and a tool is late."""
+    """Reasoning is stripped in every rollout, empty answers earn reward, and a tool is late."""
     with Run.create(tmp_path / "run", kind="train", config={"model": "none"}) as run:
         for index in range(40):
             is_empty = index % 4 == 0
@@ -372,7 +384,7 @@ def test_planted_problems_are_found_in_a_stored_run(planted):
         found["breaks"]["evidence"] | {"view": "tokens", "call": 1, "position": 2}
         == (found["breaks"]["evidence"])
     )
-    assert "Empty answers are paid" in found["empty_answers"]["text"]
+    assert "Empty answers earn reward" in found["empty_answers"]["text"]
     assert int(found["empty_answers"]["evidence"]["request_id"].rpartition("/")[2]) % 4 == 0
     assert "The tool search times out: 20 calls in 20 of 40" in found["timeouts"]["text"]
 
@@ -399,3 +411,28 @@ def test_each_planted_problem_is_the_only_one_that_alarms(tmp_path, problem):
     if problem:
         assert planted_kit.PROBLEMS[problem] in alarms[problem]["text"]
         assert alarms[problem]["evidence"]["view"]
+
+
+def test_a_long_run_is_told_from_a_sample(tmp_path):
+    """What `show` says of 5,000 rollouts reads a fifth of them, and no more of a longer run."""
+    from rolltree.records import story_facts
+    from rolltree.store import Run, StoredRollout
+
+    with Run.create(tmp_path / "run") as run:
+        run.add_rollouts(
+            StoredRollout(request_id=f"{phase}{n}", phase=phase, finish_reason="length", reward=1.0)
+            for n in range(5000)
+            for phase in ("eval", "train")
+        )
+        facts = read_facts(run, quick=True)
+        assert (facts.phase, facts.num_sampled_of) == ("train", 5000)
+        assert len(facts.rollouts) == story_facts.MAX_SAMPLED
+        names = [int(each.request_id.removeprefix("train")) for each in facts.rollouts]
+        assert names == sorted(set(names))
+        gaps = [b - a for a, b in zip([0, *names], [*names, 4999], strict=True)]
+        assert max(gaps) < 5000 // 8
+        told = [each["text"] for each in run_story(run, quick=True)["sentences"]]
+        assert told[0].startswith("100 % of rollouts hit max_tokens")
+        assert "told from 1,024 of 5,000 rollouts" in told[-1]
+        assert not any("told from" in each["text"] for each in run_story(run)["sentences"])
+        assert read_facts(run).num_sampled_of is None

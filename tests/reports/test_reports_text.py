@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from rolltree.evaluation import EvalProgress, build_report, compare
+from rolltree.evaluation import EvalProgress, build_report, compare_reports
 from rolltree.reports import (
     EvalView,
     comparison_table,
@@ -106,13 +106,26 @@ class TestEvaluation:
         assert "1,200 prompt, 30 sampled (7.5 a rollout, 0.5 calls)" in out
         assert "runs/x" in out
 
+    def test_reward_functions_that_raised_are_told_once(self):
+        def raised(function, message):
+            return {"function": function, "type": "KeyError", "message": f"{message} (f.py:3)"}
+
+        failed = {"type": "KeyError", "message": "'x' (f.py:3)"}
+        errors = (failed, raised("broken", "'x'"), raised("other", "'y'"))
+        rows = [row(0, 0.0, errors=errors[2:])]
+        rows += [row(1, status="error", error_type="KeyError", errors=errors)]
+        out = " ".join(shown(evaluation_facts(build_report(rows))).split())
+        assert "1 x KeyError, the first: 'x' (f.py:3)" in out
+        assert "scoring other raised in 2, the first: KeyError: 'y' (f.py:3)" in out
+        assert "broken raised" not in out
+
     def test_comparison(self):
         before = build_report([row(i, 0.0) for i in range(9)] + [row(9, 1.0)])
         after = build_report([row(i, 1.0) for i in range(10)])
-        out = shown(comparison_table(compare(before, after)))
+        out = shown(comparison_table(compare_reports(before, after)))
         assert "+0.900" in out
         assert "excludes 0 (10 pairs)" in out
-        assert "includes 0: not clear" in shown(comparison_table(compare(before, before)))
+        assert "includes 0: not clear" in shown(comparison_table(compare_reports(before, before)))
 
     def progress(self, done, **fields):
         given = {
@@ -186,6 +199,17 @@ class TestTranscript:
         out = shown(transcript(found))
         for text in ("no reward", "failed", "ServerError: 500 [bold]", "again", "so far"):
             assert text in out
+
+    def test_what_reward_functions_raised_is_shown_once(self):
+        def raised(message):
+            return {"type": "ValueError", "message": message, "phase": "scoring", "traceback": ""}
+
+        errors = {"a": raised("bad (f.py:1)"), "b": raised("worse (f.py:2)")}
+        out = shown(transcript(result(scoring_errors=errors)))
+        assert "scoring   ValueError: bad (f.py:1)" in out
+        found = result(ErrorRecord(**raised("bad (f.py:1)")), scoring_errors=errors)
+        assert shown(transcript(found)).count("bad (f.py:1)") == 1
+        assert "scoring   ValueError: worse (f.py:2)" in shown(transcript(found))
 
     def test_strings_and_truncation(self):
         found = result(truncated=True, truncation_reason="max_steps")

@@ -1,6 +1,8 @@
 """Curves, the live table and the report of a stored training run."""
 
+import errno
 import io
+import os
 import re
 import struct
 import subprocess
@@ -14,11 +16,16 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import rolltree
+from rolltree.errors import ConfigError
+from rolltree.estimate import estimate as estimate_of
 from rolltree.evaluation import Estimate
 from rolltree.reports import (
     Curve,
+    SafeConsole,
     TrainView,
+    formatting,
     next_commands,
+    print_report,
     reward_curve,
     save_curve,
     save_reward_curve,
@@ -77,6 +84,12 @@ class TestCurves:
         data = path.read_bytes()
         assert data[:8] == b"\x89PNG\r\n\x1a\n"
         assert struct.unpack(">II", data[16:24]) == (1200, 675)
+
+    @pytest.mark.parametrize("value", [0.0, 1.0])
+    def test_an_evaluation_of_any_size_is_drawn(self, tmp_path, value):
+        """Bars of a length below 0, by rounding, are refused by matplotlib (6 and 7 of 0s, 1s)."""
+        held_out = [(size, estimate_of({i: [value] for i in range(size)})) for size in range(2, 60)]
+        assert save_curve(Curve("t", [1, 2], [0.1, 0.5], held_out), tmp_path / "c.png").exists()
 
     def test_matplotlib_is_optional(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -215,6 +228,68 @@ def terminal(width=160):
 def last_frame(console):
     """Return what the live display leaves behind, its last table."""
     return console.file.getvalue().rpartition(" reward  ")[2]
+
+
+class TestNothingShownFailsARun:
+    @pytest.mark.parametrize(
+        ("where", "error"),
+        [
+            ("save_reward_curve", ValueError("'yerr' must not contain negative values")),
+            ("save_reward_curve", OSError(errno.ENOSPC, "No space left on device")),
+            ("terminal_curve", ZeroDivisionError("height")),
+            ("compare_reports", ConfigError("no scored example in common")),
+            ("transcript", RecursionError("deep")),
+            ("next_commands", KeyError("env")),
+        ],
+    )
+    def test_a_part_that_fails_is_a_warning(self, run, monkeypatch, caplog, where, error):
+        def fail(*args, **options):
+            raise error
+
+        formatting._warn.cache_clear()
+        monkeypatch.setattr(f"rolltree.reports.training.{where}", fail)
+        console = Console(file=io.StringIO(), width=100)
+        print_report(run, console)
+        said = console.file.getvalue()
+        if where == "save_reward_curve":
+            assert f"curve  {error} ({type(error).__name__})" in said
+        else:
+            assert f"({type(error).__name__}: {error})" in caplog.text
+        assert str(run.path) in said.replace("\n", "")
+        assert ("Held-out examples" in said) == (where != "compare_reports")
+        assert ("┤" in said) == (where != "terminal_curve")
+
+    def test_a_full_disk_behind_the_output(self, run, caplog):
+        formatting._warn.cache_clear()
+        with open("/dev/full", "w", encoding="utf-8") as full:
+            print_report(run, SafeConsole(file=full, only_shows=True))
+            assert "nothing more is printed" in caplog.text
+            assert "No space left" in caplog.text
+            with pytest.raises(OSError, match="No space left"):  # a result is not lost in silence
+                SafeConsole(file=full).print("a result")
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, full.fileno())
+            os.close(nowhere)
+
+    def test_nobody_reads_any_more(self):
+        """Rich would end the program; Python's own flush at the end is the program's affair."""
+        read, write = os.pipe()
+        os.close(read)
+        pipe = open(write, "w", encoding="utf-8")  # noqa: SIM115  its own flush fails at the end
+        console = SafeConsole(file=pipe)
+        console.print("one")
+        console.print("two")
+        assert console.quiet
+        with pytest.raises(BrokenPipeError):
+            pipe.close()
+
+    def test_progress(self, caplog):
+        formatting._warn.cache_clear()
+        with TrainView(Console(file=io.StringIO())) as view:
+            view.on_step(1, {"reward/mean": "no number"})
+            view.on_eval("eval_after", 1, {"reward": {"mean": None}}, False)
+            view.on_step(2, {"reward/mean": 0.5})
+        assert caplog.text.count("progress cannot be shown") == 2
 
 
 class TestTrainView:

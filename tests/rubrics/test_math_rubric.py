@@ -101,4 +101,4 @@ def test_answers_run_no_code(tmp_path):
     ],
 )
 def test_compare(gold, said, equal):
-    assert math_worker.compare(gold, said) is equal
+    assert math_worker.compare_answers(gold, said) is equal

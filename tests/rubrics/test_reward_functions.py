@@ -1,6 +1,7 @@
 import asyncio
 import functools
 import threading
+from pathlib import Path
 
 import pytest
 from rubric_states import a_state
@@ -54,10 +55,12 @@ def test_kwargs_get_everything_standard():
     assert names == ["answer", "completion", "example_id", "info", "prompt", "state", "task"][1:]
 
 
-def test_missing_answer_and_info_are_empty():
+def test_a_missing_info_is_empty_and_a_missing_answer_an_error():
     state = a_state()
     del state["answer"], state["info"]
-    assert ask(lambda answer, info: (answer, info), state) == ("", {})
+    assert ask(lambda info, answer="mine": (answer, info), state) == ("mine", {})
+    assert "no column 'answer'" in ask(lambda answer: 1.0, state).message
+    assert "no column 'answer'" in ask(lambda answers: [1.0], state).message
 
 
 def test_an_unknown_argument_is_recorded_with_the_nearest_name():
@@ -75,6 +78,62 @@ def test_exceptions_are_recorded_with_their_traceback():
     outcome = ask(broken)
     assert outcome.type == "ZeroDivisionError"
     assert "in broken" in outcome.traceback
+
+
+def raises(text):
+    raise ValueError(text)
+
+
+def nested(answer):
+    return raises("deep")
+
+
+async def later(answer):
+    return raises("late")
+
+
+def silent(answer):
+    """Returns None."""
+
+
+def typo(completion_):
+    """Asks for what nobody has."""
+
+
+class Scorer:
+    def __call__(self, answer):
+        return raises("object")
+
+    def method(self, answer):
+        return raises("method")
+
+
+@pytest.mark.parametrize(
+    ("func", "name", "at"),
+    [
+        (nested, "nested", 'return raises("deep")'),
+        (later, "later", 'return raises("late")'),
+        (silent, "silent", "def silent"),
+        (typo, "typo", "def typo"),
+        (functools.partial(nested), "nested", 'return raises("deep")'),
+        (functools.partial(raises, "bound"), "raises", "raise ValueError"),
+        (Scorer(), "Scorer", 'return raises("object")'),
+        (Scorer().method, "method", 'return raises("method")'),
+    ],
+)
+def test_a_scoring_error_names_function_file_and_line(func, name, at):
+    state = a_state()
+    asyncio.run(Rubric([func]).score_rollout(state))
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    line = next(number for number, text in enumerate(lines, 1) if at in text)
+    where = f"(reward function {name!r}, tests/rubrics/test_reward_functions.py:{line})"
+    assert state["error"].message.endswith(where)
+    assert state["scoring_errors"][name]["message"] == state["error"].message
+
+
+def test_a_scoring_error_of_a_file_elsewhere_has_its_whole_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert f"(reward function 'nested', {__file__}:" in ask(nested).message
 
 
 def test_names_of_lambdas_partials_and_objects():

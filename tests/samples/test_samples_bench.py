@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,24 @@ def test_stripped_reasoning_table_is_quadratic_and_linear(bench: Any) -> None:
 
 def test_a_trajectory_of_32_turns_is_small(bench: Any) -> None:
     assert bench.trajectory_bytes(bench.make_calls(32, "prefix holds")) < 500_000
+
+
+def test_growth_tells_quadratic_from_linear(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted, not timed: the clock counts the tokens that were sampled, or those of prompts."""
+    clock = [0]
+    monkeypatch.setattr(bench, "build_samples", lambda *args: None)
+    monkeypatch.setattr(bench, "time", SimpleNamespace(process_time=lambda: clock[0]))
+
+    def costs(size: Any) -> float:
+        def insert(calls: list[Any]) -> Any:
+            clock[0] += sum(map(size, calls))
+            return bench.TokenTree()
+
+        monkeypatch.setattr(bench, "insert_token_in", insert)
+        return float(bench.growth(rounds=1))
+
+    assert costs(lambda call: len(call.completion)) == 1
+    assert costs(lambda call: len(call.prompt)) > 3
 
 
 def test_check_fails_when_a_bar_is_missed(

@@ -10,8 +10,15 @@ from hypothesis import strategies as st
 from samples_kit import SCOPES, examples
 
 from rolltree.samples import build_samples
-from rolltree.samples.streams import SampleStream, join_streams, move_streams
-from rolltree.tokens import PlacedStream, StepTokens, TokenStream, TokenTree, Trajectory
+from rolltree.samples.streams import SampleStream, join_streams, move_streams, tree_streams
+from rolltree.tokens import (
+    ROUTED_EXPERTS,
+    PlacedStream,
+    StepTokens,
+    TokenStream,
+    TokenTree,
+    Trajectory,
+)
 from rolltree.types import Sample
 
 IMAGE_A = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -221,3 +228,20 @@ def test_an_edited_step_keeps_versions_and_streams() -> None:
     (changed,) = build_samples([[made]], "step").samples
     assert (changed.records.target.tolist(), changed.records.version.tolist()) == ([9], [4])
     assert changed.info["streams"] == {}
+
+
+def test_routed_experts_of_the_newest_weights_count_and_other_streams_keep_the_first() -> None:
+    tree = TokenTree()
+    for prompt, versions, first in (
+        ([1, 2], [0, 1], 10),  # the weights came in the middle of the answer
+        ([1, 2], [0, 0], 20),
+        ([1, 2, 3, 4, 5], [2, 3], 30),
+        ([1, 2, 9], [3, 3], 40),  # as new as the one before, and later
+    ):
+        values = TokenStream(experts(first, len(prompt) + 1), start=0)
+        streams = {ROUTED_EXPERTS: values, "other": values}
+        tree.insert(prompt, [3, 4], versions=versions, streams=streams)
+    found = tree_streams(tree)
+    routed, other = (found[name].values[:, 0, 0].tolist() for name in (ROUTED_EXPERTS, "other"))
+    assert routed == [30, 31, 32, 33, 34, 35, 42, 43]
+    assert other == [10, 11, 12, 33, 34, 35, 42, 43]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -179,3 +180,79 @@ def test_settings_that_would_be_ignored_are_errors(options: dict[str, Any], word
 def test_a_rollout_without_a_reward_stays_without_one() -> None:
     effect = truncation_effect(rollouts(reward=None)[1], TruncationPolicy("penalise", penalty=1.0))
     assert effect.reward is None
+
+
+def cut_by_max_tokens(finish_reason: str, **fields: Any) -> State:
+    """A rollout of two answers of which the last one ended for this reason."""
+    steps = [
+        step([1], [2], finish_reason="length", turn=0),
+        step([1, 2, 3], [4], finish_reason=finish_reason, turn=1),
+    ]
+    return state(steps, **{"reward": 0.25, "terminated": True, "truncated": False} | fields)
+
+
+@pytest.mark.parametrize("mode", ["keep", "mask", "drop"])
+def test_a_cut_completion_is_no_truncated_episode(mode: Any) -> None:
+    one = cut_by_max_tokens("length")
+    effect = truncation_effect(one, TruncationPolicy(mode))
+    assert (effect.mode, effect.truncated, effect.in_loss) == ("keep", False, True)
+    assert effect.is_completion_cut
+    report = build_samples([one], truncation=TruncationPolicy(mode)).report
+    assert report["num_truncated_completions"] == 1
+    assert report["num_masked_completions"] == report["num_masked_tokens"] == 0
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("mode", ["keep", "mask", "drop"])
+def test_cut_completions_can_be_masked(scope: Any, mode: Any) -> None:
+    """The last answer decides: an earlier one that was cut and went on is trained, as in TRL."""
+    policy = TruncationPolicy(mode, mask_truncated_completions=True)
+    both = [cut_by_max_tokens("length"), cut_by_max_tokens("stop", reward=0.75)]
+    batch = build_samples(both, scope, truncation=policy)
+    weights: dict[int, set[float]] = {0: set(), 1: set()}
+    for sample in batch.samples:
+        for rollout, weight in zip(sample.records.rollout, sample.records.weight, strict=True):
+            weights[int(rollout)].add(float(weight))
+    assert weights == {0: {0.0}, 1: {1.0}}
+    assert batch.report["num_masked_completions"] == 1
+    assert batch.report["num_masked_tokens"] == 2
+    assert batch.report["reward_mean"] == 0.5  # its reward counts
+
+
+def test_credit_counts_the_rewards_of_masked_completions() -> None:
+    results = [
+        RolloutResult(
+            replace(REQUEST, request_id=f"r{index}"),
+            (cut_by_max_tokens(reason, reward=reward),),
+            None,
+        )
+        for index, (reason, reward) in enumerate(
+            [("length", 0.0), ("stop", 1.0), ("length", 0.5), ("stop", 0.5)]
+        )
+    ]
+    for is_on in (False, True):
+        policy = CreditPolicy(truncation=TruncationPolicy(mask_truncated_completions=is_on))
+        report = assign_credit(results, "dr_grpo", policy)
+        assert [a[0] for a in report.advantages] == [-0.5, 0.5, 0.0, 0.0]
+        assert report.metrics["credit/truncated_completions_share"] == 0.5
+        assert report.metrics["credit/masked_completions_share"] == 0.5 * is_on
+        assert report.metrics["credit/truncated_share"] == 0.0
+        assert [effect.in_loss for effect in report.effects] == [not is_on, True] * 2
+
+
+def test_a_rollout_that_is_cut_both_ways_follows_both() -> None:
+    one = cut_by_max_tokens("length", truncated=True, truncation_reason="max_steps")
+    policy = TruncationPolicy("penalise", penalty=1.0, mask_truncated_completions=True)
+    effect = truncation_effect(one, policy)
+    assert (effect.reward, effect.counts, effect.in_loss) == (-0.75, True, False)
+
+
+def test_advantages_given_by_value_win_and_must_fit() -> None:
+    state = cut_by_max_tokens("stop", advantage=7.0)
+    (sample,) = build_samples([state], advantages=[[0.5, 0.25]]).samples
+    assert set(sample.records.advantage.tolist()) == {0.5, 0.25}
+    (sample,) = build_samples([state]).samples
+    assert set(sample.records.advantage.tolist()) == {7.0}
+    for wrong in ([], [[0.5]]):
+        with pytest.raises(ConfigError, match="cannot be matched"):
+            build_samples([state], advantages=wrong)

@@ -102,6 +102,30 @@ def in_time(code, *ended, **limits):
     return Attack(code, 0, "", "time", Limits(**{**fields, **limits}), ended)
 
 
+_KEEP = """
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_size_t
+libc.mmap.argtypes = [ctypes.c_size_t, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+libc.munmap.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
+libc.madvise.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+def keep(fd=-1, flags=0x21, rights=3):
+    at = libc.mmap(0, 50 * MIB, rights, flags, fd, 0)
+    if at == 2**64 - 1: raise OSError(ctypes.get_errno(), "mmap")
+    for page in range(at, at + 50 * MIB, 4096):
+        ctypes.memset(page, 1, 1) if rights & 2 else ctypes.string_at(page, 1)
+    return at
+def hide(at):
+    libc.munmap(at + 4096, 50 * MIB - 4096)
+"""
+_UNREAPED = """
+def work(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end: pass
+def spend(seconds, pause):
+    while True:
+        with contextlib.suppress(OSError): in_child(work, seconds)
+        time.sleep(pause)
+"""
 _MANY = Limits(wall_s=60.0, memory_bytes=128 * MIB, max_processes=40)
 FULL_SOCKETS = """
 import array
@@ -122,6 +146,31 @@ held_on(total)
 """
 _PACKETS = FULL_SOCKETS.replace("socketpair()", "socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)")
 _ONE_END = FULL_SOCKETS.replace("+= pair", "+= pair[:1]").replace("in pair:", "in pair[1:]:")
+_THREADS = """
+libc = ctypes.CDLL(None)
+def alone(function):
+    threading.Thread(target=lambda: (time.sleep(0.1), function())).start()
+    libc.syscall(93 if os.uname().machine == "aarch64" else 60, 0)  # ends this thread only
+def apart(function):
+    def with_its_own_descriptors():
+        if libc.syscall(436, 5000, 5000, 2) == 0: function()  # close_range(.., CLOSE_RANGE_UNSHARE)
+        os.write(write, bytes(8)); stay()
+    threading.Thread(target=with_its_own_descriptors).start()
+    stay()
+def misnamed(function):
+    libc.prctl(15, b"\\xff) Z 0 0\\n(", 0, 0, 0)
+    function()
+def fill():
+    block = bytearray(b"x") * (60 * MIB); os.write(write, b"x"); stay()
+def busy():
+    while True: pass
+read, write = os.pipe()
+"""
+_BLOCKS = """
+for n in range(4): in_child({}, fill)
+for n in range(4): os.read(read, 1)
+held_on(240 * MIB)
+"""
 ATTACKS = {
     # ---- disk: the bytes
     "one large file": on_disk("""
@@ -341,10 +390,13 @@ ATTACKS = {
         def fill():
             kept = mmap.mmap(-1, 50 * MIB)
             for at in range(0, len(kept), 4096): kept[at] = 1
-            stay()
+            os.write(write, b"x"); stay()
+        read, write = os.pipe()
         for n in range(10): in_child(fill)
-        time.sleep(2)
-        held_on(500 * MIB)
+        os.close(write)
+        n = 0
+        while n < 10 and os.read(read, 1): n += 1
+        held_on(n * 50 * MIB)
     """),
     "mappings of the stack": in_memory("""
         resource.setrlimit(resource.RLIMIT_STACK, (400 * MIB, 400 * MIB))
@@ -401,6 +453,28 @@ ATTACKS = {
         while n < 20480 and libc.mprotect(at + n * 4096, 4096, 1) == 0: n += 2
         held_on(n * 256)
     """),
+    "shared memory of which a page shows": in_memory(_KEEP + """
+for n in range(6): hide(keep())
+held_on(6 * 50 * MIB)
+"""),
+    "shared memory of /dev/zero": in_memory(_KEEP + """
+for n in range(6): hide(keep(os.open("/dev/zero", os.O_RDWR), 1))
+held_on(6 * 50 * MIB)
+"""),
+    "shared memory that is only read": in_memory(_KEEP + """
+for n in range(6): hide(keep(os.open("/dev/zero", os.O_RDONLY), 1, 1))
+held_on(6 * 50 * MIB)
+"""),
+    "shared memory that is not resident": in_memory(_KEEP + """
+def fill():
+    libc.madvise(keep(), 50 * MIB, 4); os.write(write, b"x"); stay()
+read, write = os.pipe()
+for n in range(6): in_child(fill)
+os.close(write)
+n = 0
+while n < 6 and os.read(read, 1): n += 1
+held_on(n * 50 * MIB)
+"""),
     "locks of parts of a file": in_memory("""
         total = 0
         end = time.process_time() + 3
@@ -412,6 +486,16 @@ ATTACKS = {
             if total >= 60000: break
         held_on(total * 256)
     """),
+    "blocks of processes whose first thread ended": Attack(
+        _THREADS + _BLOCKS.format("alone"), 0, "bytes of memory", "memory", ended=("memory",)),
+    "blocks of processes with misleading names": Attack(
+        _THREADS + _BLOCKS.format("misnamed"), 0, "bytes of memory", "memory", ended=("memory",)),
+    "full sockets of processes whose first thread ended": Attack(
+        _THREADS + FULL_SOCKETS.replace("(fill)", "(alone, fill)"),
+        0, "bytes of memory", "memory", _MANY, ("memory",)),
+    "full sockets of threads with their own descriptors": Attack(
+        _THREADS + FULL_SOCKETS.replace("(fill)", "(apart, fill)"),
+        _MANY.memory_bytes, "bytes of memory", "memory", _MANY),
     "mappings of many processes": Attack("""
         libc = ctypes.CDLL(None)
         kept = mmap.mmap(-1, 80 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -430,12 +514,55 @@ ATTACKS = {
         stay()
         held(1)
     """, "cpu", cpu_s=1.0),
+    "busy processes with misleading names whose first thread ended": in_time(_THREADS + """
+for n in range(3): in_child(misnamed, lambda: alone(busy))
+stay()
+""", "cpu", cpu_s=1.0),
+    "brief threads": in_time("""
+        def work():
+            end = time.thread_time() + 0.002
+            while time.thread_time() < end: pass
+        while True:
+            thread = threading.Thread(target=work); thread.start(); thread.join()
+    """, "cpu", cpu_s=1.0),
+    "a supervisor with 100,000 mappings to read": in_time("""
+        libc = ctypes.CDLL(None)
+        libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        kept = mmap.mmap(-1, 40 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        at = ctypes.addressof(ctypes.c_char.from_buffer(kept))
+        for n in range(0, 8000, 2): libc.mprotect(at + n * 4096, 4096, 1)
+        def change():
+            while True: libc.mprotect(at, 4096, 1); libc.mprotect(at, 4096, 3)
+        for n in range(12): in_child(change)
+        stay()
+    """, "cpu", "wall", "memory", cpu_s=1.0, wall_s=5.0),
     "children that die busy": in_time("""
         def work():
             end = time.process_time() + 0.2
             while time.process_time() < end: pass
         while True: os.waitpid(in_child(work), 0)
     """, "cpu", cpu_s=1.0),
+    "children that nobody waits for": in_time(_UNREAPED + """
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+spend(0.2, 0.25)
+""", "cpu", "processes", cpu_s=1.0, wall_s=12.0),
+    "brief children that nobody waits for": in_time(_UNREAPED + """
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+spend(0.005, 0.006)
+""", "cpu", "processes", cpu_s=1.0, wall_s=12.0),
+    "children that nobody waits for, by a flag": in_time(_UNREAPED + """
+action = ctypes.create_string_buffer(152)
+action[136:140] = (2).to_bytes(4, sys.byteorder)  # SA_NOCLDWAIT
+if ctypes.CDLL(None).sigaction(signal.SIGCHLD, action, None): os._exit(9)
+spend(0.1, 0.11)
+""", "cpu", "processes", cpu_s=1.0, wall_s=12.0),
+    "grandchildren that nobody waits for": in_time(_UNREAPED + """
+def between():
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    spend(0.05, 0.05)
+in_child(between)
+stay()
+""", "cpu", "processes", cpu_s=1.0, wall_s=12.0),
     "endless sleep, signals ignored": in_time("""
         for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
             with contextlib.suppress(OSError, ValueError): signal.signal(number, signal.SIG_IGN)

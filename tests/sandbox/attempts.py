@@ -22,7 +22,7 @@ ATTEMPTS = {}
 CONTROLS = set()
 NEEDS = {"see_the_disk_under_the_folder": "disk"}  # what a level may say that it lacks
 REFUSED = {errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOENT, errno.EROFS, errno.ESRCH}
-REFUSED |= {errno.EXDEV, errno.ENOTDIR, errno.EOPNOTSUPP, errno.ENOTTY}
+REFUSED |= {errno.EXDEV, errno.ENOTDIR, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENODEV}
 libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
 COLUMN = {"x86_64": 0, "aarch64": 1}[platform.machine()]
@@ -170,6 +170,38 @@ def clone_namespace():
         raise OSError(ctypes.get_errno(), "clone")
     os.waitpid(pid, 0)
     return "a namespace of its own"
+
+
+@attempt
+def a_thread_with_its_own_descriptors():
+    return raw("clone", 0x10000, 0, 0, 0, 0)
+
+
+@attempt(control=True)
+def a_copy_of_the_descriptors():
+    def copied():
+        if libc.syscall(436, 5000, 5000, 2) < 0:  # close_range with CLOSE_RANGE_UNSHARE
+            raise OSError(ctypes.get_errno(), "close_range")
+        return "no count sees it"
+
+    return in_child(copied)
+
+
+@attempt
+def leave_a_core_file():
+    import resource
+
+    if resource.getrlimit(resource.RLIMIT_CORE) == (0, 0):
+        raise PermissionError(errno.EPERM, "no core file")
+    return "a core file may be written"
+
+
+@attempt
+def a_call_by_its_x32_number():
+    found = libc.syscall(0x40000000 + 41, 1, 1, 0)  # socket
+    if found < 0:
+        raise OSError(ctypes.get_errno(), "socket")
+    return f"socket {found}"
 
 
 @attempt(name="unshare everything")
@@ -709,18 +741,59 @@ def signal_the_supervisor():
     raise ProcessLookupError(errno.ESRCH, "no supervisor to be seen")
 
 
-@attempt(control=True)
-def signal_by_descriptor_owner():
+def with_a_pipe(function):
     read, write = os.pipe()
     try:
+        return function(read)
+    finally:
+        os.write(write, b"x")
+        os.close(read)
+        os.close(write)
+
+
+@attempt(control=True)
+def signal_by_descriptor_owner():
+    def own(read):
         fcntl.fcntl(read, fcntl.F_SETOWN, H["victim_pid"])
         fcntl.fcntl(read, 10, signal.SIGUSR2)  # F_SETSIG
         fcntl.fcntl(read, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
-        os.write(write, b"x")
-    finally:
-        os.close(read)
-        os.close(write)
-    return "asked"  # whether it arrived is seen on the host
+        return "asked"
+
+    return with_a_pipe(own)
+
+
+@attempt(control=True)
+def own_a_descriptor_as_the_host_process():
+    """Landlock before ABI 6 lets the kernel send the owner any signal, SIGKILL too."""
+    return with_a_pipe(lambda read: fcntl.fcntl(read, fcntl.F_SETOWN, H["victim_pid"]) or "owned")
+
+
+@attempt(control=True)
+def own_a_descriptor_as_a_thread_of_the_host():
+    owner = struct.pack("ii", 0, H["victim_pid"])
+    return with_a_pipe(lambda read: fcntl.fcntl(read, 15, owner) and "owned")
+
+
+@attempt(control=True)
+def own_a_descriptor_as_the_supervisors_group():
+    return with_a_pipe(lambda read: fcntl.fcntl(read, fcntl.F_SETOWN, -os.getpgid(0)) or "owned")
+
+
+@attempt(control=True)
+def choose_the_signal_of_a_descriptor():
+    return with_a_pipe(lambda read: fcntl.fcntl(read, 10, signal.SIGKILL) or "chosen")
+
+
+@attempt(control=True)
+def share_memory_that_no_limit_sees():
+    with mmap.mmap(-1, 4096):
+        return "shared"
+
+
+@attempt
+def share_memory_of_a_device():
+    with open("/dev/zero", "rb") as file:
+        return mmap.mmap(file.fileno(), 4096, prot=mmap.PROT_READ)[:8]
 
 
 @attempt(control=True)

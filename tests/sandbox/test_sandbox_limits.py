@@ -308,7 +308,11 @@ async def test_a_run_may_have_wider_and_narrower_bounds(sandbox):
 SAMPLE = (
     *("unlinked files, allocated", "files without a name", "files in flight between sockets"),
     *("2,300 nested folders", "sleeping children", "full sockets", "limits raised"),
-    "mappings of many processes",
+    *("mappings of many processes", "shared memory of which a page shows"),
+    *("shared memory of /dev/zero", "children that nobody waits for"),
+    *("brief children that nobody waits for", "children that nobody waits for, by a flag"),
+    *("blocks of processes whose first thread ended", "blocks of processes with misleading names"),
+    "full sockets of processes whose first thread ended",
 )
 
 

@@ -58,7 +58,8 @@ def of(machine, name, *arguments, signals=True, metadata=True, attributes=True):
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_every_listed_call_without_conditions_is_allowed(machine):
-    conditional = {"prctl", "ioctl", "fcntl", "clone", "socketpair", "prlimit64"}
+    conditional = {"prctl", "ioctl", "fcntl", "clone", "socketpair", "prlimit64", "mmap", "madvise"}
+    conditional |= {"close_range"}
     assert conditional <= set(NUMBERS[machine])
     for name in set(NUMBERS[machine]) - conditional:
         assert of(machine, name) == "allow", name
@@ -67,6 +68,10 @@ def test_every_listed_call_without_conditions_is_allowed(machine):
 @pytest.mark.parametrize("machine", MACHINES)
 def test_arguments_decide(machine):
     assert of(machine, "clone", 17) == "allow"
+    assert of(machine, "clone", 0x3D0F00) == "allow"  # a thread as C libraries make it
+    assert of(machine, "clone", 0x3D0F00 & ~0x400) == errno.EPERM  # with descriptors of its own
+    assert of(machine, "close_range", 3, 9, 4) == "allow"
+    assert of(machine, "close_range", 3, 9, 2) == errno.EPERM
     for flag in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000):
         assert of(machine, "clone", 17 | flag) == errno.EPERM
     for kind in (1, 5, 1 | 0o4000 | 0o2000000):  # stream, packets; flags
@@ -82,10 +87,16 @@ def test_arguments_decide(machine):
     # TIOCSTI, TIOCLINUX, FIOASYNC, FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR, FIFREEZE, FICLONE
     for number in (0x5412, 0x541C, 0x5452, 0x40086602, 0x401C5820, 0xC0045877, 0x40049409):
         assert of(machine, "ioctl", 0, number) == errno.ENOTTY
-    for command in (0, 1, 2, 3, 4, 6, 8, 1030, 1032):
+    for command in (0, 1, 2, 3, 4, 6, 9, 11, 16, 1030, 1032):
         assert of(machine, "fcntl", 0, command) == "allow"
-    for command in (1024, 1026, 1031):  # SETLEASE, NOTIFY, SETPIPE_SZ
-        assert of(machine, "fcntl", 0, command) == errno.EPERM
+    for command in (8, 10, 15, 1024, 1026, 1031):  # SETOWN, SETSIG, SETOWN_EX, SETLEASE, NOTIFY,
+        assert of(machine, "fcntl", 0, command) == errno.EPERM  # SETPIPE_SZ
+    for flags in (0x22, 0x02, 0x01, 0x03, 0x11, 0x20022, 0x28):  # private, or of a file
+        assert of(machine, "mmap", 0, 4096, 3, flags) == "allow"
+    for flags in (0x21, 0x31, 0x8021, 0x40021):  # shared and of no file: uncounted once unmapped
+        assert of(machine, "mmap", 0, 4096, 3, flags) == errno.EPERM
+    assert of(machine, "madvise", 0, 4096, 4) == "allow"
+    assert of(machine, "madvise", 0, 4096, 21) == errno.EPERM  # swapped out is not resident
     for option in (1, 2, 3, 15, 16, 38, 39, 0x53564D41):
         assert of(machine, "prctl", option) == "allow"
     for option in (4, 8, 22, 24, 28, 35, 36, 47, 0x59616D61):

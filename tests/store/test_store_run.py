@@ -321,6 +321,10 @@ class TestDirectory:
         with Run.open_or_create(tmp_path / "r", config={**config, "n": 9}, may_change=["n"]) as run:
             assert len(run.events("resumed")) == 1
             run.add_rollouts([row("a")])
+        with Run.open_or_create(tmp_path / "r", config={**config, "n": 7}, may_change=["n"]) as run:
+            assert run.config["n"] == 7  # as it is now; what it was is in the event
+            assert run.events("resumed")[-1].data == {"changed": ["n was 9 and is now 7"]}
+        assert json.loads((tmp_path / "r" / "config.json").read_text())["n"] == 7
         other = {**config, "sampling": {"temperature": 0.5, "stop": ("a",)}, "extra": 1}
         with pytest.raises(ConfigError) as caught:
             Run.open_or_create(tmp_path / "r", config=other, may_change=["n"])

@@ -70,9 +70,13 @@ REFUSED: dict[str, frozenset[str]] = {
     "logprobs of NaN": BAD | TOKENS,
     "placeholder logprobs": TOKENS,
     "version of 2^63": TOKENS,
+    **dict.fromkeys(("another prompt of the same length", "swapped ids"), TOKENS),
+    "id of 5,000 digits": BAD,
+    "choice 1 of 1": BAD,
     "no ids": BAD | {"UnsupportedSetting"},
     "no logprobs": frozenset(),
 }
+NEEDS_TOKENIZER = {"another prompt of the same length", "swapped ids"}
 TWICE = {"answers twice", "answers twice, later"}
 HANGS = {"silent", "stalls in the body", "dripping", "late"}
 
@@ -225,7 +229,16 @@ PLACES: list[Callable[[Cell], Any]] = [
 
 
 def cells() -> list[tuple[str, Callable[[Cell], Any]]]:
-    """Return every cell, or for each fault two or three places: over 100 cells."""
+    """Return every cell, or for each fault two or three places: over 100 cells.
+
+    What only a tokenizer can tell is played where one is at hand.
+    """
+    with_tokenizer = (at_one_of_a_group, at_the_token_in_endpoint)
+    found = [cell for cell in _cells() if cell[0] not in NEEDS_TOKENIZER]
+    return found + [(fault, place) for fault in sorted(NEEDS_TOKENIZER) for place in with_tokenizer]
+
+
+def _cells() -> list[tuple[str, Callable[[Cell], Any]]]:
     if os.environ.get("ROLLTREE_FAULTS") == "all":
         return [(fault, place) for fault in HOSTILE for place in PLACES]
     return [

@@ -178,7 +178,7 @@ def test_a_refused_call_leaves_no_trace(bad: dict[str, object]) -> None:
             tree.label(0, **{"turn": 9, "streams": {"y": np.zeros(1)}, **bad})  # type: ignore[arg-type]
     with pytest.raises(TokenError, match="-5"):
         tree.insert(np.array([1, -5], np.int32), [2])
-    with pytest.raises(TokenError, match="prompt_ids is no array"):
+    with pytest.raises(TokenError, match="prompt_ids is not an array"):
         tree.insert([[1], [2, 3]], [2])
     assert tree.to_bytes() == before
     good = tree.insert([7], [8], logprobs=[-0.25], turn=np.int64(4))

@@ -92,6 +92,19 @@ def result_of(play, index, group="g"):
     return RolloutResult(request, tuple(states), None)
 
 
+def credited(results, *settings):
+    """Assign credit, and write it where these tests look: None for what does not train."""
+    report = assign_credit(results, *settings)
+    given = {id(s): a.tolist() for s, a in zip(report.trained, report.advantages, strict=True)}
+    for state in (state for result in results for state in result.states):
+        steps = state.get("trajectory") or ()
+        values = given.get(id(state)) or [None] * len(steps)
+        state["advantage"] = values[0] if values else None
+        for step, value in zip(steps, values, strict=True):
+            step["advantage"] = value
+    return report
+
+
 def expected_gradient(plays, credit, policy=None, *, group_size=2, averages=None):
     """Return the exact expectation of the mean over a group of sum(advantage * score)."""
     size = len(plays[0].rollouts[0].scores[0])
@@ -99,7 +112,7 @@ def expected_gradient(plays, credit, policy=None, *, group_size=2, averages=None
     for group in itertools.product(plays, repeat=group_size):
         probability = np.prod([play.probability for play in group])
         results = [result_of(play, index) for index, play in enumerate(group)]
-        assign_credit(results, credit, policy or CreditPolicy(), averages)
+        credited(results, credit, policy or CreditPolicy(), averages)
         for play, result in zip(group, results, strict=True):
             for rollout, state in zip(play.rollouts, result.states, strict=True):
                 for score, step in zip(rollout.scores, state["trajectory"], strict=True):

@@ -88,5 +88,6 @@ def main(module: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
+    here = Path(__file__).resolve().parent
+    sys.path[:0] = [str(here), str(here.parents[1])]  # the root: for tests_models
     main(sys.argv[1], Path(sys.argv[2]))

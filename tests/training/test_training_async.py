@@ -3,7 +3,9 @@
 import asyncio
 import threading
 from collections import Counter
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from loop_kit import make_config, start
 from training_kit import LetterSource
@@ -12,6 +14,7 @@ from rolltree.errors import ConfigError, TrainingError
 from rolltree.store import Run
 from rolltree.training import Silent, build_parts, load_train_config, open_run, run_training
 from rolltree.training.feeds import LEDGER
+from rolltree.training.metrics import RecordStats
 
 
 def config_of(model, path, *, steps=6, ahead=1, **sections):
@@ -41,6 +44,35 @@ class TestBounds:
             assert (step["async/lag_max"] > 1) == (step["async/num_stale_tokens"] > 0)
         for step in report.metrics:  # of what the current weights sampled
             assert step.get("train/sampling/sampling_logp_difference/mean", 0.0) < 1e-4
+
+    @pytest.mark.parametrize("error", [0.0, 0.5])
+    def test_without_a_current_token_the_engine_answers_a_probe(
+        self, model, tmp_path, monkeypatch, error
+    ):
+        """Then `max_mismatch` has nothing to compare, and an engine that is off must be found."""
+        metrics, notices = RecordStats.metrics, []
+        monkeypatch.setattr(RecordStats, "metrics", lambda s, records, _: metrics(s, records, -5))
+        config = config_of(model, tmp_path / "run", steps=3)
+        parts = build_parts(config)
+        generate = parts.client.generate
+
+        async def off(request, **options):
+            answer = await generate(request, **options)
+            return replace(answer, logprobs=answer.logprobs - np.float32(error))
+
+        monkeypatch.setattr(parts.client, "generate", off)
+
+        class Note(Silent):
+            def on_notice(self, message):
+                notices.append(message)
+
+        if error:
+            with pytest.raises(TrainingError, match=r"differ from the trainer's by 0\.5"):
+                start(config, parts=parts, reporter=Note())
+        else:
+            report = start(config, parts=parts, reporter=Note())
+            assert all(step["publish/probe_error"] < 1e-4 for step in report.metrics)
+        assert sum("step 1 trains none" in notice for notice in notices) == 1
 
     def test_every_group_trains_once_and_its_tokens_know_their_version(self, model, tmp_path):
         start(config_of(model, tmp_path / "run"))

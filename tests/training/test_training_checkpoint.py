@@ -10,6 +10,7 @@ from training_kit import tiny_model
 from rolltree.errors import TrainingError
 from rolltree.training import Checkpoints, TrainState, export_model, load_train_config
 from rolltree.training.checkpoint import check_complete
+from rolltree.training.lora import add_adapter
 from rolltree.training.optim import Optimizer
 
 OPTIM = load_train_config({"optim": {"lr": 0.01, "weight_decay": 0.1}}).optim
@@ -200,6 +201,17 @@ def test_a_full_checkpoint_is_a_model_folder(tmp_path):
     next(path.glob("model-00002-*")).unlink()
     with pytest.raises(TrainingError, match=r"damaged: model-00002-of-\d+.safetensors is missing"):
         saved.latest()
+
+
+def test_adapters_larger_than_a_shard_are_one_file(tmp_path):
+    config = load_train_config({"model": {"lora_rank": 8}})
+    model, other = tiny_model(), tiny_model()
+    for each, seed in ((model, 0), (other, 1)):
+        add_adapter(each, config.model, seed)
+    saved = Checkpoints(tmp_path, max_shard_size="1KB")
+    path = saved.save(model, Optimizer(model, OPTIM), TrainState(1, 1))
+    saved.load(path, other, Optimizer(other, OPTIM))
+    assert same(model, other)
 
 
 def test_the_export_loads_as_a_model(tmp_path, capfd):

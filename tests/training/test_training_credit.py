@@ -1,8 +1,10 @@
 import math
+from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from credit_games import credited
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,12 +19,12 @@ from rolltree.training.credit import (
     Earnings,
     Flow,
     dr_grpo,
+    episodic_return,
     flow_credit,
     grpo,
     leave_one_out,
     monte_carlo,
     parents_first,
-    reinforce,
     resolve_flow,
 )
 from rolltree.types import ErrorRecord, RolloutRequest, RolloutResult, State
@@ -72,7 +74,7 @@ class TestByHand:
         assert got == [[0.5, 0.5, 0.5], [-0.5]]
 
     def test_reinforce_is_the_reward(self):
-        assert reinforce([episode(3.0, (0, 1)), episode(-1.0)]) == [[3.0, 3.0], [-1.0]]
+        assert episodic_return([episode(3.0, (0, 1)), episode(-1.0)]) == [[3.0, 3.0], [-1.0]]
 
     def test_monte_carlo_discounts_turns_not_calls(self):
         # calls 0 and 1 are one turn: nothing is discounted between them
@@ -99,14 +101,14 @@ class TestByHand:
 class TestAssign:
     def test_groups_are_compared_within_themselves(self):
         results = [result(1.0, "a"), result(10.0, "b"), result(0.0, "a", 1), result(20.0, "b", 1)]
-        report = assign_credit(results, "dr_grpo")
+        report = credited(results, "dr_grpo")
         assert advantages(results) == [0.5, -5.0, -0.5, 5.0]
         assert results[1].states[0]["trajectory"][0]["advantage"] == -5.0
         assert len(report.trained) == 4
 
     def test_episodes_count_once_however_many_calls_they_have(self):
         results = [result(1.0, calls=9), result(0.0, index=1, calls=1)]
-        assign_credit(results, "dr_grpo")
+        credited(results, "dr_grpo")
         assert advantages(results) == [0.5, -0.5]
 
     def test_agents_of_one_episode_are_compared_with_their_like(self):
@@ -115,23 +117,23 @@ class TestAssign:
             return RolloutResult(one.request, one.states + two.states, None)
 
         results = [pair(1.0, 100.0, 0), pair(0.0, 300.0, 1)]
-        assign_credit(results, "dr_grpo")
+        credited(results, "dr_grpo")
         assert [s["advantage"] for r in results for s in r.states] == [0.5, -100.0, -0.5, 100.0]
 
     def test_zero_is_the_control(self):
         results = [result(1.0), result(0.0, index=1)]
-        report = assign_credit(results, "zero")
+        report = credited(results, "zero")
         assert advantages(results) == [0.0, 0.0]
         assert len(report.trained) == 2
 
     def test_failed_episodes_are_left_out_or_count_as_zero(self):
         results = [result(1.0), result(None, index=1, error=ERROR), result(0.4, index=2)]
-        report = assign_credit(results, "dr_grpo")
+        report = credited(results, "dr_grpo")
         assert advantages(results) == [pytest.approx(0.3), None, pytest.approx(-0.3)]
         assert report.metrics["credit/failed_share"] == pytest.approx(1 / 3)
         assert report.metrics["credit/untrained_share"] == pytest.approx(1 / 3)
         assert [s["reward"] for s in report.trained] == [1.0, 0.4]
-        report = assign_credit(results, "dr_grpo", CreditPolicy(on_error="zero"))
+        report = credited(results, "dr_grpo", CreditPolicy(on_error="zero"))
         mean = 1.4 / 3
         assert advantages(results) == [pytest.approx(1 - mean), None, pytest.approx(0.4 - mean)]
         assert len(report.trained) == 2
@@ -147,7 +149,7 @@ class TestAssign:
     )
     def test_truncated_episodes_follow_the_policy(self, policy, expected):
         results = [result(1.0), result(0.0, index=1, truncated=True, truncation_reason="max_steps")]
-        report = assign_credit(results, "dr_grpo", CreditPolicy(truncation=policy))
+        report = credited(results, "dr_grpo", CreditPolicy(truncation=policy))
         assert advantages(results) == expected
         assert report.metrics["credit/truncated_share"] == 0.5
 
@@ -155,35 +157,35 @@ class TestAssign:
         results = [result(None, error=ERROR), result(1.0, index=1)]
         results[0].states[0]["advantage"] = 7.0
         results[0].states[0]["trajectory"][0]["advantage"] = 7.0
-        assign_credit(results, "grpo")
+        credited(results, "grpo")
         assert advantages(results) == [None, 0.0]
         assert results[0].states[0]["trajectory"][0]["advantage"] is None
 
-    def test_scoring_again_does_not_overwrite_what_credit_assigned(self):
-        """The rubric's default, reward minus mean, stands only until credit is assigned."""
+    def test_nothing_is_written_into_the_results(self):
+        """The rubric's default, reward minus mean, stays in the states; credit is a value."""
         results = [result(1.0), result(0.0, index=1), result(2.0, index=2)]
         states = [r.states[0] for r in results]
         write_advantages(states)
+        before = deepcopy(states)
+        report = assign_credit(results, "reinforce")
+        assert [a.tolist() for a in report.advantages] == [[1.0], [0.0], [2.0]]
+        assert report.has_signal
+        assert states == before
         assert advantages(results) == [0.0, -1.0, 1.0]
         assert [s["trajectory"][0]["advantage"] for s in states] == [0.0, -1.0, 1.0]
-        assign_credit(results, "reinforce")
-        write_advantages(states)
-        assert advantages(results) == [1.0, 0.0, 2.0]
-        assert [s["trajectory"][0]["advantage"] for s in states] == [1.0, 0.0, 2.0]
-        assert {state["credit"] for state in states} == {"reinforce"}
 
     def test_flat_groups_are_counted(self):
         results = [result(1.0, "a"), result(1.0, "a", 1), result(1.0, "b"), result(0.0, "b", 1)]
-        assert assign_credit(results, "grpo").metrics["train/frac_reward_zero_std"] == 0.5
+        assert credited(results, "grpo").metrics["train/frac_reward_zero_std"] == 0.5
 
     @pytest.mark.parametrize("reward", [None, math.nan, math.inf])
     def test_a_missing_reward_is_an_error_not_a_zero(self, reward):
         with pytest.raises(TrainingError, match="g/0 did not fail and has the reward"):
-            assign_credit([result(reward)], "grpo")
+            credited([result(reward)], "grpo")
 
     def test_unknown_credit(self):
         with pytest.raises(UnknownName, match="Did you mean 'grpo'"):
-            assign_credit([], "grop")
+            credited([], "grop")
 
 
 class TestOtherCredits:
@@ -306,7 +308,7 @@ class TestHierarchicalGroups:
             delegated(0, 1.0, [(0.8, 0, "a"), (0.3, 1, "b")]),
             delegated(1, 0.0, [(0.2, 0, "a")]),
         ]
-        report = assign_credit(results, "dr_grpo", self.own)
+        report = credited(results, "dr_grpo", self.own)
         assert all_advantages(results) == [
             [0.5, pytest.approx(0.3), 0.0],
             [-0.5, pytest.approx(-0.3)],
@@ -315,21 +317,21 @@ class TestHierarchicalGroups:
 
     def test_a_child_inherits_by_default(self):
         results = [delegated(0, 1.0, [(0.0, 0, "a")]), delegated(1, 0.0, [(0.0, 0, "a")])]
-        assign_credit(results, "dr_grpo")
+        credited(results, "dr_grpo")
         assert all_advantages(results) == [[0.5, 0.5], [-0.5, -0.5]]
 
     def test_monte_carlo_inherits_what_follows_the_delegating_call(self):
         results = [delegated(0, 1.0, [(0.25, 0, "a"), (0.5, 1, "b")])]
         steps = results[0].states[0]["trajectory"]
         steps[0]["reward"], steps[1]["reward"] = 4.0, -3.0
-        assign_credit(results, "monte_carlo")
+        credited(results, "monte_carlo")
         assert [s["advantage"] for s in steps] == [1.0, -3.0]
         assert all_advantages(results) == [[1.0, 1.25, -2.5]]
 
     def test_a_failed_child_is_not_trained_and_its_episode_is(self):
         results = [delegated(0, 1.0, [(None, 0, "a")]), delegated(1, 0.0, [(0.0, 0, "a")])]
         results[0].states[1]["error"] = ERROR
-        report = assign_credit(results, "dr_grpo", self.own)
+        report = credited(results, "dr_grpo", self.own)
         assert all_advantages(results) == [[0.5, None], [-0.5, 0.0]]
         assert len(report.trained) == 3
 
@@ -337,20 +339,20 @@ class TestHierarchicalGroups:
         results = [delegated(0, 1.0, [(0.5, 0, "a")]), delegated(1, 0.0, [(0.0, 0, "a")])]
         results[0].states[0].update(truncated=True, truncation_reason="max_steps")
         drop = TruncationPolicy("drop")
-        assign_credit(results, "reinforce", CreditPolicy(truncation=drop))
+        credited(results, "reinforce", CreditPolicy(truncation=drop))
         assert all_advantages(results) == [[None, None], [0.0, 0.0]]
-        assign_credit(results, "reinforce", CreditPolicy(truncation=drop, flow=FLOWS["own"]))
+        credited(results, "reinforce", CreditPolicy(truncation=drop, flow=FLOWS["own"]))
         assert all_advantages(results) == [[None, 0.5], [0.0, 0.0]]
 
     def test_an_unknown_parent_is_an_error(self):
         results = [delegated(0, 1.0, [(0.5, 0, "a")])]
         results[0].states[1]["parent_rollout"] = "elsewhere"
         with pytest.raises(TrainingError, match="'elsewhere', which is not among"):
-            assign_credit(results, "reinforce")
+            credited(results, "reinforce")
 
     def test_a_group_is_whole_or_dropped(self):
         results = [result(1.0, "a"), result(None, "a", 1, error=ERROR), result(1.0, "b")]
-        report = assign_credit(results, "reinforce", CreditPolicy(on_error="drop_group"))
+        report = credited(results, "reinforce", CreditPolicy(on_error="drop_group"))
         assert advantages(results) == [None, None, 1.0]
         assert report.metrics["credit/num_dropped_groups"] == 1
 
@@ -359,7 +361,7 @@ class TestHierarchicalGroups:
         for step, reward in zip(results[0].states[0]["trajectory"], (1.0, 2.0), strict=True):
             step["reward"] = reward
         policy = CreditPolicy(truncation=TruncationPolicy("penalise", penalty=0.5))
-        assign_credit(results, "monte_carlo", policy)
+        credited(results, "monte_carlo", policy)
         got = [step["advantage"] for step in results[0].states[0]["trajectory"]]
         assert got == [2.5, 1.5]
 
@@ -367,7 +369,7 @@ class TestHierarchicalGroups:
         results = [result(1.0, calls=3, has_step_rewards=False)]
         for step in results[0].states[0]["trajectory"]:
             step["reward"] = 1.0  # as a rubric without step functions writes it
-        assign_credit(results, "monte_carlo")
+        credited(results, "monte_carlo")
         assert [s["advantage"] for s in results[0].states[0]["trajectory"]] == [1.0, 1.0, 1.0]
 
 
@@ -375,19 +377,19 @@ class TestMovingAverages:
     def test_by_hand(self):
         policy = CreditPolicy(flow=FLOWS["own"], baseline="ema", baseline_decay=0.75)
         results = [delegated(0, 1.0, [(0.4, 0, "a"), (0.0, 0, "b")]), delegated(1, 0.0, [])]
-        report = assign_credit(results, "reinforce", policy, {"root": 0.2})
+        report = credited(results, "reinforce", policy, {"root": 0.2})
         # nobody knows children yet and no other episode has one: nothing is subtracted
         assert all_advantages(results) == [[0.8, 0.4, 0.0], [-0.2]]
         # root: 0.75 * 0.2 + 0.25 * 0.5; child: the mean of its one episode
         assert report.averages == {"root": pytest.approx(0.275), "child": pytest.approx(0.2)}
         assert report.metrics["credit/average/child"] == pytest.approx(0.2)
-        report = assign_credit(results, "reinforce", policy, report.averages)
+        report = credited(results, "reinforce", policy, report.averages)
         assert all_advantages(results)[0] == pytest.approx([0.725, 0.2, -0.2])
         assert report.averages["child"] == pytest.approx(0.2)
 
     def test_the_first_step_compares_episodes(self):
         results = [result(r, index=i) for i, r in enumerate((1.0, 0.0, 0.5))]
-        assign_credit(results, "reinforce", CreditPolicy(baseline="ema"))
+        credited(results, "reinforce", CreditPolicy(baseline="ema"))
         assert advantages(results) == pytest.approx([0.75, -0.75, 0.0])
 
     def test_they_are_passed_on_unchanged_without_the_baseline(self):
@@ -397,4 +399,4 @@ class TestMovingAverages:
     @pytest.mark.parametrize("credit", ["grpo", "zero"])
     def test_no_two_baselines(self, credit):
         with pytest.raises(ConfigError, match="leave the baseline out"):
-            assign_credit([result(1.0)], credit, CreditPolicy(baseline="ema"))
+            credited([result(1.0)], credit, CreditPolicy(baseline="ema"))

@@ -44,13 +44,15 @@ def test_both_doors_train_a_stored_run_the_same(example, tmp_path):
                 decode_results(run.rollouts(phase="train")), key=lambda r: r.request.request_id
             )
 
-    theirs = assign_credit(stored(), "grpo").trained
+    theirs = assign_credit(stored(), "grpo")
     ours = example.advantages(stored())
-    assert [s["advantage"] for s in ours] == pytest.approx([s["advantage"] for s in theirs])
+    assert [s["advantage"] for s in ours] == pytest.approx([a[0] for a in theirs.advantages])
 
     model, _ = load_model(str(folder))
     trainer = Trainer(model, config)
-    built = build_samples(theirs, "tree", group_key=lambda state: 0).samples
+    built = build_samples(
+        theirs.trained, "tree", advantages=theirs.advantages, group_key=lambda state: 0
+    ).samples
     batch = build_batch(built, trainer.algorithm, 8192)
     samples = example.samples_of(ours)
     (item,), (sample,) = batch.packs, samples

@@ -1,14 +1,19 @@
 """Logits that are capped, scaled or cut off after the output embedding."""
 
+import copy
+import functools
+
 import pytest
 import torch
-from training_kit import Call, check_no_worse, flat, tiny_model
+from training_kit import Call, check_exact, flat, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rolltree.errors import TrainingError
 from rolltree.training.forward import LogprobModel
 from rolltree.training.head import LARGE_LOGIT, head_logits
 from rolltree.training.layout import collate
+from rolltree.training.lora import adapters_off, add_adapter
+from rolltree.training.sections import ModelSection
 
 SIZES = {
     "vocab_size": 61,
@@ -80,9 +85,8 @@ def test_the_gradient_is_that_of_the_logits_the_model_makes(kind):
     grow(model)
     forest = collate([flat(call) for call in CALLS])
     ours = gradient(model, read(forest).logprob.sum())
-    rows = gradient(model, naive(model, CALLS))
     model.double()
-    check_no_worse(ours, rows, gradient(model, naive(model, CALLS)))
+    check_exact(ours, gradient(model, naive(model, CALLS)))
 
 
 def test_the_kl_is_to_the_capped_distribution_of_the_teacher():
@@ -139,3 +143,26 @@ class TestRefused:
 
         with pytest.raises(TrainingError, match=r"ZeroDivisionError.*no head"):
             LogprobModel(self.wrapped(broken))
+
+
+def test_a_teacher_below_adapters_has_its_head_below_them_too():
+    """ModernBERT's decoder computes a dense layer after its body, which has an adapter as well."""
+    torch.manual_seed(0)
+    sizes = {name: SIZES[name] for name in SIZES if name != "num_key_value_heads"}
+    kind = AutoConfig.for_model("modernbert-decoder", **sizes)
+    model = AutoModelForCausalLM.from_config(kind).eval()
+    plain = copy.deepcopy(model)
+    add_adapter(model, ModelSection(lora_rank=2), 0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    student, teacher = LogprobModel(model, "rows"), LogprobModel(plain, "rows")
+    below = LogprobModel(model, "rows")
+    below.around = functools.partial(adapters_off, model)
+    forest = collate([flat(Call(list(range(5, 20)), list(range(30, 40))))])
+    with student.context():
+        found = student(forest, teacher=below).kl
+        expected = student(forest, teacher=teacher).kl
+    assert expected.max() > 0.1
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)

@@ -1,6 +1,8 @@
 """`rolltree.train`: whole runs from one call."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -131,15 +133,85 @@ def test_a_model_object_gets_an_engine(model, tmp_path, path):
         ({}, ConfigError, "pass environment="),
         ({"environment": "nothing-like-this"}, UnknownName, "no environment"),
         ({"environment": "x", "num_stesp": 2}, ConfigError, "Did you mean 'num_steps'"),
-        ({"environment": "x", "model": object()}, ConfigError, "without its tokenizer"),
-        ({"environment": "x", "client": object()}, ConfigError, "belong together"),
-        ({"environment": "x", "model": "nothing"}, UnknownName, "no environment 'x'"),
+        ({"environment": "x"}, UnknownName, "no environment 'x'"),
+        ({"environment": "x", "model": object()}, ConfigError, "it takes a name, a folder"),
+        ({"environment": "x", "model": torch.nn.Linear(1, 1)}, ConfigError, "without its tok"),
+        ({"environment": "x", "tokenizer": print}, ConfigError, "Leave it out"),
+        ({"environment": "x", "client": object()}, ConfigError, "client is of type object"),
+        ({"environment": "x", "engine": object()}, ConfigError, "engine section as a mapping"),
+        ({"environment": "x", "run": object()}, ConfigError, "run_dir='runs/x'"),
+        ({"environment": "x", "reporter": {}}, ConfigError, "reporter is of type dict"),
+        ({"environment": "x", "evaluate": {"every": 1}}, ConfigError, "eval={...}"),
+        ({"environment": "x", "engine": {"max_bach": 3}}, ConfigError, "Did you mean 'max_batch'"),
+        ({"environment": rt.load_environment}, ConfigError, "Call it"),
+        ({"environment": "x", "model": "Qwen/Qwen3-4B"}, UnknownName, "no model 'Qwen/Qwen3-4B'"),
+        ({"environment": "x", "model_device": "gpu"}, ConfigError, "device 'gpu' is not one that"),
+        ({"environment": "x", "learning_rate": 1}, ConfigError, "Did you mean 'optim.lr' .*lr="),
     ],
 )
 def test_mistakes_are_named_before_anything_is_stored(model, tmp_path, options, error, message):
     with pytest.raises(error, match=message):
         rt.train(settings(model, tmp_path), **options)
     assert not (tmp_path / "run").exists()
+
+
+def test_sections_are_taken_where_objects_are(model, tmp_path, path):
+    """`engine` and `run` are arguments for objects, and names of sections as well."""
+    data = settings(model, tmp_path) | {"run": {}, "engine": {"max_batch": 3}}
+    report = rt.train(
+        data,
+        environment={"id": str(path), "args": {"reward": 2.0}},
+        engine={"max_context": 128},
+        run={"dir": str(tmp_path / "here"), "seed": 3},
+        reporter=rt.Silent(),
+    )
+    with report.run as run:
+        assert run.path == tmp_path / "here"
+        assert run.config["run"]["seed"] == 3
+        assert run.config["engine"]["max_batch"] == 3
+        assert run.config["engine"]["max_context"] == 128
+        assert run.config["env"]["args"] == {"reward": 2.0}
+
+
+def test_an_environment_may_come_first(model, tmp_path, path):
+    report = rt.train(rt.load_environment(path), reporter=rt.Silent(), **settings(model, tmp_path))
+    assert len(report.metrics) == 2
+    with pytest.raises(ConfigError, match="Pass an environment as environment="):
+        rt.train(rt.load_environment)
+
+
+WITHOUT_TORCH = """
+import sys
+
+import rolltree as rt
+
+for call in (
+    lambda: rt.train(environment="x", model="smolm2-135m"),
+    lambda: sys.modules.update(torch=None),
+    lambda: rt.load_model("tiny"),
+    lambda: rt.train(environment="x", model="tiny"),
+    lambda: rt.Trainer,
+):
+    try:
+        call()
+    except Exception as error:
+        print(type(error).__name__, error)
+    assert sys.modules.get("torch") is None
+"""
+
+
+def test_mistakes_are_told_before_torch_is_imported_and_its_absence_by_name():
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=True
+    )
+    said = ran.stdout.splitlines()
+    assert len(said) == 4
+    assert "Did you mean 'smollm2-135m'" in said[0]
+    assert all("pip install 'rolltree[train]'" in each for each in said[1:])
+    assert said[1].startswith("ConfigError the package torch is not installed")
+    assert said[3].startswith(
+        "ModuleNotFoundError rolltree.training.Trainer needs the package torch"
+    )
 
 
 def test_arguments_for_an_environment_that_exists_already_are_refused(model, tmp_path, path):

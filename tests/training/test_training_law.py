@@ -13,7 +13,7 @@ import pytest
 import torch
 from training_kit import FLOAT32, difference, gradient_of, states, tiny_model, trainer
 
-from rolltree.samples import build_samples
+from rolltree.samples import TruncationPolicy, build_samples
 from rolltree.training.algorithms import ALGORITHMS, resolve_algorithm
 from rolltree.training.batches import build_batch
 from rolltree.training.coefficients import AGGREGATIONS, CORRECTIONS
@@ -192,3 +192,24 @@ def test_every_combination_of_parts():
         distinct.add(round(float(wanted.norm()), 5))
     assert seen == 4 * ((len(LOSSES) - 1) * (len(CORRECTIONS) + 1) * (len(KLS) + 1) + len(KLS))
     assert len(distinct) > 0.7 * seen  # the parts do differ
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "dapo"])
+def test_masked_completions_have_no_gradient_in_any_scope(name):
+    """TRL's setting: as if the author had masked every token of the rollouts that were cut."""
+    model = tiny_model("llama")
+    worker = trainer(model, algorithm={"name": name})
+    rollouts = states(model=model)
+    by_hand = states(model=model)
+    for state, other in list(zip(rollouts, by_hand, strict=True))[::2]:
+        state["trajectory"][-1]["extras"]["finish_reason"] = "length"
+        for step in other["trajectory"]:
+            step["tokens"]["completion_mask"][:] = [0] * len(step["tokens"]["completion_mask"])
+    policy = TruncationPolicy(mask_truncated_completions=True)
+    plain = gradient_of(worker, build_samples(rollouts, "step").samples)
+    expected = gradient_of(worker, build_samples(by_hand, "step").samples)
+    assert difference(expected, plain) > 1e-2
+    for scope in SCOPES:
+        batch = build_samples(rollouts, scope, truncation=policy)
+        assert difference(gradient_of(worker, batch.samples), expected) < FLOAT32
+        assert batch.report["num_masked_completions"] == len(rollouts[::2])

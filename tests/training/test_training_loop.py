@@ -1,13 +1,15 @@
 import asyncio
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
 from loop_kit import curve, make_config, start
 from training_kit import LetterSource
 
-from rolltree.errors import ConfigError, TrainingError
+from rolltree.errors import ConfigError, TokenError, TrainingError
 from rolltree.models import load_model
+from rolltree.records import audit
 from rolltree.store import Run
 from rolltree.training import Silent, build_parts, run_training, step_requests
 
@@ -326,3 +328,71 @@ def test_the_export_is_the_trained_model(model, tmp_path):
     first, _ = load_model(str(model))
     assert tokenizer.encode("a") == [ord("a")]
     assert not torch.equal(trained.model.norm.weight, first.model.norm.weight)
+
+
+class Cut(LetterSource):
+    """Rollouts of some steps are truncated."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.steps = steps
+
+    async def run_request(self, request, client):
+        states = await super().run_request(request, client)
+        is_cut = request.train_step in self.steps
+        for state in states:
+            state |= {"truncated": is_cut, "truncation_reason": "env" if is_cut else None}
+            state["trajectory"][-1]["extras"]["finish_reason"] = "length" if is_cut else "stop"
+        return states
+
+
+class TestNothingToTrain:
+    @pytest.mark.parametrize(
+        "algorithm",
+        [{"truncation": "drop"}, {"truncation": "mask"}, {"mask_truncated_completions": True}],
+        ids=str,
+    )
+    @pytest.mark.parametrize("async_steps", [0, 1])
+    def test_the_step_leaves_the_weights_and_the_run_goes_on(
+        self, model, tmp_path, algorithm, async_steps
+    ):
+        """Early in training every answer may run into its limit; a restart meets the same ones."""
+        notices, weights = [], []
+
+        class Listener(Silent):
+            def on_notice(self, text):
+                notices.append(text)
+
+            def on_step(self, step, metrics):
+                flat = [p.detach().flatten() for p in parts.model.parameters()]
+                weights.append(torch.cat(flat).clone())
+
+        config = make_config(
+            model,
+            tmp_path / "run",
+            algorithm=algorithm,
+            train={"num_steps": 4, "async_steps": async_steps},
+        )
+        parts = build_parts(config)
+        report = start(config, Cut({2, 3}), parts=parts, reporter=Listener())
+        trains = [step["train/num_records"] > 0 for step in report.metrics]
+        assert len(trains) == 4
+        assert not all(trains)
+        assert async_steps or trains == [True, False, False, True]
+        moved = [not torch.equal(*pair) for pair in pairwise(weights)]
+        assert moved == trains[1:]
+        assert [step["policy/version"] for step in report.metrics] == [1, 2, 3, 4]
+        assert len([text for text in notices if "no token to train" in text]) == 1
+        found = audit(tmp_path / "run").findings
+        assert [each for each in found if each.check != "sampler"] == []  # the reasons are made up
+
+    def test_rollouts_without_token_ids_are_an_error(self, model, tmp_path):
+        class Forgets(LetterSource):
+            async def run_request(self, request, client):
+                states = await super().run_request(request, client)
+                for state in states:
+                    state["trajectory"] = []
+                return states
+
+        with pytest.raises(TokenError, match="no loss record"):
+            start(make_config(model, tmp_path / "run"), Forgets())

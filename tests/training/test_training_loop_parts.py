@@ -11,7 +11,7 @@ from loop_kit import make_config, start
 from training_kit import LetterSource
 
 from rolltree.errors import ConfigError, TrainingError
-from rolltree.store import Run
+from rolltree.store import Run, summarize
 from rolltree.training import Checkpoints, Silent, build_parts, open_run, run_training
 from rolltree.types import RolloutResult
 
@@ -286,3 +286,22 @@ class TestTelling:
                 [0] * tree.num_sampled(call) for call in range(2)
             ]
             assert np.isfinite(tree.logprobs(0)).all()
+
+
+def test_a_run_that_ends_with_less_than_it_began_is_done(model, tmp_path):
+    """Killed in the evaluation at its end, and continued without one."""
+    config = make_config(model, tmp_path / "run", eval={"after": True}, train={"num_steps": 1})
+
+    async def die(phase, step):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        start(config, evaluate=die)
+    config = make_config(model, tmp_path / "run", train={"num_steps": 2})
+    start(config)
+    with Run.open(tmp_path / "run", "r") as run:
+        assert summarize(run).state == "done"
+        assert run.config["train"]["num_steps"] == 2
+    start(config)  # there is nothing left to do
+    with Run.open(tmp_path / "run", "r") as run:
+        assert summarize(run).state == "done"

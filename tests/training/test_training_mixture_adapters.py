@@ -2,11 +2,13 @@
 
 import asyncio
 import copy
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from loop_kit import make_config, make_model
+from tests_models.architectures import make_model as make_row
 from training_kit import FLOAT32, LetterSource
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -21,6 +23,7 @@ from rolltree.training import (
     open_run,
     run_training,
 )
+from rolltree.training.checkpoint_formats import trained_tensors
 from rolltree.training.lora import (
     adapters_off,
     add_adapter,
@@ -74,6 +77,16 @@ KINDS = {
     "gpt2": {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
 }
 READ_BY_PEFT = {"qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "llama4_text", "gpt2"}
+LEFT_OUT = {  # -> what has no adapter unless it is named: only its weight is read
+    "jamba": {"dt_proj"},
+    "mamba": {"dt_proj"},
+    "longcat_flash": {"classifier"},
+    "zamba": set(),  # layers that share their attention share its adapters
+    "falcon": set(),  # a linear layer of its own class
+    "emu3": set(),  # transformers has no model for its configuration
+    "laguna": set(),  # peft renames its shared experts when it reads them
+}
+REFUSED_BY_PEFT = {"mamba", "longcat_flash", "laguna"}
 IDS = torch.randint(0, VOCAB, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
@@ -134,6 +147,38 @@ def test_the_copy_and_the_export_compute_what_is_trained(kind, tmp_path):
             assert torch.allclose(logits(read), wanted, atol=FLOAT32, rtol=0)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", LEFT_OUT)
+def test_default_adapters_are_those_that_work(kind, tmp_path):
+    from peft import PeftModel
+
+    model, served = adapted(kind, model=make_row(kind))
+    plain = copy.deepcopy(served)
+    wanted = logits(model)
+    linear = {
+        n.rpartition(".")[2] for n, m in plain.named_modules() if isinstance(m, torch.nn.Linear)
+    }
+    with_adapter = {n.split(".lora_")[0].rpartition(".")[2] for n in trained_tensors(model)}
+    assert linear - with_adapter == {*LEFT_OUT[kind], "lm_head"}
+    copy_weights(model, served)
+    effect = float((wanted - logits(plain)).abs().amax())
+    assert effect > 0.05
+    same = partial(torch.allclose, atol=1e-2 * effect, rtol=0)  # any one adapter does more
+    assert same(logits(served), wanted)
+    export_model(model, None, tmp_path / "model")
+    assert (tmp_path / "adapter").is_dir() == (kind not in REFUSED_BY_PEFT)
+    if kind not in REFUSED_BY_PEFT:
+        read = PeftModel.from_pretrained(plain, tmp_path / "adapter")
+        assert same(logits(read), wanted)
+
+
+@pytest.mark.parametrize("kind", ["jamba", "longcat_flash"])
+def test_a_weight_that_is_read_past_its_layer_is_refused_if_it_is_named(kind):
+    (target,) = LEFT_OUT[kind]
+    with pytest.raises(ConfigError, match=f"the adapters of {target} as with a change"):
+        adapted(kind, target, model=make_row(kind))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_weight_of_that_name_is_adapted(kind):
     everything, one = (adapted(kind, *targets)[0] for targets in targets_of(kind))
@@ -183,12 +228,27 @@ def test_a_copy_that_would_keep_a_part_is_refused():
         copy_weights(model, served)
 
 
-def test_an_adapter_of_a_tied_layer_is_refused():
+def test_tied_layers_share_an_adapter():
     model = made("gpt2")
     block = model.transformer.h
     block[1].mlp.c_fc.weight = block[0].mlp.c_fc.weight
-    with pytest.raises(ConfigError, match=r"c_fc.weight is used in several places"):
-        adapted("gpt2", model=model)
+    model, served = adapted("gpt2", model=model)
+    assert block[1].mlp.c_fc.lora_A is block[0].mlp.c_fc.lora_A
+    copy_weights(model, served)
+    assert torch.allclose(logits(served), logits(model), atol=FLOAT32, rtol=0)
+
+
+def test_a_layer_that_is_tied_to_something_else_is_left_out_or_refused():
+    def tied():
+        model = made("gpt2")
+        model.transformer.wpe.weight = model.transformer.h[1].mlp.c_proj.weight
+        return model
+
+    model, _ = adapted("gpt2", model=tied())
+    blocks = model.transformer.h
+    assert [hasattr(block.mlp.c_proj, "lora_A") for block in blocks] == [True, False]
+    with pytest.raises(ConfigError, match=r"wpe.weight is used in several places"):
+        adapted("gpt2", "c_proj", model=tied())
 
 
 def test_what_can_have_an_adapter_is_said():

@@ -191,7 +191,7 @@ class TestLora:
 
     @pytest.mark.parametrize("section", [{"lora_alpha": 8.0}, {"lora_targets": ["q_proj"]}])
     def test_settings_without_a_rank_are_refused(self, section):
-        with pytest.raises(ConfigError, match="no adapters that would read it"):
+        with pytest.raises(ConfigError, match="no adapter would read it"):
             load_train_config({"model": section})
         with pytest.raises(ConfigError, match=r"model.lora_rank is -1"):
             load_train_config({"model": {"lora_rank": -1}})

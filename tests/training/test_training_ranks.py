@@ -1,9 +1,12 @@
 """Several ranks on gloo, real processes: the gradient and the step of one rank."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from gradient_cases import AT_THREE, CASES
 from ranks_kit import LIMIT_S, run_worlds
+from torch.distributed.fsdp import FSDPModule
 from training_kit import FLOAT32, Call, flat, group, tree
 
 from rolltree.errors import ConfigError
@@ -70,6 +73,12 @@ class TestRanks:
         with pytest.raises(ConfigError, match="RANK is not set"), start_ranks():
             pass
 
+    def test_a_torch_whose_ranks_wait_for_missing_gradients_is_refused(self, monkeypatch):
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
+        with pytest.raises(ConfigError, match=r"need torch 2.13"), start_ranks():
+            pass
+
     def test_commands_arrive(self, results):
         assert results["commands/2"] == [2, 2, 2]
 
@@ -87,6 +96,11 @@ class TestRanks:
         assert np.isfinite(found["loss"])
 
 
+def columns_of(records):
+    columns = {name: getattr(records, name) for name in Records.__dataclass_fields__}
+    return columns | columns.pop("extra")
+
+
 class TestWire:
     def test_samples_come_back(self):
         calls = group(num=3)
@@ -94,16 +108,19 @@ class TestWire:
         placed = SampleStream(np.array([2], np.int32), (np.ones((2, 2), np.float16),))
         first = flat(Call([1], [2, 3]))
         first.info.update(streams={"a": stream, "b": placed})
+        advice = {"advice": np.array([0.5, -1.0], np.float32)}
+        first = replace(first, records=replace(first.records, extra=advice))
         sent = [first, tree(calls)]
         back = samples_from_data(decode(encode(samples_to_data(sent))))
         for old, new in zip(sent, back, strict=True):
             assert old.origins == new.origins
             for name in ("ids", "positions", "subtree_end"):
                 np.testing.assert_array_equal(getattr(old, name), getattr(new, name))
-            for name in Records.__dataclass_fields__:
-                one, two = getattr(old.records, name), getattr(new.records, name)
-                assert one.dtype == two.dtype
-                np.testing.assert_array_equal(one, two)
+            ours, theirs = columns_of(old.records), columns_of(new.records)
+            assert ours.keys() == theirs.keys()
+            for name, one in ours.items():
+                assert one.dtype == theirs[name].dtype
+                np.testing.assert_array_equal(one, theirs[name])
         streams = back[0].info["streams"]
         np.testing.assert_array_equal(streams["a"].values, [0.5, 0.25])
         assert isinstance(streams["b"].values, tuple)

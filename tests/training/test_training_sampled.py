@@ -4,12 +4,15 @@ import pytest
 
 import rolltree as rt
 from rolltree.errors import TrainingError
+from rolltree.inference import OpenAIClient
 from rolltree.inference.client import sampling_from_args
 from rolltree.inference.request_fields import reshaping
+from rolltree.inference.vocabulary import Vocabulary
 from rolltree.rollouts import RolloutEngine
-from rolltree.testing import ScriptedClient
+from rolltree.testing import HOSTILE, ByteTokenizer, ScriptedClient, ScriptedServer
 from rolltree.training import assign_credit, load_train_config
 from rolltree.training.plan import step_requests
+from rolltree.training.sampled import check_spelled
 
 CONFIG = load_train_config({"algorithm": {"group_size": 2, "groups_per_step": 1}})
 CHANGES = [
@@ -114,3 +117,24 @@ async def test_it_is_refused_when_it_comes_back_from_the_store(tmp_path):
 @pytest.mark.parametrize("args", NEUTRAL)
 def test_neutral_settings(args):
     assert reshaping(sampling_from_args(args)) == {}
+
+
+@pytest.mark.parametrize("fault", [None, "swapped ids", "another prompt of the same length"])
+async def test_ids_that_a_server_renders_must_spell_the_messages(fault):
+    environment = rt.SingleTurnEnv(
+        dataset=[{"question": "2 + 2 =", "answer": "4"}], rubric=rt.Rubric([lambda: 1.0])
+    )
+    faults = [] if fault is None else [None, HOSTILE[fault]]
+    with ScriptedServer(["4, I think.", "It is 5."], faults=faults) as server:
+        client = OpenAIClient(server.base_url, "scripted")
+        engine = RolloutEngine(environment, client, max_concurrent=1)
+        results = await engine.run_all(step_requests(CONFIG, environment, 1))
+        await client.aclose()
+    assert all(result.error is None for result in results)
+    calls = [(each.request.request_id, each.states[0]) for each in results]
+    vocabulary = Vocabulary(ByteTokenizer())
+    if fault is None:
+        check_spelled(calls, vocabulary)
+        return
+    with pytest.raises(TrainingError, match=r"call 0 of train/.* has the message"):
+        check_spelled(calls, vocabulary)

@@ -4,9 +4,14 @@ import pytest
 import server_away_kit as kit
 from loop_kit import start
 from serve_kit import ADMIN_TOKEN, TOKEN
+from training_kit import LetterSource
 
 from rolltree.errors import TrainingError
+from rolltree.inference import OpenAIClient
+from rolltree.models import load_model
 from rolltree.store import Run
+from rolltree.training import TrainParts
+from rolltree.training.servers import ServerTarget
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +46,59 @@ def test_a_run_without_servers_ends_with_one_message_and_can_be_continued(model,
     assert "does not answer. The run waits, and ends after 0.3 s" in notice
     report = start(config(server.url, 1800.0), kit.EarlyIsEasy())
     assert [step["error/mean"] for step in report.metrics] == [0]
+
+
+def test_servers_that_were_never_there_are_waited_for_a_few_seconds(model, tmp_path):
+    nobody = f"http://127.0.0.1:{kit.free_port()}/v1"
+    config = kit.server_config(model, tmp_path / "run", [nobody], train={"num_steps": 1})
+    assert config.engine.away_limit_s == 1800.0
+    seen = kit.At({}, lambda: None)
+    with pytest.raises(TrainingError, match=r"for 5 s \(none was there at the start\)"):
+        start(config, kit.EarlyIsEasy(), reporter=seen)
+    (notice,) = seen.notices
+    assert "ends after 5 s (none was there at the start)" in notice
+
+
+def test_a_run_says_at_its_end_what_servers_go_on_with(model, tmp_path, server):
+    config = kit.server_config(model, tmp_path / "run", [server.url], train={"num_steps": 1})
+    seen = kit.At({}, lambda: None)
+    start(config, kit.EarlyIsEasy(), reporter=seen)
+    said = seen.notices[-1]
+    assert "go on with the weights of version 1 under the name 'm'" in said
+    with Run.open(config.run.dir, "r") as run:
+        assert [event.data["message"] for event in run.events("notice")][-1] == said
+
+
+class Swapping(OpenAIClient):
+    """Its server renders prompts; after the weights were probed, the ids of a call are swapped."""
+
+    num_calls, swaps = 0, False
+
+    async def ask(self, *args):
+        outcome = await super().ask(*args)
+        self.num_calls += 1
+        ids = outcome.value.choices[0].token_ids
+        if self.swaps and self.num_calls > 20 and len(set(ids)) > 1:
+            ids.reverse()
+            self.swaps = False
+        return outcome
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+def test_ids_that_a_server_swaps_are_not_trained(model, tmp_path, server, swaps):
+    config = kit.server_config(model, tmp_path / "run", [server.url], train={"num_steps": 2})
+    trained, tokenizer = load_model(str(model))
+    client = Swapping(
+        server.url, "m", api_key=ADMIN_TOKEN, token_ids="vllm", logprobs_mode="processed"
+    )
+    client.swaps = swaps
+    target = ServerTarget(trained, [client], tmp_path / "weights")
+    parts = TrainParts(trained, tokenizer, target, client, trained)
+    if not swaps:
+        assert len(start(config, LetterSource(), parts=parts).metrics) == 2
+        return
+    with pytest.raises(TrainingError, match=r"has the message .* and its ids spell"):
+        start(config, LetterSource(), parts=parts)
 
 
 @pytest.mark.slow

@@ -1,10 +1,11 @@
 import pytest
+from credit_games import credited
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltree.errors import ConfigError
 from rolltree.training import load_train_config
-from rolltree.training.advantages import CreditPolicy, SoftOverlong, assign_credit
+from rolltree.training.advantages import CreditPolicy, SoftOverlong
 from rolltree.types import RolloutRequest, RolloutResult, State
 
 
@@ -35,17 +36,17 @@ def result(index, reward, *lengths):
 
 def test_advantages_see_it_and_the_stored_reward_does_not():
     results = [result(0, 1.0, 40, 40), result(1, 1.0, 40, 50), result(2, 0.0, 10)]
-    report = assign_credit(results, "dr_grpo", CreditPolicy(overlong=SoftOverlong(100, 20)))
+    report = credited(results, "dr_grpo", CreditPolicy(overlong=SoftOverlong(100, 20)))
     # rewards 1, 1 - 10/20, 0: mean 0.5; lengths are those of all calls together
     assert [r.states[0]["advantage"] for r in results] == pytest.approx([0.5, 0.0, -0.5])
     assert [r.states[0]["reward"] for r in results] == [1.0, 1.0, 0.0]
     assert report.metrics["credit/overlong_penalty"] == pytest.approx(0.5 / 3)
-    assert "credit/overlong_penalty" not in assign_credit(results, "dr_grpo").metrics
+    assert "credit/overlong_penalty" not in credited(results, "dr_grpo").metrics
 
 
 def test_it_gives_a_flat_group_something_to_learn():
     results = [result(0, 1.0, 80), result(1, 1.0, 100)]
-    report = assign_credit(results, "dr_grpo", CreditPolicy(overlong=SoftOverlong(100, 20)))
+    report = credited(results, "dr_grpo", CreditPolicy(overlong=SoftOverlong(100, 20)))
     assert report.metrics["train/frac_reward_zero_std"] == 0.0
     assert [r.states[0]["advantage"] for r in results] == pytest.approx([0.5, -0.5])
 

@@ -12,6 +12,7 @@ from training_kit import LetterSource, states, tiny_model, trainer
 from rolltree.rollouts.decode import decode_results
 from rolltree.samples import TruncationEffect, build_samples
 from rolltree.store import Run
+from rolltree.training.advantages import CreditReport
 from rolltree.training.batches import mask_stale
 from rolltree.training.token_record import TokenRecord
 
@@ -23,7 +24,8 @@ def record_of(made, *, step=1, samples=None, scope="tree", model=None, **section
     worker = trainer(model or tiny_model(), **sections)
     results = [SimpleNamespace(request=SimpleNamespace(request_id=s["request_id"]), states=(s,))
                for s in made]  # fmt: skip
-    record = TokenRecord(results, made)
+    given = [np.array([step["advantage"] or 0.0 for step in s["trajectory"]]) for s in made]
+    record = TokenRecord(results, CreditReport(tuple(made), tuple(given)))
     samples = build_samples(made, scope).samples if samples is None else samples
     metrics = worker.step(samples, step, on_batch=record.add)
     return {row.request_id: row for row in record.rows(step)}, metrics

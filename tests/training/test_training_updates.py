@@ -1,6 +1,7 @@
 """Several optimizer updates on the rollouts of one step: what moves and what stays fixed."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -54,6 +55,14 @@ class TestMinibatches:
         parts = split_rollouts(samples, num_parts)
         assert len(parts) == min(num_parts, num_rollouts)
         assert sorted(key for part in parts for key in keys(part)) == keys(samples)
+
+    def test_masked_rollouts_make_no_part_of_their_own(self):
+        """Parts of the rollouts that train: a part without any would end the run."""
+        (sample,) = samples = [tree(group(4))]
+        weight = np.where(sample.records.rollout < 3, np.float32(0), sample.records.weight)
+        masked = [replace(sample, records=replace(sample.records, weight=weight))]
+        assert [{r for r, _, _ in keys(part)} for part in split_rollouts(masked, 2)] == [{3}]
+        assert len(split_rollouts(samples, 2)) == 2
 
     def test_a_part_computes_only_its_own_tokens(self):
         calls = group(4, prefix=6, turns=1)

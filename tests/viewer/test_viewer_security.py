@@ -11,7 +11,7 @@ import time
 import httpx
 import pytest
 
-from rolltree.viewer.app import HEADERS, create_app, user_of
+from rolltree.viewer.app import HEADERS, create_viewer_app, user_of
 
 
 def raw(page, request):
@@ -229,7 +229,7 @@ async def asked(app, code, **headers):
 
 
 async def test_a_code_gives_the_token_once_and_to_the_page_only(tmp_path):
-    app = create_app(tmp_path, "the token", ["127.0.0.1:1"], code="the code")
+    app = create_viewer_app(tmp_path, "the token", ["127.0.0.1:1"], code="the code")
     assert (await asked(app, "")).status_code == 401
     assert (await asked(app, "another")).status_code == 401
     assert (await asked(app, "the code", Origin="http://evil.example")).status_code == 403
@@ -239,7 +239,7 @@ async def test_a_code_gives_the_token_once_and_to_the_page_only(tmp_path):
 
 
 async def test_another_users_program_does_not_get_the_token_for_the_code(tmp_path, monkeypatch):
-    app = create_app(tmp_path, "the token", ["127.0.0.1:1"], code="the code")
+    app = create_viewer_app(tmp_path, "the token", ["127.0.0.1:1"], code="the code")
     monkeypatch.setattr("rolltree.viewer.app.user_of", lambda *_: os.getuid() + 1)
     assert (await asked(app, "the code")).status_code == 401
     monkeypatch.setattr("rolltree.viewer.app.user_of", lambda *_: os.getuid())
@@ -258,7 +258,7 @@ def test_a_connection_is_known_to_be_its_users(family):
 
 
 async def test_who_has_the_token_is_told_so_and_keeps_the_code(tmp_path):
-    app = create_app(tmp_path, "the token", ["127.0.0.1:1"], code="the code")
+    app = create_viewer_app(tmp_path, "the token", ["127.0.0.1:1"], code="the code")
     for given, status in (("the token", 200), ("another", 401), ("", 401)):
         assert (await asked(app, "", Authorization=f"Bearer {given}")).status_code == status
     assert (await asked(app, "the code")).status_code == 200
@@ -266,7 +266,7 @@ async def test_who_has_the_token_is_told_so_and_keeps_the_code(tmp_path):
 
 async def test_without_a_browser_there_is_no_code(page, tmp_path):
     assert page.get("/api/token", token="").status_code == 401
-    app = create_app(tmp_path, "the token", ["127.0.0.1:1"])
+    app = create_viewer_app(tmp_path, "the token", ["127.0.0.1:1"])
     assert (await asked(app, "")).status_code == 401
     assert (await asked(app, "None")).status_code == 401
 

@@ -99,7 +99,7 @@ def test_a_text_that_is_no_action_keeps_the_turn_and_an_illegal_move_is_the_game
     bad = game.step("the middle")
     assert bad == {
         "player_1": StepOutcome(
-            "That is no action: say an integer", info={BAD_ACTION: "say an integer"}
+            "Invalid action: say an integer", info={BAD_ACTION: "say an integer"}
         )
     }
     assert game.current == "player_1"

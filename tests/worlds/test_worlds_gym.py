@@ -65,7 +65,7 @@ def test_what_is_no_action_changes_nothing():
     world.reset(seed=0)
     outcome = world.step("jump")
     assert outcome == StepOutcome(
-        "That is no action: say one of: left, down, right, up",
+        "Invalid action: say one of: left, down, right, up",
         info={BAD_ACTION: "say one of: left, down, right, up"},
     )
     assert world.step("right").obs.startswith("  (Right)\nS[F]FF")

@@ -433,3 +433,59 @@ def completes():
 
 def load_environment(kind, **kwargs):
     return globals()[kind](**kwargs)
+
+
+class Edits(Hooked):
+    """Edits lists of the last step in place, and its messages."""
+
+    async def add_model_response(self, state, prompt_messages, response):
+        await super().add_model_response(state, prompt_messages, response)
+        step = state["trajectory"][-1]
+        step["completion"].append({"role": "user", "content": "noted"})
+        tokens = step["tokens"]
+        if tokens is not None:
+            tokens["completion_mask"][0] = 0
+            tokens["prompt_mask"][:] = [1] * len(tokens["prompt_mask"])
+            mask = tokens["completion_logprobs"]
+            mask[-1] = -7.0
+            tokens["completion_ids"] += [5]
+            tokens["completion_ids"].pop()
+
+
+def edits():
+    return Edits(dataset=sums(), rubric=vf.Rubric(funcs=[correct, num_turns]), max_turns=3)
+
+
+class PlainLists(Hooked):
+    """Puts lists of its own in the place of the trajectory."""
+
+    async def setup_state(self, state, **kwargs):
+        state = await super().setup_state(state)
+        state["trajectory"] = []
+        return state
+
+    async def env_response(self, messages, state, **kwargs):
+        answer = await super().env_response(messages, state, **kwargs)
+        if len(state["trajectory"]) > 1:
+            state["trajectory"] = [s for n, s in enumerate(state["trajectory"]) if n != 0]
+        return answer
+
+
+def plain_lists():
+    return PlainLists(dataset=sums(), rubric=vf.Rubric(funcs=[correct, num_turns]), max_turns=4)
+
+
+class AsksThrice(Hooked):
+    """Asks the model twice more in each turn, and keeps what it said."""
+
+    async def env_response(self, messages, state, **kwargs):
+        for _ in range(2):
+            response = await self.get_model_response(
+                state["client"], state["model"], messages, sampling_args=state["sampling_args"]
+            )
+            state["notes"].append(response.choices[0].message.content)
+        return await super().env_response(messages, state, **kwargs)
+
+
+def asks_thrice():
+    return AsksThrice(dataset=sums(), rubric=vf.Rubric(funcs=[correct, num_turns]), max_turns=3)

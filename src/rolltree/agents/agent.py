@@ -12,9 +12,10 @@ from typing import Any
 from rolltree.agents.context import ContextStrategy, FullDialog
 from rolltree.errors import ConfigError
 from rolltree.inference.client import ModelClient, as_client, merge_sampling, sampling_from_args
+from rolltree.inference.client_base import SeededClient
 from rolltree.parsers import text_of
 from rolltree.parsers.actions import ActionParser, as_text
-from rolltree.seeds import derive_seed
+from rolltree.seeds import CallSeeds
 from rolltree.steps import (
     INCOMPLETE,
     PARSE_FEEDBACK,
@@ -24,7 +25,7 @@ from rolltree.steps import (
     ToolAnswer,
     ToolRequest,
 )
-from rolltree.tokens import Trajectory
+from rolltree.tokens import Trajectory, record_call
 from rolltree.types import (
     ChatMessage,
     FinishReason,
@@ -129,13 +130,15 @@ class Agent:
         seed: int | None,
         messages: Sequence[ChatMessage],
     ) -> None:
-        self._session: ModelClient | None = None
-        if client is not None:
-            self._session = as_client(client, self._model).session()
         if not isinstance(sampling, SamplingParams):
             sampling = sampling_from_args(sampling or {})
         self.sampling = sampling
-        self._seed = self.sampling.seed if seed is None else seed
+        seed = sampling.seed if seed is None else seed
+        self._session: ModelClient | None = None
+        if client is not None:
+            self._session = as_client(client, self._model).session()
+            if seed is not None:  # an agent's calls count apart from those of others
+                self._session = SeededClient(self._session, CallSeeds(seed, sampling.seed))
         self.trajectory = Trajectory()
         self.steps: list[AgentStep] = []
         self.turn = 0
@@ -218,14 +221,11 @@ class Agent:
         sampling = self.sampling
         if max_tokens is not None:
             sampling = replace(sampling, max_tokens=max_tokens)
-        if self._seed is not None:
-            number = len(self.trajectory)
-            seed = derive_seed(self._seed, "turn", number) if number else self._seed
-            sampling = replace(sampling, seed=seed)
         response = await self._session.chat(
             messages, tools=self.tool_schemas or None, sampling=sampling, model=self._model
         )
-        record = self.trajectory.append_call(
+        record = record_call(
+            self.trajectory,
             prompt=messages,
             completion=[response.message],
             response=response,
@@ -279,7 +279,7 @@ class Agent:
         reward: float = 0.0,
     ) -> None:
         """Append a step to `steps`, with what the record's readers want in its extras."""
-        info = {"finish_reason": str(response.finish_reason), **(info or {})}
+        info = {**response.to_info(), **(info or {})}
         record["extras"].update(info, action_target=target)
         step = AgentStep(
             agent=self.name,

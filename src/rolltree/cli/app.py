@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -35,21 +36,13 @@ from rolltree.cli import (
 )
 from rolltree.cli.arguments import tell
 from rolltree.errors import ConfigError, RolltreeError, Stopped, UnknownName
+from rolltree.lazy import EXTRAS
 from rolltree.redact import shown
 
 STOPPED_STATUS = 75
-_EXTRAS = {
-    **dict.fromkeys(
-        ("torch", "transformers", "safetensors", "matplotlib", "peft"), "rolltree[train]"
-    ),
-    **dict.fromkeys(("starlette", "uvicorn"), "rolltree[torch,serve]"),
-    "pyarrow": "rolltree[data]",
-    **dict.fromkeys(("datasets", "gymnasium"), "rolltree[envs]"),
-}
-"""The extra that brings a package, for commands that import it."""
 
 
-def weather(error: OSError) -> str:
+def os_error_message(error: OSError) -> str:
     """Return what an error of the operating system means for a command."""
     where = f"{error.filename}: " if error.filename else ""
     what = f"{where}{error.strerror or error}, so the command could not go on"
@@ -73,7 +66,7 @@ def messages() -> Iterator[None]:
         status = 2 if isinstance(error, ConfigError | UnknownName) else 1
         raise click.exceptions.Exit(status) from None
     except ModuleNotFoundError as error:
-        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None and _is_ours(error):
             raise
         message = (
@@ -86,9 +79,9 @@ def messages() -> Iterator[None]:
         tell(f"error: {message}", error=True)
         raise click.exceptions.Exit(2) from None
     except OSError as error:
-        if error.errno is None:  # no weather: a library's own use of the class
+        if error.errno is None:  # not the operating system's: a library's own use of the class
             raise
-        tell(f"error: {weather(error)}", error=True)
+        tell(f"error: {os_error_message(error)}", error=True)
         raise click.exceptions.Exit(1) from None
     except KeyboardInterrupt:
         raise click.exceptions.Exit(130) from None
@@ -117,7 +110,7 @@ class Program(click.Group):
 app = Program(
     "rolltree",
     commands=[
-        *(eval.evaluate_environment, train.train_model, train.fork_run, serve.serve_model),
+        *(eval.evaluate_environment, train.train_model, train.fork_stored_run, serve.serve_model),
         *(runs.list_stored_runs, show.show_run, view.view_runs),
         *(data.show_data, data.export_rollouts),
         *(audit.audit_run, compare.compare_stored_runs, replay.replay_rollouts),
@@ -149,3 +142,15 @@ def main() -> None:
     except Exception:  # noqa: BLE001  a mistake, of rolltree or of an environment's code
         tell(traceback.format_exc().rstrip("\n"), error=True)
         sys.exit(1)
+    finally:
+        _drop_unwritten()
+
+
+def _drop_unwritten() -> None:
+    """Drop output that cannot be written, so that Python's own attempt gives no other status."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())

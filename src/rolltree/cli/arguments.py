@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import click
 
@@ -26,8 +27,12 @@ Name = TypeVar("Name", bound=str)
 
 def tell(text: object, *, error: bool = False) -> None:
     """Print a line on stdout, or on stderr, as a person may be shown it."""
-    line = shown(str(text))
-    print(line, file=sys.stderr if error else sys.stdout, flush=True)
+    _print(shown(str(text)), sys.stderr if error else sys.stdout)
+
+
+def _print(text: str, file: TextIO) -> None:
+    with contextlib.suppress(BrokenPipeError):  # nobody reads any more: `| head`
+        print(text, file=file, flush=True)
 
 
 def tell_json(value: object) -> None:
@@ -35,7 +40,7 @@ def tell_json(value: object) -> None:
     from rolltree.redact import redact
     from rolltree.store import to_plain
 
-    print(json.dumps(redact(to_plain(value)), indent=2))
+    _print(json.dumps(redact(to_plain(value)), indent=2), sys.stdout)
 
 
 def json_object(text: str | None, flag: str) -> dict[str, Any]:
@@ -89,7 +94,8 @@ def secret(variable: str | None, flag: str) -> str | None:
     if not value:
         raise ConfigError(
             f"{flag} names the environment variable {variable}, which is not set, so the server "
-            f"would refuse the requests. Set it: export {variable}=..."
+            f"would refuse the requests. Set {variable} in this shell (export), and run the "
+            "command again."
         )
     return value
 

@@ -96,9 +96,12 @@ def install_environment(where: str, editable: bool) -> None:
 @environments.command("migrate")
 @click.argument("path", type=click.Path(path_type=Path), help="Folder or file of the environment.")
 @click.option("--write", is_flag=True, help="Write the edits; without it they are only shown.")
+@click.option("--force", is_flag=True, help="Write also what plays differently, with a to-do.")
 @click.option("--env-args", "-a", help="Arguments of the environment for the check, JSON.")
 @click.option("--no-check", is_flag=True, help="Do not play it before and after.")
-def migrate_environment(path: Path, write: bool, env_args: str | None, no_check: bool) -> None:
+def migrate_environment(
+    path: Path, write: bool, force: bool, env_args: str | None, no_check: bool
+) -> None:
     """Turn an environment written for verifiers 0.1.8 into rolltree's own names."""
     from rolltree.compat.migrate import migrate
     from rolltree.compat.replay import check_migration
@@ -109,18 +112,25 @@ def migrate_environment(path: Path, write: bool, env_args: str | None, no_check:
     for remark in migration.remarks:
         tell(f"to do: {remark}")
     checked = None if no_check else check_migration(path, migration, args)
-    if write:
-        migration.write()
+    differences = () if checked is None else checked.differences
+    found, shown = len(differences), differences[:SHOWN]
+    if checked is not None:
+        for note in checked.notes:
+            tell(f"note: {note}")
+        for difference in shown:
+            tell(f"differs: {difference}")
+        said = f"{found} fields differ" if found else "all the same"
+        tell(f"played {checked.num_rollouts} rollouts before and after: {said}")
+    if write and found and not force:
+        tell(
+            "nothing was written, because the rewards of the environment would not be what they "
+            "were. Keep it as it is, or pass --force to write it with these differences as a to-do."
+        )
+    elif write:
+        counted = f"TODO: since `rolltree env migrate` {found} fields differ, such as"
+        todo = [counted, *(f"  {difference}" for difference in shown)] if found else []
+        migration.with_todo(todo).write()
         tell(f"wrote {len(migration.after)} files")
-    if checked is None:
-        return
-    for note in checked.notes:
-        tell(f"note: {note}")
-    for difference in checked.differences[:SHOWN]:
-        tell(f"differs: {difference}")
-    found = len(checked.differences)
-    said = f"{found} fields differ" if found else "all the same"
-    tell(f"played {checked.num_rollouts} rollouts before and after: {said}")
     if found:
         raise click.exceptions.Exit(1)
 

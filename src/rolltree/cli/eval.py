@@ -146,6 +146,8 @@ def evaluate_environment(
         SafeConsole,
         evaluation_facts,
         evaluation_table,
+        headlines,
+        only_shows,
         say,
         transcript,
     )
@@ -159,9 +161,18 @@ def evaluate_environment(
     env_arguments = json_object(env_args, "-a")
     remember(api_key or "", *secrets_in([env_arguments, sampling]))
     chosen_split = known_name(split, SPLITS, "--split")
+    if base_url:
+        from rolltree.inference.http import checked_url
+
+        for url in base_url:
+            checked_url(url)  # before anything is stored
+    else:
+        from rolltree.models import check_loadable
+
+        check_loadable(model)  # before torch, and all that takes time, is imported
     folder = run or default_run_dir("eval", env, model)
     where = ", ".join(base_url) or None
-    errors = SafeConsole(stderr=True)
+    errors = SafeConsole(stderr=True, only_shows=True)
     environment = load_environment(env, compat=compat, **env_arguments)
     own = {} if None not in (num_examples, rollouts_per_example) else eval_defaults(env)
     if num_examples is None:
@@ -232,12 +243,16 @@ def evaluate_environment(
         except KeyboardInterrupt:
             say(errors, f"stopped; the same command with --run {folder} continues it")
             raise
-        out = errors if as_json else SafeConsole()
+        out = errors if as_json else SafeConsole(only_shows=True)
         ids = dict.fromkeys(outcome.request_id for outcome in report.outcomes)
-        for request_id in islice(ids, transcripts):
-            for result in decode_results(stored.rollouts(request_id=request_id)):
-                out.print(transcript(result))
+        with only_shows("the transcripts"):
+            for request_id in islice(ids, transcripts):
+                for result in decode_results(stored.rollouts(request_id=request_id)):
+                    out.print(transcript(result))
         out.print(evaluation_table(report), "", evaluation_facts(report))
+        with only_shows("what happened"):
+            for line in headlines(stored):
+                out.print(line)
         if save:
             results = decode_results(stored.rollouts(phase=PHASE))
             written = write_results(
@@ -278,8 +293,10 @@ async def open_client(
     elif base_urls:
         client = OpenAIClient(base_urls[0], model, api_key=api_key, max_connections=max_concurrent)
     else:
+        from rolltree.models import check_loadable, load_model
+
+        check_loadable(model)  # before torch is imported
         from rolltree.inference.local import local_client
-        from rolltree.models import load_model
 
         loaded, tokenizer = load_model(model)
         client = local_client(

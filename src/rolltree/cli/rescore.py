@@ -69,7 +69,7 @@ def rescore_run(
 
     arguments = json_object(env_args, "-a")
     remember(*secrets_in(arguments))
-    errors = SafeConsole(stderr=True)
+    errors = SafeConsole(stderr=True, only_shows=True)
     try:
         with EvalView(errors, f"rescore {run}") as view:
             report = rescore(

@@ -88,6 +88,9 @@ def serve_model(
     mode = MODES[known_name(logprobs_mode, MODES, "--logprobs-mode")]
     token = secret(api_key_env, "--api-key-env")
     admin_token = secret(admin_key_env, "--admin-key-env")
+    from rolltree.models import check_loadable, load_model
+
+    check_loadable(model, dtype, device=device)
     from rolltree.inference.server import ServedModel, ServerOptions, serve
 
     where = ServerOptions(host, port, token, allow_remote, admin_token, read_timeout)
@@ -96,7 +99,6 @@ def serve_model(
 
     from rolltree.inference.local import local_client
     from rolltree.inference.server.weights import WeightReceiver, load_weights
-    from rolltree.models import load_model
 
     if num_threads is not None:
         torch.set_num_threads(num_threads)

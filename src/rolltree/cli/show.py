@@ -80,9 +80,9 @@ def show_run(
 
         console = SafeConsole()
         if not (phase or chosen.words):  # who chooses rollouts wants to see these
-            from rolltree.records import RunData
+            from rolltree.records.story import run_story
 
-            for line in story_lines(RunData(rows_only).story()):
+            for line in story_lines(run_story(rows_only, quick=True)["sentences"]):
                 console.print(line)
             say(console, overview_line(run_overview(rows_only)))
         console.print(phases_table(summarize(stored)))
@@ -102,7 +102,7 @@ def show_run(
         if chosen.words:
             say(console, str(chosen))
         for request_id in chosen.request_ids:
-            rows = list(stored.rollouts(request_id=request_id))
+            rows = list(rows_only.rollouts(request_id=request_id))
             rewards = [reward_parts(stored, row) for row in rows]
             for result in decode_results(rows, tokens=False):
                 console.print(transcript(result, limit=limit, rewards=rewards))

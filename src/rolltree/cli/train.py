@@ -53,7 +53,7 @@ def train_model(config: Path, overrides: tuple[str, ...], transcripts: int) -> N
     help="Directory of the new run (default: RUN-fork).",
 )
 @transcripts_option
-def fork_run(
+def fork_stored_run(
     run: Path, settings: tuple[str, ...], step: int | None, target: Path | None, transcripts: int
 ) -> None:
     """Start a new run from a checkpoint of another, with other settings."""

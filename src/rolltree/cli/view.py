@@ -84,7 +84,7 @@ def _serve(path: Path, port: int, *, browser: bool) -> None:
     from rolltree.errors import ConfigError
 
     try:
-        from rolltree.viewer.serve import serve
+        from rolltree.viewer.serve import serve_viewer
     except ModuleNotFoundError as error:
         if error.name not in ("starlette", "uvicorn"):
             raise
@@ -97,4 +97,4 @@ def _serve(path: Path, port: int, *, browser: bool) -> None:
         print(link, flush=True)
         tell("Ctrl-C stops it.", error=True)
 
-    serve(path, port=port, browser=browser, on_ready=ready)
+    serve_viewer(path, port=port, browser=browser, on_ready=ready)

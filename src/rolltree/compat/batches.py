@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 from rolltree.compat.clients import async_client
 from rolltree.compat.helpers import maybe_semaphore
-from rolltree.compat.model_calls import is_direct
+from rolltree.compat.model_calls import Nobody, is_direct
 from rolltree.compat.results import GenerateOutputs, make_dataset, outputs_of, save_rollout_results
 from rolltree.compat.rows import repeated
-from rolltree.environments.batch_runner import BatchRunner, states_of
+from rolltree.environments.batch_runner import BatchRunner, Unscored, states_of
 from rolltree.environments.dataset import Data
 from rolltree.inference.client import as_client
-from rolltree.rollouts import RolloutEngine
+from rolltree.rollouts import RolloutEngine, derive_seed
 from rolltree.rollouts.requests import current_episode
 from rolltree.tasks import run_sync
 from rolltree.types import MessageType, RolloutInput, RolloutResult, SamplingArgs, State
@@ -31,7 +32,8 @@ class Batch:
 
     sampling_args: SamplingArgs
     scoring: AbstractAsyncContextManager[Any]
-    client: Any  # what is asked by its own methods; None for rolltree's clients
+    client: Any
+    is_own: bool  # the environment gets the client itself: it is not a rolltree client
     failures: list[Exception] = field(default_factory=list)  # the first one
 
 
@@ -60,6 +62,7 @@ async def run_batch(
     max_concurrent: int | None,
     max_scoring: int | None,
     on_group: Callable[[list[State]], None],
+    score: bool = True,
     show_progress: bool = False,
 ) -> list[State]:
     """Play and score rows and return their states by `example_id`, in the rows' order.
@@ -68,16 +71,25 @@ async def run_batch(
         Exception: what the first rollout failed with, when all have failed.
     """
     client = async_client(client)
-    batch = Batch(args, await maybe_semaphore(max_scoring), client if is_direct(client) else None)
+    is_own = client is None or is_direct(client)
+    batch = Batch(args, await maybe_semaphore(max_scoring), client, is_own)
     if not len(inputs):
         return []
     requests = env._requests(env.rows(inputs), args, 0, 1)
+    if args.get("seed") is None:  # theirs samples anew in every `generate`
+        anew = secrets.randbits(31)
+        requests = [
+            replace(request, sampling_seed=derive_seed(anew, request.sampling_seed))
+            for request in requests
+        ]
     first: dict[str, int] = {}
     for request in requests:
         first.setdefault(request.group_id, len(first))
     requests.sort(key=lambda request: first[request.group_id])  # a group's members come together
     limit = max_concurrent if max_concurrent and max_concurrent > 0 else len(requests)
-    engine = RolloutEngine(env, as_client(client, model), model=model, max_concurrent=max(limit, 1))
+    asked = as_client(Nobody() if client is None else client, model)
+    source = env if score else Unscored(env)
+    engine = RolloutEngine(source, asked, model=model, max_concurrent=max(limit, 1))
     found: dict[str, RolloutResult] = {}
     token = _BATCH.set(batch)
     try:
@@ -158,6 +170,7 @@ class Batches(BatchRunner):
         save_results: bool = False,
         save_every: int = -1,
         use_tqdm: bool = True,
+        score_rollouts: bool = True,
     ) -> GenerateOutputs:
         """Play and score rows, and return the rollouts by `example_id`.
 
@@ -166,23 +179,16 @@ class Batches(BatchRunner):
         Raises:
             Exception: what the first rollout failed with, when all have failed.
         """
-        started = time.perf_counter()
+        started = time.time()
         args = deepcopy(self.sampling_args)
         args.update(sampling_args or {})
         done: list[State] = []
         num_groups = 0
 
-        def outputs(states: Sequence[State]) -> GenerateOutputs:
-            return outputs_of(
-                states,
-                env_id=self.env_id,
-                env_args=self.env_args,
-                model=model,
-                client=client,
-                sampling_args=as_sent(args, self.message_type),
-                state_columns=state_columns,
-                results_path=results_path,
-                time_ms=(time.perf_counter() - started) * 1000.0,
+        def outputs(states: list[State]) -> GenerateOutputs:
+            sent = as_sent(args, self.message_type)
+            return self._prepare_rollout_results(
+                states, model, client, state_columns, results_path, sent, started
             )
 
         def on_group(states: list[State]) -> None:
@@ -202,12 +208,35 @@ class Batches(BatchRunner):
             max_concurrent=max_concurrent if playing is None else playing,
             max_scoring=max_concurrent if scoring is None else scoring,
             on_group=on_group,
+            score=score_rollouts,
             show_progress=use_tqdm,
         )
         results = outputs(states)
         if save_results:
             save_rollout_results(results)
         return results
+
+    def _prepare_rollout_results(
+        self,
+        all_states: list[State],
+        model: str,
+        client: Any,
+        state_columns: list[str] | None,
+        results_path: Path | None,
+        gen_sampling_args: SamplingArgs,
+        start_time: float,
+    ) -> GenerateOutputs:
+        return outputs_of(
+            all_states,
+            env_id=self.env_id,
+            env_args=self.env_args,
+            model=model,
+            client=client,
+            sampling_args=gen_sampling_args,
+            state_columns=state_columns,
+            results_path=results_path,
+            time_ms=(time.time() - start_time) * 1000.0,
+        )
 
     def generate_sync(self, inputs: Data, client: Any, **kwargs: Any) -> GenerateOutputs:
         """`generate` for callers without an event loop (or with a running one)."""

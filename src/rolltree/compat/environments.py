@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 from rolltree import environments as rooms
+from rolltree.compat import states
 from rolltree.compat.batches import Batches, args_of_rollout, as_sent, current_batch, note_failure
 from rolltree.compat.decorators import marked_methods, stop
 from rolltree.compat.helpers import NullAsyncContext, concat_messages, maybe_await
@@ -37,7 +38,9 @@ from rolltree.environments.dataset import Data, RowFormat, Rows
 from rolltree.environments.lifecycle import Mark, mark_of, register
 from rolltree.environments.multiturn import no_messages
 from rolltree.errors import ConfigError
-from rolltree.rollouts import Split, current_episode, merge_args
+from rolltree.rollouts import Split, current_episode
+from rolltree.rubrics import as_rubric
+from rolltree.tokens import record_call
 from rolltree.types import (
     OVERLONG_PROMPT,
     ChatMessage,
@@ -59,6 +62,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
     logger: logging.Logger
     logger = logging.getLogger("rolltree.environments")
     row_format = RowFormat()
+    state_type = states.State
     _closed = _asks_own_conditions = False
     _stop_marks: dict[str, Mark] = {}
 
@@ -86,16 +90,18 @@ class Environment(OwnNames, Batches, rooms.Environment):
         self.system_prompt = system_prompt
         self.few_shot = few_shot  # type: ignore[assignment]
         self.parser = parser or Parser()
-        self.rubric = rubric or Rubric()
+        self.rubric = as_rubric(rubric, Rubric)
         if type(self.parser) is not type(self.rubric.parser):
-            self.logger.debug("the environment's parser and its rubric's are of different classes")
+            self.logger.warning(
+                "The parser and rubric parser are different. This may cause unexpected behavior."
+            )
         self.env_id = env_id or ""
         self.env_args = env_args or {}
         self.max_seq_len = max_seq_len
         self.row_format = RowFormat(self.env_id, system_prompt, tuple(few_shot or ()), message_type)
         if message_type == "completion" and (system_prompt or few_shot):
             raise ConfigError(
-                "message_type is 'completion' but system_prompt or few_shot is set; a prompt that "
+                "system_prompt and few_shot are not supported for completion tasks: a prompt that "
                 "is one string has no place for messages. Write them into the prompt."
             )
         self.dataset = self._formatted(dataset, map_kwargs)
@@ -165,8 +171,16 @@ class Environment(OwnNames, Batches, rooms.Environment):
     def _ensure_example_id(self, dataset: Any) -> Any:
         return with_example_ids(dataset)
 
-    def _ensure_prompt(self, dataset: Any, *settings: Any, **named: Any) -> Any:
-        return with_prompts(dataset, *settings, **named)
+    def _ensure_prompt(
+        self,
+        dataset: Any,
+        system_prompt: str | None = None,
+        few_shot: list[ChatMessage] | None = None,
+        question_key: str = "question",
+        answer_key: str = "answer",
+        map_kwargs: dict[str, Any] = {},  # noqa: B006  (never changed)
+    ) -> Any:
+        return with_prompts(dataset, system_prompt, few_shot, question_key, answer_key, map_kwargs)
 
     def _ensure_task(self, dataset: Any, map_kwargs: dict[str, Any] = {}) -> Any:  # noqa: B006
         return with_task(dataset, self.env_id or "default", map_kwargs)
@@ -215,19 +229,22 @@ class Environment(OwnNames, Batches, rooms.Environment):
     async def init_state(
         self,
         input: RolloutInput,
-        client: Any,
-        model: str,
+        client: Any = None,
+        model: str = "",
         sampling_args: SamplingArgs | None = None,
     ) -> State:
-        """Return the state before the first turn.
-
-        Tools in a row's `info` are offered where the environment has none.
-        """
+        """Return the state before the first turn. Tools in a row's `info` win over its own."""
         state = await super().init_state(input, client, model, sampling_args)
-        state["oai_tools"] = self.oai_tools or state["oai_tools"] or self.oai_tools
+        state["oai_tools"] = state["oai_tools"] or self.oai_tools  # which may be None
         for key in AT_THE_END:
             dict.pop(state, key, None)
         return state
+
+    async def _set_up(self, state: State) -> State:
+        made = await maybe_await(self.setup_state, state)
+        if made is None or isinstance(made, State):
+            return state if made is None else made
+        return adopted(made)
 
     async def get_model_response(
         self,
@@ -258,7 +275,8 @@ class Environment(OwnNames, Batches, rooms.Environment):
             state["prompt_too_long"] = True
         answer = self._recorded(state, response)
         chat = self.message_type == "chat"
-        step = state["trajectory"].append_call(
+        step = record_call(
+            state["trajectory"],
             prompt=prompt_messages,
             completion=[answer.message] if chat else answer.text,
             response=answer,
@@ -316,7 +334,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
         """Play one episode and return the state of its rollout."""
         args = args_of_rollout(self.sampling_args, sampling_args)
         batch = current_batch()
-        client = client if batch is None or batch.client is None else batch.client
+        client = batch.client if batch is not None and batch.is_own else client
         try:
             state = await self.run_rollout(NullAsyncContext(), input, client, model, args)
         except Exception as error:
@@ -441,12 +459,11 @@ class MultiTurnEnv(Environment, rooms.MultiTurnEnv):
         return state
 
     def _turn_args(self, sampling_args: SamplingArgs | None) -> SamplingArgs:
-        own = self.sampling_args.items()
-        chosen = {key: value for key, value in own if (key, value) not in _DEFAULT_ARGS.items()}
-        return merge_args(chosen, sampling_args)
+        return dict(sampling_args or {})  # `generate` adds the environment's own, as it did
 
-    def _session(self, client: Any, model: str) -> Any:
-        return client if is_direct(client) else super()._session(client, model)
+    def _session(self, client: Any, model: str, seed: int | None) -> Any:
+        is_own = client is None or is_direct(client)
+        return client if is_own else super()._session(client, model, seed)
 
     async def _begin(
         self, input: RolloutInput, client: Any, model: str, sampling_args: SamplingArgs | None

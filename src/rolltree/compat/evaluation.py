@@ -75,7 +75,7 @@ def load_endpoints(endpoints_path: str) -> dict[str, Any]:
 def _module_of(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location("endpoints", file)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is no Python file")
+        raise ImportError(f"{file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

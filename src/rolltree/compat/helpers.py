@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
-from rolltree.inference.parse import parse_response
-from rolltree.inference.parse import parse_response_messages as parse_response_messages
+from rolltree.errors import BadResponse
+from rolltree.inference.parse import extract_message, read, sampled_entries, spelled_ids
 from rolltree.parsers import text_of
 from rolltree.types import (
     OVERLONG_PROMPT,
@@ -21,7 +21,11 @@ from rolltree.types import (
     ModelResponse,
 )
 
-NullAsyncContext = nullcontext
+
+class NullAsyncContext(nullcontext[None]):
+    """An asynchronous context manager without a limit."""
+
+
 _PLACEHOLDERS = {"image_url": "[image]"}
 
 
@@ -31,9 +35,12 @@ async def maybe_await(func: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     return await result if inspect.isawaitable(result) else result
 
 
+maybe_await.__module__ = "verifiers.utils.async_utils"  # in errors of calls, which models are told
+
+
 async def maybe_semaphore(limit: int | None = None) -> AbstractAsyncContextManager[Any]:
     """Return a semaphore for a positive limit, else a context manager without a limit."""
-    return asyncio.Semaphore(limit) if limit and limit > 0 else nullcontext()
+    return asyncio.Semaphore(limit) if limit and limit > 0 else NullAsyncContext()
 
 
 def concat_messages(messages_list: Sequence[Messages | ChatMessage]) -> Messages:
@@ -114,30 +121,81 @@ def _as_json(call: Any) -> str:
     return json.dumps(call if isinstance(call, dict) else call.model_dump())
 
 
+async def parse_response_messages(response: Any, message_type: MessageType) -> Messages:
+    """Return a response's answer: a list with one message, or a string for text completions.
+
+    Raises:
+        AssertionError: it is not a response of this type.
+    """
+    if read(response, "choices") == []:
+        return [{"role": "assistant", "content": ""}] if message_type == "chat" else ""
+    try:
+        if isinstance(response, ModelResponse):
+            message, text = response.message, response.text
+        else:
+            message, text = extract_message(response, message_type)
+    except BadResponse as error:
+        raise AssertionError(str(error)) from error
+    said = {name: value for name, value in message.items() if name != "reasoning_content"}
+    return [said] if message_type == "chat" else text
+
+
 async def parse_response_tokens(
     response: Any, message_type: MessageType, max_seq_len: int | None = None
 ) -> dict[str, Any] | None:
-    """Return the tokens of a response as lists, or None where it has none.
+    """Return the tokens of a response as lists, or None if it has none.
 
     With `max_seq_len` they are cut there: `is_truncated` says so, and `overlong_prompt` that
     already the prompt was too long.
+
+    Raises:
+        AssertionError: it is not a response of this type, or has several choices.
     """
-    found = parse_response(response, message_type)
-    if found.prompt_ids is None or found.completion_ids is None or found.logprobs is None:
+    found = _tokens_of(response, message_type)
+    if found is None:
         return None
-    limit = len(found.prompt_ids) + len(found.completion_ids)
-    limit = limit if max_seq_len is None else min(limit, max_seq_len)
-    prompt = found.prompt_ids[:limit].tolist()
-    room = max(0, limit - len(found.prompt_ids))
+    prompt_ids, completion_ids, logprobs = found
+    num_tokens = len(prompt_ids) + len(completion_ids)
+    limit = num_tokens if max_seq_len is None else min(num_tokens, max_seq_len)
+    prompt = prompt_ids[:limit]
+    room = max(0, limit - len(prompt_ids))
     return {
         "prompt_ids": prompt,
         "prompt_mask": [0] * len(prompt),
-        "completion_ids": found.completion_ids[:room].tolist(),
-        "completion_mask": [1] * min(room, len(found.completion_ids)),
-        "completion_logprobs": found.logprobs[:room].tolist(),
-        "overlong_prompt": len(found.prompt_ids) > limit,
-        "is_truncated": len(found.prompt_ids) + len(found.completion_ids) > limit,
+        "completion_ids": completion_ids[:room],
+        "completion_mask": [1] * min(room, len(completion_ids)),
+        "completion_logprobs": logprobs[:room],
+        "overlong_prompt": len(prompt_ids) > limit,
+        "is_truncated": num_tokens > limit,
     }
+
+
+def _tokens_of(
+    response: Any, message_type: MessageType
+) -> tuple[list[int], list[int], list[float]] | None:
+    """Return prompt ids, sampled ids and logprobs as the server gave them."""
+    if isinstance(response, ModelResponse):
+        kept = (response.prompt_ids, response.completion_ids, response.logprobs)
+        return None if any(x is None for x in kept) else tuple(x.tolist() for x in kept)  # type: ignore
+    chat, choices = message_type == "chat", read(response, "choices")
+    assert isinstance(choices, list | tuple), f"{response!r:.80} has no choices"
+    assert choices, "the response has no choice"
+    assert not chat or len(choices) == 1, "Response should always have one choice"
+    assert hasattr(choices[0], "message" if chat else "text") or isinstance(choices[0], dict)
+    said = read(choices[0], "logprobs")
+    sampled = read(choices[0], "token_ids")
+    if not isinstance(sampled, list | tuple):
+        texts = sampled_entries(said, message_type, "token", "tokens") or []
+        spelled = spelled_ids(texts)
+        sampled = None if spelled is None else spelled.tolist()
+    found = (
+        read(response if chat else choices[0], "prompt_token_ids"),
+        sampled,
+        sampled_entries(said, message_type, "logprob", "token_logprobs"),
+    )
+    if not all(isinstance(part, list | tuple) for part in found):
+        return None
+    return tuple(map(list, found))  # type: ignore[return-value]
 
 
 def get_overlong_prompt_dummy_response(message_type: MessageType) -> Any:

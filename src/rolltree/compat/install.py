@@ -74,7 +74,7 @@ class VerifiersFinder(MetaPathFinder, Loader):
 def provide(*, force: bool = False) -> None:
     """Let `import verifiers` give rolltree's from now on, where the real package is not installed.
 
-    With `force` also where it is, in this whole process. Calling it again costs nothing.
+    With `force` also when it is, in this whole process. Calling it again costs nothing.
 
     Raises:
         ConfigError: with `force`: the real package has been imported already.

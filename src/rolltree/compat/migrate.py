@@ -11,14 +11,15 @@ import difflib
 import inspect
 import re
 import tomllib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import rolltree
 from rolltree.compat.names import MODULES, REMOVED, SOURCE_OF
 from rolltree.errors import ConfigError
+from rolltree.files import write_whole
 
 WITHOUT_EFFECT = {"parallelize_scoring", "use_tqdm"}
 """Keywords that can be left out: they change nothing here."""
@@ -69,11 +70,24 @@ class Migration:
             parts += difflib.unified_diff(*lines, f"a/{name}", f"b/{name}")
         return "".join(line if line.endswith("\n") else f"{line}\n" for line in parts)
 
+    def with_todo(self, lines: Sequence[str]) -> Migration:
+        """Return the migration with comments above the module that loads the environment."""
+        loads = [file for file, text in self.after.items() if "def load_environment" in text]
+        if not lines or not self.after:
+            return self
+        file = (loads or list(self.after))[0]
+        text = self.after[file]
+        head = re.match(r"(#.*\n)*", text)
+        assert head is not None
+        comments = "".join(f"# {' '.join(line.split())}\n" for line in lines)
+        after = {**self.after, file: f"{head[0]}{comments}{text[head.end() :]}"}
+        return replace(self, after=after)
+
     def write(self, folder: Path | None = None) -> None:
         """Write the files that change, into `folder` if it is a copy of the environment."""
         for file, text in self.after.items():
             target = file if folder is None else folder / file.relative_to(self.folder)
-            target.write_bytes(text.encode())
+            write_whole(target, text)
 
 
 def migrate(path: Path) -> Migration:

@@ -32,6 +32,29 @@ def is_direct(client: Any) -> bool:
     )
 
 
+class Nobody:
+    """Stands for the client None: an environment may answer by itself."""
+
+    model = ""
+
+    def session(self) -> Nobody:
+        """Return itself."""
+        return self
+
+    async def chat(self, *args: Any, **settings: Any) -> Any:
+        """Fail: there is nobody to ask.
+
+        Raises:
+            AttributeError: always, as None would.
+        """
+        raise AttributeError(
+            "the client is None, so no model can be asked. Pass openai.AsyncOpenAI(...), or "
+            "override get_model_response to answer without a model."
+        )
+
+    generate = chat
+
+
 async def ask(
     client: Any,
     model: str,
@@ -49,6 +72,7 @@ async def ask(
     if message_type == "completion" and tools:
         raise ConfigError("oai_tools are not supported for completion tasks.")
     messages, args = for_model(prompt, sampling_args)
+    client = Nobody() if client is None else client
     client = async_client(client) if is_blocking(client) else client
     if is_direct(client):
         return await _ask_directly(client, model, messages, tools, args, message_type)

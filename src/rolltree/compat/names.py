@@ -27,8 +27,8 @@ SOURCES: dict[str, str] = {
     f"{_SHIMS}.rubrics": "MathRubric Rubric RubricGroup ToolRubric",
     f"{_SHIMS}.parsers": "MaybeThinkParser Parser ThinkParser XMLParser",
     "rolltree.parsers": "extract_boxed_answer",
-    "rolltree.types": "ChatMessage Info Messages MessageType ModelResponse RolloutInput "
-    "BaseRolloutInput RolloutTiming SamplingArgs State TrajectoryStep",
+    "rolltree.types": "ChatMessage Info Messages MessageType RolloutInput "
+    "BaseRolloutInput SamplingArgs State TrajectoryStep",
     f"{_SHIMS}.judge": "DEFAULT_JUDGE_PROMPT JudgeRubric",
     f"{_SHIMS}.configs": "ClientConfig EvalConfig",
     f"{_SHIMS}.datasets": "BOXED_SYSTEM_PROMPT THINK_BOXED_SYSTEM_PROMPT extract_hash_answer "
@@ -38,17 +38,63 @@ SOURCES: dict[str, str] = {
     "get_overlong_prompt_dummy_response print_prompt_completions_sample sanitize_tool_calls "
     "strip_nones_from_content",
     f"{_SHIMS}.logs": "setup_logging",
-    f"{_SHIMS}.types": "TrajectoryStepTokens ChatMessages Endpoint Endpoints "
+    f"{_SHIMS}.hosted": "APIClient AdvancedConfigs AsyncSandboxClient CreateSandboxRequest "
+    "SandboxClient",
+    f"{_SHIMS}.types": "RolloutTiming TrajectoryStepTokens ChatMessages Endpoint Endpoints "
+    "EnvironmentTeardown RolloutCleanup StopCondition ModelResponse "
     "GroupRewardFunc IndividualRewardFunc JsonPrimitive Message ProcessedOutputs RolloutScore "
     "RolloutScores",
-    "openai": "AsyncOpenAI",
-    "openai.types.chat": "ChatCompletion ChatCompletionMessageToolCall ChatCompletionRole "
-    "ChatCompletionToolParam",
+    # What verifiers' modules import from elsewhere is importable from them, too.
+    "openai": "APIError APITimeoutError AsyncOpenAI BadRequestError OpenAI RateLimitError",
+    "openai.types": "CompletionChoice",
+    "openai.types.chat": "ChatCompletion ChatCompletionAssistantMessageParam "
+    "ChatCompletionFunctionToolParam ChatCompletionMessage ChatCompletionMessageParam "
+    "ChatCompletionMessageToolCall ChatCompletionRole ChatCompletionToolParam",
+    "openai.types.chat.chat_completion": "Choice",
     "openai.types.completion": "Completion",
     "openai.types.shared_params": "FunctionDefinition FunctionParameters",
+    "typing": "TYPE_CHECKING Any AsyncContextManager Awaitable Callable Dict List Literal Optional "
+    "Tuple TypeVar cast",
+    "typing_extensions": "TypedDict",
+    "abc": "ABC abstractmethod",
+    "collections.abc": "Mapping",
+    "concurrent.futures": "ThreadPoolExecutor",
+    "contextlib": "contextmanager",
+    "copy": "deepcopy",
+    "datetime": "datetime",
+    "pathlib": "Path",
+    "types": "SimpleNamespace",
+    "agents.function_schema": "function_schema",
+    "datasets": "Dataset concatenate_datasets disable_progress_bar enable_progress_bar "
+    "load_dataset",
+    "httpx": "AsyncClient",
+    "math_verify": "parse verify",
+    "pydantic": "BaseModel",
+    "reasoning_gym.composite": "DatasetSpec",
+    "reasoning_gym.factory": "ProceduralDataset",
+    "reasoning_gym.utils": "SYSTEM_PROMPTS",
+    "rich.console": "Console",
+    "rich.panel": "Panel",
+    "rich.table": "Table",
+    "rich.text": "Text",
 }
 
 SOURCE_OF = {name: module for module, names in SOURCES.items() for name in names.split()}
+
+_PLAIN = (
+    "ast asyncio atexit base64 httpx importlib inspect json logging nltk os random re signal "
+    "subprocess sys textwrap time uuid"
+)
+IMPORTED_MODULES: dict[str, str] = {
+    **{name: name for name in _PLAIN.split()},
+    "ds_logging": "datasets.utils.logging",
+    "np": "numpy",
+    "rg": "reasoning_gym",
+    "ta": "textarena",
+    "tc": "tenacity",
+    "vf": f"{_SHIMS}.verifiers",
+}
+"""Modules that verifiers' modules import, by the name that they have there."""
 
 _TYPES = (
     SOURCES["rolltree.types"].split()

@@ -22,7 +22,7 @@ teardown_sandboxes python cleanup_python_env game ta_env num_train_examples num_
 seed feedback_fn cleanup_ta_env game_completed ta_to_hf gym rg_dataset build_rg_dataset
 rg_to_hf envs env_names env_map get_env_for_task _stop_conditions _cleanup_handlers
 _teardown_handlers _ensure_example_id _ensure_prompt _ensure_task _cleanup _teardown
-_render_stop _render_timing _render_completion _logger
+_render_stop _render_timing _render_completion _prepare_rollout_results _logger
 """
 THEIRS = frozenset(_THEIRS.split())
 """What verifiers 0.1.8's environments have: to set or override one of these is meant."""

@@ -13,7 +13,7 @@ from rolltree.types import ChatMessage, Messages
 from rolltree.untrusted import between
 
 _THINKS_OUT_LOUD = (
-    "%s finds an answer only where the text has <think>...</think>. A server or a chat template "
+    "%s finds an answer only when the text has <think>...</think>. A server or a chat template "
     "that takes the reasoning out of the text, as those of Qwen3 and DeepSeek-R1 do, leaves "
     "nothing for it to find."
 )

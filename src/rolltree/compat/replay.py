@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -125,8 +126,7 @@ def check_migration(
     with tempfile.TemporaryDirectory(prefix="rolltree-migrate-") as scratch:
         copies = []
         for name in ("old", "new"):
-            copy = Path(scratch, name, path.resolve().name)
-            copy.parent.mkdir()
+            copy = _beside_its_siblings(path.resolve(), Path(scratch, name))
             if path.is_dir():
                 shutil.copytree(path, copy, ignore=shutil.ignore_patterns(*_LEFT_OUT))
             else:
@@ -135,6 +135,21 @@ def check_migration(
         old, new = copies
         migration.write(new if path.is_dir() else new.parent)
         return compare(old, new, Path(scratch), args, **options)
+
+
+def _beside_its_siblings(path: Path, scratch: Path) -> Path:
+    """Return where a copy of `path` goes: in a folder that has what is beside it and its parent.
+
+    Environments import from there, by way of `__file__`. They are links, and not edited.
+    """
+    folder = scratch / path.parent.name
+    folder.mkdir(parents=True)
+    for left_out, target in ((path.parent, scratch), (path, folder)):
+        with suppress(PermissionError):
+            for sibling in left_out.parent.iterdir() if left_out.name else ():
+                if sibling != left_out and not sibling.name.startswith("."):
+                    (target / sibling.name).symlink_to(sibling)
+    return folder / path.name
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,9 @@ from typing import Any
 
 from rolltree.compat.helpers import messages_to_printable, sanitize_tool_calls
 from rolltree.compat.paths import get_results_path
-from rolltree.environments.batch_runner import mean, metric_columns
+from rolltree.environments.batch_runner import mean_of_known, metric_lists
 from rolltree.errors import ConfigError, did_you_mean
+from rolltree.files import whole_file, write_whole
 from rolltree.types import SamplingArgs, State
 
 logger = logging.getLogger("rolltree.compat")
@@ -93,7 +94,7 @@ def outputs_of(
     ids = [state.get("example_id", 0) for state in states]
     num_examples = len(set(ids))
     rewards = [state.get("reward", 0.0) for state in states]
-    metrics = metric_columns(states)
+    metrics = metric_lists(states)
     metadata = GenerateMetadata(
         env_id=env_id,
         env_args=env_args,
@@ -104,8 +105,8 @@ def outputs_of(
         sampling_args=sampling_args,
         date=datetime.now().isoformat(),
         time_ms=time_ms,
-        avg_reward=mean(rewards) or 0.0,
-        avg_metrics={name: mean(values) or 0.0 for name, values in metrics.items()},
+        avg_reward=mean_of_known(rewards) or 0.0,
+        avg_metrics={name: mean_of_known(values) or 0.0 for name, values in metrics.items()},
         state_columns=state_columns or [],
         path_to_save=get_results_path(env_id, model) if results_path is None else results_path,
     )
@@ -216,14 +217,14 @@ def save_to_disk(dataset: Any, metadata_dict: dict[str, Any], path_to_save: Path
     """Write a data set as `results.jsonl`, and `metadata.json` beside it."""
     path = Path(path_to_save)
     path.mkdir(parents=True, exist_ok=True)
-    with quiet_datasets():
-        dataset.to_json(path / "results.jsonl")
+    with quiet_datasets(), whole_file(path / "results.jsonl") as part:
+        dataset.to_json(part)
     _write_metadata(metadata_dict, path)
 
 
 def _write_metadata(metadata: dict[str, Any], path: Path) -> None:
     text = json.dumps(_plain(metadata))
-    (path / "metadata.json").write_text(text, encoding="utf-8")
+    write_whole(path / "metadata.json", text)
 
 
 def save_rollout_results(
@@ -252,7 +253,7 @@ def save_rollout_results(
         columns = result_columns(results)
         rows = zip(*columns.values(), strict=True)
         lines = [json.dumps(dict(zip(columns, map(_plain, row), strict=True))) for row in rows]
-        (path / "results.jsonl").write_text("".join(f"{line}\n" for line in lines), "utf-8")
+        write_whole(path / "results.jsonl", "".join(f"{line}\n" for line in lines))
         _write_metadata(metadata, path)
     logger.info("results are in %s", path)
     if push_to_hf_hub:

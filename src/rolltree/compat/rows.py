@@ -27,8 +27,8 @@ def format_dataset(
 ) -> Any:
     """Return a data set with the columns `example_id` and `prompt`.
 
-    An `example_id` that is no number is kept as `src_id`. A `prompt` that is there stays as it is;
-    otherwise it is the system prompt, the few-shot messages and the question.
+    An `example_id` that is not a number is kept as `src_id`. A `prompt` that is there stays as it
+    is; otherwise it is the system prompt, the few-shot messages and the question.
     """
     if not is_hub_dataset(dataset):
         few = tuple(few_shot or ())

@@ -18,9 +18,9 @@ from rolltree import rubrics as rooms
 from rolltree.compat.helpers import maybe_await
 from rolltree.compat.parsers import MaybeThinkParser, Parser
 from rolltree.compat.tools import convert_func_to_oai_tool
-from rolltree.errors import ConfigError, record_error
+from rolltree.errors import ConfigError
 from rolltree.parsers import extract_boxed_answer
-from rolltree.rubrics.functions import RewardFunc, RewardFunction
+from rolltree.rubrics.functions import RewardFunc, RewardFunction, scoring_error
 from rolltree.rubrics.math_rubric import boxed_answers_are_equal
 from rolltree.rubrics.rubric import Scores, write_advantages, write_scores
 from rolltree.threads import run_in_pool
@@ -28,6 +28,7 @@ from rolltree.types import Messages, State
 
 Semaphore = AbstractAsyncContextManager[Any]
 F = TypeVar("F", bound=RewardFunc)
+V = TypeVar("V")
 _PLURALS = {"states", "prompts", "completions", "answers", "tasks", "infos"}
 
 
@@ -108,6 +109,28 @@ class Rubric(rooms.Rubric):
     def _get_reward_weights(self) -> list[float]:
         return list(self.weights)
 
+    def _of_kind(self, values: Sequence[V], is_group: bool) -> list[V]:
+        kinds = map(self._is_group_func, self.funcs)
+        return [value for value, kind in zip(values, kinds) if kind == is_group]  # noqa: B905
+
+    def _get_individual_reward_func_names(self) -> list[str]:
+        return [_name(func) for func in self._get_individual_reward_funcs()]
+
+    def _get_individual_reward_funcs(self) -> list[RewardFunc]:
+        return self._of_kind(self.funcs, False)
+
+    def _get_individual_reward_weights(self) -> list[float]:
+        return self._of_kind(self.weights, False)
+
+    def _get_group_reward_func_names(self) -> list[str]:
+        return [_name(func) for func in self._get_group_reward_funcs()]
+
+    def _get_group_reward_funcs(self) -> list[RewardFunc]:
+        return self._of_kind(self.funcs, True)
+
+    def _get_group_reward_weights(self) -> list[float]:
+        return self._of_kind(self.weights, True)
+
     def get_reward_func_names(self) -> list[str]:
         """Return the functions' names, which are the metrics' names."""
         return self._get_reward_func_names()
@@ -166,7 +189,7 @@ class Rubric(rooms.Rubric):
     def _note(self, func: RewardFunc, error: Exception, states: Sequence[State]) -> None:
         name = _name(func)
         self.logger.error("Error calling reward function %s: %s", name, error)
-        record = record_error(error, "scoring").as_dict()
+        record = scoring_error(func, name, error).as_dict()
         for state in states:
             state["scoring_errors"] = {**(state.get("scoring_errors") or {}), name: record}
 
@@ -276,6 +299,7 @@ class RubricGroup(Rubric, rooms.RubricGroup):
 
     def add_reward_func(self, func: RewardFunc, weight: float = 1.0) -> None:
         """Add a function to the first rubric."""
+        assert self.rubrics, "RubricGroup must have at least one rubric"
         self.logger.warning("Adding reward function to the first rubric in the group.")
         self.rubrics[0].add_reward_func(func, weight)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import importlib.util
 import json
 import os
 import random
@@ -186,9 +187,10 @@ class SandboxEnv(StatefulToolEnv):
         """Delete several sandboxes."""
         try:
             await self.with_retry(self.sandbox_client.bulk_delete)(global_ids)
+            self.logger.debug(f"Bulk deleted sandboxes: {global_ids}")
             self.active_sandboxes.difference_update(global_ids)
         except Exception as error:  # noqa: BLE001  told; nothing depends on it
-            self.logger.error("Failed to bulk delete sandboxes %s: %s", global_ids, error)
+            self.logger.error(f"Failed to bulk delete sandboxes {global_ids}: {error}")
 
     @teardown
     async def teardown_sandboxes(self) -> None:
@@ -198,7 +200,7 @@ class SandboxEnv(StatefulToolEnv):
         if not left:
             return
         if not self._is_hosted:
-            await self.sandbox_client.bulk_delete(left)
+            await self.bulk_delete_sandboxes(left)
             return
         from prime_sandboxes import SandboxClient as Client
         from prime_sandboxes.core import APIClient
@@ -209,14 +211,13 @@ class SandboxEnv(StatefulToolEnv):
 
 
 def _hosted(fields: dict[str, Any]) -> tuple[Any, Any]:
-    try:
-        from prime_sandboxes import AsyncSandboxClient, CreateSandboxRequest
-    except ImportError as error:
+    if importlib.util.find_spec("prime_sandboxes") is None:
         raise ConfigError(
             f"{CHOICE} is 'hosted', which needs the `prime-sandboxes` package. Install it, or set "
             f"{CHOICE} to docker or local."
-        ) from error
-    return AsyncSandboxClient(), CreateSandboxRequest(**fields)
+        )
+    names = importlib.import_module("rolltree.compat.verifiers.envs.sandbox_env")  # tests patch it
+    return names.AsyncSandboxClient(), names.CreateSandboxRequest(**fields)
 
 
 class PythonWorkerState(TypedDict):  # noqa: D101  (the model would be told a docstring)

@@ -5,20 +5,26 @@ from __future__ import annotations
 import time
 from typing import Any, cast
 
+import rolltree.types
 from rolltree.rollouts import current_episode
-from rolltree.tokens import Trajectory
-from rolltree.types import RolloutTiming, State
+from rolltree.tokens import Trajectory, peek
+from rolltree.types import RolloutTiming
 
 AT_THE_END = ("completion", "advantage", "stop_condition")
 """Keys that a state gets when its rollout is over."""
 
 
-def adopted(state: Any) -> State:
+class State(rolltree.types.State):
+    """A state in which columns beside the input's fields are in `state["input"]` only."""
+
+    reads_columns = False
+
+
+def adopted(state: Any) -> rolltree.types.State:
     """Return a state, which an environment may have made by hand, as the engine needs it."""
-    if not isinstance(state, State):
+    if not isinstance(state, rolltree.types.State):
         state = State(state)
-    if not isinstance(state.get("trajectory"), Trajectory):
-        state["trajectory"] = Trajectory(state.get("trajectory") or ())
+    state["trajectory"] = Trajectory.of(state.get("trajectory"))
     for key, value in _MISSING.items():
         state.setdefault(key, value)
     if state.get("timing") is None:
@@ -28,7 +34,7 @@ def adopted(state: Any) -> State:
     episode = current_episode()
     if episode is not None and not any(known is state for known in episode.states):
         episode.states.append(state)
-    return cast(State, state)
+    return cast(rolltree.types.State, state)
 
 
 _MISSING: dict[str, Any] = {
@@ -39,7 +45,7 @@ _MISSING: dict[str, Any] = {
 
 def cut_tokens(tokens: Any, max_seq_len: int | None) -> None:
     """Cut the tokens of a step to `max_seq_len`, prompt and completion, and note what was cut."""
-    num_prompt, num_sampled = len(tokens["prompt_ids"]), len(tokens["completion_ids"])
+    num_prompt, num_sampled = (len(peek(tokens, key)) for key in ("prompt_ids", "completion_ids"))
     tokens["overlong_prompt"] = max_seq_len is not None and num_prompt > max_seq_len
     tokens["is_truncated"] = max_seq_len is not None and num_prompt + num_sampled > max_seq_len
     if max_seq_len is None or not tokens["is_truncated"]:

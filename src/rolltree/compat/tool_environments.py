@@ -159,7 +159,7 @@ class StatefulToolEnv(ToolEnv, rooms.StatefulToolEnv):
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
         """Return one tool message per call of the last message, in the calls' order.
 
-        Arguments that are no JSON are told to the model.
+        Arguments that are not JSON are told to the model.
         """
         answers: list[ChatMessage] = []
         for name, arguments, call_id in _calls_of(messages):

@@ -20,6 +20,7 @@ from rolltree.environments.openai_view import OpenAIView
 from rolltree.environments.scoring import score_episode
 from rolltree.errors import ConfigError, did_you_mean
 from rolltree.inference.client import ModelClient, as_client, sampling_to_args
+from rolltree.inference.client_base import seeded
 from rolltree.rollouts import (
     RolloutEngine,
     RolloutProgress,
@@ -31,7 +32,7 @@ from rolltree.rollouts import (
     merge_args,
     resolve_sampling,
 )
-from rolltree.rollouts.requests import Episode, playing
+from rolltree.rollouts.requests import Episode, call_seeds, playing
 from rolltree.rubrics import Rubric, write_advantages
 from rolltree.state import Played
 from rolltree.tasks import my_turn, run_sync
@@ -96,12 +97,12 @@ class GenerateResults:
 
     @property
     def metrics(self) -> dict[str, list[float | None]]:
-        """One list per metric; None where a rollout has no value."""
-        return metric_columns(self.state)
+        """One list per metric; None if a rollout has no value."""
+        return metric_lists(self.state)
 
     @property
     def stop_conditions(self) -> list[str | None]:
-        """The name of the stop condition that ended each rollout; None where none did."""
+        """The name of the stop condition that ended each rollout; None if none did."""
         return [state.get("stop_condition") for state in self.state]
 
     def __getattr__(self, column: str) -> list[Any]:
@@ -133,19 +134,19 @@ _COLUMNS = (
 )
 
 
-def metric_columns(states: Sequence[State]) -> dict[str, list[float | None]]:
+def metric_lists(states: Sequence[State]) -> dict[str, list[float | None]]:
     """Return one list per metric that some state has."""
     names = dict.fromkeys(name for state in states for name in state.get("metrics") or ())
     return {name: [(state.get("metrics") or {}).get(name) for state in states] for name in names}
 
 
-def mean(values: Sequence[float | None]) -> float | None:
+def mean_of_known(values: Sequence[float | None]) -> float | None:
     """Return the mean of the values that are known, or None when none is."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
-def summarize(
+def summarize_states(
     states: Sequence[State],
     *,
     env_id: str,
@@ -165,8 +166,8 @@ def summarize(
         num_rollouts=len(states),
         num_failed=sum(state.get("error") is not None for state in states),
         num_truncated=sum(bool(state.get("truncated")) for state in states),
-        avg_reward=mean([state["reward"] for state in states]),
-        avg_metrics={name: mean(values) for name, values in metric_columns(states).items()},
+        avg_reward=mean_of_known([state["reward"] for state in states]),
+        avg_metrics={name: mean_of_known(values) for name, values in metric_lists(states).items()},
         time_ms=time_ms,
         seed=seed,
     )
@@ -279,14 +280,14 @@ class BatchRunner(ABC):
 
     async def _play(self, episode: Episode, client: ModelClient) -> list[State]:
         request = episode.request
-        args = sampling_to_args(request.sampling)
-        wanted = request.sampling.seed
-        args["seed"] = (
-            request.sampling_seed if wanted is None else derive_seed(wanted, request.sampling_seed)
-        )
+        seeds = call_seeds(request)
+        client = seeded(client, seeds)
+        args = {**sampling_to_args(request.sampling), "seed": seeds.seed}
         states: list[State] | None = None
         try:
             states = await self.rollouts(request.input, OpenAIView(client), client.model, args)
+            for state in states:  # an override may have put a plain list there
+                state["trajectory"] = Trajectory.of(state.get("trajectory"))
         except Exception as error:  # noqa: BLE001  an overridden rollout() may raise: it is data
             states = [episode.states[-1] if episode.states else _empty_state(request)]
             if states[0].get("error") is None:
@@ -331,8 +332,8 @@ class BatchRunner(ABC):
 
         Rows with one `example_id` are one group, and so are the `rollouts_per_example` of a row:
         they share the world's seed, and `advantage` is the reward minus the group's mean. `seed`
-        decides every seed; `max_concurrent=-1` is no limit. The caller's `sampling_args` win over
-        the environment's, field by field.
+        decides every seed; `max_concurrent=-1` means no limit. The caller's `sampling_args` win
+        over the environment's, field by field.
 
         Raises:
             ConfigError: the rows, the client or a setting cannot be used. Failed rollouts do not
@@ -349,7 +350,7 @@ class BatchRunner(ABC):
         if max_concurrent == -1:
             max_concurrent = max(1, len(requests))
         engine = RolloutEngine(
-            self if score_rollouts else _Unscored(self),
+            self if score_rollouts else Unscored(self),
             asked,
             model=name,
             max_concurrent=max_concurrent,
@@ -361,7 +362,7 @@ class BatchRunner(ABC):
         states = [state for result in results for state in states_of(result)]
         if score_rollouts:
             await _fill_advantages(results)
-        metadata = summarize(
+        metadata = summarize_states(
             states,
             env_id=self.env_id,
             model=name,
@@ -440,14 +441,15 @@ class BatchRunner(ABC):
         return requests
 
 
-class _Unscored:
-    """The source `generate(score_rollouts=False)` runs: it plays and does not score."""
+class Unscored:
+    """An environment that is played and not scored."""
 
     def __init__(self, environment: BatchRunner) -> None:
         self.env_id = environment.env_id
         self.num_examples = environment.num_examples
         self.example = environment.example
         self.run_request = environment.play_request
+        self.tools_for = getattr(environment, "tools_for", lambda row: ())
 
 
 def states_of(result: RolloutResult) -> tuple[State, ...]:

@@ -57,7 +57,7 @@ _CANCEL_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ContractFinding:
     """A broken check: its name in `CHECKS`, and what was seen."""
 
     check: str
@@ -70,7 +70,7 @@ class CheckReport:
 
     env_id: str
     num_examples: int
-    findings: tuple[Finding, ...]
+    findings: tuple[ContractFinding, ...]
     notes: tuple[str, ...] = ()
     mean_rewards: dict[str, float] = field(default_factory=dict)
 
@@ -123,7 +123,9 @@ async def check_environment(
     )
 
 
-def row_findings(first: Environment, second: Environment, num_examples: int) -> list[Finding]:
+def row_findings(
+    first: Environment, second: Environment, num_examples: int
+) -> list[ContractFinding]:
     """Return what the rows of two instances of one environment show."""
     findings = []
     splits = [("training", first.own_rows("train"), second.own_rows("train"))]
@@ -133,7 +135,7 @@ def row_findings(first: Environment, second: Environment, num_examples: int) -> 
             continue
         if len(rows) != len(again) or _texts(rows, num_examples) != _texts(again, num_examples):
             findings.append(
-                Finding(
+                ContractFinding(
                     "rows-differ",
                     f"the {name} rows of two instances differ; seed whatever draws or orders them",
                 )
@@ -142,7 +144,7 @@ def row_findings(first: Environment, second: Environment, num_examples: int) -> 
         (task, example_id), times = ids.most_common(1)[0]
         if times > 1:
             findings.append(
-                Finding(
+                ContractFinding(
                     "duplicate-ids",
                     f"{times} {name} rows have the example_id {example_id} (task {task!r}); their "
                     "rollouts would be compared as one group",
@@ -181,12 +183,12 @@ def shared_questions(env: Environment) -> tuple[list[str], int]:
     return [prompt for prompt in tested if prompt in train], len(tested)
 
 
-def _overlap(env: Environment) -> list[Finding]:
+def _overlap(env: Environment) -> list[ContractFinding]:
     shared, num_tested = shared_questions(env)
     if not shared:
         return []
     return [
-        Finding(
+        ContractFinding(
             "overlap",
             f"{len(shared)} of {num_tested} evaluation questions are training questions, such as "
             f"{shared[0][-80:]!r}",
@@ -219,11 +221,11 @@ class _Check:
         self.best_style: Style = str
         self.means: dict[str, float] = {}
         self.notes: list[str] = []
-        self.findings: list[Finding] = []
+        self.findings: list[ContractFinding] = []
         self._rewards: set[float] = set()
         self._prompts: dict[int, str] = {}
 
-    async def score_findings(self) -> list[Finding]:
+    async def score_findings(self) -> list[ContractFinding]:
         """Return what the rewards of the probes show."""
         await self._find_style()
         empty = max(await self._mean("empty", ""), await self._mean("bare", self.best_style("")))
@@ -284,13 +286,13 @@ class _Check:
             if earned > self._share(GUESS_LIMIT):
                 self._found("guessing-scores", f"{name} earns {earned:.2f} on average")
 
-    def leak_findings(self) -> list[Finding]:
+    def leak_findings(self) -> list[ContractFinding]:
         """Return whether the prompts that were sent hold their own answers."""
         shown = [(self._prompts.get(i, ""), a) for i, a in enumerate(self.answers) if a]
         own, other = leak_rate(shown)
         if own >= 0.5 and own - other >= 0.4:
             return [
-                Finding(
+                ContractFinding(
                     "leak",
                     f"{own:.0%} of the prompts contain their own answer, {other:.0%} others'",
                 )
@@ -332,7 +334,7 @@ class _Check:
                 )
 
     def _found(self, check: str, message: str) -> None:
-        finding = Finding(check, message)
+        finding = ContractFinding(check, message)
         if sum(found.check == check for found in self.findings) < 3:
             self.findings += [] if finding in self.findings else [finding]
 
@@ -353,7 +355,7 @@ async def _generate(env: Environment, row: Any, probe: Probe) -> State:
 
 async def _repeat_findings(
     first: Environment, second: Environment, num_examples: int, style: Style
-) -> list[Finding]:
+) -> list[ContractFinding]:
     """Play the same rows with the same seed and words again, in the same and another instance."""
     rows, again = first.get_eval_dataset(num_examples), second.get_eval_dataset(num_examples)
     for index in range(min(4, len(rows), len(again))):
@@ -365,7 +367,7 @@ async def _repeat_findings(
         if told[0] != told[1] or told[0] != told[2]:
             which = next(key for key in told[0] if len({str(t[key]) for t in told}) > 1)
             return [
-                Finding(
+                ContractFinding(
                     "nondeterministic",
                     f"two rollouts of one row, seed and reply differ in {which}: "
                     + " / ".join(dict.fromkeys(str(t[which])[:80] for t in told)),
@@ -389,17 +391,19 @@ def _all_text(prompt: tuple[Any, Any]) -> str:
     return "\n".join([*(str(m.get("content") or "") for m in messages), str(list(tools) or "")])
 
 
-async def lifecycle_findings(env: Environment) -> list[Finding]:
+async def lifecycle_findings(env: Environment) -> list[ContractFinding]:
     """Play one row to its end, into a failing model call, and into a cancellation."""
     rows = env.get_eval_dataset(1)
-    findings: list[Finding] = []
+    findings: list[ContractFinding] = []
     failure = ServerError("the model server is down (a probe)", status=500, retryable=False)
     for name, probe in {"a rollout": Probe("1"), "a failed rollout": Probe(error=failure)}.items():
         with counted(env) as counts:
             state = await _generate(env, rows, probe)
         findings += _count_findings(env, counts, name)
         for error in state.get("cleanup_errors") or ():
-            findings.append(Finding("cleanup-raises", f"{error['type']}: {error['message']}"))
+            findings.append(
+                ContractFinding("cleanup-raises", f"{error['type']}: {error['message']}")
+            )
         if name == "a failed rollout" and probe.prompts:
             findings += _failure_findings(state)
     with counted(env) as counts:
@@ -446,9 +450,9 @@ async def _cancelled(env: Environment, rows: Any) -> bool:
     return probe.is_asked.is_set()
 
 
-def _count_findings(env: Environment, counts: Counter[str], name: str) -> list[Finding]:
+def _count_findings(env: Environment, counts: Counter[str], name: str) -> list[ContractFinding]:
     return [
-        Finding(
+        ContractFinding(
             "cleanup-count", f"{handler.__name__} ran {counts[handler.__name__]} times in {name}"
         )
         for handler in env._cleanup_handlers
@@ -456,11 +460,11 @@ def _count_findings(env: Environment, counts: Counter[str], name: str) -> list[F
     ]
 
 
-def _failure_findings(state: State) -> list[Finding]:
+def _failure_findings(state: State) -> list[ContractFinding]:
     if state.get("error") is not None and state["reward"] is None:
         return []
     return [
-        Finding(
+        ContractFinding(
             "failure-hidden",
             f"a model call failed, and the rollout has the reward {state['reward']} and the error "
             f"{state.get('error')}; the model would be trained on it",

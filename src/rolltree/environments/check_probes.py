@@ -27,7 +27,7 @@ HOSTILE_ANSWERS = {
     "a superscript, which isdigit() takes": "\u00b2",
     "a number beyond all floats": "1e999",
     "2,000 brackets": "[" * 2000,
-    "half a character and a NUL": "\ud800\x00",
+    "a lone surrogate and a NUL": "\ud800\x00",
 }
 """What a model can write to make a careless reader raise: its rollout would have no reward."""
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, overload
 
 from rolltree.errors import ConfigError
+from rolltree.files import write_whole
 from rolltree.types import ChatMessage, Messages, MessageType
 
 Row: TypeAlias = dict[str, Any]
@@ -112,6 +113,13 @@ class Rows(Sequence[Row]):
             )
         if len(source) == 0:
             raise ConfigError("a data set has no rows, so there would be nothing to run.")
+        for index, row in enumerate(source if isinstance(source, list | tuple) else [source[0]]):
+            if not isinstance(row, Mapping):
+                raise ConfigError(
+                    f"row {index} of a data set is a {type(row).__name__}, not a dict of columns: "
+                    f"{str(row)[:60]!r}. What to ask would be a guess. Write rows such as "
+                    '{"question": "7 + 5 =", "answer": "12"}.'
+                )
         return cls(source, formatter)
 
     def __len__(self) -> int:
@@ -179,7 +187,7 @@ class Rows(Sequence[Row]):
             TypeError: a row holds something that JSON cannot.
         """
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self)
-        Path(path).write_text(text, encoding="utf-8")
+        write_whole(path, text)
 
     def to_dataset(self) -> Any:
         """Return the rows as a Hugging Face `Dataset`.

@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import replace
 from types import CoroutineType
-from typing import Any
+from typing import Any, ClassVar
 
 from rolltree.environments.batch_runner import BatchRunner
 from rolltree.environments.completion import render_completion
@@ -31,9 +31,9 @@ from rolltree.inference.parse import parse_response
 from rolltree.parsers import Parser
 from rolltree.rollouts import derive_seed, merge_args
 from rolltree.rollouts.requests import current_episode
-from rolltree.rubrics import Rubric
+from rolltree.rubrics import Rubric, as_rubric
 from rolltree.tasks import being_cancelled, uninterrupted
-from rolltree.tokens import Trajectory
+from rolltree.tokens import Trajectory, record_call
 from rolltree.types import (
     OVERLONG_PROMPT,
     ChatMessage,
@@ -65,7 +65,8 @@ class Environment(BatchRunner):
         system_prompt: put in front of every prompt that has no system message.
         few_shot: messages put after the system message.
         parser: how rewards read answers; the rubric's parser when left out.
-        rubric: what scores a rollout. Without one the reward is what the environment sets.
+        rubric: what scores a rollout: a rubric, or reward functions. Without one the reward is what
+            the environment sets.
         sampling_args: OpenAI fields, used where the caller of a rollout sets none.
         message_type: "chat", or "completion" for prompts that are one string.
         oai_tools: tools offered in every rollout; a row's `info["oai_tools"]` wins.
@@ -80,6 +81,7 @@ class Environment(BatchRunner):
     """
 
     loaded_by: object = None  # the `load_environment` that made it
+    state_type: ClassVar[type[State]] = State
 
     def __init__(
         self,
@@ -120,7 +122,7 @@ class Environment(BatchRunner):
         self.max_workers, self.map_kwargs = max_workers, map_kwargs
         self.sampling_args: SamplingArgs = dict(sampling_args or {})
         sampling_from_args(self.sampling_args)  # raises now rather than in every rollout
-        self.rubric = rubric if rubric is not None else Rubric()
+        self.rubric = as_rubric(rubric)
         if parser is not None:
             self.rubric.adopt_parser(parser)
         self.parser = parser if parser is not None else self.rubric.parser
@@ -203,9 +205,9 @@ class Environment(BatchRunner):
                 raise ConfigError(
                     f"info of example {row.get('example_id')} is a string but not JSON: {error}."
                 ) from error
-        row.setdefault("task", self.env_id)
+        row.setdefault("task", self.env_id or "default")
         row.setdefault("example_id", 0)
-        state = State(input=row)
+        state = self.state_type(input=row)
         state.began_s = time.monotonic()
         state.update(
             client=openai_view(client),
@@ -244,6 +246,16 @@ class Environment(BatchRunner):
     async def setup_state(self, state: State) -> State:
         """Prepare the world for this rollout. Called once, before the first model call."""
         return state
+
+    async def _set_up(self, state: State) -> State:
+        """Return the state after `setup_state`, which may change it in place and return nothing."""
+        made = await settle(self.setup_state(state))
+        if made is None or isinstance(made, State):
+            return made or state
+        raise ConfigError(
+            f"{type(self).__name__}.setup_state returned a {type(made).__name__}, with which the "
+            "rollout cannot go on. Change the state that it gets, and return that state."
+        )
 
     async def is_completed(self, state: State, **kwargs: Any) -> bool:
         """Ask the stop conditions in order; the first that is true ends the rollout.
@@ -289,8 +301,8 @@ class Environment(BatchRunner):
                 model=model or None,
                 message_type=kind,
             )
-        except PromptTooLong:
-            return ModelResponse.overlong_prompt()
+        except PromptTooLong as error:
+            return ModelResponse.overlong_prompt(str(error))
 
     @contextmanager
     def model_request(self, client: Any, args: SamplingArgs) -> Iterator[None]:
@@ -313,15 +325,17 @@ class Environment(BatchRunner):
         given = response.get("id") if isinstance(response, Mapping) else response
         if (given if isinstance(given, str) else getattr(given, "id", None)) == OVERLONG_PROMPT:
             state["prompt_too_long"] = True
+            known = getattr(response, "info", None) or {}
+            state["overlong_prompt"] = known.get("problem")
             return
         answer = self.response_record(state, response)
         chat = self.message_type == "chat"
-        trajectory = state["trajectory"]
-        trajectory.append_call(
+        record_call(
+            state["trajectory"],
             prompt=prompt_messages,
             completion=[answer.message] if chat else answer.text,
             response=answer,
-            turn=len(trajectory),
+            turn=len(state["trajectory"]),
         )
 
     def response_record(self, state: State, response: Any) -> ModelResponse:
@@ -347,26 +361,27 @@ class Environment(BatchRunner):
         mark = self._stop_marks.get(condition.__name__, Mark("stop"))
         state["is_completed"] = True
         state["stop_condition"] = condition.__name__
-        if mark.truncates is not None and not state["terminated"]:
+        if mark.truncates is not None and not state.get("terminated"):
             state["truncated"] = True
-            state["truncation_reason"] = state["truncation_reason"] or mark.truncates.value
+            state["truncation_reason"] = state.get("truncation_reason") or mark.truncates.value
         self._settle_ending(state)
         return True
 
     def _settle_ending(self, state: State) -> None:
         """Make the ending one of the two: truncated with a reason, or terminated."""
-        if state["truncated"]:
-            state["terminated"] = False
-            state["truncation_reason"] = state["truncation_reason"] or TruncationReason.ENV.value
-        else:
-            state["terminated"] = True
+        is_cut = state["truncated"] = bool(state.get("truncated"))  # a state made by hand has none
+        state["terminated"] = not is_cut
+        if is_cut:
+            reason = state.get("truncation_reason") or TruncationReason.ENV.value
+            state["truncation_reason"] = reason
 
     async def _render_timing(self, state: State) -> None:
         timing: RolloutTiming = state["timing"]
-        if state.began_s is None:  # an environment made this state, or copied it
+        began_s = getattr(state, "began_s", None)
+        if began_s is None:  # an environment made this state, or copied it
             timing["generation_ms"] = max(0.0, time.time() - timing["start_time"]) * 1000.0
         else:
-            timing["generation_ms"] = (time.monotonic() - state.began_s) * 1000.0
+            timing["generation_ms"] = (time.monotonic() - began_s) * 1000.0
         timing["total_ms"] = timing["generation_ms"] + timing["scoring_ms"]
 
     async def _render_completion(self, state: State) -> None:

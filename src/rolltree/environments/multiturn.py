@@ -16,9 +16,11 @@ from rolltree.environments.lifecycle import in_phase, stop
 from rolltree.environments.openai_view import OpenAIView
 from rolltree.errors import ConfigError
 from rolltree.inference.client import as_client
-from rolltree.rollouts import derive_seed, merge_args
+from rolltree.inference.client_base import seeded
+from rolltree.rollouts import merge_args
 from rolltree.rollouts.requests import current_episode
-from rolltree.tokens import Trajectory
+from rolltree.seeds import CallSeeds
+from rolltree.tokens import Trajectory, check_steps, num_call_tokens
 from rolltree.types import (
     Messages,
     RolloutInput,
@@ -71,7 +73,7 @@ class MultiTurnEnv(Environment):
 
     @stop(priority=50)
     async def has_final_env_response(self, state: State) -> bool:
-        """The environment has said its last words."""
+        """`final_env_response` is set."""
         return state.get("final_env_response") is not None
 
     @stop(priority=-100, truncates=TruncationReason.MAX_STEPS)
@@ -84,9 +86,7 @@ class MultiTurnEnv(Environment):
         """The last call used up `max_seq_len`."""
         if self.max_seq_len is None or not state["trajectory"]:
             return False
-        extras = state["trajectory"][-1]["extras"]
-        used: int = extras["num_prompt_tokens"] + extras["num_completion_tokens"]
-        return used >= self.max_seq_len
+        return num_call_tokens(state["trajectory"][-1]) >= self.max_seq_len
 
     @stop(priority=-100, truncates=TruncationReason.TIME_LIMIT)
     async def time_limit_reached(self, state: State) -> bool:
@@ -117,20 +117,23 @@ class MultiTurnEnv(Environment):
     ) -> State:
         """Play one rollout and return its state.
 
-        The call of turn i samples with the seed of `sampling_args` for i = 0, and with one derived
-        from it for later turns. A failure is in `state["error"]`; cleanups have run.
+        Call i samples with the seed of `sampling_args` for i = 0, and with one derived from it
+        later. A failure is in `state["error"]`; cleanups have run.
         """
         state = await self._begin(input, client, model, sampling_args)
         try:
             with in_phase("setup"):
-                session = self._session(client, model)
                 args = self._turn_args(sampling_args)
-                state = await self.setup_state(state)
+                session = self._session(client, model, args.get("seed"))
+                state = await self._set_up(state)
             await self._play_turns(state, session, model, args)
+            state["trajectory"] = Trajectory.of(state["trajectory"])
         except Exception as error:  # noqa: BLE001  a failed rollout is data
             self.record_failure(state, error)
         finally:
             await self._cleanup(state)
+            if not isinstance(state.get("trajectory"), list):
+                state["trajectory"] = Trajectory()
             if state.get("completion") is None:  # failed or cancelled, or ended by an override
                 await self._render_timing(state)
                 await self._render_completion(state)
@@ -148,26 +151,26 @@ class MultiTurnEnv(Environment):
         """Return the state that the rollout begins with."""
         return await self.init_state(input, client=client, model=model, sampling_args=sampling_args)
 
-    def _session(self, client: Any, model: str) -> Any:
+    def _session(self, client: Any, model: str, seed: int | None) -> Any:
         """Return the rollout's client, with OpenAI's methods for an override that wants them."""
         session = as_client(client, model or None).session()
+        if seed is not None:
+            session = seeded(session, CallSeeds(seed))
         is_own = type(self).get_model_response is Environment.get_model_response
         return session if is_own else OpenAIView(session)
 
     async def _play_turns(self, state: State, session: Any, model: str, args: SamplingArgs) -> None:
-        seed = args.get("seed")
         # Only an override can answer with something that does not know its request.
         is_own = not isinstance(session, OpenAIView)
+        check_steps(state["trajectory"])
         while not await self.is_completed(state):
             before = self._snapshot(state)
             prompt = await self.get_prompt_messages(state)
+            check_steps(state["trajectory"])  # either hook may have put something else there
             may_have_ended = self.ends_in_env_response and (before is None or before.has_changed())
             if may_have_ended and await self.is_completed(state):
                 await self._keep_last_response(state, prompt)
                 break
-            turn = len(state["trajectory"])
-            if seed is not None and turn:
-                args = {**args, "seed": derive_seed(seed, "turn", turn)}
             request = _NO_REQUEST if is_own else self.model_request(session, args)
             with in_phase("model"), request:
                 response = await self.get_model_response(

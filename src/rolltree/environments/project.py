@@ -64,6 +64,6 @@ def _whole(value: Any, key: str, name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise ConfigError(
             f"{key} in the pyproject.toml of environment {name!r} is {value!r}, not a whole "
-            "number. Mend it there, or pass -n and -r."
+            "number. Correct it there, or pass -n and -r."
         )
     return value

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
 
-from rolltree.environments.environment import Environment, settle
+from rolltree.environments.environment import Environment
 from rolltree.environments.lifecycle import discover, in_phase
 from rolltree.errors import ConfigError
 from rolltree.inference.client import as_client
@@ -21,10 +21,11 @@ from rolltree.protocols import (
     RolloutBuilder,
     opened,
 )
-from rolltree.rollouts import merge_args
+from rolltree.rollouts import derive_seed, merge_args
 from rolltree.rollouts.requests import current_episode
-from rolltree.rubrics import PerAgentRubric, Rubric
+from rolltree.rubrics import PerAgentRubric, Rubric, as_rubric
 from rolltree.steps import INCOMPLETE, AgentStep, EnvironmentStep, Rollout
+from rolltree.tokens import Trajectory
 from rolltree.types import RolloutInput, SamplingArgs, State
 
 MakeWorld = Callable[[RolloutInput], Any]
@@ -79,8 +80,9 @@ class ProtocolEnvironment(Environment):
         if world is not None and not settings.get("dataset") and not settings.get("eval_dataset"):
             settings["dataset"] = [{"prompt": []}] * num_train or None
             settings["eval_dataset"] = [{"prompt": []}] * num_eval or None
-        default = settings.pop("rubric", None) or Rubric()
-        super().__init__(rubric=PerAgentRubric(default, rubrics or {}), **settings)
+        default = as_rubric(settings.pop("rubric", None))
+        others = {name: as_rubric(rubric) for name, rubric in (rubrics or {}).items()}
+        super().__init__(rubric=PerAgentRubric(default, others), **settings)
         self.protocol = protocol
         self.make_world = world
 
@@ -113,7 +115,7 @@ class ProtocolEnvironment(Environment):
         states = [first]
         try:
             with in_phase("setup"):
-                state = await settle(self.setup_state(first))
+                state = await self._set_up(first)
                 context = self._context(state, client, model, sampling_args)
             make = self.make_world
             world = None if make is None else (lambda: make(input))
@@ -135,7 +137,8 @@ class ProtocolEnvironment(Environment):
         episode = current_episode()
         return EpisodeContext(
             seed=state["seed"],
-            sampling_seed=seed,
+            # Apart from the rollout's own family: a world may ask `state["client"]`, too.
+            sampling_seed=None if seed is None else derive_seed(seed, "agents"),
             client=as_client(client, model or None),
             sampling=args,
             messages=state["prompt"],
@@ -183,7 +186,7 @@ def fill_state(state: State, builder: RolloutBuilder) -> None:
     answers without an action and answers that were cut off.
     """
     rollout = builder.build()
-    state["trajectory"] = builder.agent.trajectory
+    state["trajectory"] = Trajectory.of(builder.agent.trajectory)
     _write_step_rewards(rollout)
     early = float(rollout.meta.get("early_reward", 0.0))
     if early and state["trajectory"]:

@@ -41,12 +41,12 @@ def load_environment(
     """Return the environment named `env_id`, made by its `load_environment(**args)`.
 
     With `compat`, an environment that imports `verifiers` gets rolltree's, from now on and in this
-    whole process, even where the real package is installed; without, only where it is not.
+    whole process, even where the real package is installed; without, only when it is not.
 
     Raises:
         UnknownName: there is no such environment; the message names the nearest one.
-        ConfigError: an argument is not one that the environment takes, or what it returned is no
-            environment, or was made with the real verifiers package.
+        ConfigError: an argument is not one that the environment takes, or what it returned is not
+            an environment, or was made with the real verifiers package.
     """
     name = os.fspath(env_id)
     provide(force=compat)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rolltree.environments.registry import FOLDER
 from rolltree.errors import ConfigError, UnknownName, did_you_mean
+from rolltree.files import whole_folder
 
 _HEAD = '''\
 """{title}: say here what the model must do.
@@ -203,11 +204,11 @@ def scaffold(name: str, kind: str = "single", folder: str | Path = FOLDER) -> li
     target = Path(folder) / module
     if target.exists():
         raise ConfigError(f"{target} exists already; nothing was written. Choose another name.")
-    target.mkdir(parents=True)
     fill: Callable[[str], str] = lambda text: text.format(  # noqa: E731
         name=name, module=module, title=name.replace("-", " ").replace("_", " ").capitalize()
     )
     files = {f"{module}.py": KINDS[kind], "pyproject.toml": _PYPROJECT, "README.md": _README}
-    for file, text in files.items():
-        (target / file).write_text(fill(text), encoding="utf-8")
+    with whole_folder(target) as part:
+        for file, text in files.items():
+            (part / file).write_text(fill(text), encoding="utf-8")
     return [target / file for file in files]

@@ -64,7 +64,8 @@ class WorldEnv(ProtocolEnvironment):
 class GymEnv(WorldEnv):
     """Play any `gymnasium.Env` that can be played by text, as `rolltree.worlds.GymWorld` reads it.
 
-    A text that is no action is told to the model, costs a turn and changes nothing in the world.
+    A text that is not an action is told to the model, costs a turn and changes nothing in the
+    world.
 
     Args:
         world: a Gymnasium id, or a function that returns a new `gymnasium.Env`.

@@ -1,7 +1,7 @@
 """Evaluation: run, aggregate, compare. It never imports training.
 
-`evaluate` runs a source and stores every rollout, `EvalReport` holds the aggregates, and `compare`
-pairs two reports. Who only reads reports does not load what runs rollouts.
+`evaluate` runs a source and stores every rollout, `EvalReport` holds the aggregates, and
+`compare_reports` pairs two reports. Reading reports does not load what runs rollouts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rolltree.evaluation.report import (
 from rolltree.lazy import loader
 
 if TYPE_CHECKING:
-    from rolltree.evaluation.comparison import Comparison, compare
+    from rolltree.evaluation.comparison import Comparison, compare_reports
     from rolltree.evaluation.runner import EvalProgress, evaluate
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
     "Reducer",
     "Settings",
     "build_report",
-    "compare",
+    "compare_reports",
     "estimate",
     "evaluate",
     "outcomes",
@@ -42,5 +42,5 @@ __all__ = [
     "write_results",
 ]
 __getattr__ = loader(
-    __name__, {"comparison": "Comparison compare", "runner": "EvalProgress evaluate"}
+    __name__, {"comparison": "Comparison compare_reports", "runner": "EvalProgress evaluate"}
 )

@@ -21,6 +21,7 @@ from rolltree.errors import ConfigError, did_you_mean
 from rolltree.estimate import (
     CONFIDENCE,
     Estimate,
+    all_in_unit,
     estimate,
     mean,
     pass_at_k,
@@ -139,7 +140,7 @@ def _rounded(number: float) -> int:
     return int(round(number / 10**digits) * 10**digits)
 
 
-def compare(
+def compare_reports(
     a: Arm, b: Arm, *, measure: str = "reward", confidence: float | None = None
 ) -> Comparison:
     """Compare two arms example by example, at A's confidence unless one is given.
@@ -200,6 +201,7 @@ def compare_values(
         np.array([[mean(run[key]) for key in common] for run in arm]) for arm in (a, b)
     )
     zeros = np.zeros_like
+    in_unit = all_in_unit(run[key] for run in runs for key in common)
     before, after = (
         estimate({key: arm[0][key] for key in common}, confidence=confidence, are_shares=are_shares)
         if len(arm) == 1
@@ -208,6 +210,10 @@ def compare_values(
     )
     assert before is not None, "a common example has a value"
     assert after is not None, "a common example has a value"
+    difference = paired_difference(rows_a, rows_b, same_runs=same_runs, confidence=confidence)
+    if in_unit:  # then so are the means, and a change is at most 1
+        before, after = before.within(0.0, 1.0), after.within(0.0, 1.0)
+        difference = difference.within(-1.0, 1.0)
     num_only_a, num_only_b = (
         len({key for run in arm for key, found in run.items() if found}) - len(common)
         for arm in (a, b)
@@ -215,7 +221,7 @@ def compare_values(
     return Comparison(
         before=before,
         after=after,
-        difference=paired_difference(rows_a, rows_b, same_runs=same_runs, confidence=confidence),
+        difference=difference,
         num_only_a=num_only_a,
         num_only_b=num_only_b,
         confidence=confidence,

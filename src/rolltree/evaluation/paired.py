@@ -66,7 +66,7 @@ def paired_difference(
         )
     tail = NormalDist().cdf(-quantile * math.sqrt(size / (size - 1)))
     low, high = np.quantile(_resampled(points, weights / size, round(size)), (tail, 1 - tail))
-    return Estimate(mean, min(low, mean), max(high, mean), "bootstrap", num, num_values)
+    return Estimate(mean, low, high, "bootstrap", num, num_values)
 
 
 def _resampled(points: Values, shares: Values, size: int) -> Values:

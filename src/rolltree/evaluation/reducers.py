@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import Any, Self, TypeAlias, overload
 
 from rolltree.estimate import CONFIDENCE, Estimate, estimate, mean, pass_at_k
-from rolltree.store import Run, StoredRollout
+from rolltree.store import Run, StoredRollout, raised_by_rewards
 
 ExampleKey: TypeAlias = tuple[str, str, int | str | None]
 """Environment, task, example id: the same in every evaluation of the same example."""
@@ -49,6 +49,8 @@ class EpisodeOutcome:
     scoring_ms: float
     total_ms: float
     error_message: str | None = None
+    scoring_errors: tuple[tuple[str, str], ...] = ()
+    """Reward functions that raised, and what."""
 
     @property
     def failed(self) -> bool:
@@ -56,7 +58,7 @@ class EpisodeOutcome:
         return self.error_type is not None
 
 
-_OWN = frozenset(("example", "error_message"))
+_OWN = frozenset(("example", "error_message", "scoring_errors"))
 _make_class: Callable[..., Any] = namedtuple  # mypy wants its names written out
 _Row = _make_class(
     "_Row",
@@ -74,7 +76,7 @@ _NUMBERS = (
 _WHOLE = frozenset(name for name in _NUMBERS if name.startswith("num_"))
 _LABELS = (
     *("example", "task", "error_type", "error_message", "truncation_reason", "stop_condition"),
-    *("num_attempts", "num_calls"),
+    *("num_attempts", "num_calls", "scoring_errors"),
 )
 
 
@@ -148,6 +150,7 @@ class Outcomes(Sequence[EpisodeOutcome]):
             row.stop_condition or None,
             row.num_attempts,
             row.num_calls,
+            raised_by_rewards(row.errors),
         )
         self._labels[place] = self._known.setdefault(labels, labels)
         for name, column in self._numbers.items():
@@ -298,7 +301,7 @@ def _merged(rows: Sequence[StoredRollout]) -> Any:
         scoring_ms=max(row.scoring_ms for row in rows),
         total_ms=max(row.total_ms for row in rows),
         metrics={name: mean(values) for name, values in metrics.items()},
-        errors=() if failed is None else failed.errors,
+        errors=failed.errors if failed is not None else [e for row in own for e in row.errors],
     )
 
 
@@ -414,6 +417,17 @@ def failure_messages(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> 
     return {kind: first[kind] for kind in failures(outcomes, settings) if kind in first}
 
 
+def scoring_errors(
+    outcomes: Sequence[EpisodeOutcome], settings: Settings
+) -> dict[str, dict[str, Any]]:
+    """Each reward function that raised: in how many episodes (`num`), and what at first."""
+    found: dict[str, dict[str, Any]] = {}
+    for errors in values(outcomes, "scoring_errors"):
+        for function, said in dict(errors).items():
+            found.setdefault(function, {"num": 0, "first": said})["num"] += 1
+    return dict(sorted(found.items(), key=lambda item: -item[1]["num"]))
+
+
 def truncations(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str, int]:
     """Truncated episodes by reason, most frequent first."""
     return _counts(outcomes, "truncation_reason")
@@ -446,6 +460,7 @@ REDUCERS: Mapping[str, Reducer] = {
     "metrics": metrics,
     "failures": failures,
     "failure_messages": failure_messages,
+    "scoring_errors": scoring_errors,
     "truncations": truncations,
     "stops": stops,
     "usage": usage,

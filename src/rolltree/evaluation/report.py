@@ -23,6 +23,7 @@ from rolltree.evaluation.reducers import (
     Reducer,
     Settings,
 )
+from rolltree.files import whole_file, write_whole
 from rolltree.redact import redact
 from rolltree.store import Run, StoredRollout, to_plain
 from rolltree.types import RolloutResult, State
@@ -35,7 +36,7 @@ class EvalReport:
     `num_rollouts` counts episodes, `num_failed` those that ended with an error, `num_unscored`
     those that finished without a reward, `num_truncated` those that were cut before their true
     end, `num_examples` the different examples they played. `num_resumed` were stored by an earlier
-    start of the same run. `outcomes` is empty where only aggregates were read. `results` holds
+    start of the same run. `outcomes` is empty if only aggregates were read. `results` holds
     what each reducer returned; the properties name the usual ones.
     """
 
@@ -259,7 +260,10 @@ def write_results(
     """
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    with (target / "results.jsonl").open("w", encoding="utf-8") as file:
+    with (
+        whole_file(target / "results.jsonl") as part,
+        part.open("w", encoding="utf-8") as file,
+    ):
         for result in results:
             for state in result.states or (None,):
                 line = to_plain(results_line(result, state))
@@ -280,7 +284,6 @@ def write_results(
         "state_columns": [],
         "path_to_save": str(target),
     }
-    (target / "metadata.json").write_text(
-        json.dumps(to_plain(metadata), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
+    text = json.dumps(to_plain(metadata), indent=2, ensure_ascii=False) + "\n"
+    write_whole(target / "metadata.json", text)
     return target

@@ -7,6 +7,7 @@ never run again.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -17,6 +18,7 @@ from rolltree.errors import INFRASTRUCTURE, ConfigError
 from rolltree.evaluation.reducers import REDUCERS, Outcomes, Reducer, Settings
 from rolltree.evaluation.report import EvalReport, build_report, keep_report
 from rolltree.inference.client import as_client
+from rolltree.inference.reachable import check_servers
 from rolltree.redact import redact
 from rolltree.rollouts import GroupScorer, RolloutEngine, RolloutSource, Split
 from rolltree.rollouts.record import run_stored
@@ -25,6 +27,8 @@ from rolltree.store import Run, StoredRollout, to_plain
 from rolltree.store.weights import note_weights
 from rolltree.tasks import my_turn
 from rolltree.types import RolloutRequest, RolloutResult, SamplingArgs, SamplingParams
+
+logger = logging.getLogger("rolltree.evaluation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,7 @@ async def evaluate(
 
     Raises:
         ConfigError: nothing to run, or `run` holds this phase with other settings.
+        ConnectionFailed: none of the model's servers answers.
     """
     start = time.monotonic()
     model = as_client(client)
@@ -118,6 +123,12 @@ async def evaluate(
         retries=retries,
     )
     todo = plan.without(found.has)
+    if num_resumed < len(plan):
+        for notice in await check_servers(model):
+            if run is None:
+                logger.warning(notice)
+            else:
+                run.announce(notice, logger.warning)
     async with aclosing(run_stored(engine, todo, run, replaced=again)) as batches:
         async for batch in batches:
             for result, rows in batch:

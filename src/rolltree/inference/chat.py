@@ -144,7 +144,7 @@ class ChatRenderer:
         return [_with_content(message, plain) for message in messages]
 
     def shows_tools(self, tools: Sequence[ToolSchema]) -> bool:
-        """Whether the template names the tools in a prompt; True where it refuses to say."""
+        """Whether the template names the tools in a prompt; True if it refuses to say."""
         try:
             text = self._variant(tools).template.render(PROBE, tools)
         except TemplateError:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, Protocol, cast, runtime_checkable
+from reprlib import repr as shown
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from rolltree.errors import ConfigError, did_you_mean
 from rolltree.types import (
@@ -17,6 +18,9 @@ from rolltree.types import (
     SamplingParams,
     ToolSchema,
 )
+
+if TYPE_CHECKING:
+    from rolltree.inference.chat import ChatRenderer
 
 logger = logging.getLogger("rolltree.inference")
 
@@ -97,13 +101,24 @@ def check_tools(client: object, tools: Sequence[ToolSchema] | None) -> None:
     for part in getattr(client, "clients", ()):
         check_tools(part, tools)
     renderer = getattr(client, "renderer", None)
-    if tools and renderer is not None and not renderer.shows_tools(tools):
+    if renderer is not None:
+        check_shown_tools(renderer, tools, getattr(client, "model", "the model"))
+
+
+def check_shown_tools(
+    renderer: ChatRenderer, tools: Sequence[ToolSchema] | None, model: str
+) -> None:
+    """Check that the template of `model` tells it of its tools.
+
+    Raises:
+        ConfigError: it leaves them out.
+    """
+    if tools and not renderer.shows_tools(tools):
         name = tools[0]["function"]["name"]
         raise ConfigError(
-            f"the chat template of {getattr(client, 'model', 'the model')!r} ignores tools, so the "
-            f"model would never hear of {name!r} and could not call it. Use "
-            "rolltree.agents.ReActAgent, which describes tools in the system prompt, or a template "
-            "or model with tools."
+            f"the chat template of {model!r} ignores tools, so the model would never hear of "
+            f"{name!r} and could not call it. Use rolltree.agents.ReActAgent, which describes "
+            "tools in the system prompt, or a template or model with tools."
         )
 
 
@@ -151,7 +166,7 @@ stop_token_ids=(), seed=None, extra={'min_p': 0.1})
                 known[name] = convert(value)
             except (TypeError, ValueError) as error:
                 raise ConfigError(
-                    f"sampling argument {key} = {value!r} cannot be used ({error}); the "
+                    f"sampling argument {key} = {shown(value)} cannot be used ({error}); the "
                     "request would not be sampled as intended."
                 ) from error
     for key in rest.keys() - _PASSED_ON:

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mappi
 from concurrent.futures import Future, InvalidStateError
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from reprlib import repr as shown
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -465,7 +466,7 @@ class EngineThread(ABC, Generic[RequestT]):
 def check_sampling(sampling: SamplingParams) -> None:
     """Raise `UnsupportedSetting` for numbers that nothing can be sampled with."""
     checks = {
-        "temperature": 0 <= sampling.temperature < float("inf"),
+        "temperature": sampling.temperature == 0 or 1e-6 <= sampling.temperature < float("inf"),
         "top_p": 0 < sampling.top_p <= 1,
         "top_k": sampling.top_k >= 0,
         "max_tokens": sampling.max_tokens is None or sampling.max_tokens >= 1,
@@ -474,7 +475,7 @@ def check_sampling(sampling: SamplingParams) -> None:
         if not good:
             raise UnsupportedSetting(
                 f"{name} = {getattr(sampling, name)} is out of range "
-                "(temperature >= 0, 0 < top_p <= 1, top_k >= 0, max_tokens >= 1)."
+                "(temperature 0 or >= 1e-6, 0 < top_p <= 1, top_k >= 0, max_tokens >= 1)."
             )
 
 
@@ -490,7 +491,7 @@ def check_extra(extra: Mapping[str, Any], obeyed: Collection[str], label: str) -
     for name, value in extra.items():
         if name not in obeyed and value not in _NO_EFFECT.get(name, ()):
             raise UnsupportedSetting(
-                f"{label} does not support {name} = {value!r} and would ignore it."
+                f"{label} does not support {name} = {shown(value)} and would ignore it."
                 f"{did_you_mean(name, (*_SAMPLING, *obeyed))} Remove it, or use a server "
                 "that supports it."
             )

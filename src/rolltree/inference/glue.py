@@ -113,7 +113,7 @@ def render(
     *,
     add_generation_prompt: bool = False,
 ) -> str:
-    """Return the rendered messages, or nothing where the template refuses them."""
+    """Return the rendered messages, or nothing if the template refuses them."""
     try:
         return template.render(messages, tools, add_generation_prompt=add_generation_prompt)
     except TemplateLimitError:
@@ -248,7 +248,7 @@ class Glue:
         new_messages: Sequence[ChatMessage],
         tools: Sequence[ToolSchema] | None,
     ) -> str | None:
-        """Return which new message is not where it stands, None where all are.
+        """Return which new message is not rendered in its place, None if all are.
 
         Some templates collect system text at the start of the prompt, and some leave out roles that
         they do not know.

@@ -6,6 +6,7 @@ The API key is kept out of `repr`, logs and error messages.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 from time import monotonic
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ from rolltree.errors import (
 )
 from rolltree.inference.request_ids import HEADER, RequestIds
 from rolltree.inference.retry import Outcome, Retry, RetryPolicy, parse_retry_after, with_retries
-from rolltree.inference.transport import SocketTransport, Transport
+from rolltree.inference.transport import SocketTransport, Transport, proxy_of
 from rolltree.redact import redact_text
 from rolltree.tasks import my_turn
 from rolltree.untrusted import encode_json
@@ -45,6 +46,11 @@ _TOO_LONG = (
     "input is too long",
     "too many tokens",
 )
+_ADVICE = {
+    401: "Check the API key.",
+    403: "Check what the API key may do.",
+    404: "Check the model's name, and the URL (it often ends in /v1).",
+}
 _ONCE = RetryPolicy(max_retries=0)
 _RETRYABLE = frozenset((408, 409, 425, 429))
 
@@ -84,7 +90,7 @@ class HttpServer:
         headers: Mapping[str, str] | None = None,
         transport: Transport | None = None,
     ) -> None:
-        self.base_url = _checked_url(base_url)
+        self.base_url = checked_url(base_url)
         for name, key in (("api_key", api_key), ("admin_key", admin_key)):
             if key and not (key.isascii() and key.isprintable() and " " not in key):
                 raise ConfigError(
@@ -149,7 +155,7 @@ class HttpServer:
 
         Raises:
             PromptTooLong: the server says that the prompt does not fit.
-            ServerError: an error status that stayed, or that no retry can mend.
+            ServerError: an error status that stayed, or that no retry can fix.
             CallTimeout: the deadline passed.
             ConnectionFailed: no connection, or none that lasted until the answer was complete.
             AnswerTooLarge: the answer has more than `max_answer_bytes`.
@@ -199,6 +205,26 @@ class HttpServer:
         except ServerError as error:
             if error.status not in (404, 405):
                 raise
+
+    async def check_reachable(self, limit_s: float) -> None:
+        """Open a connection, to the proxy where there is one, and close it; send nothing.
+
+        Raises:
+            ConnectionFailed: it was not made within `limit_s`.
+        """
+        if self._given_transport is not None:
+            return
+        where = URL(proxy_of(self.base_url) or self.base_url)
+        try:
+            async with asyncio.timeout(limit_s):
+                _, writer = await asyncio.open_connection(where.host, where.port)
+        except OSError as error:  # TimeoutError is one
+            raise ConnectionFailed(
+                f"{self.base_url} could not be reached ({type(error).__name__}: {error})."
+            ) from error
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
 
     async def aclose(self) -> None:
         """Close the connections; the next request opens new ones."""
@@ -262,7 +288,7 @@ class HttpServer:
         return redact_text(text, tuple(filter(None, (self._api_key, self._admin_key))))
 
 
-def _checked_url(base_url: str) -> str:
+def checked_url(base_url: str) -> str:
     """Return a base URL in its normal form.
 
     Raises:
@@ -293,7 +319,7 @@ def status_error(status: int, text: str, where: str) -> ModelError:
             "the history or serve the model with a longer context."
         )
     retryable = status in _RETRYABLE or status >= 500
-    advice = "Retries are exhausted." if retryable else "Change the request."
+    advice = "Retries are exhausted." if retryable else _ADVICE.get(status, "Change the request.")
     return ServerError(
         f"{where} answered {status}: {text or '(no text)'}. The call has no answer. {advice}",
         status=status,

@@ -188,7 +188,7 @@ def _read(
 def _finish_reason(
     reason: FinishReason, message: ChatMessage, num_tokens: int, sampling: SamplingParams
 ) -> FinishReason:
-    """Mend what servers confuse: a stop with tool calls, a length stop reported as tool calls."""
+    """Fix finish reasons that servers get wrong: STOP with tool calls, TOOL_CALLS without."""
     calls = message.get("tool_calls") or []
     if reason == FinishReason.STOP and calls:
         return FinishReason.TOOL_CALLS

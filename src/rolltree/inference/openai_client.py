@@ -39,6 +39,7 @@ from rolltree.inference.request_fields import (
 )
 from rolltree.inference.retry import Outcome, RetryPolicy
 from rolltree.inference.session import Prompt, TokenSession, without_ids
+from rolltree.inference.spelling import check_text
 from rolltree.inference.transport import Transport
 from rolltree.inference.wire import Decode, Response, decode_response
 from rolltree.types import FinishReason, MessageType, ModelResponse, SamplingParams
@@ -192,7 +193,9 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         call: ModelCall,
         memory: MessageSession,
     ) -> Outcome[Response]:
-        """Send one request: `content` is its messages or prompt. Asks for ids while there is hope.
+        """Send one request, asking for ids until the server rejects that.
+
+        `content` is its messages or its prompt.
 
         Raises:
             ModelError: as `HttpServer.post` says.
@@ -284,8 +287,13 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
             return session.complete(prompt, None, None, reason, temperature=temperature, **fields)
         _, ids, logprobs = found
         self.tokens.prove(ids)
-        if reason == FinishReason.STOP:
-            fields["text"] = session.renderer.answer_text(ids, sampling)
+        renderer, text = session.renderer, response.choices[0].text
+        ended = reason == FinishReason.STOP
+        own = renderer.answer_text(ids, sampling) if ended else renderer.decode_answer(ids)
+        if text not in (None, own):  # the token-in endpoint gives none
+            vocabulary, where = renderer.vocabulary, self._server.base_url
+            check_text(vocabulary, ids, text, asked.stop, where=where)
+        fields["text"] = own
         return session.complete(
             prompt,
             ids,
@@ -314,7 +322,7 @@ class TokenInEndpoint:
     async def ask(
         self, prompt_ids: list[int], sampling: SamplingParams, model: str
     ) -> Outcome[Response] | None:
-        """Send ids; None where the server has no such endpoint.
+        """Send ids; None if the server has no such endpoint.
 
         Raises:
             ModelError: as `HttpServer.post` says.

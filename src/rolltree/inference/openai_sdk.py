@@ -9,7 +9,6 @@ restates the whole prompt's ids in every turn. The openai package is not importe
 from __future__ import annotations
 
 import inspect
-import json
 import sys
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -186,7 +185,10 @@ class OpenAISDKClient(MessageClient[MessageSession]):
                     raise
                 except BadResponse as error:
                     raise Retry(error) from error
-                except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+                except (ValueError, RecursionError) as error:
+                    if self._ids is None and type(error) is ValueError:  # a stand-in's own
+                        raise
+                    # Python's reader of JSON refuses numbers of 4,300 digits with a ValueError.
                     raise Retry(self._unreadable(error)) from error
                 finally:
                     _MAX_BYTES.reset(limited)

@@ -72,8 +72,17 @@ def extract_tokens(
     choice = first_choice(response)
     logprobs = read(choice, "logprobs")
     completion = _ids(choice, "token_ids")
-    if completion is None:
-        completion = _spelled_ids(_entries(logprobs, message_type, "token", "tokens") or [])
+    if completion is None or _names_ids(logprobs):
+        texts = sampled_entries(logprobs, message_type, "token", "tokens") or []
+        if completion is None:
+            completion = spelled_ids(texts)
+        elif not _spell(texts, completion):
+            spelled = spelled_ids(texts)
+            if spelled is not None and not np.array_equal(completion, spelled):
+                raise TokenError(
+                    "the server's sampled ids are not those that its logprobs name, so it is not "
+                    "known what the model sampled. Is there a proxy that mixes up answers?"
+                )
     prompt = _ids(response, "prompt_token_ids")
     if prompt is None:
         prompt = _ids(choice, "prompt_token_ids")
@@ -92,7 +101,7 @@ def extract_tokens(
             "not known. Check the server."
         )
     check_num_sampled(len(completion), max_tokens)
-    values = _entries(logprobs, message_type, "logprob", "token_logprobs")
+    values = sampled_entries(logprobs, message_type, "logprob", "token_logprobs")
     if values is None:
         return prompt, completion, None
     if not check:
@@ -123,7 +132,7 @@ def extract_message(response: object, message_type: MessageType) -> tuple[ChatMe
     """Return the assistant message and its text.
 
     Raises:
-        BadResponse: there is no message, or no text, or a part of it is no Unicode text.
+        BadResponse: there is no message, or no text, or a part of it is not valid Unicode.
     """
     choice = first_choice(response)
     if message_type == "completion":
@@ -296,8 +305,8 @@ def response_head(response: object) -> dict[str, Any]:
 def extract_versions(response: object, num_tokens: int, otherwise: int) -> IntArray:
     """Return the version of each sampled token, int32 `[_C]`.
 
-    `otherwise` is what tokens get where the server reports no spans, or a label that is no number
-    (vLLM's first weights are called "default").
+    `otherwise` is what tokens get where the server reports no spans, or a label that is not a
+    number (vLLM's first weights are called "default").
 
     Raises:
         TokenError: the spans do not cover every token exactly once, or a version is above 2^31.
@@ -330,7 +339,7 @@ def extract_routing(response: object, path_len: int) -> NDArray[Any] | None:
 
 
 def version_named(label: object, otherwise: int) -> int:
-    """Return the policy version that a server calls `label`; `otherwise` where that is no number.
+    """Return the policy version that a server calls `label`; `otherwise` if it is not a number.
 
     Raises:
         TokenError: it is above 2^31.
@@ -386,7 +395,7 @@ def first_choice(response: object) -> object:
     """Return the response's first choice.
 
     Raises:
-        BadResponse: there is none.
+        BadResponse: there is none, or the first one says that it is another one.
     """
     choices = read(response, "choices")
     if not isinstance(choices, list | tuple) or not choices:
@@ -394,10 +403,26 @@ def first_choice(response: object) -> object:
             f"the server's answer ({type(response).__name__}) holds no choices, so there is no "
             "completion. Is the base URL that of an OpenAI-compatible API (it often ends in /v1)?"
         )
+    index = read(choices[0], "index")
+    if isinstance(index, int | str) and index != 0:
+        raise BadResponse(
+            f"the server was asked for one answer, and the first that it gave is number "
+            f"{str(index)[:40]}, so it may be another request's. Is there a proxy that mixes up "
+            "answers?"
+        )
     return choices[0]
 
 
-def _entries(
+def _names_ids(logprobs: object) -> bool:
+    """Whether the first token's text is its id, as on vLLM's token-in endpoint."""
+    tokens, content = read(logprobs, "tokens"), read(logprobs, "content")
+    first = tokens[0] if isinstance(tokens, list) and tokens else None
+    if isinstance(content, list) and content:
+        first = read(content[0], "token")
+    return isinstance(first, str) and first.startswith(_PREFIX)
+
+
+def sampled_entries(
     logprobs: object, message_type: MessageType, field: str, column: str
 ) -> list[Any] | None:
     """Return one value per sampled token: a field of `content` (chat) or a column (text)."""
@@ -424,7 +449,7 @@ def _ids(holder: object, name: str) -> IntArray | None:
     return as_ids(value, name)
 
 
-def _spelled_ids(texts: list[Any]) -> IntArray | None:
+def spelled_ids(texts: list[Any]) -> IntArray | None:
     """Return ids given as token texts `"token_id:504"`, or None."""
     if not texts or not all(isinstance(text, str) and text.startswith(_PREFIX) for text in texts):
         return None
@@ -438,6 +463,14 @@ def _spelled_ids(texts: list[Any]) -> IntArray | None:
     return as_ids(ids, "token_id")
 
 
+def _spell(texts: list[Any], ids: IntArray) -> bool:
+    """Whether the texts are `"token_id:504"` for each id (C loops: every answer comes by)."""
+    try:
+        return "".join(texts) == _PREFIX + _PREFIX.join(map(str, ids.tolist()))
+    except TypeError:  # a text is not one
+        return False
+
+
 def _is_openai(response: object) -> bool:
     return type(response).__module__.partition(".")[0] == "openai"
 
@@ -446,14 +479,14 @@ def _text(value: Any) -> str:
     """Return a text of the server's, an empty one where it gave another thing.
 
     Raises:
-        BadResponse: it has a lone surrogate (half a character), which no file and no request takes.
+        BadResponse: it has a lone surrogate, which no file and no request takes.
     """
     if not isinstance(value, str):
         return ""
     if not is_well_formed(value):
         raise BadResponse(
-            "the server's answer is no Unicode text: it has half a character (a lone surrogate), "
-            "which can be neither stored nor sent back. Check the server's JSON encoder."
+            "the server's answer is not valid Unicode (it has a lone surrogate), so it can be "
+            "neither stored nor sent back. Check the server's JSON encoder."
         )
     return value
 

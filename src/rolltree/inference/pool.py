@@ -158,7 +158,7 @@ class EndpointPool(ClientBase):
         await asyncio.gather(*(endpoint.client.aclose() for endpoint in self.endpoints))
 
     async def check(self) -> dict[str, str | None]:
-        """Ask every server for its health: None where it is well, else what is wrong."""
+        """Ask every server for its health: None if it is well, else what is wrong."""
         errors = await asyncio.gather(*map(self._check, self.endpoints))
         return {
             endpoint.name: None if error is None else str(error)

@@ -138,13 +138,15 @@ async def publish_by(update: Update, clients: Sequence[HasServer], version: int)
         ) from next(iter(failed.values()))
 
 
-async def served_version(server: HttpServer, *, timeout_s: float | None = None) -> str:
+async def served_version(
+    server: HttpServer, *, timeout_s: float | None = None, retry: RetryPolicy | None = None
+) -> str:
     """Return the version that a server says its weights have (vLLM's first is "default").
 
     Raises:
         ModelError: it does not say.
     """
-    answer = await call(server, "/weight_info", None, timeout_s=timeout_s)
+    answer = await call(server, "/weight_info", None, timeout_s=timeout_s, retry=retry)
     version = answer.get("weight_version") if isinstance(answer, dict) else None
     if not isinstance(version, str):
         raise BadResponse(
@@ -216,9 +218,16 @@ async def call(
         )
         return outcome.value
     except ServerError as error:
-        if error.status == 404:
-            error.add_note("vLLM serves this only with VLLM_SERVER_DEV_MODE=1 in its environment.")
-        raise
+        if error.status != 404 or "rolltree serve" in str(error):
+            raise
+        raise ServerError(
+            f"{server.root_url} has no {path.partition('?')[0]} (404), so it cannot be given "
+            "weights. Start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment and the flags of "
+            "docs/inference.md, vLLM; `rolltree serve` has it. Other servers cannot be trained "
+            "with.",
+            status=404,
+            retryable=False,
+        ) from error
 
 
 def _decode(body: bytes) -> Any:

@@ -158,7 +158,7 @@ def samples_the_model(sampling: SamplingParams) -> bool:
 
 
 class TokenFields:
-    """The fields that ask one server for ids and logprobs, sent while there is hope.
+    """The fields that ask one server for ids and logprobs, sent until it rejects them.
 
     `standard` are OpenAI's own (`logprobs`), `extension` are vLLM's. `vocab_size`, where it is
     known, is how many ids the model has.
@@ -204,7 +204,7 @@ class TokenFields:
         return {"return_token_ids": True, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
     def refuse(self, why: str) -> None:
-        """Note that the server takes these fields amiss or ignores them.
+        """Note that the server rejects or ignores these fields.
 
         Raises:
             UnsupportedSetting: ids were insisted on.

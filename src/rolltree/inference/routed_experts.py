@@ -35,7 +35,7 @@ def encode_routing(values: NDArray[Any]) -> str:
 def decode_routing(value: object, path_len: int) -> NDArray[Any] | None:
     """Return the routed experts `[n, layers, top_k]` of a call of `path_len` tokens.
 
-    `value` is a choice's field; None where the server sent none.
+    `value` is a choice's field; None if the server sent none.
 
     Raises:
         TokenError: it is not what vLLM sends, or of more tokens than the model was given.
@@ -47,12 +47,12 @@ def decode_routing(value: object, path_len: int) -> NDArray[Any] | None:
     try:
         data = b64decode(value, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise _unreadable(f"is no base64 ({error})") from error
+        raise _unreadable(f"is not base64 ({error})") from error
     file = io.BytesIO(data)
     try:
         shape, fortran, dtype = _HEADERS[npy.read_magic(file)](file, max_header_size=1000)
     except (ValueError, KeyError, SyntaxError, TypeError) as error:
-        raise _unreadable(f"is no .npy file ({str(error)[:80]})") from error
+        raise _unreadable(f"is not a .npy file ({str(error)[:80]})") from error
     rest = len(data) - file.tell()
     plain = dtype.kind in "iu" and dtype.itemsize <= _MAX_ITEM and not fortran
     if not plain or len(shape) != 3 or min(shape) < 1 or math.prod(shape) * dtype.itemsize != rest:

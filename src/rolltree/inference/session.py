@@ -68,14 +68,15 @@ class CallTree:
         assert completion is not None
         parent = None if response.extends is None else self._handles[response.extends]
         path_len = len(prompt) + len(completion)
+        versions = 0 if response.versions is None else response.versions
         call = self.tree.insert(
             prompt,
             completion,
             logprobs=response.logprobs,
             temperature=response.temperature,
-            versions=0 if response.versions is None else response.versions,
+            versions=versions,
             parent=parent,
-            streams=routing_streams(response.routed_experts, path_len, self.tree, parent),
+            streams=routing_streams(response.routed_experts, path_len, self.tree, parent, versions),
         )
         self._handles[response.call_id] = call
         return response.placed(self.tree, call)
@@ -141,7 +142,7 @@ class TokenSession:
 
         Args:
             prompt: what `prepare` returned.
-            ids: int `[_C]`, the end token included where one was sampled; None where the engine
+            ids: int `[_C]`, the end token included where one was sampled; None if the engine
                 gave none, which nothing can continue.
             logprobs: float `[_C]`, of the distribution sampled from; None when unknown.
             finish_reason: why sampling ended.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from reprlib import repr as shown
 from typing import Any
 
 from rolltree.errors import ConfigError, UnsupportedSetting
@@ -33,7 +34,7 @@ class TemplateLimitError(TemplateError):
 
 
 _pool = WorkerPool(
-    "rolltree.inference.template_worker:render",
+    "rolltree.inference.template_worker:render_order",
     memory_bytes=MEMORY_BYTES,
     max_workers=2,
     max_idle=2,
@@ -121,7 +122,7 @@ class ChatTemplate:
         except WorkerDied as error:
             what = f"it ran longer than {self.time_limit_s:g} s"
             raise _stopped(what if error.why == "time" else "it took too much memory") from error
-        except (WorkerCallError, TypeError, ValueError) as error:
+        except (WorkerCallError, TypeError, ValueError, RecursionError) as error:
             raise TemplateError(
                 f"the messages, tools or variables cannot be given to the chat template: {error}. "
                 "It takes values that JSON can hold."
@@ -190,7 +191,7 @@ def for_template(message: ChatMessage, parts: bool = False) -> ChatMessage:
     if isinstance(content, str) and not calls and not parts:
         return message
     copy = dict(message)
-    text = content if isinstance(content, str) else _join_parts(content or ())
+    text = content if isinstance(content, str) else _joined(content or ())
     copy["content"] = [{"type": "text", "text": text}] if parts else text
     if calls:
         copy["tool_calls"] = [_with_arguments(call, _parsed) for call in calls]
@@ -204,8 +205,14 @@ def _with_text_arguments(message: ChatMessage) -> ChatMessage:
     return {**message, "tool_calls": calls}
 
 
-def _with_arguments(call: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    function = dict(call.get("function") or {})
+def _with_arguments(call: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise TemplateError(
+            f"a message has the tool call {shown(call)}, which names no function, so there is no "
+            'prompt. A call is {"id": ..., "function": {"name": ..., "arguments": ...}}.'
+        )
+    function = dict(function)
     function["arguments"] = change(function.get("arguments"))
     return {**call, "type": call.get("type", "function"), "function": function}
 
@@ -224,19 +231,32 @@ def _dumped(arguments: Any) -> Any:
     return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
-def _join_parts(parts: Any) -> str:
-    texts = []
-    for part in parts:
-        if isinstance(part, str):
-            texts.append(part)
-        elif part.get("type") == "text":
-            texts.append(part["text"])
-        else:
-            raise UnsupportedSetting(
-                f"a message has a part of type {part.get('type')!r}; only text can be rendered "
-                "into token ids here. Send such messages to a server that renders them itself."
-            )
-    return "\n".join(texts)
+def _joined(parts: Any) -> str:
+    if not isinstance(parts, list | tuple):
+        raise _not_content(parts)
+    return "\n".join(map(_text_of, parts))
+
+
+def _text_of(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        raise _not_content(part)
+    if part.get("type") != "text":
+        raise UnsupportedSetting(
+            f"a message has a part of type {part.get('type')!r}; only text can be rendered into "
+            "token ids here. Send such messages to a server that renders them itself."
+        )
+    if not isinstance(part.get("text"), str):
+        raise _not_content(part)
+    return str(part["text"])
+
+
+def _not_content(found: Any) -> TemplateError:
+    return TemplateError(
+        f"the content of a message holds {shown(found)}, which is not text, so there is no prompt. "
+        'Content is a string, or a list of {"type": "text", "text": ...}.'
+    )
 
 
 def _shorten(roles: list[Any]) -> str:

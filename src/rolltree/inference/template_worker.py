@@ -32,7 +32,7 @@ class GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def render(order: dict[str, Any]) -> dict[str, Any]:
+def render_order(order: dict[str, Any]) -> dict[str, Any]:
     """Render the template whose name is `order["template"]` with `order["values"]`.
 
     Returns `{"text": ...}`, or a `problem` with its `message`: "unknown" (send it again with its

@@ -23,7 +23,7 @@ MAX_PROBLEMS = 8
 class ToolCall:
     """One call: `arguments` is a JSON object as text, as in OpenAI's messages.
 
-    `id` is what the model itself wrote, where its format has ids; None where it wrote none.
+    `id` is what the model itself wrote, where its format has ids; None if it wrote none.
     """
 
     name: str
@@ -91,7 +91,7 @@ def parse_mistral(text: str) -> ToolCalls:
     """Read `[TOOL_CALLS][{...}, ...]` and the later `[TOOL_CALLS]name[ARGS]{...}`.
 
     Either may hold the id that the results will name: `"id": ...` or `[CALL_ID]...`. Mistral's
-    templates take nine letters and digits; anything else is no id.
+    templates take nine letters and digits; anything else is not an id.
     """
     content, marker, body = text.partition("[TOOL_CALLS]")
     if not marker:
@@ -210,7 +210,7 @@ def _harmony_calls(text: str) -> Iterator[_Block]:
 
 
 def _header_start(text: str, low: int, high: int) -> int | None:
-    """Return where the header in `text[low:high]` begins, None where it is no answer's."""
+    """Return where the header in `text[low:high]` begins, None if it is not an answer's."""
     last = text.rfind(_START, low, high)
     if last < 0 and low == 0 and _LEADING_TO.match(text):  # the header continues the prompt's
         return 0

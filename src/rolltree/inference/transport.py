@@ -211,7 +211,7 @@ def proxy_of(url: str) -> str | None:
     """Return the proxy that the environment (HTTP_PROXY, NO_PROXY, ...) names for a URL.
 
     Raises:
-        ConfigError: it is no HTTP proxy.
+        ConfigError: it is not an HTTP proxy.
     """
     where = URL(url)
     if proxy_bypass(where.host or ""):

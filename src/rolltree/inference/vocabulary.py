@@ -8,7 +8,7 @@ Lone surrogates, which tokenizers refuse, become U+FFFD.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
@@ -58,9 +58,7 @@ class Vocabulary:
         if hasattr(tokenizer, "clean_up_tokenization_spaces"):
             self._exactly["clean_up_tokenization_spaces"] = False  # it would eat sampled spaces
         self._anchor = self._find_anchor()
-        texts = {self.decode([token]) for token in control.union(self.end_ids)}
-        longest_first = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._control = self._any_of(control.union(self.end_ids))
         self._start_ids = lru_cache(_REMEMBERED_STARTS)(self._encode_once)
 
     @cached_property
@@ -68,6 +66,16 @@ class Vocabulary:
         """Most characters that one token can stand for; a guess where the tokenizer has no list."""
         vocabulary: Mapping[str, int] = getattr(self.tokenizer, "get_vocab", dict)()
         return max(map(len, vocabulary), default=_LONGEST_TOKEN)
+
+    @cached_property
+    def added(self) -> re.Pattern[str]:
+        """What finds the texts of special and other added tokens."""
+        return self._any_of(self._special)
+
+    def _any_of(self, tokens: Iterable[int]) -> re.Pattern[str]:
+        texts = {self.decode([token]) for token in tokens}
+        longest_first = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def is_special(self, token: int) -> bool:
         """Whether `token` is a control token, not text."""

@@ -66,6 +66,7 @@ class Span(msgspec.Struct):
 class Choice(msgspec.Struct):
     """One completion."""
 
+    index: Any = 0
     message: Message | None = None
     text: str | None = None
     finish_reason: str | None = None
@@ -96,7 +97,7 @@ class Response(msgspec.Struct):
 
 Decode: TypeAlias = Callable[[bytes], Response]
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding raises for bytes that are no JSON of the wanted shape, or too deeply nested."""
+"""What decoding raises for bytes that are not JSON of the wanted shape, or too deeply nested."""
 
 _DECODER = msgspec.json.Decoder(Response)
 

@@ -5,7 +5,14 @@ template); `load_model` loads such a folder, `layouts.open_weights` reads its te
 is opened.
 """
 
-from rolltree.models.load import eos_token_ids, load_model, resolve_model
+from rolltree.models.load import check_loadable, eos_token_ids, load_model, resolve_model
 from rolltree.models.made import TinyConfig, make_tiny
 
-__all__ = ["TinyConfig", "eos_token_ids", "load_model", "make_tiny", "resolve_model"]
+__all__ = [
+    "TinyConfig",
+    "check_loadable",
+    "eos_token_ids",
+    "load_model",
+    "make_tiny",
+    "resolve_model",
+]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from rolltree.models.made import (
 )
 
 _SAFE: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+_DEVICES = ("cpu", "cuda", "hpu", "meta", "mps", "npu", "xla", "xpu")
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -57,8 +60,55 @@ def resolve_model(name: str) -> Path:
         ConfigError: a folder without a model, or a made model whose package is missing.
     """
     maker = MADE_MODELS.get(name)
-    if maker is not None:
-        return maker()
+    return _model_folder(name) if maker is None else maker()
+
+
+def check_loadable(name: str, dtype: str = "float32", *, device: str = "cpu") -> None:
+    """Check what can be known of `load_model`'s arguments before torch is imported.
+
+    Raises:
+        UnknownName: there is no such model or dtype.
+        ConfigError: torch is not installed, the package of a made model is missing, a folder holds
+            no model, or this machine has no such device.
+    """
+    for package in ("torch", "transformers", "safetensors"):
+        if not _is_installed(package):
+            raise ConfigError(
+                f"the package {package} is not installed, and models in this process need it. "
+                "Install it: pip install 'rolltree[train]'. Servers are asked without it."
+            )
+    if dtype not in _DTYPES:
+        raise UnknownName(f"unknown dtype {dtype!r}.{did_you_mean(dtype, _DTYPES)}")
+    if name in _KEYS:
+        _KEYS[name]()
+    else:
+        _model_folder(name)
+    kind, colon, number = device.partition(":")
+    if kind not in _DEVICES or (colon and not number.isdecimal()):
+        raise ConfigError(
+            f"the device {device!r} is not one that torch has.{did_you_mean(kind, _DEVICES)}"
+        )
+    if kind == "cuda" and sys.platform == "linux" and not _has_gpu():
+        raise ConfigError(
+            f"the device {device!r} cannot be used here: CUDA needs a GPU and its driver, and this "
+            "machine shows none (no /dev/nvidia* or /dev/kfd). Use 'cpu', or install the driver."
+        )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except (ImportError, ValueError):  # something hides it
+        return False
+
+
+def _has_gpu() -> bool:
+    devices = Path("/dev")
+    names = ("nvidia*", "nvhost*", "nvmap", "kfd", "dxg")  # dxg: of Windows, in its Linux
+    return any(True for name in names for _ in devices.glob(name))
+
+
+def _model_folder(name: str) -> Path:
     path = Path(name).expanduser()
     if not path.is_dir():
         raise UnknownName(
@@ -91,12 +141,11 @@ def load_model(name: str, dtype: str = "float32", *, device: str = "cpu") -> tup
 
     Raises:
         UnknownName: see `resolve_model`; or `dtype` is unknown.
-        ConfigError: this machine has no such device, or the folder has no weights, or other weights
-            than the model, a file of it is missing or torn, it needs its own code, or has no
-            tokenizer.
+        ConfigError: torch is not installed, this machine has no such device, or the folder has no
+            weights, or other weights than the model, a file of it is missing or torn, it needs its
+            own code, or has no tokenizer.
     """
-    if dtype not in _DTYPES:
-        raise UnknownName(f"unknown dtype {dtype!r}.{did_you_mean(dtype, _DTYPES)}")
+    check_loadable(name, dtype, device=device)
     path = resolve_model(name)
     check_device(device)
     from safetensors import SafetensorError

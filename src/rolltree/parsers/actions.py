@@ -30,7 +30,7 @@ NOT_READABLE = (ValueError, OverflowError, RecursionError, InvalidOperation)
 
 
 def as_text(text: str) -> ParseResult:
-    """The action is the text, stripped; an empty text is no action."""
+    """The action is the text, stripped; an empty text is not an action."""
     action = text.strip()
     return ParseResult(action) if action else ParseResult(None, obs="You said nothing.")
 
@@ -86,7 +86,7 @@ def without_thinking(*, required: bool = False, **verdict: Any) -> ActionParser:
     """Return a parser for what follows the last `</think>`.
 
     Args:
-        required: a text without reasoning is no action; otherwise it is passed on whole.
+        required: a text without reasoning is not an action; otherwise it is passed on whole.
         verdict: as in `by_function`.
     """
     verdict.setdefault("feedback", "Think between <think> and </think>, then answer.")

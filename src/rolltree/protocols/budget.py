@@ -16,7 +16,7 @@ from rolltree.types import ModelResponse, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What one delegated agent may spend; None: as much as it likes.
+    """What one delegated agent may spend; None means unlimited.
 
     `max_calls` model calls, `max_tokens` sampled tokens, `time_limit_s` seconds of its own, waiting
     for the server excluded. What it delegates itself has budgets of its own.

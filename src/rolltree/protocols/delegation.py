@@ -247,7 +247,7 @@ class _Delegator(Player):
 
 
 def _result(builder: RolloutBuilder) -> str:
-    """Return what the parent is told: the child's action, its last words, or why there are none."""
+    """Return the child's action for the parent, else its last message, or why there is none."""
     if builder.error is not None:
         return f"The agent failed: {builder.error.type}: {builder.error.message}"
     reason = builder.meta.get("truncation_reason")

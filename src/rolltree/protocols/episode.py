@@ -187,7 +187,7 @@ class EpisodeContext:
     episode_id: str = "episode"
 
     def derive_seed(self, *parts: str | int) -> int | None:
-        """Return a sampling seed for a part of the episode, None where nothing is seeded."""
+        """Return a sampling seed for a part of the episode, None if nothing is seeded."""
         return None if self.sampling_seed is None else derive_seed(self.sampling_seed, *parts)
 
 

@@ -93,7 +93,7 @@ class MultiAgentSyncProtocol(InteractionProtocol):
         """Record what the round was to one agent, tell it, and return what it sees now."""
         feedback = player.no_action(step) if step.parse_failed else ""
         if not feedback and BAD_ACTION in outcome.info:
-            feedback = f"That is no action: {outcome.info[BAD_ACTION]}"
+            feedback = f"Invalid action: {outcome.info[BAD_ACTION]}"
         obs = "\n".join(part for part in (feedback, outcome.obs) if part)
         player.record_outcome(action, before, replace(outcome, obs=obs))
         if not player.over:

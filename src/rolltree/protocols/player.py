@@ -26,6 +26,7 @@ from rolltree.steps import (
     ToolRequest,
 )
 from rolltree.threads import run_in_thread
+from rolltree.tokens import num_call_tokens
 from rolltree.tools import answer_of, side_by_side
 from rolltree.types import ChatMessage, TruncationReason
 
@@ -140,10 +141,8 @@ class Player:
         if any(clock.expired for clock in self.context.clocks):
             raise EpisodeCut(TruncationReason.TIME_LIMIT)
         limit, steps = self.context.max_seq_len, self.agent.trajectory
-        if limit is not None and steps:
-            extras = steps[-1]["extras"]
-            if extras["num_prompt_tokens"] + extras["num_completion_tokens"] >= limit:
-                raise EpisodeCut(TruncationReason.MAX_SEQ_LEN)
+        if limit is not None and steps and num_call_tokens(steps[-1]) >= limit:
+            raise EpisodeCut(TruncationReason.MAX_SEQ_LEN)
 
     async def _answer(self, requests: Sequence[ToolRequest]) -> None:
         left = self.max_external_calls - self._num_external

@@ -48,7 +48,7 @@ class ComparedArm:
     inputs: tuple[dict[Hashable, int], ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return its name, its runs and the reward of each, None where nothing was scored."""
+        """Return its name, its runs and the reward of each, None if nothing was scored."""
         rewards = [report.reward for report in self.reports]
         return {
             "name": self.name,

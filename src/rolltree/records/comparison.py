@@ -14,7 +14,7 @@ from typing import Any
 from rolltree.errors import ConfigError
 from rolltree.estimate import CONFIDENCE
 from rolltree.evaluation import Comparison, EvalReport, Settings
-from rolltree.evaluation import compare as compare_reports
+from rolltree.evaluation import compare_reports as compare_reports
 from rolltree.evaluation.comparison import (
     Clusters,
     ExampleChange,
@@ -25,7 +25,7 @@ from rolltree.evaluation.comparison import (
 )
 from rolltree.evaluation.reducers import values
 from rolltree.records.arms import ArmName, ComparedArm, read_arms
-from rolltree.rollouts.conversation import conversation
+from rolltree.rollouts.conversation import conversation_of
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
 
@@ -153,10 +153,10 @@ def compare(
     a held-out evaluation (`28`); without it, it is the last held-out evaluation or the only phase.
     One run alone is compared with itself: its first and its last held-out evaluation.
 
-    Measures are those of `rolltree.evaluation.compare`; `breaks`, how often per rollout a prompt
-    did not extend the call before; and with `price`, `cost`: dollars per rollout, at these prices
-    of a million prompt and a million sampled tokens. Of the first `num_examples` changed examples,
-    rollouts are shown.
+    Measures are those of `rolltree.evaluation.compare_reports`; `breaks`, how often per rollout a
+    prompt did not extend the call before; and with `price`, `cost`: dollars per rollout, at these
+    prices of a million prompt and a million sampled tokens. Of the first `num_examples` changed
+    examples, rollouts are shown.
 
     >>> print(compare("runs/demo"))  # doctest: +SKIP
     The reward of step 28 is higher than that of step 0, +0.730 [+0.608, +0.814] over 100 examples:
@@ -254,7 +254,7 @@ def _shown(
     run = arm.runs[-number]
     rows = list(opened[run.path].rollouts(request_id=request_id, phase=run.phase))
     (result,) = decode_results(rows, tokens=False)
-    prompt, completion = conversation(result.states[0]) if result.states else ([], [])
+    prompt, completion = conversation_of(result.states[0]) if result.states else ([], [])
     question = [m for m in prompt if m.get("role") == "user"]
     answers = [m for m in completion if m.get("role") == "assistant"]
     return ShownRollout(

@@ -25,7 +25,7 @@ _IGNORED = -100
 def message_rows(messages: Any, role: str) -> list[dict[str, Any]]:
     """Return messages as a column of kind `messages` holds them; a text is one message of `role`.
 
-    Content that is no text (images, parts) becomes JSON; so do, in `extra`, keys that the column
+    Content that is not text (images, parts) becomes JSON; so do, in `extra`, keys that the column
     does not know.
     """
     if messages is None:

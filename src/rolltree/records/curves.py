@@ -54,7 +54,7 @@ _BOUNDS = {"low": ("/mean", "/low", "_low"), "high": ("/mean", "/high", "_high")
 
 
 def run_curves(run: Run) -> dict[str, Any]:
-    """Return the steps and a series per metric, with None where a step has no value.
+    """Return the steps and a series per metric, with None if a step has no value.
 
     A series has `name`, `label`, `unit`, `group`, `values`, and `low` and `high` where the run has
     an interval. Held-out evaluations are the series `eval/...`, step 0 before training. `missing`

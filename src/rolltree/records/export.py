@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rolltree.errors import ConfigError, UnknownName, did_you_mean
+from rolltree.files import whole_folder
 from rolltree.records.read import RunData, read_run
 from rolltree.records.table import TABLE_SUFFIXES, Table
 from rolltree.store import Run
@@ -41,7 +42,7 @@ def export_run(
         StoreError: there is no run, a file cannot be written, or rows are damaged.
     """
     if kind not in EXPORT_KINDS:
-        raise UnknownName(f"{kind!r} is no kind of export.{did_you_mean(kind, EXPORT_KINDS)}")
+        raise UnknownName(f"{kind!r} is not a kind of export.{did_you_mean(kind, EXPORT_KINDS)}")
     choice: dict[str, Any] = {"min_reward": min_reward, "best_of_group": best_of_group or None}
     choice = {name: value for name, value in choice.items() if value is not None}
     if choice and kind != "sft":
@@ -126,9 +127,10 @@ def _write_dataset(data: RunData, table: Table, target: Path) -> int:
             f"{target} is there already, and a data set in it would mix with what it holds. "
             f"Choose a new folder, or a file that ends with {', '.join(TABLE_SUFFIXES)}."
         )
-    (target / _SHARD).parent.mkdir(parents=True)
-    number = table.write(target / _SHARD)
-    (target / "README.md").write_text(_card(data, table, number), encoding="utf-8")
+    with whole_folder(target) as folder:
+        (folder / _SHARD).parent.mkdir()
+        number = table.write(folder / _SHARD)
+        (folder / "README.md").write_text(_card(data, table, number), encoding="utf-8")
     return number
 
 

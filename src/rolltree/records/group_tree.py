@@ -76,7 +76,7 @@ def group_tree(run: Run, group_id: str, *, agent: str | None = None) -> dict[str
       as `[author, tokens]` in order, `pieces`: `author` and `text` of each (None without a
       tokenizer: `ids` then; of long ones the middle is left out), `members` (which go through it),
       `reward` and `advantage` (means over the scored members, and over its sampled tokens as they
-      were trained; None where there is none).
+      were trained; None if there is none).
     - `members`: the rollouts with `reward`, `advantage` (mean over its sampled tokens, as trained;
       None if that was not recorded), `above_mean` (its reward minus the mean of the group's own
       rollouts, None for a delegated one, which is compared with others), `path` (its

@@ -56,7 +56,7 @@ class RunData:
     filter is refused at once.
 
     Attributes:
-        run: the open run, for what is no table: its config, its metadata, SQL.
+        run: the open run, for what is not a table: its config, its metadata, SQL.
     """
 
     def __init__(self, run: Run) -> None:

@@ -48,7 +48,7 @@ class Difference:
         kind: `prompt` (what the model is told), `tools`, `extra call`, `missing call`, `completion`
             (what was said after the last call), `world`, `ending`, `error`, `reward`, `metric` or
             `rollouts` (how many of them the episode has).
-        agent: whose rollout; empty where it has no name.
+        agent: whose rollout; empty if it has no name.
         trajectory: the index of the rollout in its episode.
         call: the index of the call in the rollout; None for what comes after all of them.
         where: the message, field or metric, in words.
@@ -144,7 +144,7 @@ class Tape:
     def find(
         self, call: ModelCall, track: Track | None, *, in_session: bool = True
     ) -> tuple[Track, int] | None:
-        """Return the recorded call that a live one is; None where a model has to answer it.
+        """Return the recorded call that a live one is; None if a model has to answer it.
 
         `track` is that of the call's session so far; `in_session` says whether it has a session.
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rolltree.environments import Environment, load_environment
+from rolltree.environments.batch_runner import Unscored
 from rolltree.environments.code import META, code_hashes
 from rolltree.errors import ConfigError, did_you_mean
 from rolltree.inference.client import as_client
@@ -26,7 +27,7 @@ from rolltree.rollouts.decode import decode_results
 from rolltree.rollouts.record import run_stored
 from rolltree.store import Opaque, Run, to_plain
 from rolltree.tasks import run_sync
-from rolltree.types import RolloutRequest, RolloutResult
+from rolltree.types import INPUT_FIELDS, RolloutInput, RolloutRequest, RolloutResult
 
 MAX_CONCURRENT = 32
 BRANCH_PHASE = "branch"
@@ -41,8 +42,8 @@ class ReplayReport:
         num_calls: how many calls the recording has, of all agents.
         num_replayed: how many of them were answered from it.
         num_continued: how many calls a model answered after that.
-        difference: where the replay first differs, None where it does not.
-        stopped: why it ended early, such as "the recording ends here, ..."; empty where it did not.
+        difference: where the replay first differs, None if it does not.
+        stopped: why it ended early, such as "the recording ends here, ..."; empty if it did not.
         notes: what was not compared, or is not as it was.
         recorded, live: both episodes.
         branch_rewards: what each branch earned that a model has played.
@@ -257,13 +258,13 @@ class _Replayer:
         try:
             ignored = [re.compile(pattern) for pattern in options.get("ignore") or ()]
         except re.error as error:
-            raise ConfigError(f"{error.pattern!r} is no regular expression: {error}.") from error
+            raise ConfigError(f"{error.pattern!r} is not a regular expression: {error}.") from error
         self.tape_settings = {"ignored": ignored}
         on_answer = options.get("on_answer")
         if on_answer is not None:
             self.tape_settings["on_answer"] = partial(on_answer, source)
         if not self.score and isinstance(source, Environment):
-            self.source = _Unscored(source)
+            self.source = Unscored(source)
 
     def _changes(self) -> Iterator[str]:
         before, now = self.run.meta.get(META), code_hashes(self.source)
@@ -325,9 +326,9 @@ class _Replayer:
 
         def requests() -> Iterator[RolloutRequest]:
             for result in recorded:
-                check_input(result.request)
-                tapes[result.request.request_id] = Tape(result, **self.tape_settings)
-                yield result.request
+                request = playable(result.request)
+                tapes[request.request_id] = Tape(result, **self.tape_settings)
+                yield request
 
         engine = RolloutEngine(self.source, ReplayClient(tapes), max_concurrent=MAX_CONCURRENT)
         async with aclosing(engine.run(requests())) as results:
@@ -338,12 +339,12 @@ class _Replayer:
         self, recorded: RolloutResult, client: object, num: int, into: Run | None
     ) -> ReplayReport:
         """Play one rollout `num` times, each with a model from where the recorded part ends."""
-        check_input(recorded.request)
+        original = playable(recorded.request)
         done = set() if into is None else into.finished_ids(BRANCH_PHASE)
         until = self.tape_settings["until"]
         requests = [
             request
-            for request in branch_requests(recorded.request, until, num)
+            for request in branch_requests(original, until, num)
             if request.request_id not in done
         ]
         if not requests:
@@ -410,18 +411,24 @@ def branch_requests(
     ]
 
 
-def check_input(request: RolloutRequest) -> None:
-    """Check that a row can be given to an environment again.
+def playable(request: RolloutRequest) -> RolloutRequest:
+    """Return a request whose row can be given to an environment again.
+
+    A column that held an object is left out: a run stores its type alone.
 
     Raises:
-        ConfigError: it held an object, of which only the type is stored.
+        ConfigError: a field that every environment gets, such as the prompt, held one.
     """
-    lost = _opaque(request.input)
-    if lost is not None:
-        raise ConfigError(
-            f"the row of {request.request_id!r} held a {lost}, of which a run stores the type "
-            "alone, so the environment cannot be given the same row. Keep rows to plain data."
-        )
+    lost = {name: found for name, value in request.input.items() if (found := _opaque(value))}
+    for name in INPUT_FIELDS:
+        if name in lost:
+            raise ConfigError(
+                f"{name!r} of the row of {request.request_id!r} held a {lost[name]}, of which a "
+                "run stores the type alone, so the environment cannot be given the same row. Keep "
+                "rows to plain data."
+            )
+    kept = {name: value for name, value in request.input.items() if name not in lost}
+    return replace(request, input=cast(RolloutInput, kept))
 
 
 def _opaque(value: Any) -> str | None:
@@ -433,16 +440,3 @@ def _opaque(value: Any) -> str | None:
     elif isinstance(value, list | tuple):
         parts = value
     return next((found for found in map(_opaque, parts) if found is not None), None)
-
-
-class _Unscored:
-    """An environment that is played and not scored."""
-
-    has_group_rewards = False
-
-    def __init__(self, source: Environment) -> None:
-        self._source = source
-        self.env_id = source.env_id
-        self.run_request = source.play_request
-        self.num_examples, self.example = source.num_examples, source.example
-        self.tools_for = source.tools_for

@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any, TypeAlias
 
 from rolltree.errors import ConfigError, RolltreeError, record_error
-from rolltree.evaluation import Comparison, compare, stored_report
+from rolltree.evaluation import Comparison, compare_reports, stored_report
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
 from rolltree.training import CreditPolicy, assign_credit, load_train_config
@@ -51,7 +51,7 @@ class PhaseChange:
     """What became of the episodes of one phase.
 
     `num_lost` had a reward and have none now, `num_gained` the other way round. `rewards` compares
-    the means, paired by example; None where no example has a reward in both.
+    the means, paired by example; None if no example has a reward in both.
     """
 
     phase: str
@@ -168,7 +168,7 @@ def _equal(one: float | None, other: float | None) -> bool:
 
 def _compared(source: Run, target: Run, phase: str) -> Comparison | None:
     try:
-        return compare(stored_report(source, phase), stored_report(target, phase))
+        return compare_reports(stored_report(source, phase), stored_report(target, phase))
     except ConfigError:  # nothing was scored in both
         return None
 
@@ -309,9 +309,13 @@ def _for_credit(result: RolloutResult) -> RolloutResult:
 def _advantages(
     results: list[RolloutResult], credit: str, policy: CreditPolicy
 ) -> dict[Place, float | None]:
-    assign_credit(results, credit, policy)
+    report = assign_credit(results, credit, policy)
+    first = {
+        id(state): float(values[0]) if len(values) else None
+        for state, values in zip(report.trained, report.advantages, strict=True)
+    }
     return {
-        (result.request.request_id, index): state["advantage"]
+        (result.request.request_id, index): first.get(id(state))
         for result in results
         for index, state in enumerate(result.states)
     }

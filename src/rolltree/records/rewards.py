@@ -18,7 +18,7 @@ def reward_parts(run: Run, row: StoredRollout) -> dict[str, Any]:
     - `functions`: those with a weight, as `name`, `value`, `weight` and `contribution`, their
       product. A function that failed has neither value nor contribution.
     - `rest`: the reward minus all contributions: what the world or the form of answers earned, or
-      what a rubric with a method of its own gave. None where the reward or a contribution is not
+      what a rubric with a method of its own gave. None if the reward or a contribution is not
       known.
     - `metrics`: the value of everything else that was measured, by its name.
     """
@@ -52,7 +52,7 @@ def _part(name: str, value: float | None, weight: float) -> dict[str, Any]:
 
 
 def _rest(reward: float | None, functions: list[dict[str, Any]]) -> float | None:
-    """Return what the functions do not explain, 0 where that is only rounding."""
+    """Return what the functions do not explain, 0 if that is only rounding."""
     paid = [each["contribution"] for each in functions]
     if reward is None or None in paid:
         return None

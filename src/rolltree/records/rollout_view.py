@@ -11,7 +11,8 @@ from rolltree.records.token_lens import one_rollout, rollout_breaks
 from rolltree.records.token_rows import call_rows, state_of
 from rolltree.records.tokenizer import shown_tokenizer
 from rolltree.records.values import json_text, rollout_values, stored_names
-from rolltree.rollouts.conversation import conversation
+from rolltree.rollouts.conversation import conversation_of
+from rolltree.state import tool_errors
 from rolltree.store import Run, StoredRollout, to_plain
 from rolltree.types import State
 
@@ -25,7 +26,7 @@ def rollout_view(run: Run, request_id: str, trajectory_index: int = 0) -> dict[s
     - `messages`: `role`, `content` (a text, or parts), `reasoning`, `tool_calls` (`id`, `name`,
       `arguments`), `tool_call_id`, `name`, `is_prompt`, and `call`: which model call said it.
     - `calls`: rows of table `calls`, with `own_ms`: how long environment and tools took after the
-      call before (None where times were not recorded).
+      call before (None if times were not recorded).
     - `rewards`: what adds up to the reward, and the metrics beside it, as `reward_parts` says.
     - `timing`: `generation_ms`, of it `server_ms` waiting for answers and `own_ms` the rest;
       `scoring_ms`, `total_ms`.
@@ -58,17 +59,6 @@ def rollout_view(run: Run, request_id: str, trajectory_index: int = 0) -> dict[s
     }
 
 
-def tool_errors(state: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return what the tools of a rollout raised: `tool`, `type`, `message`, `traceback`."""
-    found = state.get("tool_errors")
-    names = ("tool", "type", "message", "traceback")
-    return [
-        {name: str(error.get(name) or "") for name in names}
-        for error in (found if isinstance(found, list) else ())
-        if isinstance(error, Mapping)
-    ]
-
-
 def _columns(row: StoredRollout) -> dict[str, Any]:
     found = {name: [getattr(row, name)] for name in stored_names(_COLUMNS)}
     return {name: values[0] for name, values in rollout_values(_COLUMNS, found).items()}
@@ -76,7 +66,7 @@ def _columns(row: StoredRollout) -> dict[str, Any]:
 
 def _messages(state: State) -> list[dict[str, Any]]:
     """Return prompt and completion; a message that a call's completion ends with is that call's."""
-    prompt, completion = conversation(state)
+    prompt, completion = conversation_of(state)
     said = [_last(step.get("completion")) for step in state["trajectory"]]
     shown = [_message(message, True, None) for message in prompt]
     at = 0

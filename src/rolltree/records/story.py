@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 from statistics import fmean
 from typing import Any
 
-from rolltree.records.story_facts import Facts, Rollout, read_facts
+from rolltree.records.story_facts import Facts, StoryRollout, read_facts
 from rolltree.records.story_policy import drift, entropy, kl, staleness
 from rolltree.records.story_words import (
     Sentence,
     Severity,
     equals,
-    interval,
+    interval_text,
     percent,
     says,
     short,
@@ -47,9 +47,12 @@ LEAST_SHARE = 0.2
 LEAST_BREAKS = 0.05
 
 
-def run_story(run: Run) -> dict[str, Any]:
-    """Return `{"sentences": [...]}` of a stored run, what is most alarming first."""
-    return {"sentences": story(read_facts(run))}
+def run_story(run: Run, *, quick: bool = False) -> dict[str, Any]:
+    """Return `{"sentences": [...]}` of a stored run, what is most alarming first.
+
+    With `quick`, that of a long run is told from a sample, as its last sentence says.
+    """
+    return {"sentences": story(read_facts(run, quick=quick))}
 
 
 def story(facts: Facts) -> list[Sentence]:
@@ -154,6 +157,24 @@ def _failures(facts: Facts) -> Iterator[Sentence]:
     )
 
 
+def _scoring(facts: Facts) -> Iterator[Sentence]:
+    """Reward functions that raise, with where: some rubrics score 0 then, and go on."""
+    found: dict[str, list[tuple[StoryRollout, str]]] = defaultdict(list)
+    for looked in facts.looked:
+        for function, said in looked.scoring_errors:
+            found[function].append((looked.rollout, said))
+    for function, raised in found.items():
+        share = len(raised) / len(facts.looked)
+        yield says(
+            f"The reward function {short(function)} raised in {len(raised)} of "
+            f"{len(facts.looked)} rollouts that were looked at, the first time "
+            f"{short(raised[0][1], 300)}.",
+            *("error" if share >= 0.1 else "warning", "rollout"),
+            **shown_rollouts([rollout for rollout, _ in raised]),
+            phase=facts.phase,
+        )
+
+
 def _timeouts(facts: Facts) -> Iterator[Sentence]:
     """Rollouts that ran out of time, and tools that do."""
     late = [each for each in facts.rollouts if _is_late(each)]
@@ -173,7 +194,7 @@ def _timeouts(facts: Facts) -> Iterator[Sentence]:
             phase=facts.phase,
             where=where,
         )
-    calls: dict[str, list[Rollout]] = defaultdict(list)
+    calls: dict[str, list[StoryRollout]] = defaultdict(list)
     for looked in facts.looked:
         for tool, kind in looked.tool_errors:
             if _is_time(kind):
@@ -189,7 +210,7 @@ def _timeouts(facts: Facts) -> Iterator[Sentence]:
         )
 
 
-def _is_late(each: Rollout) -> bool:
+def _is_late(each: StoryRollout) -> bool:
     if each.status == "error":
         return each.error_phase == "timeout" or _is_time(each.error_type or "")
     return each.truncation_reason == "time_limit"
@@ -200,7 +221,7 @@ def _is_time(kind: str) -> bool:
 
 
 def _empty_answers(facts: Facts) -> Iterator[Sentence]:
-    """Answers that say nothing and are paid as well as others."""
+    """Answers that say nothing and earn as much reward as others."""
     rewards = [each.reward for each in facts.rollouts if each.reward is not None]
     empty = [each.rollout for each in facts.looked if each.is_empty and each.rollout.reward]
     if len(empty) < 2 or not rewards:
@@ -208,7 +229,7 @@ def _empty_answers(facts: Facts) -> Iterator[Sentence]:
     paid, middle = fmean(each.reward or 0.0 for each in empty), fmean(rewards)
     if paid > 0 and paid >= middle:
         yield says(
-            f"Empty answers are paid: of {len(facts.looked)} rollouts that were looked at, "
+            f"Empty answers earn reward: of {len(facts.looked)} rollouts that were looked at, "
             f"{len(empty)} say nothing, and their mean reward is {paid:.3g} (all: {middle:.3g}).",
             *("error", "rollout"),
             **shown_rollouts(empty),
@@ -279,8 +300,9 @@ def _reward(facts: Facts) -> Iterator[Sentence]:
     change, recent = mean_change(first, last), mean_change(before, last)
     severity = _SEVERITY[trend(change)]
     text = (
-        f"The reward {trend(change)}: {interval(began)} in {steps_of(spans[0][0], spans[0][-1])}, "
-        f"{interval(ended)} in {steps_of(spans[2][0], spans[2][-1])}."
+        f"The reward {trend(change)}: {interval_text(began)} in "
+        f"{steps_of(spans[0][0], spans[0][-1])}, {interval_text(ended)} in "
+        f"{steps_of(spans[2][0], spans[2][-1])}."
     )
     if len(steps) >= 8:
         now = "still rises" if trend(recent) == "rises" else trend(recent)
@@ -323,6 +345,17 @@ def _ended(facts: Facts) -> Iterator[Sentence]:
         yield says(f"The run ended with an error: {said}", "error", "curves", series="reward/mean")
 
 
+def _sampled(facts: Facts) -> Iterator[Sentence]:
+    """That numbers are those of a sample."""
+    if facts.num_sampled_of is not None:
+        yield says(
+            f"This is told from {len(facts.rollouts):,} of {facts.num_sampled_of:,} rollouts, "
+            "spread over the run, without their tokens; `rolltree view` reads all.",
+            *("info", "rollouts"),
+            phase=facts.phase,
+        )
+
+
 TELLERS: Mapping[str, Callable[[Facts], Iterator[Sentence]]] = {
     "ended": _ended,
     "zero_variance": _zero_variance,
@@ -332,12 +365,14 @@ TELLERS: Mapping[str, Callable[[Facts], Iterator[Sentence]]] = {
     "empty_answers": _empty_answers,
     "timeouts": _timeouts,
     "failures": _failures,
+    "scoring": _scoring,
     "breaks": _breaks,
     "max_tokens": _max_tokens,
     "truncated": _truncated,
     "reward": _reward,
     "held_out": _held_out,
     "staleness": staleness,
+    "sampled": _sampled,
 }
 """Kind of sentence to the function that tells it."""
 
@@ -347,7 +382,7 @@ TELLERS: Mapping[str, Callable[[Facts], Iterator[Sentence]]] = {
 
 def _share(
     facts: Facts,
-    holds: Callable[[Rollout], bool],
+    holds: Callable[[StoryRollout], bool],
     text: Callable[[str], str],
     *,
     where: str,

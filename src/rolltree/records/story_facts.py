@@ -1,30 +1,33 @@
 """What the narrator knows of a run: columns of all rollouts, and a few rollouts read whole.
 
 It is cheap on 100,000 rollouts: columns have no blobs, and at most `MAX_LOOKED` rollouts, with
-`MAX_TOKENS` tokens together, are read whole, spread over the run.
+`MAX_TOKENS` tokens together, are read whole, spread over the run. A command that has a fraction of
+a second reads `MAX_SAMPLED` rollouts of a longer run, and none of their tokens.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from rolltree.errors import StoreError
-from rolltree.records.rollout_view import tool_errors
-from rolltree.records.token_rows import break_rows, state_of
 from rolltree.records.values import number_of
-from rolltree.rollouts.conversation import conversation
-from rolltree.store import Run, StoredEvaluation, StoredRollout, summarize
+from rolltree.rollouts.conversation import conversation_of
+from rolltree.rollouts.decode import decode_rollout
+from rolltree.state import tool_errors
+from rolltree.store import Run, StoredEvaluation, StoredRollout, raised_by_rewards, summarize
 from rolltree.types import State
 
 MAX_LOOKED = 96
+MAX_SAMPLED, LONG_RUN = 1024, 4096
+"""How many rollouts a command reads of a run with more than `LONG_RUN`."""
 MAX_TOKENS = 1_000_000
 _THOUGHT = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 
 
-class Rollout(NamedTuple):
+class StoryRollout(NamedTuple):
     """A rollout as its columns tell it, in the order of `NAMES`."""
 
     request_id: str
@@ -44,7 +47,7 @@ class Rollout(NamedTuple):
     num_unique_tokens: int = 0
 
 
-NAMES = Rollout._fields
+NAMES = StoryRollout._fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +56,15 @@ class Looked:
 
     `is_empty`: its last answer says nothing and calls no tool. `tool_errors`: tool and type of
     error. `breaks`: call, position and cause. `num_later_calls`: calls that had one before.
+    `scoring_errors`: reward function and what it raised.
     """
 
-    rollout: Rollout
+    rollout: StoryRollout
     is_empty: bool = False
     tool_errors: tuple[tuple[str, str], ...] = ()
     breaks: tuple[tuple[int, int, str], ...] = ()
     num_later_calls: int = 0
+    scoring_errors: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,28 +72,33 @@ class Facts:
     """What sentences are made of.
 
     `steps` maps each optimizer step to its metrics, `rollouts` are those of `phase`: of training,
-    or else of the phase that began last. `error` is what the run ended with, if it failed.
+    or else of the phase that began last; if they are a sample, `num_sampled_of` says of how many.
+    `error` is what the run ended with, if it failed.
     """
 
     phase: str
     steps: Mapping[int, Mapping[str, float]]
-    rollouts: Sequence[Rollout]
+    rollouts: Sequence[StoryRollout]
     looked: Sequence[Looked] = ()
     evaluations: Sequence[StoredEvaluation] = ()
     max_tokens: int | None = None
     error: str | None = None
+    num_sampled_of: int | None = None
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """Return the steps at which a metric has a value, with the value."""
         return [(step, found[name]) for step, found in self.steps.items() if name in found]
 
 
-def read_facts(run: Run) -> Facts:
-    """Return what is known of a run."""
+def read_facts(run: Run, *, quick: bool = False) -> Facts:
+    """Return what is known of a run; `quick` if a sample of a long one must do."""
     run.query("SELECT 1")  # checks the file once; then no row is checked again
     phases = [item.phase for item in run.totals()]
     phase = "train" if "train" in phases else phases[-1] if phases else ""
-    rollouts = list(map(Rollout._make, run.columns(NAMES, phase=phase))) if phases else []
+    num_rollouts = run.num_rollouts(phase=phase) if phases else 0
+    is_sampled = quick and num_rollouts > LONG_RUN
+    rows = run.sample(NAMES, phase, MAX_SAMPLED) if is_sampled else run.columns(NAMES, phase=phase)
+    rollouts = list(map(StoryRollout._make, rows)) if phases else []
     sampling = run.config.get("sampling")
     limit = sampling.get("max_tokens") if isinstance(sampling, Mapping) else None
     return Facts(
@@ -102,14 +112,15 @@ def read_facts(run: Run) -> Facts:
             for step in run.steps()
         },
         rollouts=rollouts,
-        looked=list(_look(run, chosen(rollouts))),
+        looked=list(_look(run, chosen(rollouts)[:: 4 if is_sampled else 1], not is_sampled)),
         evaluations=run.evaluations(),
         max_tokens=limit if type(limit) is int else None,
         error=summarize(run).error,
+        num_sampled_of=num_rollouts if is_sampled else None,
     )
 
 
-def chosen(rollouts: Sequence[Rollout]) -> list[Rollout]:
+def chosen(rollouts: Sequence[StoryRollout]) -> list[StoryRollout]:
     """Return the rollouts to read whole: of several calls, paid well for little, and any."""
     part = MAX_LOOKED // 3
     rewards = [each.reward for each in rollouts if each.reward is not None]
@@ -118,7 +129,7 @@ def chosen(rollouts: Sequence[Rollout]) -> list[Rollout]:
     well = [each for each in paid if (each.reward or 0.0) >= middle]
     short = sorted(well, key=lambda each: each.num_completion_tokens / max(1, each.num_calls))
     several = [each for each in rollouts if each.num_calls > 1]
-    found: dict[tuple[str, int], Rollout] = {}
+    found: dict[tuple[str, int], StoryRollout] = {}
     num_tokens = 0
     wanted = (*short[:part], *_spread(several, part), *_spread(rollouts, part))
     for each in rollouts if len(rollouts) <= MAX_LOOKED else wanted:
@@ -129,43 +140,48 @@ def chosen(rollouts: Sequence[Rollout]) -> list[Rollout]:
     return list(found.values())
 
 
-def _spread(items: Sequence[Rollout], count: int) -> list[Rollout]:
+def _spread(items: Sequence[StoryRollout], count: int) -> list[StoryRollout]:
     """Return at most `count` items from all over the sequence, the last one among them."""
     if len(items) <= count:
         return list(items)
     return [items[(index + 1) * len(items) // count - 1] for index in range(count)]
 
 
-def _look(run: Run, wanted: Sequence[Rollout]) -> Iterator[Looked]:
+def _look(run: Run, wanted: Sequence[StoryRollout], tokens: bool) -> Iterator[Looked]:
     names = {(each.request_id, each.trajectory_index): each for each in wanted}
     if not names:
         return
     for row in run.rollouts(request_id=list(dict.fromkeys(name for name, _ in names))):
         rollout = names.get((row.request_id, row.trajectory_index))
         if rollout is not None:
-            yield looked_at(rollout, row)
+            yield looked_at(rollout, row, tokens=tokens)
 
 
-def looked_at(rollout: Rollout, row: StoredRollout) -> Looked:
-    """Return what a stored row says beyond its columns; nothing where it cannot be read."""
+def looked_at(rollout: StoryRollout, row: StoredRollout, *, tokens: bool = True) -> Looked:
+    """Return what a stored row says beyond its columns; little if it cannot be read."""
+    unread = Looked(rollout, scoring_errors=raised_by_rewards(row.errors))
     try:
-        state = state_of(row)
-        if state is None:
-            return Looked(rollout)
-        breaks = break_rows(state, None) if row.num_calls > 1 else []
+        states = decode_rollout(row, tokens=tokens).states
+        if not states:
+            return unread
+        state, breaks = states[0], []
+        if tokens and row.num_calls > 1:
+            from rolltree.records.token_rows import break_rows  # it loads numpy
+
+            breaks = break_rows(state, None)
     except StoreError:
-        return Looked(rollout)
-    return Looked(
-        rollout,
+        return unread
+    return replace(
+        unread,
         is_empty=_is_empty(state),
         tool_errors=tuple((each["tool"], each["type"]) for each in tool_errors(state)),
         breaks=tuple((each["call"], each["position"], each["cause"]) for each in breaks),
-        num_later_calls=max(0, row.num_calls - 1),
+        num_later_calls=max(0, row.num_calls - 1) if tokens else 0,
     )
 
 
 def _is_empty(state: State) -> bool:
-    said = [each for each in conversation(state)[1] if each.get("role") == "assistant"]
+    said = [each for each in conversation_of(state)[1] if each.get("role") == "assistant"]
     if not said or said[-1].get("tool_calls"):
         return False
     return not _THOUGHT.sub("", _text(said[-1].get("content"))).strip()

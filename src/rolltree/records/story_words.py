@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 from rolltree.estimate import Estimate
-from rolltree.records.story_facts import Rollout
+from rolltree.records.story_facts import StoryRollout
 
 Severity: TypeAlias = Literal["error", "warning", "good", "info"]
 Sentence: TypeAlias = dict[str, Any]
@@ -24,7 +24,7 @@ def steps_of(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-def interval(found: Estimate) -> str:
+def interval_text(found: Estimate) -> str:
     """Return a mean with its interval: `0.5 [0.4, 0.6]`."""
     if found.low is None or found.high is None:
         return f"{found.mean:.3g}"
@@ -51,7 +51,7 @@ def equals(column: str, text: str | None) -> str:
     return f"{column} != none" if quote is None else f"{column} = {quote}{text}{quote}"
 
 
-def shown_rollouts(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+def shown_rollouts(rollouts: Sequence[StoryRollout]) -> dict[str, Any]:
     """Return the first of some rollouts as evidence, with the names of the first ten."""
     return {
         "request_id": rollouts[0].request_id,

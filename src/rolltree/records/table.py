@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from rolltree.errors import ConfigError, StoreError, UnknownName, did_you_mean
+from rolltree.files import whole_file
 from rolltree.records.values import clean_text
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class Table:
             yield {name: batch[name] for name in names}
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield every row as a dict of plain values; None where there is no value."""
+        """Yield every row as a dict of plain values; None if there is no value."""
         names = self.column_names
         for batch in self.batches():
             lists = (_as_list(values) for values in batch.values())
@@ -178,11 +179,12 @@ class Table:
                 f"{path} has a suffix that names no table format. Use one of {', '.join(_WRITERS)}."
             )
         try:
-            return write(self, path)
+            with whole_file(path) as part:
+                return write(self, part)
         except OSError as error:
             raise StoreError(
-                f"{path} cannot be written ({error.strerror or error}), so the table is not "
-                "complete. Check the folder and the free space, or choose another file."
+                f"{path} cannot be written ({error.strerror or error}), so there is no table. "
+                "Check the folder and the free space, or choose another file."
             ) from error
 
 

@@ -41,7 +41,7 @@ VALUES = {
 }
 """What is known of a sampled token: the lens's name to the column of table `tokens`."""
 COLUMNS = ("ids", "texts", "bytes", "author", "is_sampled", "sampled_in", *VALUES, "difference")
-"""The lens's columns: a value per token, or None where nothing is known of any."""
+"""The lens's columns: a value per token, or None if nothing is known of any."""
 _WHOLE = ("version", "trained_step")
 
 
@@ -160,7 +160,7 @@ def _known(
     """Return which call sampled each token of the arena first, and what is known of the token.
 
     Tokens that `call` samples again have what it knew. Values are float64, which holds float32 and
-    versions exactly; NaN is no value.
+    versions exactly; NaN is not a value.
     """
     tree = rollout.tree
     sampled_in = np.full(tree.num_tokens, -1, np.int32)
@@ -194,7 +194,7 @@ def _difference(found: dict[str, NDArray[np.float64]]) -> list[float | None] | N
 
 
 def _values(name: str, column: NDArray[np.float64] | None) -> list[Any] | None:
-    """Return a column as a list; None where nothing is known of any token of the rollout."""
+    """Return a column as a list; None if nothing is known of any token of the rollout."""
     if column is None:
         return None
     missing = np.isnan(column)
@@ -203,7 +203,7 @@ def _values(name: str, column: NDArray[np.float64] | None) -> list[Any] | None:
 
 
 def _listed(column: NDArray[Any], missing: NDArray[np.bool_]) -> list[Any]:
-    """Return a column as a list with None where there is no value."""
+    """Return a column as a list with None if there is no value."""
     whole = column.astype(object)
     whole[missing] = None
     found: list[Any] = whole.tolist()

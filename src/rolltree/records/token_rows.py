@@ -327,7 +327,7 @@ def _of_samples(
 ) -> Any:
     """Return a column that has values for sampled tokens: those at `rows`.
 
-    `values` has an array per call, or None where nobody knows; NaN says the same.
+    `values` has an array per call, or None if they are unknown; NaN says the same of one.
     """
     column, missing = np.zeros(num_rows, kind), np.ones(num_rows, bool)
     if any(each is not None for each in values):

@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 
 from rolltree.errors import ConfigError
+from rolltree.files import read_regular
 from rolltree.models.load import found_model
 from rolltree.store.reading import StoredRun
 from rolltree.types import IntArray
 
+_MAX_BYTES = 2**28
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -45,7 +47,7 @@ class RunTokenizer:
         self.folder = folder
         file = folder / "tokenizer.json"
         try:
-            self._tokenizer = Tokenizer.from_file(str(file))
+            self._tokenizer = Tokenizer.from_buffer(read_regular(file, _MAX_BYTES, follow=True))
         except Exception as error:  # tokenizers raises Exception itself
             raise ConfigError(
                 f"{file} is not a tokenizer that can be read ({error}). Name the folder of the "
@@ -99,7 +101,7 @@ class RunTokenizer:
 def found_tokenizer(run: StoredRun) -> RunTokenizer | None:
     """Return the tokenizer of the run's exported model, or of the model that its settings name.
 
-    A model that was moved together with the run is found, too. None where there is none on this
+    A model that was moved together with the run is found, too. None if there is none on this
     machine.
 
     Raises:
@@ -153,7 +155,7 @@ def _end_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
     found: set[int] = set()
     for name in ("generation_config.json", "config.json", "tokenizer_config.json"):
         try:
-            data = json.loads((folder / name).read_text(encoding="utf-8"))
+            data = json.loads(read_regular(folder / name, follow=True))
         except (OSError, ValueError):
             continue
         known = data.get("eos_token_id") if isinstance(data, dict) else None

@@ -16,7 +16,7 @@ def is_running(folder: Path) -> bool:
     return WriterLock.holder(folder / "run.lock") is not None
 
 
-def mark_of(folders: Iterable[Path]) -> str:
+def change_mark(folders: Iterable[Path]) -> str:
     """Return a text that is another one after a run was added, removed, written to, or ended."""
     marks = sorted(f"{folder} {is_running(folder)} {_written(folder)}" for folder in folders)
     return hashlib.blake2b("\n".join(marks).encode("utf-8", "replace"), digest_size=12).hexdigest()

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rolltree.reports.evaluation import evaluation_facts as evaluation_facts
     from rolltree.reports.evaluation import evaluation_table as evaluation_table
     from rolltree.reports.formatting import SafeConsole as SafeConsole
+    from rolltree.reports.formatting import only_shows as only_shows
     from rolltree.reports.formatting import say as say
     from rolltree.reports.live import EvalView as EvalView
     from rolltree.reports.live import TrainView as TrainView
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from rolltree.reports.replay import replay_lines as replay_lines
     from rolltree.reports.replay import replays_summary as replays_summary
     from rolltree.reports.rescore import rescore_parts as rescore_parts
+    from rolltree.reports.runs import headlines as headlines
     from rolltree.reports.runs import overview_line as overview_line
     from rolltree.reports.runs import phases_table as phases_table
     from rolltree.reports.runs import run_lines as run_lines
@@ -48,11 +50,11 @@ _MODULES = {
     "curves": "Curve reward_curve save_curve save_reward_curve terminal_curve",
     "data": "print_columns print_table",
     "evaluation": "comparison_table evaluation_facts evaluation_table",
-    "formatting": "SafeConsole say",
+    "formatting": "SafeConsole only_shows say",
     "live": "EvalView TrainView",
     "replay": "difference_lines replay_lines replays_summary",
     "rescore": "rescore_parts",
-    "runs": "overview_line phases_table run_lines story_lines transcript",
+    "runs": "headlines overview_line phases_table run_lines story_lines transcript",
     "training": "next_commands print_report training_report",
 }
 __all__ = sorted(" ".join(_MODULES.values()).split())

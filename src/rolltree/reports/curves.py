@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rolltree.errors import ConfigError
+from rolltree.files import whole_file
 from rolltree.redact import shown
 from rolltree.store import Run
 
@@ -116,7 +117,8 @@ def save_curve(curve: Curve, path: str | Path) -> Path:
     axes.grid(alpha=0.3)
     axes.legend(loc="best")
     target = Path(path)
-    figure.savefig(target, metadata={"Software": None})
+    with whole_file(target, follow=False) as part:
+        figure.savefig(part, format=target.suffix[1:] or "png", metadata={"Software": None})
     return target
 
 

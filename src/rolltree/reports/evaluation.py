@@ -66,6 +66,11 @@ def evaluation_facts(report: EvalReport) -> Table:
             if kind in messages:
                 said += f", the first: {messages[kind]}"
             facts.add_row("", safe_text(said, limit=600))
+    told = set(report.results.get("failure_messages", {}).values())
+    for function, raised in report.results.get("scoring_errors", {}).items():
+        if raised["first"].partition(": ")[2] not in told:
+            said = f"{function} raised in {raised['num']}, the first: {raised['first']}"
+            facts.add_row("scoring", safe_text(said, limit=600))
     if report.num_unscored:
         facts.add_row("unscored", f"{report.num_unscored} (not in the means)")
     if report.num_truncated:

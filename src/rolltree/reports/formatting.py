@@ -6,8 +6,11 @@ no answer, title or error can move the cursor, recolour the screen or hide text.
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -21,14 +24,48 @@ if TYPE_CHECKING:
     from rolltree.evaluation import Estimate
 
 
+_LOGGER = logging.getLogger("rolltree.reports")
+
+
+@functools.cache  # each problem once, not once a step
+def _warn(message: str) -> None:
+    _LOGGER.warning("%s", shown(message))
+
+
+@contextmanager
+def only_shows(what: str) -> Iterator[None]:
+    """Make an error in the block a warning that names it: showing a result must not change it."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  a plotting library raises what it likes
+        _warn(f"{what} cannot be shown ({type(error).__name__}: {error}); nothing else is affected")
+
+
 class SafeConsole(Console):
     """A console for text of models and environments: whatever is printed cannot steer the terminal.
 
-    Strings are never markup, and what is rendered has no control characters but rich's own.
+    Strings are never markup, and what is rendered has no control characters but rich's own. When
+    nobody reads any more (`| head`), it falls silent; so it does when it cannot write at all, if
+    `only_shows` says that the result is stored and what is printed only shows it.
     """
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, only_shows: bool = False, **settings: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **settings)
+        self._only_shows = only_shows
+
+    def print(self, *objects: Any, **settings: Any) -> None:
+        """Print, as `rich.console.Console` does."""
+        try:
+            super().print(*objects, **settings)
+        except OSError as error:
+            if not self._only_shows:
+                raise
+            self.quiet = True
+            _warn(f"nothing more is printed ({error}); nothing else is affected")
+
+    def on_broken_pipe(self) -> None:
+        """Fall silent; rich ends the program here."""
+        self.quiet = True
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from rolltree.reports.formatting import duration, meter, safe_text, say
+from rolltree.reports.formatting import duration, meter, only_shows, safe_text, say
 
 if TYPE_CHECKING:
     from rolltree.evaluation import EvalProgress
@@ -65,6 +65,8 @@ _COLUMNS = (
 )
 """A metric that a step lacks leaves its cell empty, one that all lack its column out."""
 
+_survives = only_shows("progress")
+
 
 class EvalView:
     """Live progress of an evaluation, for `on_progress`; without a terminal, a line per tenth."""
@@ -88,6 +90,7 @@ class EvalView:
         self._task = self._progress.add_task(str(safe_text(label)), total=1, said="")
         self.progress: EvalProgress | None = None
 
+    @_survives
     def update(self, progress: EvalProgress) -> None:
         """Show where the evaluation stands."""
         if self.progress is None:
@@ -117,9 +120,11 @@ class EvalView:
         return "  ".join(parts)
 
     def __enter__(self) -> Self:
-        self._progress.start()
+        with only_shows("progress"):
+            self._progress.start()
         return self
 
+    @_survives
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -150,10 +155,12 @@ class TrainView:
             )
 
     def __enter__(self) -> Self:
-        if self._live is not None:
-            self._live.start()
+        with only_shows("progress"):
+            if self._live is not None:
+                self._live.start()
         return self
 
+    @_survives
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -164,6 +171,7 @@ class TrainView:
         if self._live is not None:
             self._live.stop()
 
+    @_survives
     def on_start(self, start: TrainStart) -> None:
         """Show what is trained, and the steps that an earlier start took."""
         self._num_steps = start.num_steps
@@ -177,11 +185,13 @@ class TrainView:
         say(self._console, f"{start.num_parameters:,} parameters, run {start.run_path}{continued}")
         self._status = "starting"
 
+    @_survives
     def on_rollouts(self, step: int, num_done: int, num_total: int) -> None:
         """Show how far the rollouts of a step are."""
         more = ", training" if num_done == num_total else ""
         self._status = f"step {step}/{self._num_steps}: rollouts {num_done}/{num_total}{more}"
 
+    @_survives
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a finished step."""
         now = self._clock()
@@ -194,10 +204,12 @@ class TrainView:
             shown = "  ".join(f"{name} {value}" for name, value in found.items() if value)
             say(self._console, f"step {step}/{self._num_steps}  {shown}")
 
+    @_survives
     def on_eval_progress(self, phase: str, num_done: int, num_total: int) -> None:
         """Show how far a held-out evaluation is."""
         self._status = f"{phase}: {num_done}/{num_total} held-out rollouts"
 
+    @_survives
     def on_eval(self, phase: str, step: int, metrics: Mapping[str, Any], stored: bool) -> None:
         """Show the mean reward of an evaluation with its interval."""
         now = self._clock()
@@ -215,10 +227,12 @@ class TrainView:
         if self._live is None:
             say(self._console, line)
 
+    @_survives
     def on_notice(self, message: str) -> None:
         """Show a message of the trainer."""
         say(self._console, message)
 
+    @_survives
     def on_end(self, report: TrainReport) -> None:
         """Clear the status line."""
         self._status = ""

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rolltree.reports.formatting import counts, duration, safe_text
-from rolltree.rollouts.conversation import conversation
-from rolltree.store import RunSummary, to_plain
+from rolltree.rollouts.conversation import conversation_of
+from rolltree.store import Run, RunSummary, to_plain
 from rolltree.types import RolloutResult, State
 
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
@@ -94,6 +94,13 @@ def story_lines(sentences: Sequence[Mapping[str, Any]]) -> list[Text]:
     return found
 
 
+def headlines(run: Run) -> list[Text]:
+    """Return what matters most of what happened in a run, at most three lines of its story."""
+    from rolltree.records import RunData  # it loads numpy, and `show --phase` has no story
+
+    return story_lines(RunData(run).story()[:3])
+
+
 def transcript(
     result: RolloutResult,
     *,
@@ -113,12 +120,16 @@ def transcript(
         paid = rewards[at] if at < len(rewards) else None
         if len(result.states) > 1:
             lines.add_row(Text("agent", style="bold"), _speaker(state))
-        for message in itertools.chain(*conversation(state)):
+        for message in itertools.chain(*conversation_of(state)):
             role = str(message.get("role", "?"))
             style = _STYLES.get(role, "")
             lines.add_row(safe_text(role, style=f"bold {style}"), _body(message, style, limit))
         if paid is not None and paid["functions"]:
             lines.add_row(Text("reward", style="bold"), _paid(paid))
+        for error in (state.get("scoring_errors") or {}).values():
+            if result.error is None or error["message"] != result.error.message:
+                said = safe_text(f"{error['type']}: {error['message']}", limit=limit)
+                lines.add_row(Text("scoring", style="bold red"), said)
         lines.add_row(Text("ending", style="bold"), _ending(state, paid))
     if result.error is not None:
         said = safe_text(f"{result.error.type}: {result.error.message}", limit=limit)

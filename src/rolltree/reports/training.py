@@ -7,37 +7,34 @@ printed again at any time.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from rolltree.errors import ConfigError
-from rolltree.evaluation import EvalReport, compare, stored_report
+from rolltree.evaluation import compare_reports, stored_report
 from rolltree.redact import shown_command
 from rolltree.reports.curves import evaluations, reward_curve, save_reward_curve, terminal_curve
 from rolltree.reports.evaluation import comparison_table, evaluation_table
-from rolltree.reports.formatting import say
-from rolltree.reports.runs import transcript
+from rolltree.reports.formatting import only_shows, say
+from rolltree.reports.runs import headlines, transcript
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
 
 
 def training_report(run: Run, *, num_transcripts: int = 2) -> list[RenderableType]:
-    """Return the report of a run: curve, held-out results, transcripts."""
+    """Return the report of a run: curve, held-out results, transcripts, what matters most."""
+    made: dict[str, Callable[[Run], Sequence[RenderableType]]] = {
+        "the reward curve": _curve,
+        "the held-out results": _held_out,
+        "the transcripts": partial(_transcripts, num=num_transcripts),
+        "what happened": headlines,
+    }
     parts: list[RenderableType] = []
-    curve = reward_curve(run)
-    if curve is not None:
-        parts += [Text(terminal_curve(curve), no_wrap=True), ""]
-    found = evaluations(run)
-    reports = [_held_out(run, phase) for _, phase in found[:1] + found[1:][-1:]]
-    if len(reports) == 2 and all(report.reward is not None for report in reports):
-        names = tuple(f"step {step}" for step, _ in (found[0], found[-1]))
-        parts.append(Text("Held-out examples", style="bold"))
-        parts.append(comparison_table(compare(*reports), names=(names[0], names[1])))
-    else:
-        parts += [evaluation_table(report) for report in reports]
-    parts += _transcripts(run, num_transcripts)
+    for what, make in made.items():
+        with only_shows(what):
+            parts += make(run)
     return parts
 
 
@@ -51,21 +48,23 @@ def print_report(
 ) -> None:
     """Print what a training run came to: `training_report`, the PNG of its curve, what to try next.
 
-    The last two arguments are those of `next_commands`.
+    What cannot be drawn or printed is left out, with a warning, and never raises. The last two
+    arguments are those of `next_commands`.
     """
-    for part in training_report(run, num_transcripts=num_transcripts):
-        out.print(part)
-    curve: object
-    try:
-        curve = save_reward_curve(run)
-    except ConfigError as error:  # no matplotlib, and the run is done
-        curve = error
-    say(out, f"run    {run.path}")
-    if curve is not None:
-        say(out, f"curve  {curve}")
-    say(out, "next")
-    for line in next_commands(run, train_command, has_env_object=has_env_object):
-        say(out, f"  {line}")
+    with only_shows("the report"):
+        for part in training_report(run, num_transcripts=num_transcripts):
+            out.print(part)
+        say(out, f"run    {run.path}")
+        curve: object
+        try:
+            curve = save_reward_curve(run)
+        except Exception as error:  # noqa: BLE001  no matplotlib, or what it raises; the run is done
+            curve = f"{error} ({type(error).__name__})"
+        if curve is not None:
+            say(out, f"curve  {curve}")
+        say(out, "next")
+        for line in next_commands(run, train_command, has_env_object=has_env_object):
+            say(out, f"  {line}")
 
 
 def next_commands(
@@ -97,9 +96,23 @@ def next_commands(
     return [*(shown_command(words) for words in commands), *by_call]
 
 
-def _held_out(run: Run, phase: str) -> EvalReport:
-    model = (run.config.get("model") or {}).get("name", "")
-    return stored_report(run, phase, model=f"{model}, {phase}")
+def _curve(run: Run) -> list[RenderableType]:
+    curve = reward_curve(run)
+    return [] if curve is None else [Text(terminal_curve(curve), no_wrap=True), ""]
+
+
+def _held_out(run: Run) -> list[RenderableType]:
+    """Return the first and the last evaluation, compared where both have rewards."""
+    found, model = evaluations(run), (run.config.get("model") or {}).get("name", "")
+    reports = [
+        stored_report(run, phase, model=f"{model}, {phase}")
+        for _, phase in found[:1] + found[1:][-1:]
+    ]
+    if len(reports) < 2 or any(report.reward is None for report in reports):
+        return [evaluation_table(report) for report in reports]
+    names = tuple(f"step {step}" for step, _ in (found[0], found[-1]))
+    table = comparison_table(compare_reports(*reports), names=(names[0], names[1]))
+    return [Text("Held-out examples", style="bold"), table]
 
 
 def _transcripts(run: Run, num: int) -> list[RenderableType]:

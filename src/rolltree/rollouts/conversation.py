@@ -8,7 +8,7 @@ from typing import Any
 from rolltree.types import State
 
 
-def conversation(state: State) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+def conversation_of(state: State) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
     """Return the messages of the prompt and of the completion; a plain prompt is one message.
 
     A rollout that failed before its completion was rendered has what its last call saw and said.

@@ -15,10 +15,13 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequen
 from contextlib import aclosing
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
 
 from rolltree.errors import INFRASTRUCTURE, ConfigError, RolloutTimeout, record_error
 from rolltree.inference.client import as_client, check_tools
+from rolltree.inference.client_base import SeededClient
 from rolltree.rollouts.requests import (
     Clock,
     DistinctRequests,
@@ -26,10 +29,18 @@ from rolltree.rollouts.requests import (
     GroupScorer,
     RolloutSource,
     TimedClient,
+    call_seeds,
+    check_source,
     playing,
     with_tools,
 )
-from rolltree.samples import SampleBatch, TruncationPolicy, build_samples, sample_meta
+from rolltree.samples import (
+    SampleBatch,
+    TruncationEffect,
+    TruncationPolicy,
+    build_samples,
+    sample_meta,
+)
 from rolltree.tasks import ShortCollections, being_cancelled, my_turn
 from rolltree.types import (
     ErrorRecord,
@@ -41,8 +52,25 @@ from rolltree.types import (
     TruncationReason,
 )
 
-Credit = Callable[[Sequence[RolloutResult]], Any]
-"""Writes advantages into the states of results, as `rolltree.training.advantages_credit` does."""
+
+class CreditAssigned(Protocol):
+    """What credit gives: the states that train, and for each an advantage per call."""
+
+    @property
+    def trained(self) -> Sequence[State]:
+        """The states that train."""
+
+    @property
+    def advantages(self) -> Sequence[NDArray[Any]]:
+        """Of each of them, `[num_calls]`."""
+
+    @property
+    def effects(self) -> Sequence[TruncationEffect]:
+        """What was decided about each of them if truncated."""
+
+
+Credit = Callable[[Sequence[RolloutResult]], CreditAssigned]
+"""Results to advantages, as `rolltree.training.assign_credit` does it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +126,23 @@ def batch_of(
         kept = [result for result in kept if result.request.group_id not in failed]
         sizes = [result.request.group_id for result in results]
         dropped = [DroppedGroup(g, sizes.count(g), tuple(e)) for g, e in failed.items()]
-    if credit is not None:
-        credit(kept)
-    states = []
+    states: Sequence[State] = []
     for result in kept:
         for state in result.states:
             state.setdefault("request_id", result.request.request_id)
-            if state.get("error") is None:  # a delegated rollout may have failed alone
-                states.append(state)
-    batch = build_samples(states, scope, truncation=truncation, max_seq_len=max_seq_len)
+    if credit is None:  # a delegated rollout may have failed alone
+        states = [s for result in kept for s in result.states if s.get("error") is None]
+        batch = build_samples(states, scope, truncation=truncation, max_seq_len=max_seq_len)
+    else:
+        credited = credit(kept)
+        states = credited.trained
+        batch = build_samples(
+            states,
+            scope,
+            advantages=credited.advantages,
+            truncation=credited.effects if truncation is None else truncation,
+            max_seq_len=max_seq_len,
+        )
     meta = tuple(tuple(sample_meta(sample, states)) for sample in batch.samples)
     return GeneratedBatch(tuple(results), batch, meta, tuple(dropped))
 
@@ -172,6 +208,7 @@ class RolloutEngine:
             )
         if retries < 0 or grace_s < 0:
             raise ConfigError("retries and grace_s cannot be negative; use 0 for none.")
+        check_source(source)
         self.source = source
         self.client = as_client(client, model)
         check_tools(self.client, getattr(source, "oai_tools", None))
@@ -210,10 +247,11 @@ class RolloutEngine:
         Args:
             requests: what to run.
             scope: how trajectories become samples; spec 2 makes one per agent turn.
-            credit: writes advantages, for example `partial(assign_credit, credit="grpo")`. Without
-                one, records have the advantage 0 (`num_calls_without_advantage` counts them).
+            credit: gives the advantages, for example `partial(assign_credit, credit="grpo")`.
+                Without one, records have those of the states and steps, or 0
+                (`num_calls_without_advantage` counts them).
             whole_groups: leave out groups with a failed member.
-            truncation: what becomes of truncated episodes; credit must know the same policy.
+            truncation: what becomes of truncated episodes; default: what credit decided.
             max_seq_len: cut every path to this many tokens.
         """
         results = await self.run_all(requests)
@@ -320,7 +358,7 @@ class RolloutEngine:
 
     async def _attempt(self, request: RolloutRequest, attempt: int, clock: Clock) -> RolloutResult:
         episode = Episode(request, clock)
-        client = TimedClient(self.client, clock, self.model)
+        client = TimedClient(SeededClient(self.client, call_seeds(request)), clock, self.model)
         error: ErrorRecord | None = None
         try:
             with playing(episode):

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TypeAlias, overload, runtime_checkabl
 from rolltree.errors import ConfigError
 from rolltree.inference.client import ModelClient, check_tools, sampling_from_args
 from rolltree.inference.deadline import Clock, TimedClient
-from rolltree.seeds import derive_seed
+from rolltree.seeds import CallSeeds, derive_seed
 from rolltree.types import RolloutInput, RolloutRequest, SamplingArgs, SamplingParams, State
 
 __all__ = ["Clock", "Episode", "TimedClient", "current_episode", "playing"]
@@ -154,6 +154,15 @@ def example_request(
     )
 
 
+def call_seeds(request: RolloutRequest) -> CallSeeds:
+    """Return the seeds of the request's model calls, from its sampling seed.
+
+    A seed that the caller wants, in `request.sampling`, is one for many rollouts.
+    """
+    own, wanted = request.sampling_seed, request.sampling.seed
+    return CallSeeds(own if wanted is None else derive_seed(wanted, own), own, wanted)
+
+
 def group_member(request: RolloutRequest, index: int) -> RolloutRequest:
     """Return member `index` of the request's group: the same world, another sampling seed."""
     return replace(
@@ -272,6 +281,24 @@ class RequestPlan(Sequence[RolloutRequest]):
             yield self.request_ids[start : start + self._size]
 
 
+def check_source(source: object) -> None:
+    """Check that `source` is an object that plays episodes.
+
+    Raises:
+        ConfigError: it is what makes an environment, or the name of one.
+    """
+    if hasattr(source, "run_request") and not isinstance(source, type):
+        return
+    name = getattr(source, "__name__", None)
+    what, do = f"a {type(source).__name__}", "Pass an environment, such as load_environment(NAME)."
+    if isinstance(source, str):
+        what, do = f"the name {source!r}", f"Load it: load_environment({source!r})."
+    elif callable(source) and name is not None:
+        kind = "class" if isinstance(source, type) else "function"
+        what, do = f"the {kind} {name!r}", f"Call it: {name}(...)."
+    raise ConfigError(f"the environment is {what}, which plays no episodes itself. {do}")
+
+
 def build_requests(
     source: RolloutSource,
     split: Split,
@@ -295,6 +322,7 @@ def build_requests(
     Raises:
         ConfigError: an index is outside the split, or there is nothing to run.
     """
+    check_source(source)
     available = source.num_examples(split)
     if indices is None:
         indices = range(available if num_examples < 0 else min(num_examples, available))

@@ -10,8 +10,10 @@ import functools
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from traceback import walk_tb
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from rolltree.errors import ConfigError, did_you_mean, record_error
@@ -31,7 +33,7 @@ _PLURALS: dict[str, str] = {
     "infos": "info",
     "example_ids": "example_id",
 }
-_EMPTY: dict[str, Any] = {"answer": "", "info": {}, "task": "default", "completion": None}
+_EMPTY: dict[str, Any] = {"info": {}, "task": "default", "completion": None}
 
 
 def run_inline(func: F) -> F:
@@ -71,9 +73,7 @@ class RewardFunction:
         Raises:
             ConfigError: an argument can only be given by position, or the weight is not finite.
         """
-        plain = inspect.unwrap(func)
-        while isinstance(plain, functools.partial):
-            plain = plain.func
+        plain = _unwrapped(func)
         name = str(getattr(func, "__name__", getattr(plain, "__name__", type(func).__name__)))
         if not math.isfinite(weight):
             raise ConfigError(f"the weight of {name!r} is {weight}; it must be finite.")
@@ -114,31 +114,85 @@ class RewardFunction:
             elif name in state:
                 arguments[name] = state[name]
             elif name not in self.optional:
-                raise ConfigError(
-                    f"reward function {self.name!r} asks for {name!r}, which neither the rollout "
-                    f"nor the rubric has.{did_you_mean(name, {*known, *state})}"
-                )
+                raise self._missing(name, known, state)
         return {**known, **arguments} if self.takes_all else arguments
+
+    def _missing(
+        self, name: str, known: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> ConfigError:
+        asked = f"reward function {self.name!r} asks for {name!r}"
+        if name in ("answer", "answers"):
+            row = known["state"] if "state" in known else known["states"][0]
+            columns = ", ".join(map(repr, row.get("input") or row))
+            return ConfigError(
+                f"{asked}, but a row has no column 'answer', so there is nothing to compare with. "
+                f"The columns are {columns}: name the right one (answer_key=...), or ask for one "
+                "of them by name. A default (answer=None) makes the argument optional."
+            )
+        return ConfigError(
+            f"{asked}, which neither the rollout nor the rubric has."
+            f"{did_you_mean(name, {*known, *state})}"
+        )
+
+
+def scoring_error(func: RewardFunc, name: str, error: Exception) -> ErrorRecord:
+    """Return what a reward function raised as data; its message names function, file and line."""
+    record = record_error(error, "scoring")
+    where = f"(reward function {name!r}{_place(func, error)})"
+    return replace(record, message=f"{record.message} {where}")
+
+
+def _place(func: RewardFunc, error: Exception) -> str:
+    """Return file and line of a function: where it was when it raised, or else where it begins."""
+    plain = _unwrapped(func)
+    code = getattr(plain, "__code__", getattr(type(plain).__call__, "__code__", None))
+    if code is None:
+        return ""
+    lines = [at for frame, at in walk_tb(error.__traceback__) if frame.f_code is code]
+    path = Path(code.co_filename)
+    with suppress(OSError, ValueError):  # it is elsewhere
+        path = path.relative_to(Path.cwd())
+    return f", {path}:{(lines or [code.co_firstlineno])[-1]}"
+
+
+def _unwrapped(func: Any) -> Any:
+    plain = inspect.unwrap(func)
+    while isinstance(plain, functools.partial):
+        plain = plain.func
+    return plain
 
 
 def rollout_arguments(state: State, objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a rollout's reward functions can ask for, beside the state's own keys."""
-    known = dict(objects)
+    """Return what a rollout's reward functions can ask for, beside the state's own keys.
+
+    That is the row's columns too, where the state has no key of that name. A row without an answer
+    has no argument of that name.
+    """
+    known = {k: v for k, v in state.columns.items() if not dict.__contains__(state, k)}
+    known.update(objects)
     known["prompt"] = state["prompt"]
     known["state"] = state
     known["example_id"] = state["example_id"]
     for name, empty in _EMPTY.items():
         value = state.get(name)
         known[name] = empty if value is None else value
+    if state.get("answer") is not None:
+        known["answer"] = state["answer"]
     return known
 
 
 def group_arguments(states: Sequence[State], objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a group's reward functions can ask for: one list entry per rollout."""
-    known: dict[str, Any] = {**objects, "states": list(states)}
+    """Return what a group's reward functions can ask for: one list entry per rollout.
+
+    A column has its own name; the entry of a row without it is None.
+    """
     rows = [rollout_arguments(state, {}) for state in states]
+    columns = {name for state in states for name in state.columns} & {k for r in rows for k in r}
+    known: dict[str, Any] = {name: [row.get(name) for row in rows] for name in columns}
+    known |= {**objects, "states": list(states)}
     for plural, singular in _PLURALS.items():
-        known[plural] = [row[singular] for row in rows]
+        if all(singular in row for row in rows):
+            known[plural] = [row[singular] for row in rows]
     return known
 
 
@@ -181,13 +235,13 @@ async def call_all(calls: Sequence[FunctionCall]) -> list[RawScore]:
         if function.is_async:
             waiting.append((index, _call_async(call)))
         elif function.runs_inline:
-            outcomes[index] = await _settle(_call(call))
+            outcomes[index] = await _settle(_call(call), call)
         else:
             blocking.append(index)
     if blocking:
         results = await run_in_pool(lambda: [_call(calls[index]) for index in blocking])
         for index, outcome in zip(blocking, results, strict=True):
-            outcomes[index] = await _settle(outcome)
+            outcomes[index] = await _settle(outcome, calls[index])
     if waiting:
         for (index, _), outcome in zip(
             waiting, await asyncio.gather(*(task for _, task in waiting)), strict=True
@@ -218,21 +272,45 @@ def _call(call: FunctionCall) -> RawScore:
     try:
         return function.func(**function.arguments(known, state))
     except Exception as error:  # noqa: BLE001  a failed score is data
-        return record_error(error, "scoring")
+        return _failure(error, call)
+
+
+def _failure(error: Exception, call: FunctionCall) -> ErrorRecord:
+    """Return what a function raised; a rollout without a model call is told as the cause."""
+    function, known, _ = call
+    record = scoring_error(function.func, function.name, error)
+    states = known.get("states") or [known["state"]]
+    empty = next((state for state in states if not state.get("trajectory")), None)
+    if empty is None or isinstance(error, ConfigError):
+        return record
+    kind, why = record.type, f"ended before it ({empty.get('stop_condition')})"
+    is_long = empty.get("prompt_too_long")
+    if is_long:
+        kind, why = "PromptTooLong", "does not fit the model's context window"
+        if empty.get("overlong_prompt"):
+            why += f" ({empty['overlong_prompt']})"
+    subject, hint = ("the prompt", ", or shorten the prompt") if is_long else ("the rollout", "")
+    return replace(
+        record,
+        type=kind,
+        message=f"{subject} of example {empty.get('example_id')} {why}, so the model never "
+        f"answered and there is no completion: {record.type}: {record.message}. Let the function "
+        f"score an empty completion{hint}.",
+    )
 
 
 async def _call_async(call: FunctionCall) -> RawScore:
-    return await _settle(_call(call))
+    return await _settle(_call(call), call)
 
 
-async def _settle(outcome: RawScore) -> RawScore:
+async def _settle(outcome: RawScore, call: FunctionCall) -> RawScore:
     """Await what a plain function returned when it is awaitable (a lambda around a coroutine)."""
     if not inspect.isawaitable(outcome):
         return outcome
     try:
         return await outcome
     except Exception as error:  # noqa: BLE001  a failed score is data
-        return record_error(error, "scoring")
+        return _failure(error, call)
 
 
 def _asks_for_group(func: RewardFunc, names: Iterable[str]) -> bool:

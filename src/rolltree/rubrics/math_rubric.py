@@ -97,7 +97,7 @@ def boxed_answers_are_equal(gold: str, said: str, *, time_limit_s: float = 15.0)
     Raises:
         WorkerDied, WorkerCallError: it took too long, or math-verify gave up.
     """
-    return bool(_pool(time_limit_s, "boxed_answers_are_equal").call([gold, said]))
+    return bool(_pool(time_limit_s, "compare_boxed").call([gold, said]))
 
 
 @functools.cache

@@ -15,7 +15,7 @@ class UnreadableReference(ValueError):
     """math-verify reads no expression in the reference answer."""
 
 
-def compare(gold: str, said: str) -> bool:
+def compare_answers(gold: str, said: str) -> bool:
     """Return whether two answers mean the same.
 
     Raises:
@@ -31,12 +31,12 @@ def compare(gold: str, said: str) -> bool:
 def answer(question: list[str]) -> dict[str, object]:
     """Compare `[gold, said]`: `{"equal": ...}`, or `{"unreadable": ...}` for the reference."""
     try:
-        return {"equal": compare(*question)}
+        return {"equal": compare_answers(*question)}
     except UnreadableReference as error:
         return {"unreadable": str(error)}
 
 
-def boxed_answers_are_equal(question: list[str]) -> bool:
+def compare_boxed(question: list[str]) -> bool:
     """Compare `[gold, said]`, each put into a box as it is; what cannot be read equals nothing."""
     gold, said = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in question)
     return bool(verify(gold, said, timeout_seconds=None))
@@ -49,4 +49,4 @@ def _in_math(text: str) -> str:
 
 for _name in ("math_verify", "latex2sympy2_extended"):  # they warn of every odd answer
     logging.getLogger(_name).setLevel(logging.CRITICAL)
-compare("1", "1")  # load what a comparison needs before its time limit counts
+compare_answers("1", "1")  # load what a comparison needs before its time limit counts

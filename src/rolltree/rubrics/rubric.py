@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rolltree.errors import ConfigError, record_error
+from rolltree.errors import ConfigError
 from rolltree.parsers import Parser
 from rolltree.rubrics.functions import (
     FunctionCall,
@@ -29,6 +29,7 @@ from rolltree.rubrics.functions import (
     group_arguments,
     rollout_arguments,
     run_inline,
+    scoring_error,
     without_semaphore,
 )
 from rolltree.state import Played
@@ -52,20 +53,21 @@ class Scores:
     failed: ErrorRecord | None = None
     scored: bool = False
 
-    def add(self, name: str, weight: float, outcome: RawScore) -> None:
+    def add(self, function: RewardFunction, outcome: RawScore) -> None:
         """Add what one function gave for this rollout."""
         self.scored = True
-        value = self._number(name, weight, outcome)
-        self.metrics[name] = value
+        value = self._number(function, outcome)
+        self.metrics[function.name] = value
         if self.reward is not None and value is not None:
-            self.reward += weight * value
+            self.reward += function.weight * value
 
-    def add_steps(self, name: str, weight: float, outcomes: Sequence[RawScore]) -> None:
+    def add_steps(self, function: RewardFunction, outcomes: Sequence[RawScore]) -> None:
         """Add what one function gave for each step; the metric is the sum over the steps."""
         self.scored = True
-        values = [self._number(name, weight, outcome) for outcome in outcomes]
+        weight = function.weight
+        values = [self._number(function, outcome) for outcome in outcomes]
         known = [value for value in values if value is not None]
-        self.metrics[name] = sum(known) if len(known) == len(values) else None
+        self.metrics[function.name] = sum(known) if len(known) == len(values) else None
         if self.step_rewards is None:
             self.step_rewards = [0.0] * len(values)
         for index, value in enumerate(values):
@@ -73,14 +75,14 @@ class Scores:
         if self.reward is not None:
             self.reward += weight * sum(known)
 
-    def _number(self, name: str, weight: float, outcome: RawScore) -> float | None:
+    def _number(self, function: RewardFunction, outcome: RawScore) -> float | None:
         if not isinstance(outcome, ErrorRecord):
             try:
                 return as_number(outcome)
             except (TypeError, ValueError) as error:
-                outcome = record_error(error, "scoring")
-        self.errors[name] = outcome
-        if weight:
+                outcome = scoring_error(function.func, function.name, error)
+        self.errors[function.name] = outcome
+        if function.weight:
             self.reward = None
             self.failed = self.failed or outcome
         return None
@@ -110,7 +112,7 @@ class Rubric:
         weights: Sequence[float] | None = None,
         parser: Parser | None = None,
     ) -> None:
-        funcs = list(funcs or ())
+        funcs = [funcs] if callable(funcs) else list(funcs or ())
         if weights is not None and len(weights) != len(funcs):
             raise ConfigError(
                 f"a rubric got {len(funcs)} functions and {len(weights)} weights. Pass one weight "
@@ -269,12 +271,12 @@ def _distribute(
             by_step[index, function.name].append(outcome)
         elif function.kind == "group":
             for found, value in zip(scores, _spread(function, outcome, len(scores)), strict=True):
-                found.add(function.name, function.weight, value)
+                found.add(function, value)
         else:
-            scores[index].add(function.name, function.weight, outcome)
+            scores[index].add(function, outcome)
     for index, found in enumerate(scores):
         for function in step_functions:
-            found.add_steps(function.name, function.weight, by_step[index, function.name])
+            found.add_steps(function, by_step[index, function.name])
 
 
 def _spread(function: RewardFunction, outcome: RawScore, num: int) -> list[RawScore]:
@@ -291,7 +293,7 @@ def _spread(function: RewardFunction, outcome: RawScore, num: int) -> list[RawSc
         f"group function {function.name!r} returned {problem} for {num} rollouts, so the "
         "scores cannot be matched to rollouts. Return one number per rollout, in order."
     )
-    return [record_error(error, "scoring")] * num
+    return [scoring_error(function.func, function.name, error)] * num
 
 
 def write_scores(state: State, scores: Scores, elapsed_s: float) -> None:
@@ -353,7 +355,7 @@ def undo_scores(state: State) -> None:
         timing["scoring_ms"], timing["total_ms"] = 0.0, timing["generation_ms"]
 
 
-_ADDED = frozenset(("has_step_rewards", "scoring_errors", "judge_response", "credit"))
+_ADDED = frozenset(("has_step_rewards", "scoring_errors", "judge_response"))
 
 
 def _guess(state: State) -> Played:
@@ -382,18 +384,35 @@ def centred_rewards(
 def write_advantages(states: Sequence[State]) -> None:
     """Fill the advantages of one group as spec 1 says: the reward minus the mean.
 
-    Rollouts without a reward have none and do not count. Training's credit replaces them, and what
-    it assigned (`state["credit"]` names it) is not overwritten.
+    Rollouts without a reward have none and do not count. Training's credit does not read them.
     """
     known = [state for state in states if state["reward"] is not None]
     advantages = centred_rewards([state["reward"] for state in known]).tolist()
     for state, advantage in zip(known, advantages, strict=True):
-        if state.get("credit") is not None:
-            continue
         state["advantage"] = advantage
         for step in state["trajectory"]:
             if step["advantage"] is None:
                 step["advantage"] = advantage
+
+
+def as_rubric(rubric: Any, kind: type[Rubric] = Rubric) -> Any:
+    """Return what an environment was given as its rubric: one reward function or several make one.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if hasattr(rubric, "score_group") and not isinstance(rubric, type):
+        return rubric
+    if rubric is None:
+        return kind()
+    functions = list(rubric) if isinstance(rubric, list | tuple) else [rubric]
+    if functions and all(callable(f) and not isinstance(f, type) for f in functions):
+        return kind(functions)
+    given = rubric.__name__ if isinstance(rubric, type) else type(rubric).__name__
+    raise ConfigError(
+        f"rubric is {given!r}, which cannot score a rollout. Pass a rubric, such as "
+        "Rubric([function]), or a reward function."
+    )
 
 
 class ToolRubric(Rubric):

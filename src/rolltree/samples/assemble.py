@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rolltree.errors import TokenError
 from rolltree.samples.resolve import ResolvedRollout, ResolvedStep
 from rolltree.samples.streams import SampleStream, move_streams
 from rolltree.samples.transform import concat_records, take_records
-from rolltree.tokens import TokenTree
+from rolltree.tokens import PlacedStream, TokenTree
 from rolltree.tokens.buffers import concat
-from rolltree.types import IntArray, Records, Sample, Scope
+from rolltree.types import FloatArray, IntArray, Records, Sample, Scope
 
 Part = tuple[ResolvedRollout, Sequence[ResolvedStep]]
 """A rollout and those of its calls that are in a sample."""
@@ -34,11 +35,13 @@ def flat_sample(
     calls: Sequence[ResolvedStep],
     scope: Scope,
     streams: Streams,
+    inputs: Sequence[str] = (),
     **info: Any,
 ) -> Sample:
     """Return the sample of calls that each extend the one before them, id for id.
 
-    `streams` are those of the rollout's tree, from `tree_streams`; `info` is added to the sample's.
+    `streams` are those of the rollout's tree, from `tree_streams`; `inputs` names those that the
+    records carry; `info` is added to the sample's.
     """
     tree, table = rollout.tree, rollout.tree.calls
     last = calls[-1].handle
@@ -56,7 +59,7 @@ def flat_sample(
         position[concat([np.arange(*part) for part in parts], np.int64)] = _arange(length)
         return position
 
-    records = make_records(rollout, calls, concat(source, np.int32))
+    records = make_records(rollout, calls, concat(source, np.int32), inputs)
     return _sample(
         [(rollout, calls)],
         ids=tree.arena.path_view(table.end(last), length),
@@ -67,7 +70,7 @@ def flat_sample(
     )
 
 
-def tree_sample(parts: Sequence[Part], streams: Streams) -> Sample:
+def tree_sample(parts: Sequence[Part], streams: Streams, inputs: Sequence[str] = ()) -> Sample:
     """Return one sample with every token of the calls once; all rollouts are on one tree."""
     tree = parts[0][0].tree
     laid = layout(tree, [call.handle for _, calls in parts for call in calls])
@@ -76,6 +79,7 @@ def tree_sample(parts: Sequence[Part], streams: Streams) -> Sample:
             rollout,
             calls,
             concat([_source(tree, laid.packed, call.handle) for call in calls], np.int32),
+            inputs,
         )
         for rollout, calls in parts
     ]
@@ -281,14 +285,43 @@ def _gather(
     )
 
 
+def _loss_input(
+    tree: TokenTree, name: str, handles: Sequence[int], counts: Sequence[int]
+) -> FloatArray:
+    """Return a named stream over the calls' sampled tokens, NaN where a call gives no value.
+
+    Raises:
+        TokenError: its values are not one number per token.
+    """
+    parts = []
+    for handle, count in zip(handles, counts, strict=True):
+        found = np.full(count, np.nan, np.float32)
+        stream = tree.stream(name, handle)
+        if stream is not None:
+            if isinstance(stream, PlacedStream) or np.ndim(stream.values) != 1:
+                raise TokenError(
+                    f"the loss reads the stream {name!r}, which does not have one number per "
+                    "token. Record it as an array with a value per sampled token."
+                )
+            # A stream may start inside the prompt or after the first sampled token.
+            start = (stream.start or 0) - tree.prompt_len(handle)
+            low, high = max(0, start), min(count, start + len(stream.values))
+            found[low:high] = stream.values[low - start : high - start]
+        parts.append(found)
+    return concat(parts, np.float32)
+
+
 def make_records(
-    rollout: ResolvedRollout, calls: Sequence[ResolvedStep], source: IntArray
+    rollout: ResolvedRollout,
+    calls: Sequence[ResolvedStep],
+    source: IntArray,
+    inputs: Sequence[str] = (),
 ) -> Records:
     """Return one record per sampled token of `calls`, in call order.
 
     `source`, int32 `[_R]`, is the packed position before each sampled token; it is negative where
     the prompt is empty. Such a record has no logits to train and is left out. A call without an
-    advantage trains with 0.
+    advantage trains with 0. `inputs` names streams of the calls that become `Records.extra`.
     """
     tree, table = rollout.tree, rollout.tree.calls
     handles = [call.handle for call in calls]
@@ -313,6 +346,7 @@ def make_records(
         rollout=np.full(total, rollout.index, np.int32),
         call=_spread([call.index for call in calls], counts, np.int32),
         offset=np.arange(total, dtype=np.int32) - _spread(first, counts, np.int32),
+        extra={name: _loss_input(tree, name, handles, counts) for name in inputs},
     )
     if total and source.min() < 0:
         return take_records(records, source >= 0)

@@ -12,7 +12,7 @@ import numpy as np
 from rolltree.errors import ConfigError, did_you_mean
 from rolltree.samples.assemble import Streams, flat_sample, on_one_tree, tree_sample
 from rolltree.samples.report import Skipped, SkipReason, make_report
-from rolltree.samples.resolve import ResolvedRollout, ResolvedStep, resolve_rollout
+from rolltree.samples.resolve import Advantages, ResolvedRollout, ResolvedStep, resolve_rollout
 from rolltree.samples.streams import tree_streams
 from rolltree.samples.transform import cap_sample
 from rolltree.samples.truncation import TruncationEffect, TruncationPolicy, truncation_effect
@@ -54,38 +54,48 @@ def build_samples(
     trajectories: Sequence[State | Sequence[TrajectoryStep]],
     scope: Scope = DEFAULT_SCOPE,
     *,
+    advantages: Sequence[Advantages] | None = None,
     truncation: TruncationPolicy | Sequence[TruncationEffect] | None = None,
     max_seq_len: int | None = None,
     group_key: GroupKey | None = None,
+    inputs: Sequence[str] = (),
     decode: Decoder | None = None,
 ) -> SampleBatch:
     """Turn trajectories into training samples. Reads them and changes nothing.
 
-    A record's advantage is its step's, or the state's when the step has none, or 0 (counted in
-    `num_calls_without_advantage`); in scope `turn` it is that of the turn's last step. A logprob
+    A record's advantage is the one in `advantages`; without them its step's, or the state's when
+    the step has none, or 0 (counted in `num_calls_without_advantage`). In scope `turn` it is that
+    of the turn's last step. A logprob
     the engine did not give is NaN; in a turn one missing logprob makes all of them NaN. A rollout
     with an error keeps its tokens with weight 0.
 
     Args:
         trajectories: states, or plain lists of spec-1 steps. `records.rollout` is the index here.
         scope: `step`, `turn`, `interleave` or `tree`.
+        advantages: an array per trajectory with a value per step, from `assign_credit`'s report.
         truncation: what to do with truncated rollouts; default: keep them. Or what was decided
             for each already: the `effects` of `assign_credit`'s report.
         max_seq_len: cut every path to this many tokens.
         group_key: in scope `tree`, trajectories with equal keys share one sample, for example
             `lambda state: state["example_id"]`. Default: one sample per trajectory.
+        inputs: names of per-token streams that a loss reads (`Loss.inputs`); `records.extra` has
+            their values.
         decode: ids to text, for the texts in `breaks` and the cause `retokenized`.
 
     Raises:
         ConfigError: an unknown scope, a `group_key` with another scope than `tree`, a
-            `max_seq_len` below 2, or another number of effects than trajectories.
+            `max_seq_len` below 2, or another number of effects or of advantages than of
+            trajectories or their steps.
         TokenError: a step's tokens contradict themselves.
     """
     _check_options(scope, max_seq_len, group_key)
     effects = _effects(trajectories, truncation, max_seq_len)
+    given = _advantages(trajectories, advantages)
     rollouts = [
-        resolve_rollout(index, trajectory, effect)
-        for index, (trajectory, effect) in enumerate(zip(trajectories, effects, strict=True))
+        resolve_rollout(index, trajectory, effect, mine)
+        for index, (trajectory, effect, mine) in enumerate(
+            zip(trajectories, effects, given, strict=True)
+        )
     ]
     skipped: list[Skipped] = []
     breaks: list[Break] = []
@@ -111,11 +121,11 @@ def build_samples(
             turn_groups = [[[call] for call in rollout.calls]]
         streams = tree_streams(rollout.tree)
         for groups in turn_groups:
-            samples.extend(_flat(rollout, groups, scope, streams, opened))
+            samples.extend(_flat(rollout, groups, scope, streams, inputs, opened))
     for members in trees.values():
         shared = on_one_tree(members)
         parts = [(rollout, rollout.calls) for rollout in shared]
-        samples.append(tree_sample(parts, tree_streams(shared[0].tree)))
+        samples.append(tree_sample(parts, tree_streams(shared[0].tree), inputs))
     kept: list[Sample] = []
     for sample in samples:
         capped: Sample | None = sample
@@ -156,6 +166,21 @@ def _check_options(scope: str, max_seq_len: int | None, group_key: GroupKey | No
         )
 
 
+def _advantages(
+    trajectories: Sequence[Any], advantages: Sequence[Advantages] | None
+) -> Sequence[Advantages | None]:
+    if advantages is None:
+        return [None] * len(trajectories)
+    steps = [t["trajectory"] if isinstance(t, Mapping) else t for t in trajectories]
+    if list(map(len, advantages)) != list(map(len, steps)):
+        raise ConfigError(
+            f"advantages has {list(map(len, advantages))} values, and the trajectories have "
+            f"{list(map(len, steps))} steps, so they cannot be matched. Pass an array per "
+            "trajectory with a value per step, as the report of assign_credit has them."
+        )
+    return advantages
+
+
 def _effects(
     trajectories: Sequence[Any],
     truncation: TruncationPolicy | Sequence[TruncationEffect] | None,
@@ -177,11 +202,12 @@ def _flat(
     groups: Sequence[Group],
     scope: Scope,
     streams: Streams,
+    inputs: Sequence[str],
     opened: Mapping[int, Break],
 ) -> list[Sample]:
     """Return a flat sample per group; in scope `turn` all or none of the logprobs are known."""
     made = [
-        flat_sample(rollout, group, scope, streams, **{"break": opened.get(group[0].index)})
+        flat_sample(rollout, group, scope, streams, inputs, **{"break": opened.get(group[0].index)})
         for group in groups
     ]
     if scope == "turn" and any(np.isnan(sample.records.logprob).any() for sample in made):

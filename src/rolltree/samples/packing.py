@@ -13,8 +13,8 @@ from typing import TypeAlias
 import numpy as np
 
 from rolltree.errors import ConfigError
-from rolltree.samples.transform import split_sample
-from rolltree.types import Records, Sample
+from rolltree.samples.transform import blank_records, split_sample
+from rolltree.types import Sample
 
 MicroBatch: TypeAlias = tuple[Sample, ...]
 
@@ -130,8 +130,8 @@ def _deal(sizes: Sequence[int], bins: list[list[int]], num_ranks: int) -> list[l
 
 def _filler() -> Sample:
     """Return a sample that computes one token and trains nothing: its record has weight 0."""
-    ints, floats = np.zeros(1, np.int32), np.zeros(1, np.float32)
-    record = Records(ints, ints, floats, floats + 1, floats, floats, ints, ints, ints, ints)
+    ints = np.zeros(1, np.int32)
+    record = blank_records(1, temperature=np.ones(1, np.float32))
     return Sample(ints, ints, ints + 1, record, origins=(), info={"filler": True})
 
 

@@ -67,6 +67,8 @@ def make_report(
         "num_rollouts": len(rollouts),
         "num_failed_rollouts": sum(rollout.failed for rollout in rollouts),
         "num_truncated_rollouts": sum(rollout.effect.truncated for rollout in rollouts),
+        "num_truncated_completions": sum(r.effect.is_completion_cut for r in rollouts),
+        "num_masked_completions": sum(r.effect.is_completion_masked for r in rollouts),
         "num_dropped_rollouts": sum(not rollout.effect.counts for rollout in rollouts),
         "num_calls": len(calls),
         "num_samples": len(samples),
@@ -100,7 +102,7 @@ def sample_meta(sample: Sample, states: Sequence[Mapping[str, Any]]) -> list[dic
     """Return spec 2's metadata of each origin of a sample made by `build_samples(states, ...)`.
 
     `terminated` and `truncated` are the flags of the origin's last step in this sample;
-    `truncated` is also set where `max_seq_len` cut a call of the origin's. `episode_truncated` and
+    `truncated` is also set if `max_seq_len` cut a call of the origin's. `episode_truncated` and
     `truncation_reason` are the episode's; the reason is "max_seq_len" for a cut origin whose
     episode has none. `finish_reason` says why the model stopped and nothing else.
     `seq_len_truncated` says whether the origin lost tokens here, and if so `seq_len_original`,

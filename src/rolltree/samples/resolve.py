@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rolltree.errors import TokenError
 from rolltree.samples.truncation import TruncationEffect, own_truncation
@@ -14,13 +15,15 @@ from rolltree.tokens import StepTokens, TokenTree, Trajectory, insert_step, peek
 from rolltree.types import SampleOrigin, State, TrajectoryStep
 
 NO_TOKENS = -1
+Advantages: TypeAlias = Sequence[float] | NDArray[Any]
+"""One value per step of a trajectory."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedStep:
     """One step: its index in the trajectory, its call's handle in the tree (or `NO_TOKENS`).
 
-    `advantage` is the step's, else the state's, else None.
+    `advantage` is what credit gave the call, else the step's, else the state's, else None.
     """
 
     index: int
@@ -77,7 +80,10 @@ class ResolvedRollout:
 
 
 def resolve_rollout(
-    index: int, trajectory: State | Sequence[TrajectoryStep], effect: TruncationEffect
+    index: int,
+    trajectory: State | Sequence[TrajectoryStep],
+    effect: TruncationEffect,
+    advantages: Advantages | None = None,
 ) -> ResolvedRollout:
     """Read a state, or a plain list of steps.
 
@@ -95,7 +101,7 @@ def resolve_rollout(
     extras: Mapping[str, Any] = {}
     for position, (step, handle) in enumerate(zip(trajectory_steps, handles, strict=True)):
         extras = peek(step, "extras") or {}
-        own = _number(step.get("advantage"))
+        own = _number(step.get("advantage") if advantages is None else advantages[position])
         agent, turn = extras.get("agent") or "", extras.get("turn")
         if handle >= 0:
             agent = agent or tree.agent(handle)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rolltree.errors import TokenError
-from rolltree.tokens import mask_list, readable_floats
+from rolltree.tokens import mask_list, peek, readable_floats
 from rolltree.types import Sample, TrainingExample
 
 
@@ -32,9 +32,10 @@ def process_trajectories_for_training(
     examples: list[TrainingExample] = []
     for state in states:
         for step in state.get("trajectory") or ():
-            if step["tokens"] is None:
+            tokens = peek(step, "tokens")
+            if tokens is None:
                 continue
-            tokens = dict(step["tokens"])
+            tokens = {key: peek(tokens, key) for key in tokens}
             prompt_ids, completion_ids = tokens["prompt_ids"], tokens["completion_ids"]
             logprobs = _filled(tokens, "completion_logprobs", len(completion_ids), math.nan)
             mask = [1] * (len(prompt_ids) + len(completion_ids))

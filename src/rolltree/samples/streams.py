@@ -1,7 +1,8 @@
 """Extra streams of a sample, such as routed experts or images: values at packed positions.
 
 A token of the tree has one value per stream, that of the call that first gave it one: by causality
-all calls describe the same forward pass. So every sample carries the streams of every token on its
+all calls describe the same forward pass. (Routed experts of several policy versions do not: the
+newest count.) So every sample carries the streams of every token on its
 paths, whichever call of the rollout gave them.
 """
 
@@ -15,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolltree.errors import TokenError
-from rolltree.tokens import PlacedStream, TokenTree
+from rolltree.tokens import ROUTED_EXPERTS, PlacedStream, TokenTree
+from rolltree.tokens.routing import routing_version
 from rolltree.types import IntArray
 
 
@@ -38,14 +40,19 @@ class SampleStream:
 
 
 def tree_streams(tree: TokenTree) -> dict[str, SampleStream]:
-    """Return every stream of a tree, by arena index; the first call to give a value wins."""
+    """Return every stream of a tree, by arena index; the first call to give a value wins.
+
+    Of routed experts those of the newest weights win: with them a token that these weights sampled
+    gets the logprob that it was sampled with, and older tokens are off-policy either way.
+    """
     streams: dict[str, SampleStream] = {}
+    newest_first = sorted(range(tree.num_calls), key=lambda call: -routing_version(tree, call))
     for name in tree.extra.names():
         parts = [
             _by_token(tree, handle, stream.positions, tuple(stream.values))
             if isinstance(stream, PlacedStream)
             else _by_token(tree, handle, _range(stream.start or 0, stream.values), stream.values)
-            for handle in range(tree.num_calls)
+            for handle in (newest_first if name == ROUTED_EXPERTS else range(tree.num_calls))
             if (stream := tree.stream(name, handle)) is not None
         ]
         joined = _join(parts)

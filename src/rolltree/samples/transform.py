@@ -19,22 +19,36 @@ from rolltree.samples.streams import join_streams, move_streams
 from rolltree.tokens.buffers import concat
 from rolltree.types import IntArray, Records, Sample, TruncationReason
 
-_COLUMNS = tuple(column.name for column in fields(Records))
+_FLOATS = ("logprob", "temperature", "advantage", "weight")
+_COLUMNS = tuple(column.name for column in fields(Records) if column.name != "extra")
+
+
+def blank_records(count: int, **columns: Any) -> Records:
+    """Return `count` records of zeros, but for the columns given."""
+    kinds = {name: np.float32 if name in _FLOATS else np.int32 for name in _COLUMNS}
+    return Records(**{name: np.zeros(count, kind) for name, kind in kinds.items()} | columns)
 
 
 def take_records(records: Records, keep: NDArray[Any], **changes: Any) -> Records:
     """Return the records selected by a mask or an index, with some columns replaced after that."""
     columns = {name: getattr(records, name)[keep] for name in _COLUMNS}
-    return Records(**(columns | changes))
+    extra = {name: values[keep] for name, values in records.extra.items()}
+    return Records(**(columns | {"extra": extra} | changes))
 
 
 def concat_records(parts: Sequence[Records]) -> Records:
-    """Join records in order."""
+    """Join records in order; an extra input that a part does not have is NaN there."""
     if not parts:
-        ints, floats = np.empty(0, np.int32), np.empty(0, np.float32)
-        return Records(ints, ints, floats, floats, floats, floats, ints, ints, ints, ints)
+        return blank_records(0)
     columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS}
-    return Records(**columns)
+    names = dict.fromkeys(name for part in parts for name in part.extra)
+    extra = {
+        name: np.concatenate(
+            [part.extra.get(name, np.full(len(part), np.nan, np.float32)) for part in parts]
+        )
+        for name in names
+    }
+    return Records(**columns, extra=extra)
 
 
 def count_records(records: Records) -> list[tuple[int, int, int]]:

@@ -10,7 +10,9 @@
 
 A rollout is truncated when its episode says so (spec 2), or when a call is longer than
 `max_seq_len`. That is neither `terminated` nor the model's finish reason: a completion cut by
-`max_tokens` is not a truncated episode. `assign_credit` decides with `truncation_effect` and
+`max_tokens` is not a truncated episode, whatever the mode. `mask_truncated_completions` is about
+those, as in TRL: the tokens of a rollout whose last answer was cut have weight 0, its reward counts
+as ever. `assign_credit` decides with `truncation_effect` and
 reports the effects; `build_samples` takes them, or decides itself when it is given a policy.
 """
 
@@ -21,8 +23,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from rolltree.errors import ConfigError, did_you_mean
-from rolltree.tokens import StepTokens, peek
-from rolltree.types import TruncationReason
+from rolltree.tokens import num_call_tokens, peek
+from rolltree.types import FinishReason, TruncationReason
 
 TruncationMode = Literal["keep", "drop", "mask", "penalise", "bootstrap"]
 WithoutValue = Literal["keep", "drop", "mask"]
@@ -38,6 +40,9 @@ class TruncationPolicy:
         penalty: for `penalise`, subtracted from the reward.
         discount: for `bootstrap`, g in the table.
         without_value: for `bootstrap`, the mode for a rollout without `state["bootstrap_value"]`.
+        mask_truncated_completions: leave a rollout out of the loss if its last answer ran into
+            `max_tokens` or the context window; its reward still counts in the baseline (TRL's
+            setting of this name, after DAPO, https://arxiv.org/abs/2503.14476).
 
     Raises:
         ConfigError: an unknown mode, or a number that this mode would ignore.
@@ -48,6 +53,7 @@ class TruncationPolicy:
     penalty: float = 0.0
     discount: float = 1.0
     without_value: WithoutValue = "drop"
+    mask_truncated_completions: bool = False
 
     def __post_init__(self) -> None:
         for value, known in (
@@ -81,13 +87,16 @@ class TruncationEffect:
     """What the policy does to one rollout.
 
     `reward` is the one that credit is computed from (None when the rollout has none). `mode` is the
-    mode in effect, `keep` for a rollout that is not truncated.
+    mode in effect, `keep` for a rollout that is not truncated. `is_completion_cut`: its last answer
+    ran into a token limit; `is_completion_masked`: it is out of the loss for that.
     """
 
     mode: TruncationMode
     truncated: bool
     reason: str | None
     reward: float | None
+    is_completion_cut: bool = False
+    is_completion_masked: bool = False
 
     @property
     def counts(self) -> bool:
@@ -97,7 +106,7 @@ class TruncationEffect:
     @property
     def in_loss(self) -> bool:
         """Whether its tokens have a loss weight other than 0."""
-        return self.mode not in ("drop", "mask")
+        return self.mode not in ("drop", "mask") and not self.is_completion_masked
 
 
 def own_truncation(
@@ -134,8 +143,8 @@ def truncation_effect(
     )
     truncated, reason = own_truncation(trajectory)
     if not truncated and max_seq_len is not None:
-        lengths = map(_call_len, state.get("trajectory") or ())
-        if any(length > max_seq_len for length in lengths):
+        calls = [s for s in state.get("trajectory") or () if peek(s, "tokens") is not None]
+        if any(num_call_tokens(step) > max_seq_len for step in calls):
             truncated, reason = True, str(TruncationReason.MAX_SEQ_LEN)
     mode: TruncationMode = "keep"
     if truncated and (policy.reasons is None or str(reason) in policy.reasons):
@@ -148,14 +157,8 @@ def truncation_effect(
         reward -= policy.penalty
     if reward is not None and mode == "bootstrap":
         reward += policy.discount * float(value)  # type: ignore[arg-type]
-    return TruncationEffect(mode, truncated, reason, reward)
-
-
-def _call_len(step: Mapping[str, Any]) -> int:
-    """Return how many prompt and sampled tokens a step has, without building lists."""
-    tokens = peek(step, "tokens")
-    if tokens is None:
-        return 0
-    if isinstance(tokens, StepTokens) and tokens.as_recorded:
-        return tokens.tree.path_len(tokens.call)
-    return len(tokens["prompt_ids"]) + len(tokens["completion_ids"])
+    steps = state.get("trajectory") or ()
+    last = (peek(steps[-1], "extras") or {}) if steps else {}
+    is_cut = str(last.get("finish_reason")) == FinishReason.LENGTH
+    is_masked = is_cut and policy.mask_truncated_completions
+    return TruncationEffect(mode, truncated, reason, reward, is_cut, is_masked)

@@ -44,11 +44,11 @@ def main(spec: dict[str, Any]) -> NoReturn:
         drop_bounding_set()
         drop_user(spec["uid"])
         drop_capabilities(spec["machine"])
-        check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
-        check(libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0), "parent death signal")
+        _check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
+        _check(libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0), "parent death signal")
         for name, value in spec["rlimits"].items():
             limit_resource(getattr(resource, name), value)
-        os.chdir(spec["cwd"])
+        locked = change_folder(spec["cwd"])
         if spec["landlock_abi"]:
             restrict_files(spec["landlock_abi"], spec["read_only"], spec["devices"], spec["folder"])
         install_filter(spec["filter"])
@@ -57,13 +57,27 @@ def main(spec: dict[str, Any]) -> NoReturn:
         os.write(ready, f"E{type(error).__name__}: {error}".encode())
         os._exit(125)
     try:
+        if locked:
+            raise locked
         os.execve(sys.argv[2], sys.argv[2:], spec["env"])
     except OSError as error:
-        os.write(2, f"{sys.argv[2]}: {error.strerror}\n".encode())
+        os.write(2, f"{error.filename or sys.argv[2]}: {error.strerror}\n".encode())
         os._exit(126)
 
 
-def check(result: int, what: str) -> int:
+def change_folder(folder: str) -> OSError | None:
+    """Go into the work folder, or return why not: code did that, so only the command fails.
+
+    (The self-test of a level finds out whether a fresh folder can be entered.)
+    """
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        return error
+    return None
+
+
+def _check(result: int, what: str) -> int:
     """Raise OSError for a failed system call."""
     if result < 0:
         number = ctypes.get_errno()
@@ -90,7 +104,7 @@ def drop_capabilities(machine: str) -> None:
     """Give up every capability."""
     libc.prctl(_PR_CAP_AMBIENT, 4, 0, 0, 0)
     header = struct.pack("<Ii", 0x20080522, 0)
-    check(libc.syscall(_CAPSET[machine], header, bytes(24)), "drop capabilities")
+    _check(libc.syscall(_CAPSET[machine], header, bytes(24)), "drop capabilities")
 
 
 def limit_resource(kind: int, value: int) -> None:
@@ -109,7 +123,7 @@ def restrict_files(abi: int, read_only: list[str], devices: list[str], folder: s
     scoped = 3 if abi >= 6 else 0
     fields = [handled, net, scoped][: 3 if abi >= 6 else 2 if abi >= 4 else 1]
     attributes = struct.pack(f"<{len(fields)}Q", *fields)
-    ruleset = check(
+    ruleset = _check(
         libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0),
         "Landlock ruleset",
     )
@@ -118,7 +132,7 @@ def restrict_files(abi: int, read_only: list[str], devices: list[str], folder: s
     for path in devices:
         add_rule(ruleset, path, (1 << 1 | 1 << 2) & handled)
     add_rule(ruleset, folder, handled & ~_MAKE_DEVICE & ~(1 << 15))
-    check(libc.syscall(_RESTRICT_SELF, ruleset, 0), "Landlock")
+    _check(libc.syscall(_RESTRICT_SELF, ruleset, 0), "Landlock")
     os.close(ruleset)
 
 
@@ -131,7 +145,7 @@ def add_rule(ruleset: int, path: str, rights: int) -> None:
     if not os.path.isdir(path):
         rights &= _FILE_RIGHTS
     rule = struct.pack("<Qi", rights, fd)
-    check(libc.syscall(_ADD_RULE, ruleset, 1, rule, 0), f"Landlock rule for {path}")
+    _check(libc.syscall(_ADD_RULE, ruleset, 1, rule, 0), f"Landlock rule for {path}")
     os.close(fd)
 
 
@@ -139,4 +153,4 @@ def install_filter(program: bytes) -> None:
     """Load the system call filter; it holds for every later process of the tree."""
     buffer = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
-    check(libc.prctl(_PR_SET_SECCOMP, 2, header, 0, 0), "system call filter")
+    _check(libc.prctl(_PR_SET_SECCOMP, 2, header, 0, 0), "system call filter")

@@ -8,6 +8,7 @@ import itertools
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rolltree.errors import SandboxError, SandboxFileError
 from rolltree.sandbox.interface import Limits, RunResult, SandboxLevel
@@ -53,7 +54,7 @@ class FolderSandbox(ABC):
         command = [_bytes_of(part).decode() for part in command]
         if any("\0" in part for part in command):
             return self._not_started("a command must not contain NUL characters")
-        work = run_to_end(self.launch(command, limits), limits, _bytes_of(stdin))
+        work = run_to_end(self._prepared(command, limits), limits, _bytes_of(stdin))
         task = asyncio.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -73,14 +74,15 @@ class FolderSandbox(ABC):
     ) -> RunResult:
         """Run Python code as a program of its own; files beside it can be imported.
 
-        The program's file is gone afterwards. Without space for it the run is over with "disk".
+        The program's file is gone afterwards. Without space for it the run is over with "disk";
+        where code has put something else in its place, with exit code 126.
         """
         name = f".program-{next(self._programs)}.py"
         try:
             await self.write_file(name, code)
         except SandboxFileError as error:
             if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in FULL:
-                raise
+                return self._not_started(str(error))  # say, code made a folder of that name
             said = "the folder is full; delete files in it first\n"
             return RunResult("", said, "disk", None, level=self.level.name)
         try:
@@ -96,7 +98,7 @@ class FolderSandbox(ABC):
 
         def start(source: str, feed: Feed) -> SupervisedProcess:
             self._check_open()
-            launch = self.launch([self.python, "-s", "-c", source], limits)
+            launch = self._prepared([self.python, "-s", "-c", source], limits)
             return SupervisedProcess(launch, limits, feed, stdin=None, windowed=True)
 
         session = SupervisedSession(start, limits, self.level.name)
@@ -145,8 +147,14 @@ class FolderSandbox(ABC):
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
+    def _prepared(self, command: Sequence[str], limits: Limits) -> Launch:
+        """Return how to run a command in a folder that can be entered."""
+        self._folder.reset()
+        alone = not self._running and not any(session.is_alive for session in self._sessions)
+        return replace(self.launch(command, limits), alone=alone)
+
     def _not_started(self, why: str) -> RunResult:
-        """Return what a shell says: the model wrote the command, so this is no failure of ours."""
+        """Return what a shell would say: the model wrote the command, so the failure is its own."""
         return RunResult("", f"{why}\n", "exit", 126, level=self.level.name)
 
     def _check_open(self) -> None:

@@ -38,6 +38,8 @@ from rolltree.sandbox.seccomp import build_filter
 WORK = "/sandbox"
 """The work folder as the code sees it under bubblewrap."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_NO_ZERO = tuple(device for device in DEVICES if device != "/dev/zero")
+"""Without a mount namespace: shared mappings of /dev/zero are memory that no limit sees."""
 TRUSTED_PROCESSES = 2
 """bwrap's monitor and its process 1."""
 _CONFINE = Path(__file__).with_name("confine.py")
@@ -220,6 +222,7 @@ class LocalSandbox(FolderSandbox):
             signals_as_codes=self._is_wrapped,
             mount_fd=self._folder.mount_fd,
             folder_fd=self._folder.fd if self._candidate.bounded else None,
+            cgroup=machine.cgroup.path if machine.cgroup else None,
         )
 
     def _confinement(self, limits: Limits) -> dict[str, object]:
@@ -238,7 +241,7 @@ class LocalSandbox(FolderSandbox):
             "cwd": self._inside,
             "folder": self._inside,
             "read_only": backend.read_only,
-            "devices": DEVICES,
+            "devices": DEVICES if candidate.bounded or self._is_wrapped else _NO_ZERO,
             "landlock_abi": candidate.landlock_abi,
             "filter": program,
             "rlimits": self._rlimits(limits, machine),
@@ -299,7 +302,8 @@ def bwrap_arguments(
     for place in read_only:
         arguments += _shown(place)
     for device in DEVICES:
-        arguments += ["--dev-bind-try", device, device]
+        shown = "/dev/full" if device == "/dev/zero" else device  # see `_NO_ZERO`; it reads alike
+        arguments += ["--dev-bind-try", shown, device]
     arguments += ["--bind", folder, WORK]
     if "/tmp" not in parents and "/tmp" not in read_only:
         arguments += ["--symlink", WORK, "/tmp"]
@@ -318,6 +322,6 @@ def _find(program: str) -> str:
         return program
     folders = [str(Path(sys.executable).resolve().parent), "/usr/bin", "/bin"]
     for folder in folders:
-        if (Path(folder) / program).exists():
+        if os.path.exists(f"{folder}/{program}"):
             return f"{folder}/{program}"
     return f"/usr/bin/{program}"

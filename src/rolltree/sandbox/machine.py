@@ -13,6 +13,7 @@ import random
 import re
 import shutil
 import stat
+import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -32,6 +33,17 @@ _FIRST_UID, _NUM_UIDS = 0x50000000, 0x10000000
 
 
 @dataclass(frozen=True, slots=True)
+class Cgroup:
+    """A cgroup (version 2) in which this process may make one for each run.
+
+    Each counts CPU time. Each bounds memory too if the parent gives its children that controller.
+    """
+
+    path: str
+    bounds_memory: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
     """Facts about this machine.
 
@@ -46,6 +58,7 @@ class Machine:
     is_root: bool
     uids: range
     kernel: tuple[int, int]
+    cgroup: Cgroup | None = None
 
 
 @functools.cache
@@ -62,7 +75,45 @@ def this_machine() -> Machine:
         is_root=os.geteuid() == 0,
         uids=_free_uids() if is_linux else range(0),
         kernel=(int(found[1]), int(found[2])) if found else (0, 0),
+        cgroup=find_cgroup() if is_linux else None,
     )
+
+
+def find_cgroup(proc: Path = Path("/proc/self")) -> Cgroup | None:
+    """Return the group to make groups in, best one that bounds memory: this process's or the next.
+
+    A group with processes gives its children no controllers, so it is often the one above, which a
+    service manager must have delegated. Groups further up belong to others.
+    """
+    try:
+        mounts = [line.split() for line in (proc / "mounts").read_text().splitlines()]
+        root = next(Path(fields[1]) for fields in mounts if fields[2] == "cgroup2")
+        lines = (proc / "cgroup").read_text().splitlines()
+        own = next(line[3:] for line in lines if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return None
+    inside = root / own.lstrip("/")
+    found = [
+        Cgroup(str(folder), "memory" in (folder / "cgroup.subtree_control").read_text().split())
+        for folder in dict.fromkeys((inside, inside.parent if inside != root else root))
+        if _takes_groups(folder)
+    ]
+    return max(found, key=lambda group: group.bounds_memory, default=None)
+
+
+def _takes_groups(folder: Path) -> bool:
+    """Whether a process can be moved into a group made here: found out by doing it."""
+    group = folder / f"rolltree-probe-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError:
+        return False
+    move = ["/bin/sh", "-c", 'echo 0 > "$1"', "sh", str(group / "cgroup.procs")]
+    try:
+        return subprocess.run(move, stderr=subprocess.DEVNULL, check=False).returncode == 0
+    finally:
+        with suppress(OSError):
+            group.rmdir()
 
 
 def _find_bwrap() -> str | None:
@@ -164,7 +215,7 @@ def dispensable(allow_weaker: bool | Sequence[str]) -> tuple[str, ...]:
     for name in allow_weaker:
         if name not in PROTECTIONS:
             raise ConfigError(
-                f"allow_weaker names {name!r}, which is no protection of a sandbox."
+                f"allow_weaker names {name!r}, which is not a protection of a sandbox."
                 f"{did_you_mean(name, PROTECTIONS)}"
             )
     return tuple(allow_weaker)
@@ -268,8 +319,15 @@ def _candidate(name: str, own_user: bool, bounded: bool, machine: Machine) -> Ca
         else "kernel count of the namespace"
         if has_namespace
         else "kernel count of the host user + polled",
-        "memory": "address space per process; resident memory, sockets, pipes and mappings "
-        "polled; page tables and file locks not counted",
+        "memory": "address space per process; resident memory, sockets, pipes and mappings polled; "
+        + (
+            "all kernel memory by a cgroup, files included"
+            if machine.cgroup and machine.cgroup.bounds_memory
+            else "page tables and file locks not counted"
+        ),
+        "cpu": "polled, counted by a cgroup"
+        if machine.cgroup
+        else "polled; of children that nobody waits for what is seen",
         "disk": "tmpfs of limited size" if bounded else "polled",
         "privileges": "no capabilities, no new privileges",
         "tree": "PID namespace + subreaper" if wrapped else "subreaper",

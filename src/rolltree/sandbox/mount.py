@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 _NEW_NAMESPACE, _NEW_USER = 0x20000, 0x10000000
-_NO_SUID, _NO_DEVICES, _RECURSIVE, _SLAVE = 1 << 1, 1 << 2, 1 << 14, 1 << 19
+_NO_SUID, _NO_DEVICES, _BIND = 1 << 1, 1 << 2, 1 << 12
+_RECURSIVE, _SLAVE = 1 << 14, 1 << 19
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -26,13 +27,15 @@ def main() -> NoReturn:
     path, options = sys.argv[1].encode(), sys.argv[2].encode()
     try:
         if os.geteuid() == 0:
-            check(libc.unshare(_NEW_NAMESPACE), "mount namespace")
+            _check(libc.unshare(_NEW_NAMESPACE), "mount namespace")
         else:
             become_mounter()
         # The host's mounts stay as they are; what the host unmounts later goes from here too.
-        check(libc.mount(None, b"/", None, _RECURSIVE | _SLAVE, None), "mount propagation")
+        _check(libc.mount(None, b"/", None, _RECURSIVE | _SLAVE, None), "mount propagation")
         flags = _NO_SUID | _NO_DEVICES
-        check(libc.mount(b"tmpfs", path, b"tmpfs", flags, options), "mount")
+        # A shared mapping of /dev/zero is memory that no limit sees; /dev/full reads the same.
+        _check(libc.mount(b"/dev/full", b"/dev/zero", None, _BIND, None), "/dev/zero")
+        _check(libc.mount(b"tmpfs", path, b"tmpfs", flags, options), "mount")
     except OSError as error:
         os.write(1, f"E{error.strerror}".encode())
     else:
@@ -44,14 +47,14 @@ def main() -> NoReturn:
 def become_mounter() -> None:
     """Make a user namespace with the same user in it, who may mount there."""
     uid, gid = os.geteuid(), os.getegid()
-    check(libc.unshare(_NEW_USER | _NEW_NAMESPACE), "user namespace")
+    _check(libc.unshare(_NEW_USER | _NEW_NAMESPACE), "user namespace")
     maps = {"setgroups": "deny", "uid_map": f"{uid} {uid} 1", "gid_map": f"{gid} {gid} 1"}
     for name, text in maps.items():
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
 
 
-def check(result: int, what: str) -> None:
+def _check(result: int, what: str) -> None:
     """Raise OSError for a failed system call."""
     if result < 0:
         number = ctypes.get_errno()

@@ -14,6 +14,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import secrets
 import shutil
 import stat
 import subprocess
@@ -33,6 +34,10 @@ _MOUNT = Path(__file__).with_name("mount.py")
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a write into a full folder fails with."""
+_OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)
+"""The machine's failures, which code inside cannot cause."""
+_LONGEST = 2**14
+"""Of a listed path: a file in each of 2,000 nested folders can make 500 MB of paths."""
 
 
 class PrivateFolder:
@@ -107,6 +112,23 @@ class PrivateFolder:
         """Delete the folder and everything in it. Doing it twice does nothing."""
         self._finalizer()
 
+    def reset(self) -> None:
+        """Undo what code did to the folder itself: `chmod 0 .` locks out whoever is not root.
+
+        Where files are not protected, code can also have moved or deleted it; then another is made.
+        """
+        with contextlib.suppress(OSError):  # what is tried next fails, and is explained
+            if self.mount_fd is None and not _leads_to(self.path, self.fd):
+                with contextlib.suppress(OSError):
+                    os.unlink(self.path)
+                self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                fd = os.open(self.path, _FOLDER_FLAGS)
+                os.dup2(fd, self.fd, inheritable=False)
+                os.close(fd)
+                if self.uid is not None:
+                    os.fchown(self.fd, self.uid, self.uid)
+            os.fchmod(self.fd, 0o700)
+
     def write(self, name: str, data: bytes) -> None:
         """Write a file, making folders on its way.
 
@@ -114,19 +136,20 @@ class PrivateFolder:
             SandboxFileError: the path leaves the folder, or goes through a link or a file.
         """
         parts = _parts(name)
-        with self._enter(parts[:-1], name, create=True) as parent:
-            with _explained(name), contextlib.suppress(FileNotFoundError):
+        with self._enter(parts[:-1], name, create=True) as parent, _explained(name):
+            with contextlib.suppress(FileNotFoundError):
                 os.unlink(parts[-1], dir_fd=parent)
-            with _explained(name):
-                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-                fd = os.open(parts[-1], flags, 0o600, dir_fd=parent)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = os.open(parts[-1], flags, 0o600, dir_fd=parent)
             try:
-                with _explained(name), open(fd, "wb") as file:
+                with open(fd, "wb") as file:
+                    os.fchmod(fd, 0o600)  # a default access list of the code's may take it away
                     if self.uid is not None:
                         os.fchown(fd, self.uid, self.uid)
                     file.write(data)
-            except SandboxFileError:
-                os.unlink(parts[-1], dir_fd=parent)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(parts[-1], dir_fd=parent)
                 raise
 
     def discard(self, name: str) -> None:
@@ -160,29 +183,24 @@ class PrivateFolder:
         return data
 
     def names(self) -> list[str]:
-        """Return the paths of the regular files, sorted; links and other things are left out."""
+        """Return the paths of the regular files, sorted; links and other things are left out.
+
+        So are names that are not UTF-8, what lies in folders that code locked or moves about
+        meanwhile, and what lies deeper than `_LONGEST` characters.
+        """
+        self.reset()
         found: list[str] = []
-        pending = [""]
-        while pending:
-            prefix = pending.pop()
-            try:
-                with (
-                    self._enter(_parts(prefix) if prefix else [], prefix, create=False) as fd,
-                    os.scandir(fd) as entries,
-                ):
-                    for entry in entries:
-                        if entry.is_dir(follow_symlinks=False):
-                            pending.append(f"{prefix}{entry.name}/")
-                        elif entry.is_file(follow_symlinks=False):
-                            found.append(prefix + entry.name)
-            except (OSError, SandboxFileError):
-                continue  # it changed under our hands, or the code locked itself out
+        with contextlib.suppress(OSError):  # code that still runs locks what is being looked at
+            for way, files in _walk(self.fd):
+                found += ["/".join([*way, name]) for name in files]
         return sorted(found)
 
     @contextmanager
     def _enter(self, parts: list[str], name: str, *, create: bool) -> Iterator[int]:
         """Give a descriptor of a folder below, reached without following any link."""
-        fd = os.open(".", _FOLDER_FLAGS, dir_fd=self.fd)
+        self.reset()
+        with _explained(name):
+            fd = os.open(".", _FOLDER_FLAGS, dir_fd=self.fd)
         try:
             for part in parts:
                 with _explained(name):
@@ -197,6 +215,70 @@ class PrivateFolder:
             yield fd
         finally:
             os.close(fd)
+
+
+def _walk(top: int) -> Iterator[tuple[list[str], list[str]]]:
+    """Yield the way to each folder (one list, changed later) and the names of its files.
+
+    Each is entered from the one above it, and left by "..": from the top, 2,000 nested folders take
+    28 s, and with a descriptor each they take too many.
+    """
+    here, way = os.open(".", _FOLDER_FLAGS, dir_fd=top), list[str]()
+    try:
+        folders, files = _entries(here)
+        levels = [(os.fstat(here), folders)]
+        yield way, files
+        while levels:
+            if sum(map(len, way)) > _LONGEST:
+                levels[-1][1].clear()
+            if levels[-1][1]:
+                way.append(levels[-1][1].pop())
+                try:
+                    deeper = os.open(way[-1], _FOLDER_FLAGS, dir_fd=here)
+                except OSError:  # it is gone, or code locked it
+                    way.pop()
+                    continue
+                if not os.access(".", os.X_OK, dir_fd=deeper):
+                    os.close(deeper)
+                    way.pop()
+                    continue
+                os.close(here)
+                here = deeper
+                folders, files = _entries(here)
+                levels.append((os.fstat(here), folders))
+                yield way, files
+                continue
+            levels.pop()
+            if levels:
+                way.pop()
+                above = os.open("..", _FOLDER_FLAGS, dir_fd=here)
+                os.close(here)
+                here = above
+                if not os.path.samestat(os.fstat(here), levels[-1][0]):
+                    return  # moved under our hands: ".." leads elsewhere
+    finally:
+        os.close(here)
+
+
+def _entries(fd: int) -> tuple[list[str], list[str]]:
+    """Return the names of the folders and of the regular files in a folder."""
+    folders, files = list[str](), list[str]()
+    with contextlib.suppress(OSError), os.scandir(fd) as entries:
+        for entry in entries:
+            if not _is_text(entry.name):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(entry.name)
+            elif entry.is_file(follow_symlinks=False):
+                files.append(entry.name)
+    return folders, files
+
+
+def _leads_to(path: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(fd))
+    except OSError:
+        return False
 
 
 def _plain(path: Path) -> tuple[None, int]:
@@ -229,39 +311,42 @@ def _remove(outer: Path, lock_fd: int, *fds: int) -> None:
     for fd in fds:
         with contextlib.suppress(OSError):
             os.close(fd)
-    _flatten(outer / "work")
+    with contextlib.suppress(OSError):
+        outer.unlink()  # a link to elsewhere that code put there
+    _empty(outer)
     shutil.rmtree(outer, ignore_errors=True)
     with contextlib.suppress(OSError):
         os.close(lock_fd)
 
 
-def _flatten(work: Path) -> None:
+def _empty(outer: Path) -> None:
     """Empty a folder without recursion: folders move up to the top before their turn comes."""
-    counter = 0
-    pending = [work]
-    with contextlib.suppress(OSError):
-        while pending:
-            folder = pending.pop()
-            with contextlib.suppress(OSError):
-                folder.chmod(0o700)
+    pending = [outer]
+    while pending:
+        folder = pending.pop()
+        with contextlib.suppress(OSError):
+            folder.chmod(0o700)
             for entry in list(os.scandir(folder)):
-                if not entry.is_dir(follow_symlinks=False):
-                    os.unlink(entry.path)
-                    continue
-                counter += 1
-                moved = work.parent / f"old-{counter}"
                 with contextlib.suppress(OSError):
-                    os.chmod(entry.path, 0o700)
-                os.rename(entry.path, moved)
-                pending.append(moved)
-            if folder != work:
+                    if entry.is_dir(follow_symlinks=False):
+                        moved = outer / f"old-{secrets.token_hex(8)}"
+                        os.chmod(entry.path, 0o700)
+                        os.rename(entry.path, moved)
+                        pending.append(moved)
+                    elif folder != outer:  # the lock goes last
+                        os.unlink(entry.path)
+            if folder != outer:
                 folder.rmdir()
+
+
+def _is_text(name: str) -> bool:
+    """Whether a name can be written as UTF-8; others are bytes that Python wraps in surrogates."""
+    return not any("\ud800" <= char <= "\udfff" for char in name)
 
 
 def _parts(name: str) -> list[str]:
     parts = [part for part in name.split("/") if part not in ("", ".")]
-    has_surrogates = any("\ud800" <= char <= "\udfff" for char in name)
-    if not parts or ".." in parts or name.startswith("/") or "\0" in name or has_surrogates:
+    if not parts or ".." in parts or name.startswith("/") or "\0" in name or not _is_text(name):
         raise SandboxFileError(
             f"{name!r} is not a path inside a sandbox. Use a relative path without '..', like "
             "'data/input.txt'."
@@ -278,6 +363,11 @@ def _explained(name: str) -> Iterator[None]:
             f"there is no file {name!r} in the sandbox. List what there is with list_files()."
         ) from error
     except OSError as error:
+        if error.errno in _OURS:
+            raise SandboxError(
+                f"{name!r} in the sandbox could not be opened ({error.strerror}): this process or "
+                "machine has run out of something. Raise its limits (`ulimit -n`)."
+            ) from error
         if error.errno in FULL:
             raise SandboxFileError(
                 f"{name!r} does not fit into the sandbox: its folder is bounded by "

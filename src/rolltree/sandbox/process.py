@@ -32,7 +32,7 @@ _FLOOD = 256
 """A session's output beyond the limit is dropped; this many times the limit kills it."""
 
 _GIVE_UP_S = 1.0
-_SHARED = ("cwd", "folder", "trusted_processes", "ready_at", "mount_fd", "folder_fd")
+_SHARED = ("cwd", "folder", "trusted_processes", "ready_at", "mount_fd", "folder_fd", "cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,8 @@ class Launch:
     what lives outside the tree. `env` is the environment of the launcher, not of the code. With
     `signals_as_codes` the launcher tells a death by signal N as exit code 128 + N, as shells do.
     `mount_fd` and `folder_fd` are a `PrivateFolder`'s: the command starts in that mount namespace.
+    `cgroup` is one in which the run gets a group of its own.
+    Unless it is `alone`, code of the same user runs beside it, and may kill it before it starts.
     """
 
     command: Sequence[str]
@@ -57,6 +59,8 @@ class Launch:
     signals_as_codes: bool = False
     mount_fd: int | None = None
     folder_fd: int | None = None
+    cgroup: str | None = None
+    alone: bool = True
 
 
 Feed: TypeAlias = Callable[[int, bytes], bool]
@@ -193,7 +197,7 @@ class SupervisedProcess:
     def report(self, said: str) -> dict[str, Any]:
         """Return what the supervisor reported, with `ended` as seen from outside.
 
-        `said` is what came out, for the message when it was no output of the code.
+        `said` is what came out, for the message when it was not output of the code.
 
         Raises:
             SandboxError: the isolation could not be set up, so the code did not run.
@@ -208,11 +212,8 @@ class SupervisedProcess:
         if self._launch.signals_as_codes and code is not None and 128 < code <= 192:
             report.update(ended="signal", exit_code=None, signal=code - 128)
         setup = report.pop("setup")
-        if (
-            self._launch.ready_at is not None
-            and setup != "1"
-            and report["ended"] in ("exit", "signal")
-        ):
+        failures = ("exit", "signal") if self._launch.alone else ("exit",)
+        if self._launch.ready_at is not None and setup != "1" and report["ended"] in failures:
             raise SandboxError(
                 f"the sandbox could not be set up at level {self._launch.level!r}, so nothing was "
                 f"run: {setup[1:]} {said.strip()}. Another level may work here."
@@ -346,7 +347,7 @@ class SupervisedSession:
             if self._closed:
                 raise SandboxError("the Python session is closed. Open another one.")
             began = time.monotonic()
-            if self._process is None or self._process.finished.done():
+            if self._process is None or not self.is_alive:
                 self._process = self._start(_REPL.read_text(), self._feed)
             process = self._process
             self._kept, self._pending, self._num_bytes = bytearray(), bytearray(), 0
@@ -382,6 +383,11 @@ class SupervisedSession:
             self._keep(self._pending[:-tail])
             del self._pending[:-tail]
         return self._num_bytes <= _FLOOD * self._limits.output_bytes
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process runs."""
+        return self._process is not None and not self._process.finished.done()
 
     async def close(self) -> None:
         """End the process."""

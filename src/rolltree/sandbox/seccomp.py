@@ -19,12 +19,17 @@ _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _X32_BIT = 0x40000000
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEW: NS, CGROUP, UTS, IPC, USER, PID, NET
+_THREAD, _SAME_FILES, _UNSHARE = 0x10000, 0x400, 2  # of `clone`, twice, and of `close_range`
 _AF_UNIX, _SOCKET_KIND, _STREAM, _SEQPACKET = 1, 0xF, 1, 5
 _IOCTL_ALLOWED = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Others drive devices, or change files
 that code may only read (FS_IOC_SETFLAGS)."""
-_FCNTL_REFUSED = (1024, 1026, 1031)
-"""SETLEASE and NOTIFY reach host files that can be read only; SETPIPE_SZ makes uncounted memory."""
+_FCNTL_REFUSED = (8, 10, 15, 1024, 1026, 1031)
+"""SETOWN, SETSIG and SETOWN_EX send any signal to any process of the user (Landlock before ABI 6
+allows it); SETLEASE and NOTIFY reach host files that can be read only; SETPIPE_SZ makes uncounted
+memory."""
+_MAP_KIND, _SHARED_ANONYMOUS = 0x2F, 0x21
+_PAGEOUT = 21  # what is swapped out is not resident, so no limit sees it
 _PRCTL_ALLOWED = (1, 2, 3, 15, 16, 38, 39, 0x53564D41)
 """PDEATHSIG (set, get), GET_DUMPABLE, NAME (set, get), NO_NEW_PRIVS (set, get), SET_VMA."""
 
@@ -74,7 +79,15 @@ def _checks() -> dict[str, list[bytes]]:
     """Calls that are allowed with some arguments only; each block ends with a verdict."""
     allow, refuse = _return(_ALLOW), _refuse(errno.EPERM)
     return {
-        "clone": [_argument(0), _jump(_ANY_BIT, _NEW_NAMESPACES, 0, 1), refuse, allow],
+        "clone": [  # a thread's own descriptors are counted nowhere
+            _argument(0),
+            _jump(_ANY_BIT, _NEW_NAMESPACES, 2, 0),
+            struct.pack("<HBBI", _AND, 0, 0, _THREAD | _SAME_FILES),
+            _jump(_EQUAL, _THREAD, 0, 1),
+            refuse,
+            allow,
+        ],
+        "close_range": [_argument(2), _jump(_ANY_BIT, _UNSHARE, 0, 1), refuse, allow],
         "socketpair": [  # a pair of datagram sockets can send to any socket with a path
             _argument(0),
             _jump(_EQUAL, _AF_UNIX, 0, 4),
@@ -88,6 +101,14 @@ def _checks() -> dict[str, list[bytes]]:
         "prlimit64": [_argument(0), _jump(_EQUAL, 0, 1, 0), refuse, allow],
         "ioctl": [_argument(1), *_one_of(_IOCTL_ALLOWED), _refuse(errno.ENOTTY), allow],
         "fcntl": [_argument(1), *_one_of(_FCNTL_REFUSED), allow, refuse],
+        "mmap": [  # shared memory of no file stays when all but a page is unmapped, uncounted
+            _argument(3),
+            struct.pack("<HBBI", _AND, 0, 0, _MAP_KIND),
+            _jump(_EQUAL, _SHARED_ANONYMOUS, 0, 1),
+            refuse,
+            allow,
+        ],
+        "madvise": [_argument(2), _jump(_EQUAL, _PAGEOUT, 0, 1), refuse, allow],
         "prctl": [_argument(0), *_one_of(_PRCTL_ALLOWED), refuse, allow],
     }
 

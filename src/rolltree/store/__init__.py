@@ -5,7 +5,7 @@ The only room that writes runs. It takes plain values and blobs.
 
 from rolltree.store.codec import Opaque, dumps, loads, to_plain
 from rolltree.store.listing import PhaseSummary, RunSummary, list_runs, run_folders, summarize
-from rolltree.store.rows import Event, StepRow, StoredEvaluation, StoredRollout
+from rolltree.store.rows import Event, StepRow, StoredEvaluation, StoredRollout, raised_by_rewards
 from rolltree.store.run import Run
 from rolltree.store.trained import TrainedRollout
 
@@ -23,6 +23,7 @@ __all__ = [
     "list_runs",
     "loads",
     "run_folders",
+    "raised_by_rewards",
     "summarize",
     "to_plain",
 ]

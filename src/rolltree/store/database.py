@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rolltree.errors import StoreError
+from rolltree.files import odd_kind, open_regular
 from rolltree.store.change import Change
 from rolltree.store.integrity import (
     MAX_TOLD,
@@ -45,6 +46,13 @@ from rolltree.store.schema import (
 from rolltree.store.trained import check_trained
 
 _LOCK_ATTEMPTS = 5
+_WAIT_S = {"r": 10.0, "w": 30.0, "create": 30.0}
+"""How long to wait for another program's lock. Readers of a healthy run wait for none."""
+_MAX_VALUE_BYTES = 2**28
+"""The largest text or blob that is written or read; a larger one in a file was put there."""
+_FILES = ("run.db", "run.db-wal", "run.db-shm", "run.db-journal", "run.commits", "run.lock")
+_NAMES_ANOTHER_FILE = bytes.fromhex("d9d505f920a163d7")
+"""The end of a rollback journal that names a file for SQLite to delete; rolltree writes none."""
 PAGE_ROWS = 64
 LIGHT_PAGE_ROWS = 1024  # without their blobs
 _SQL_ERRORS = (sqlite3.Error, UnicodeDecodeError, OverflowError, MemoryError)
@@ -78,12 +86,16 @@ class Database:
         self._check_file = check == "file"
         self._note = CommitNote(path)
         self.orders = Orders()
-        if mode != "r" and _has_wal(path) and path.is_file():
+        check_files(path.parent, writes=mode != "r")
+        if mode != "r" and _has_wal(path) and os.path.isfile(path):
             # A writer that closes merges the log, and a damaged one would be gone: look first.
             Database(path, "r").close()
         noted = self._note.read()  # before the database, which is never behind it
         self._connection = _connect(path, mode)
+        self._place = path.absolute()  # whatever folder an environment changes to
+        self._file = _identity(self._place)
         try:
+            self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
             if mode == "create" and is_empty(self._connection):
                 self._make(first_meta or {})
             elif is_empty(self._connection):
@@ -159,6 +171,22 @@ class Database:
                     ) from error
                 raise
             self._note.write(change.counts.commits)
+            self.check_place()
+
+    def check_place(self) -> None:
+        """Refuse to go on when the file that is written is no longer the one at its path.
+
+        The system lets an open file be written after it was deleted, and drops it at the end.
+
+        Raises:
+            StoreError: the run directory was removed, moved or replaced.
+        """
+        if _identity(self._place) != self._file:
+            raise StoreError(
+                f"{self.path} was removed, moved or replaced while it was being written, so what "
+                "is stored from now on would be lost. If the run directory was moved, go on there "
+                "with the same command; otherwise restore it from a copy, or start again."
+            )
 
     @contextlib.contextmanager
     def snapshot(self) -> Iterator[sqlite3.Connection]:
@@ -278,13 +306,13 @@ class Database:
         limit: int | None,
         page_rows: int = PAGE_ROWS,
         table: str = "rollouts",
+        after: int = 0,
     ) -> Iterator[tuple[Any, ...]]:
         """Yield rows of a table in the order they were stored, a page in memory at a time.
 
-        `columns` begins with the id. The lock is free between pages, so the run may be written
-        during iteration.
+        `columns` begins with the id; ids are greater than `after`. The lock is free between pages,
+        so the run may be written during iteration.
         """
-        after = 0
         sql = (
             f"SELECT {', '.join(columns)} FROM {table} WHERE id > ? AND {where} ORDER BY id LIMIT ?"
         )
@@ -382,8 +410,44 @@ def _said(error: Exception) -> str:
     return str(error) if is_told else f"{type(error).__name__}: {error}"
 
 
+def check_files(folder: Path, *, writes: bool) -> None:
+    """Refuse a run of which a file is a link, a pipe, a device or another thing to wait for.
+
+    SQLite opens its files by name and follows links, so this is done before it does.
+
+    Raises:
+        StoreError: there is one, or nobody can look.
+    """
+    try:
+        for name in _FILES:
+            # Readers write to the shared memory, too.
+            kind = odd_kind(folder / name, writes=writes or name.endswith("-shm"))
+            if kind is None and name.endswith("journal") and _ends_with_name(folder / name):
+                kind = "a journal that names another file to delete"
+            if kind is not None:
+                raise StoreError(
+                    f"{folder / name} is {kind}, not a regular file of its own. rolltree makes no "
+                    "such run, and using it could wait for ever or change other files. If you "
+                    "trust the run, copy its folder (`cp -rL`) and use the copy; otherwise ask "
+                    "for it where it is from."
+                )
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise StoreError(f"{folder} cannot be used as a run directory ({why}).") from error
+
+
+def _ends_with_name(journal: Path) -> bool:
+    try:
+        with open(open_regular(journal), "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - len(_NAMES_ANOTHER_FILE)))
+            return file.read(len(_NAMES_ANOTHER_FILE)) == _NAMES_ANOTHER_FILE and size > 512
+    except FileNotFoundError:
+        return False
+
+
 def _connect(path: Path, mode: str) -> sqlite3.Connection:
-    if mode != "create" and not path.is_file():
+    if mode != "create" and not os.path.isfile(path):
         raise StoreError(
             f"{path.parent} is not a run directory: it has no {path.name}. Check the path; "
             "`rolltree runs` lists the runs below a directory."
@@ -394,7 +458,7 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
     uri = f"{path.absolute().as_uri()}?{flags}"
     try:
         return sqlite3.connect(
-            uri, uri=True, isolation_level=None, check_same_thread=False, timeout=30.0
+            uri, uri=True, isolation_level=None, check_same_thread=False, timeout=_WAIT_S[mode]
         )
     except _SQL_ERRORS as error:
         raise _unreadable(path, error) from error
@@ -413,6 +477,14 @@ def _unreadable(path: Path, error: Exception) -> StoreError:
     )
 
 
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
 def _has_wal(path: Path) -> bool:
     return path.with_name(path.name + "-wal").exists()
 
@@ -427,7 +499,7 @@ class WriterLock:
     """
 
     def __init__(self, path: Path) -> None:
-        self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._fd: int | None = open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
             _lock_soon(self._fd)
         except BlockingIOError:
@@ -450,7 +522,7 @@ class WriterLock:
         It holds a shared lock for an instant, for which a writer that starts waits.
         """
         try:
-            fd = os.open(path, os.O_RDONLY)
+            fd = open_regular(path)
         except OSError:
             return None
         try:

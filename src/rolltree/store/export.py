@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from rolltree.errors import ConfigError, RolltreeError, StoreError
+from rolltree.files import whole_file
 from rolltree.store.codec import to_plain
 from rolltree.store.database import Database
 from rolltree.store.filters import matches
@@ -98,7 +99,10 @@ def _whole_lines(
 def _write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> int:
     number = 0
     # Half a surrogate pair, which models do write, has no UTF-8: JSON's own escape says it.
-    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
+    with (
+        whole_file(path) as part,
+        part.open("w", encoding="utf-8", errors="backslashreplace") as file,
+    ):
         for line in lines:
             file.write(json.dumps(to_plain(line), ensure_ascii=False) + "\n")
             number += 1

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from rolltree.errors import StoreError
+from rolltree.files import open_regular, read_regular
 
 _encode = msgspec.msgpack.Encoder().encode
 _NOTE_BYTES = 32
@@ -164,7 +165,7 @@ class CommitNote:
     def read(self) -> int:
         """Return the number of batches, 0 when the note says nothing."""
         with contextlib.suppress(OSError, ValueError):
-            number, _, found = self.path.read_text(encoding="ascii").partition(" ")
+            number, _, found = read_regular(self.path, _NOTE_BYTES).decode("ascii").partition(" ")
             if int(found) == checksum("note", [int(number)]):
                 return int(number)
         return 0
@@ -173,7 +174,7 @@ class CommitNote:
         """Note it; a full disk does not matter here, the batch itself is stored."""
         with contextlib.suppress(OSError):
             if self._fd is None:
-                self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+                self._fd = open_regular(self.path, os.O_RDWR | os.O_CREAT)
             text = f"{commits} {checksum('note', [commits])}"
             os.pwrite(self._fd, text.ljust(_NOTE_BYTES).encode(), 0)
 

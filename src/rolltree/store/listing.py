@@ -32,7 +32,7 @@ class PhaseSummary:
     `mean_reward` is that of the phase's report, over examples, with `low` and `high` as its 95 %
     interval. Where no report is stored it is the mean over scored rollouts without an interval.
     Rollouts that another one delegated do not count in either; None when nothing was scored.
-    `num_planned` is how many requests an evaluation is to have; None where nobody said.
+    `num_planned` is how many requests an evaluation is to have; None if nobody said.
     """
 
     phase: str
@@ -105,7 +105,7 @@ def _summarize(run: StoredRun) -> RunSummary:
     is_done = _is_done(meta, phases, events, num_steps, num_planned)
     ended = _last_end(events)
     state: RunState = "killed" if is_done is False else "unknown"
-    if is_done:
+    if is_done or (ended and ended.kind == "finished"):
         state = "done"
     elif ended:
         state = _ENDS.get(ended.data.get("state"), "unknown")
@@ -131,9 +131,12 @@ def _summarize(run: StoredRun) -> RunSummary:
 
 
 def _last_end(events: Sequence[Event]) -> Event | None:
-    """Return how the last start ended, None if it did not say."""
-    marks = [event for event in events if event.kind in ("resumed", "ended")]
-    return marks[-1] if marks and marks[-1].kind == "ended" else None
+    """Return how the last start ended, None if it did not say.
+
+    One that `finished` did all that it was asked for, which may be less than an earlier one was.
+    """
+    marks = [event for event in events if event.kind in ("resumed", "ended", "finished")]
+    return marks[-1] if marks and marks[-1].kind != "resumed" else None
 
 
 def _is_done(
@@ -143,7 +146,7 @@ def _is_done(
     num_steps: int,
     num_planned: int | None,
 ) -> bool | None:
-    """Say whether everything that was planned is stored; None where nothing was."""
+    """Say whether everything that was planned is stored; None if nothing was."""
     if meta["kind"] == "train" and num_planned is not None:
         if num_steps < num_planned:
             return False

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from rolltree.errors import StoreError
@@ -80,6 +81,15 @@ class StoredRollout:
     tokens: bytes = b""
 
 
+def raised_by_rewards(errors: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
+    """Return the reward functions among the `errors` of a row, each with what it raised."""
+    return tuple(
+        (str(each["function"]), f"{each.get('type')}: {each.get('message')}")
+        for each in errors
+        if "function" in each
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class StepRow:
     """Metrics of one optimizer step."""
@@ -129,7 +139,7 @@ class StoredEvaluation:
         return None if low is None or high is None else (low, high)
 
 
-class Column(NamedTuple):
+class StoredColumn(NamedTuple):
     """How one field of `StoredRollout` lies in SQL."""
 
     sql: str
@@ -164,7 +174,22 @@ def _real(value: Any, secrets: Secrets) -> float | None:
 
 
 def _json(value: Any, secrets: Secrets) -> str:
-    return dumps(cut_secrets(dict(value), secrets))
+    text = dumps(value)
+    has_one = any(each in text for each in _spellings(secrets))
+    return dumps(cut_secrets(dict(value), secrets)) if has_one else text
+
+
+@lru_cache(maxsize=8)
+def _spellings(secrets: Secrets) -> Secrets:
+    """Return the secrets as JSON writes them."""
+    return tuple(json.dumps(secret)[1:-1] for secret in secrets)
+
+
+@lru_cache(maxsize=8)
+def _raw_spellings(secrets: Secrets) -> tuple[bytes, ...]:
+    """Return the secrets as they are, and as JSON writes them, in bytes."""
+    spelled = (*secrets, *_spellings(secrets))
+    return tuple(dict.fromkeys(each.encode("utf-8", "replace") for each in spelled))
 
 
 def _errors(value: Any, secrets: Secrets) -> str:
@@ -172,13 +197,11 @@ def _errors(value: Any, secrets: Secrets) -> str:
 
 
 def _record(value: bytes, secrets: Secrets) -> bytes:
-    raw = [secret.encode("utf-8", "replace") for secret in secrets]
-    escaped = [json.dumps(secret)[1:-1].encode() for secret in secrets]
-    if any(spelling in value for spelling in (*raw, *escaped)):
+    if any(spelling in value for spelling in _raw_spellings(secrets)):
         try:
             value = dumps(cut_secrets(loads(value), secrets)).encode()
         except (ValueError, KeyError, TypeError):  # not the codec's JSON
-            for spelling in raw:
+            for spelling in _raw_spellings(secrets):
                 value = value.replace(spelling, REDACTED.encode())
     return deflate(value)
 
@@ -188,22 +211,22 @@ def as_stored(value: Any) -> Any:
     return value
 
 
-_TEXT = Column("TEXT", _text, as_stored)
-_LABEL = Column("TEXT", _label, as_stored)
-_INT = Column("INTEGER", _integer, as_stored)
-_REAL = Column("REAL", _real, as_stored)
-_BOOL = Column("INTEGER", _whole, bool)
+_TEXT = StoredColumn("TEXT", _text, as_stored)
+_LABEL = StoredColumn("TEXT", _label, as_stored)
+_INT = StoredColumn("INTEGER", _integer, as_stored)
+_REAL = StoredColumn("REAL", _real, as_stored)
+_BOOL = StoredColumn("INTEGER", _whole, bool)
 
-COLUMNS: dict[str, Column] = {
-    "request_id": Column("TEXT NOT NULL", _text, as_stored),
-    "trajectory_index": Column("INTEGER NOT NULL", _whole, as_stored),
+COLUMNS: dict[str, StoredColumn] = {
+    "request_id": StoredColumn("TEXT NOT NULL", _text, as_stored),
+    "trajectory_index": StoredColumn("INTEGER NOT NULL", _whole, as_stored),
     "num_trajectories": _INT,
     "group_id": _TEXT,
     "index_in_group": _INT,
-    "phase": Column("TEXT NOT NULL", _text, as_stored),
+    "phase": StoredColumn("TEXT NOT NULL", _text, as_stored),
     "train_step": _INT,
     "env_id": _LABEL,
-    "example_id": Column("", _whole, as_stored),  # no type: SQLite would turn "7" into 7
+    "example_id": StoredColumn("", _whole, as_stored),  # no type: SQLite would turn "7" into 7
     "task": _LABEL,
     "agent": _LABEL,
     "parent_rollout": _TEXT,
@@ -230,11 +253,13 @@ COLUMNS: dict[str, Column] = {
     "total_ms": _REAL,
     "started_at": _REAL,
     "created_at": _REAL,
-    "metrics": Column("TEXT", _json, loads),
-    "input": Column("TEXT", _json, loads),
-    "errors": Column("TEXT", _errors, lambda text: () if text == "[]" else tuple(loads(text))),
-    "record": Column("BLOB", _record, inflate),
-    "tokens": Column("BLOB", lambda value, secrets: deflate(value), inflate),
+    "metrics": StoredColumn("TEXT", _json, loads),
+    "input": StoredColumn("TEXT", _json, loads),
+    "errors": StoredColumn(
+        "TEXT", _errors, lambda text: () if text == "[]" else tuple(loads(text))
+    ),
+    "record": StoredColumn("BLOB", _record, inflate),
+    "tokens": StoredColumn("BLOB", lambda value, secrets: deflate(value), inflate),
 }
 """Every field of `StoredRollout`, in its order; the blobs last, so that a scan skips them."""
 

@@ -8,6 +8,7 @@ rollout into rows.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,10 +16,10 @@ from types import TracebackType
 from typing import Any, Literal
 
 from rolltree.errors import ConfigError, Stopped, StoreError
-from rolltree.redact import known_secrets, redact, remember, secrets_in
+from rolltree.redact import environment_secrets, known_secrets, redact, remember, secrets_in
 from rolltree.store.change import Change
 from rolltree.store.codec import dumps
-from rolltree.store.database import Database, WriterLock
+from rolltree.store.database import Database, WriterLock, check_files
 from rolltree.store.integrity import read_totals, report_key
 from rolltree.store.reading import StoredRun
 from rolltree.store.rows import COLUMNS, StoredRollout, to_sql
@@ -92,8 +93,9 @@ class Run(StoredRun):
         directory = Path(path)
         if mode == "r":
             return cls(directory, Database(directory / "run.db", "r", check=check), None)
-        if not (directory / "run.db").is_file():
+        if not os.path.isfile(directory / "run.db"):
             Database(directory / "run.db", "w")  # raises with the explanation
+        check_files(directory, writes=True)
         with _writing(directory):
             lock = WriterLock(directory / "run.lock")
         try:
@@ -118,9 +120,10 @@ class Run(StoredRun):
 
         Settings bind when the first rollout or step is stored; until then other ones replace them.
         `may_change` names dotted keys (or their parents) in which a continued run may differ
-        from its first start, such as `"max_concurrent"`. A key that the run lacks, because the
-        setting is newer than the run, counts as in `defaults` and is stored. `advice` ends the
-        message about other settings.
+        from its first start, such as `"max_concurrent"`; they are stored as they are now, and what
+        they were is in the event `resumed`. A key that the run lacks, because the setting is newer
+        than the run, counts as in `defaults` and is stored. `advice` ends the message about other
+        settings.
 
         Raises:
             ConfigError: the run was started with other settings.
@@ -142,8 +145,9 @@ class Run(StoredRun):
                 f"{Path(path) / 'config.json'}.{advice and ' ' + advice}"
             )
         else:
-            run._rebind(known, run.meta["kind"])
-        run.add_event("resumed")
+            run._rebind(data, run.meta["kind"])
+        changed = config_differences(known, data)
+        run.add_event("resumed", {"changed": changed} if changed and run.is_bound else None)
         return run
 
     @property
@@ -165,6 +169,7 @@ class Run(StoredRun):
     def _make(cls, path: Path, config: Any, kind: str, secrets: Sequence[str]) -> Run:
         with _writing(path):
             path.mkdir(parents=True, exist_ok=True)
+            check_files(path, writes=True)
             lock = WriterLock(path / "run.lock")
         meta = {"kind": kind, "config": config, "created_at": time.time()}
         try:
@@ -190,6 +195,8 @@ class Run(StoredRun):
         if error is not None and not self.read_only:
             self._note_end(error)
         self.close()
+        if error is None and not self.read_only:
+            self._database.check_place()
 
     def _note_end(self, error: BaseException) -> None:
         """Store that, and why, the block of this run was left before its end."""
@@ -214,7 +221,7 @@ class Run(StoredRun):
     def set_meta(self, key: str, value: Any) -> None:
         """Store one value under a name; the last one wins."""
         self._must_write()
-        text = dumps(redact(value, self._secrets))
+        text = dumps(redact(value, self._known))
         with self._database.transaction() as change:
             change.put("meta", key, text)
 
@@ -234,13 +241,18 @@ class Run(StoredRun):
         stays until the phase changes.
         """
         self._must_write()
-        text = dumps(redact(report, self._secrets))
+        text = dumps(redact(report, self._known))
         with self._database.transaction() as change:
             totals = read_totals(change.connection, change.counts)
             is_whole = num_requests == sum(t.num_requests for t in totals if t.phase == phase)
             if is_whole:
                 change.put("meta", report_key(phase), text)
         return is_whole
+
+    @property
+    def _known(self) -> tuple[str, ...]:
+        """The secrets of today: an environment may have loaded its keys only now."""
+        return known_secrets((*self._secrets, *environment_secrets()))
 
     def protect(self, *secrets: str) -> None:
         """Name secrets of this process; they are cut out of everything written from now on.
@@ -266,7 +278,8 @@ class Run(StoredRun):
         replaced whatever became of them.
         """
         self._must_write()
-        values = [to_sql(row, self._secrets) for row in rows]
+        known = self._known
+        values = [to_sql(row, known) for row in rows]
         with self._database.transaction() as change:
             for request_id in dict.fromkeys(row[_REQUEST_ID] for row in values):
                 if replace_failed or request_id in replaced:
@@ -293,7 +306,7 @@ class Run(StoredRun):
                 f"tokens of step {min(others)} were given with the metrics of step {step}, and "
                 "would be counted in the wrong one. Pass each step's own."
             )
-        text = dumps(redact(dict(metrics), self._secrets))
+        text = dumps(redact(dict(metrics), self._known))
         values = [trained_to_sql(row) for row in trained]
         with self._database.transaction() as change:
             change.put("steps", int(step), time.time(), text)
@@ -347,7 +360,7 @@ class Run(StoredRun):
     def _insert_event(
         self, change: Change, kind: str, data: Mapping[str, Any], step: int | None
     ) -> None:
-        text = dumps(redact(dict(data), self._secrets))
+        text = dumps(redact(dict(data), self._known))
         change.put("events", change.next_id(), time.time(), kind, step, text)
 
 
@@ -355,8 +368,9 @@ class Run(StoredRun):
 def _writing(path: Path) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a name with a null character
+        why = getattr(error, "strerror", None) or error
         raise StoreError(
-            f"{path} cannot be written ({error.strerror}), and a run writes its rollouts there. "
-            "Make room or check the disk, or choose another run directory."
+            f"{path} cannot be written ({why}), and a run writes its rollouts there. Make room or "
+            "check the disk, or choose another run directory."
         ) from error

@@ -6,6 +6,7 @@ transaction, when it opens it.
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from dataclasses import fields
 from pathlib import Path
@@ -24,10 +25,14 @@ OWN_REWARDS_SINCE = 4
 APPLICATION_ID = 0x726F6C74  # "rolt", in the header of every run.db
 
 
-_ACTING = """
-SELECT CASE type WHEN 'table' THEN 'virtual table' ELSE type END, name FROM sqlite_master
-WHERE type IN ('view', 'trigger') OR upper(sql) LIKE 'CREATE VIRTUAL%' ORDER BY rowid LIMIT 1
-"""
+_COLUMN = r"\w+(?: (?:INTEGER|TEXT|REAL|BLOB)?(?: PRIMARY KEY| NOT NULL)*)?"
+_LIST = r"\((?:\w+, )*\w+\)"
+_PASSIVE = re.compile(
+    rf"CREATE TABLE \w+ ?\(\s*{_COLUMN}(?:,\s*(?:{_COLUMN}|(?:UNIQUE|PRIMARY KEY) {_LIST}))*\s*\)"
+    rf"(?: WITHOUT ROWID)?|CREATE INDEX \w+ ON \w+ {_LIST}|CREATE TABLE sqlite_stat\d\([\w,]+\)"
+)
+"""What rolltree writes: no view, trigger, virtual table or module, and no expression that SQLite
+would compute: of a generated column, a default, a check, a partial index."""
 
 
 def _counts_table() -> str:
@@ -90,7 +95,7 @@ def upgrade_schema(connection: sqlite3.Connection) -> None:
 
 
 def check_schema(connection: sqlite3.Connection, path: Path) -> int:
-    """Return the schema version of a run, and refuse what is no run or one of another version.
+    """Return the schema version of a run, and refuse what is not a run or one of another version.
 
     Raises:
         StoreError: with what the file is instead, and what to do.
@@ -102,7 +107,12 @@ def check_schema(connection: sqlite3.Connection, path: Path) -> int:
             f"{path} is a SQLite file, but not one that rolltree made, so nothing is read from or "
             "written to it. Choose another run directory."
         )
-    for kind, name in connection.execute(_ACTING).fetchall():
+    for kind, name, sql in connection.execute("SELECT type, name, sql FROM sqlite_master"):
+        if sql is None or _PASSIVE.fullmatch(sql):  # None: the index of a key
+            continue
+        if kind in ("table", "index"):
+            is_virtual = sql.upper().startswith("CREATE VIRTUAL")
+            kind = "virtual table" if is_virtual else f"{kind} with rules of its own"
         raise StoreError(
             f"{path} has a {kind}, {name!r}, which rolltree never makes and which could act on "
             "what is read or written, so the file is not used. Ask for the run where it is from."

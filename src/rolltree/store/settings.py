@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rolltree.redact import known_secrets, redact
+from rolltree.files import read_regular, write_whole
+from rolltree.redact import environment_secrets, known_secrets, redact
 from rolltree.store.codec import to_plain
 
 _MISSING = object()
@@ -16,20 +17,16 @@ _MISSING = object()
 
 def stored_settings(config: Mapping[str, Any], secrets: Sequence[str]) -> Any:
     """Return settings as a run stores them: plain data, without secrets."""
-    return to_plain(redact(dict(config), known_secrets(secrets)))
+    return to_plain(redact(dict(config), known_secrets((*secrets, *environment_secrets()))))
 
 
 def write_config(path: Path, config: Mapping[str, Any]) -> None:
-    """Write `config.json` through a temporary file and a rename, if its content would change."""
+    """Write `config.json` whole, if its content would change."""
     text = json.dumps(config, indent=2) + "\n"
-    if path.is_file() and path.read_text(encoding="utf-8") == text:
-        return
-    temporary = path.with_suffix(".json.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    with contextlib.suppress(OSError):
+        if read_regular(path, len(text.encode())) == text.encode():
+            return
+    write_whole(path, text, follow=False)
 
 
 def with_defaults(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class TrainedRollout:
             `_T`.
         advantage: from the credit; a KL in the reward is not taken off it.
         weight: what multiplies the token's policy loss: the aggregation's coefficient times the
-            correction of the importance ratio; 0 where a mask, the truncation policy, staleness or
+            correction of the importance ratio; 0 if a mask, the truncation policy, staleness or
             `max_seq_len` takes the token out of the loss.
         logprob: the trainer's, when the step's first update reads the token. With one mini-batch
             that is before the step.
@@ -97,8 +97,8 @@ class TrainedRollout:
             if name != "num_sampled" and values is not None and len(values) != num_tokens:
                 raise StoreError(
                     f"{name} of rollout {self.request_id!r} has {len(values)} values for "
-                    f"{num_tokens} sampled tokens, so nobody knows whose is whose. Pass one per "
-                    "token."
+                    f"{num_tokens} sampled tokens, so values cannot be matched to tokens. Pass "
+                    "one per token."
                 )
 
 

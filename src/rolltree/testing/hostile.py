@@ -126,6 +126,18 @@ def _nested(answer: Answer) -> bytes:
     return f'{{"note": {deep}, {json.dumps(answer)[1:]}'.encode()
 
 
+def _swap(answer: Answer) -> None:
+    """Exchange the first two sampled ids; text and logprobs stay."""
+    choice = answer["choices"][0]
+    if "token_ids" in choice:
+        choice["token_ids"][:2] = choice["token_ids"][1::-1]
+
+
+def _huge_id(answer: Answer) -> bytes:
+    body = json.dumps(answer).encode()
+    return body.replace(b'"token_ids": [', b'"token_ids": [%b, ' % (b"9" * 5000))
+
+
 def _bomb(answer: Answer) -> bytes:
     """Return 64 KiB that unpack to 64 MiB."""
     packed = gzip.compress(b" " * 2**26)
@@ -182,6 +194,8 @@ HOSTILE: Mapping[str, HttpFault] = {
     "negative id": _sampled(lambda ids: [*ids[:-1], -1]),
     "no sampled ids": _sampled(lambda _: []),
     "5,000 sampled ids": _sampled(lambda _: [7] * 5000),
+    "id of 5,000 digits": _spoil(_huge_id),
+    "choice 1 of 1": _choice(index=1),
     "one id too few": _spoil(
         lambda answer: answer["choices"][0].update(
             token_ids=answer["choices"][0].get("token_ids", [0])[:-1]
@@ -195,6 +209,9 @@ HOSTILE: Mapping[str, HttpFault] = {
     "logprobs of NaN": _logprobs(lambda values: [float("nan")] * len(values)),
     "placeholder logprobs": _logprobs(lambda values: [-9999.0] * len(values)),
     "version of 2^63": _choice(weight_versions=[{"version": str(2**63), "start": 0, "end": 1}]),
+    # Tokens that only a tokenizer, or the ids that were sent, can tell from the right ones
+    "another prompt of the same length": _prompt(lambda ids: ids[::-1]),
+    "swapped ids": _spoil(_swap),
     # Tokens that are missing: such a call is not trained
     "no ids": _without("token_ids", "prompt_token_ids", "logprobs"),
     "no logprobs": _without("logprobs"),

@@ -1,9 +1,9 @@
 """A minimal HTTP/1.1 server on loopback in a thread of its own, for tests over real sockets.
 
 The server keeps connections alive and can misbehave: answer late, cut a body short, let it drip,
-send what is no answer, reset the connection, be gone. Requests need a Content-Length; TLS and
-chunked requests are not supported.
-`DirectTransport` serves the same handlers without a socket.
+send something that is not an answer, reset the connection, be gone. Requests need a Content-Length;
+TLS and chunked requests are not supported. `DirectTransport` serves the same handlers without a
+socket.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class LoopbackServer:
 
 
 async def _read_request(reader: asyncio.StreamReader) -> Request | None:
-    """Return the next request, None where the connection ends or says something else."""
+    """Return the next request, None if the connection ends or says something else."""
     try:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
         first, *lines = head.rstrip("\r\n").split("\r\n")

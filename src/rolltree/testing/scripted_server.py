@@ -63,7 +63,7 @@ class ScriptedServer:
         delay_s: how long each answer takes.
 
     Attributes:
-        requests: every request, in order of arrival.
+        requests: every request, in order of arrival, but for the version of the weights.
 
     Example:
         >>> with ScriptedServer(["12"]) as server:
@@ -132,6 +132,8 @@ class ScriptedServer:
         except ValueError:
             return _error(400, "the body is not JSON")
         path = request.path.partition("?")[0]
+        if path == "/weight_info":  # asked before evaluations, and no part of a script
+            return _error(404, "this server's weights have no version")
         self.requests.append(ServedRequest(request.method, path, body, request.headers))
         if self._api_key and request.headers.get("authorization") != f"Bearer {self._api_key}":
             return _error(401, "Incorrect API key provided")
@@ -290,8 +292,10 @@ def _as_completion(body: Mapping[str, Any]) -> dict[str, Any]:
 def _ids_only(completion: dict[str, Any]) -> dict[str, Any]:
     """Return a text completion as the token-in endpoint answers it."""
     choice = completion["choices"][0]
-    values = choice["logprobs"]["token_logprobs"]
-    choice["logprobs"] = {"content": [{"logprob": value} for value in values]}
+    content = [{"logprob": value} for value in choice["logprobs"]["token_logprobs"]]
+    for entry, token in zip(content, choice["token_ids"], strict=False):  # a script's numbers stay
+        entry["token"] = f"token_id:{token}"
+    choice["logprobs"] = {"content": content}
     del choice["text"], choice["prompt_token_ids"], completion["object"]
     return {"request_id": completion.pop("id"), **completion}
 

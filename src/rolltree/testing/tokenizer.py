@@ -76,7 +76,7 @@ class ByteTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
         parts: list[str] = []
         pending = bytearray()
         for token in ids:

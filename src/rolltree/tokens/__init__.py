@@ -13,9 +13,9 @@ from rolltree.tokens.routing import (
     recorded_routing,
     routing_streams,
 )
-from rolltree.tokens.step import RecordedStep, StepTokens, mask_list, peek
+from rolltree.tokens.step import RecordedStep, StepTokens, mask_list, num_call_tokens, peek
 from rolltree.tokens.streams import PlacedStream, TokenStream
-from rolltree.tokens.trajectory import Trajectory, insert_step
+from rolltree.tokens.trajectory import Trajectory, check_steps, insert_step, record_call
 from rolltree.tokens.tree import TokenTree
 
 __all__ = [
@@ -33,13 +33,16 @@ __all__ = [
     "TokenStream",
     "TokenTree",
     "Trajectory",
+    "check_steps",
     "checked_logprobs",
     "checked_routing",
     "explain_break",
     "insert_step",
     "mask_list",
+    "num_call_tokens",
     "peek",
     "readable_floats",
+    "record_call",
     "recorded_routing",
     "routing_streams",
 ]

@@ -74,8 +74,8 @@ def as_array(values: Any, name: str) -> NDArray[Any]:
         return np.asarray(values)
     except (TypeError, ValueError) as error:
         raise TokenError(
-            f"{name} is no array ({error}), so nobody could tell which value belongs to which "
-            "token. Give numbers in one shape."
+            f"{name} is not an array ({error}), so values cannot be matched to tokens. Give "
+            "numbers in one shape."
         ) from error
 
 
@@ -94,7 +94,7 @@ def check_stored(values: NDArray[Any], name: str) -> None:
 
 
 def check_label(label: object, name: str) -> None:
-    """Refuse a label that is no text or that UTF-8 cannot hold.
+    """Refuse a label that is not text or that UTF-8 cannot hold.
 
     Raises:
         TokenError: it names the label.
@@ -103,12 +103,12 @@ def check_label(label: object, name: str) -> None:
         label.encode()  # type: ignore[attr-defined]
     except (AttributeError, UnicodeEncodeError) as error:
         raise TokenError(
-            f"{name} is {label!r}, which is no text that can be stored. Give a string."
+            f"{name} is {label!r}, which is not text that can be stored. Give a string."
         ) from error
 
 
 def check_labels(agent: object, turn: object) -> None:
-    """Refuse what is no name of an agent or no number of a turn.
+    """Refuse what is not the name of an agent or the number of a turn.
 
     Raises:
         TokenError: it names the label.

@@ -3,6 +3,10 @@
 They are the stream `ROUTED_EXPERTS` of a token tree, integers `[layers, experts per token]` per
 token. A call stores those of its new tokens; its last sampled token was never the model's input, so
 the call that continues it is the first to know where that went.
+
+Experts belong to weights. An engine that gets new weights computes a context again, so those of a
+whole call are of the version that sampled its last token; a call of another version than the one it
+extends stores them all.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from rolltree.errors import TokenError
 from rolltree.tokens.streams import TokenStream
@@ -26,7 +30,7 @@ def checked_routing(values: Any, path_len: int) -> NDArray[Any]:
     """Return routed experts, `[n, layers, top_k]`, of a call of `path_len` tokens.
 
     Raises:
-        TokenError: they are no integers of that shape, or of more tokens than the model was given.
+        TokenError: they are not integers of that shape, or of more tokens than the model was given.
     """
     array = np.asarray(values)
     if array.ndim != 3 or array.dtype.kind not in "iu" or not all(array.shape[1:]):
@@ -44,11 +48,16 @@ def checked_routing(values: Any, path_len: int) -> NDArray[Any]:
 
 
 def routing_streams(
-    values: NDArray[Any] | None, path_len: int, tree: TokenTree, parent: int | None
+    values: NDArray[Any] | None,
+    path_len: int,
+    tree: TokenTree,
+    parent: int | None,
+    versions: ArrayLike,
 ) -> dict[str, TokenStream]:
     """Return what a new call of `tree` adds: `values` without what its `parent` recorded.
 
-    `values`, `[n, layers, top_k]`, are those of the n tokens before the call's last one.
+    `values`, `[n, layers, top_k]`, are those of the n tokens before the call's last one; `versions`
+    those of its sampled tokens, as `TokenTree.insert` takes them.
 
     Raises:
         TokenError: as `checked_routing`.
@@ -57,20 +66,31 @@ def routing_streams(
         return {}
     array = checked_routing(values, path_len)
     start = path_len - 1 - len(array)
-    before = None if parent is None else tree.stream(ROUTED_EXPERTS, parent)
+    before = None
+    if parent is not None and routing_version(tree, parent) == _last(versions):
+        before = tree.stream(ROUTED_EXPERTS, parent)
     if isinstance(before, TokenStream):
         known = (before.start or 0) + len(before.values)
         array, start = array[max(0, known - start) :], max(start, known)
     return {ROUTED_EXPERTS: TokenStream(array, start)}
 
 
+def routing_version(tree: TokenTree, call: int) -> int:
+    """Return the policy version whose experts a call stores: -1 if it sampled nothing."""
+    return _last(tree.versions(call))
+
+
+def _last(versions: ArrayLike) -> int:
+    return int(next(iter(np.ravel(versions)[-1:]), -1))
+
+
 def recorded_routing(tree: TokenTree, call: int) -> NDArray[Any] | None:
-    """Return the routed experts of a call and of those it extends, as far back as there are some.
+    """Return the routed experts of a call, as far back as it and those it extends have some.
 
     `[n, layers, top_k]`, of the n tokens before the call's last one; None without any.
     """
     parts: list[NDArray[Any]] = []
-    first, at = tree.path_len(call) - 1, call
+    first, at, version = tree.path_len(call) - 1, call, routing_version(tree, call)
     while True:
         stream = tree.stream(ROUTED_EXPERTS, at)
         parent = tree.parent(at)
@@ -78,7 +98,7 @@ def recorded_routing(tree: TokenTree, call: int) -> NDArray[Any] | None:
             break
         parts.append(stream.values)
         first = stream.start or 0
-        if parent is None or not first:
+        if parent is None or not first or routing_version(tree, parent) != version:
             break
         at = parent
     return np.concatenate(parts[::-1]) if parts else None

@@ -40,7 +40,7 @@ MAX_SAMPLED = 2**25
 _NARROWING = tuple(np.dtype(name) for name in ("u1", "i1", "<u2", "<i2", "<u4", "<i4"))
 
 
-def damaged(reason: str) -> TokenError:
+def damaged_tokens(reason: str) -> TokenError:
     """Return the error for bytes that are not a token tree."""
     return TokenError(
         f"these bytes are not a token tree: {reason}. A truncated or foreign record cannot be "
@@ -98,7 +98,7 @@ class Reader:
 
     def _take(self, count: int) -> memoryview:
         if self._at + count > len(self._body):
-            raise damaged("a value runs past the end")
+            raise damaged_tokens("a value runs past the end")
         part = self._body[self._at : self._at + count]
         self._at += count
         return part
@@ -112,41 +112,41 @@ class Reader:
         try:
             return bytes(self._take(self.number())).decode()
         except UnicodeDecodeError as error:
-            raise damaged("a label is not UTF-8") from error
+            raise damaged_tokens("a label is not UTF-8") from error
 
     def array(self) -> NDArray[Any]:
         """Read an array."""
         code, ndim = self._take(2)
         if code >= len(STORED_DTYPES) or ndim > MAX_NDIM:
-            raise damaged("unknown array type")
+            raise damaged_tokens("unknown array type")
         shape = struct.unpack(f"<{ndim}I", self._take(4 * ndim))
         dtype = np.dtype(STORED_DTYPES[code])
         size = dtype.itemsize
         for extent in shape:
             size *= extent
         if not size and math.prod(shape[: shape.index(0)]) > len(self._body):
-            raise damaged("an array has more rows than bytes")
+            raise damaged_tokens("an array has more rows than bytes")
         values = np.frombuffer(self._take(size), dtype=dtype)
         if dtype.kind == "b" and (values.view(np.uint8) > 1).any():
-            raise damaged("a boolean is neither 0 nor 1")
+            raise damaged_tokens("a boolean is neither 0 nor 1")
         try:
             return values.reshape(shape)
         except ValueError as error:
-            raise damaged("an array has an impossible shape") from error
+            raise damaged_tokens("an array has an impossible shape") from error
 
     def ints(self, count: int | None = None) -> NDArray[np.int64]:
         """Read a flat array of integers, of a known length when `count` is given."""
         values = self.array()
         if values.dtype.kind not in "iu" or values.ndim != 1 or values.dtype == np.uint64:
-            raise damaged("integers were expected")
+            raise damaged_tokens("integers were expected")
         if count is not None and len(values) != count:
-            raise damaged(f"{count} integers were expected, {len(values)} came")
+            raise damaged_tokens(f"{count} integers were expected, {len(values)} came")
         return values.astype(np.int64)
 
     def done(self) -> None:
         """Refuse bytes that are left over."""
         if self._at != len(self._body):
-            raise damaged("bytes are left over")
+            raise damaged_tokens("bytes are left over")
 
 
 def chunks(data: bytes | bytearray | memoryview) -> list[Reader]:
@@ -155,15 +155,15 @@ def chunks(data: bytes | bytearray | memoryview) -> list[Reader]:
     found: list[Reader] = []
     while len(view):
         if len(view) < _HEAD.size:
-            raise damaged("the last record is cut off")
+            raise damaged_tokens("the last record is cut off")
         magic, checksum, length = _HEAD.unpack(view[: _HEAD.size])
         if magic != MAGIC:
-            raise damaged("the record does not start with its mark")
+            raise damaged_tokens("the record does not start with its mark")
         body = view[_HEAD.size : _HEAD.size + length]
         if len(body) != length:
-            raise damaged("the last record is cut off")
+            raise damaged_tokens("the last record is cut off")
         if zlib.crc32(body) != checksum:
-            raise damaged("the checksum does not match")
+            raise damaged_tokens("the checksum does not match")
         found.append(Reader(body))
         view = view[_HEAD.size + length :]
     return found
@@ -271,18 +271,18 @@ def load(tree: TokenTree, data: bytes | bytearray | memoryview) -> None:
     """
     found = chunks(data)
     if not found:
-        raise damaged("there are no bytes")
+        raise damaged_tokens("there are no bytes")
     for reader in found:
         _load_chunk(tree, reader)
     if sum(tree.calls.num_sampled) > MAX_SAMPLED:
-        raise damaged(f"its calls sampled more than {MAX_SAMPLED:,} tokens")
+        raise damaged_tokens(f"its calls sampled more than {MAX_SAMPLED:,} tokens")
 
 
 def _load_chunk(tree: TokenTree, reader: Reader) -> None:
     calls, arena = tree.calls, tree.arena
     since, count, num_tokens, num_runs = (reader.number() for _ in range(4))
     if (since, num_tokens, num_runs) != (len(calls), arena.num_tokens, arena.num_runs):
-        raise damaged(
+        raise damaged_tokens(
             f"the record continues after call {since}, but the tree holds {len(calls)} calls"
         )
     ids = reader.ints()
@@ -292,7 +292,7 @@ def _load_chunk(tree: TokenTree, reader: Reader) -> None:
     columns = {name: reader.ints(count).tolist() for name in _SAVED_COLUMNS}
     tree.agents.extend(reader.text() for _ in range(reader.number()))
     if len(set(tree.agents)) < len(tree.agents):
-        raise damaged("two agents have one name")
+        raise damaged_tokens("two agents have one name")
     for row in range(count):
         _load_call(tree, {name: column[row] for name, column in columns.items()})
     _check_reached(tree)
@@ -306,7 +306,7 @@ def _load_chunk(tree: TokenTree, reader: Reader) -> None:
 def _load_runs(tree: TokenTree, ids: Any, starts: Any, parents: Any) -> None:
     arena = tree.arena
     if len(ids) and (ids.min() < 0 or ids.max() >= 2**31):
-        raise damaged("a token id is out of range")
+        raise damaged_tokens("a token id is out of range")
     first = arena.num_tokens
     total = first + len(ids)
     bounds = np.concatenate([starts, [total]])
@@ -316,7 +316,7 @@ def _load_runs(tree: TokenTree, ids: Any, starts: Any, parents: Any) -> None:
         or ((parents >= starts) | (parents < -1)).any()
         or (len(ids) and not len(starts) and not arena.num_runs)
     ):
-        raise damaged("the runs do not tile the tokens")
+        raise damaged_tokens("the runs do not tile the tokens")
     ids = ids.astype(np.int32)
     edges = [first, *starts.tolist(), total]
     if edges[1] > first:
@@ -324,12 +324,12 @@ def _load_runs(tree: TokenTree, ids: Any, starts: Any, parents: Any) -> None:
         if arena.append(ids[: edges[1] - first], arena.place(last)).token != edges[1] - 1 or (
             last < 0
         ):
-            raise damaged("tokens continue a run that is not there")
+            raise damaged_tokens("tokens continue a run that is not there")
     for low, high, parent in zip(edges[1:], edges[2:], parents.tolist(), strict=False):
         place = arena.place(parent) if parent >= 0 else ROOT
         piece = ids[low - first : high - first]
         if (parent == low - 1 and parent >= 0) or arena.match(piece[:1], place)[0]:
-            raise damaged("two runs hold the same path")
+            raise damaged_tokens("two runs hold the same path")
         arena.append(piece, place)
 
 
@@ -339,7 +339,7 @@ def _load_call(tree: TokenTree, row: dict[str, int]) -> None:
     if not (-1 <= prompt_token <= end_token < arena.num_tokens) or not (
         -1 <= parent < len(calls) and 0 <= row["agent"] < len(tree.agents)
     ):
-        raise damaged("a call points outside the tree")
+        raise damaged_tokens("a call points outside the tree")
     prompt_end = arena.place(prompt_token) if prompt_token >= 0 else ROOT
     end = arena.place(end_token) if end_token >= 0 else ROOT
     prompt_len, sampled = row["prompt_len"], row["num_sampled"]
@@ -349,18 +349,18 @@ def _load_call(tree: TokenTree, row: dict[str, int]) -> None:
         or sampled < 0
         or arena.up(end, sampled) != prompt_end
     ):
-        raise damaged("a call's lengths do not fit its path")
+        raise damaged_tokens("a call's lengths do not fit its path")
     if parent >= 0:
         added = prompt_len - tree.path_len(parent)
         if added < 0 or arena.up(prompt_end, added) != calls.end(parent):
-            raise damaged("a call does not extend its parent")
+            raise damaged_tokens("a call does not extend its parent")
     if not NO_TURN <= row["turn"] < 2**31:
-        raise damaged("a turn is no number from 0 on")
+        raise damaged_tokens("a turn is not a number from 0 on")
     before = calls.num_tokens[-1] if len(calls) else 0
     if not max(before, end_token + 1) <= row["num_tokens"] <= arena.num_tokens or (
         row["num_runs"] != bisect_left(arena.run_start, row["num_tokens"])
     ):
-        raise damaged("a call does not say how large the tree was")
+        raise damaged_tokens("a call does not say how large the tree was")
     for name, value in row.items():
         getattr(calls, name).append(value)
     calls.prompt_run.append(prompt_end.run)
@@ -371,13 +371,13 @@ def _check_reached(tree: TokenTree) -> None:
     """Refuse tokens that lie on no call's path."""
     arena, calls = tree.arena, tree.calls
     if arena.num_tokens != (calls.num_tokens[-1] if len(calls) else 0):
-        raise damaged("tokens belong to no call")
+        raise damaged_tokens("tokens belong to no call")
     reached = np.full(arena.num_runs + 1, -1, np.int64)  # the last one is for the root
     np.maximum.at(reached, np.asarray(calls.end_run), np.asarray(calls.end_token))
     np.maximum.at(reached, np.asarray(arena.run_parent_run), np.asarray(arena.run_parent))
     ends = np.append(np.asarray(arena.run_start)[1:], arena.num_tokens)[: arena.num_runs]
     if (reached[:-1] != ends - 1).any():
-        raise damaged("tokens belong to no call")
+        raise damaged_tokens("tokens belong to no call")
 
 
 def _load_sampled(reader: Reader, stream: SampledStream, lengths: list[int]) -> None:
@@ -396,12 +396,12 @@ def _load_sampled(reader: Reader, stream: SampledStream, lengths: list[int]) -> 
         or not stream.holds(values)
         or (not stream.optional and (offsets == ABSENT).any())
     ):
-        raise damaged("a stream does not fit its calls")
+        raise damaged_tokens("a stream does not fit its calls")
     at = 0
     first = stream.buffer.size
     for length, offset, constant in zip(lengths, offsets.tolist(), constants.tolist(), strict=True):
         if offset >= 0 and offset != at:
-            raise damaged("a stream does not fit its calls")
+            raise damaged_tokens("a stream does not fit its calls")
         stream.offset.append(first + offset if offset >= 0 else offset)
         stream.constant.append(constant)
         at += length if offset >= 0 else 0
@@ -413,7 +413,7 @@ def _load_extra(reader: Reader, tree: TokenTree, since: int) -> None:
 
     def path_len(call: int) -> int:
         if not since <= call < num_calls:
-            raise damaged("a stream names a call that is not there")
+            raise damaged_tokens("a stream names a call that is not there")
         return tree.path_len(call)
 
     for _ in range(reader.number()):
@@ -422,20 +422,20 @@ def _load_extra(reader: Reader, tree: TokenTree, since: int) -> None:
         starts, counts = reader.ints(len(handles)), reader.ints(len(handles))
         values = reader.array()
         if values.ndim == 0 or len(values) != counts.sum() or (counts < 0).any():
-            raise damaged("a stream does not fit its calls")
+            raise damaged_tokens("a stream does not fit its calls")
         extra.check_kind(name, (values.dtype.str, values.shape[1:]))
         offset = extra.append_values(name, values)
         for call, start, count in zip(
             handles.tolist(), starts.tolist(), counts.tolist(), strict=True
         ):
             if call in extra.dense[name]:
-                raise damaged("a call has two streams of one name")
+                raise damaged_tokens("a call has two streams of one name")
             if start < 0 or start + count > path_len(call):
-                raise damaged("a stream runs past its call")
+                raise damaged_tokens("a stream runs past its call")
             extra.dense[name][call] = DenseEntry(start, count, offset)
             offset += count
     if reader.number() != len(extra.blobs):
-        raise damaged("placed arrays are missing")
+        raise damaged_tokens("placed arrays are missing")
     for _ in range(reader.number()):
         extra.add_blob(reader.array())
     for _ in range(reader.number()):
@@ -444,13 +444,13 @@ def _load_extra(reader: Reader, tree: TokenTree, since: int) -> None:
         for _ in range(reader.number()):
             call = reader.number()
             if call in extra.placed.get(name, ()):
-                raise damaged("a call has two streams of one name")
+                raise damaged_tokens("a call has two streams of one name")
             positions = reader.ints()
             blobs = reader.ints(len(positions)).tolist()
             total = path_len(call)
             if any(not 0 <= blob < len(extra.blobs) for blob in blobs) or (
                 len(positions) and not (positions.min() >= 0 and positions.max() < total)
             ):
-                raise damaged("a placed array lies outside its call")
+                raise damaged_tokens("a placed array lies outside its call")
             entry = PlacedEntry(positions.astype(np.int32), tuple(blobs))
             extra.placed.setdefault(name, {})[call] = entry

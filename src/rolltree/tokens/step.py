@@ -1,10 +1,9 @@
 """Spec 1's step dicts as views on the token tree: `RecordedStep` and its `StepTokens`.
 
 T turns restate T prompts, each with the ids, masks and numbers of its call. A recorded step keeps
-what is new in its prompt, the step before it, and a handle into the token tree. Its values become
-lists and dicts when they are first read, and stay from then on, so that changing them in place
-works as with any dict; `peek` reads without keeping. `StepTokens` builds fresh lists at every read:
-assign a key to change it.
+what is new in its prompt, the step before it, and a handle into the token tree. The values of a
+step and of its `StepTokens` become lists and dicts when they are first read, and stay from then on,
+so that changing them in place works as with any dict; `peek` reads without keeping.
 
 Readers that bypass Python methods see markers instead of values: hand those `dict(step)`.
 """
@@ -36,7 +35,6 @@ class LazyDict(dict[str, Any]):
 
     __slots__ = ()
     _unread: ClassVar[Any] = None
-    _keeps: ClassVar[bool] = False  # whether what was built stays
     _builders: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
 
     def peek(self, key: str) -> Any:
@@ -51,8 +49,7 @@ class LazyDict(dict[str, Any]):
         value = dict.__getitem__(self, key)
         if self._is_unread(key, value):
             value = self._builders[key](self)
-            if self._keeps:
-                dict.__setitem__(self, key, value)
+            dict.__setitem__(self, key, value)  # or an edit in place would change a copy
         return value
 
     def __iter__(self) -> Iterator[str]:  # `dict(step)` and `{**step}` then ask __getitem__
@@ -124,11 +121,11 @@ def _logprob_list(view: StepTokens) -> list[float]:
 
 
 class StepTokens(LazyDict):
-    """The tokens of one call, as a dict of lists that exist only while they are looked at.
+    """The tokens of one call, as a dict of lists that are built when they are first read.
 
-    `completion_logprobs` is empty when the engine gave none. Every read builds fresh lists; what
-    was assigned stays with this view and wins over the tree (None under one of the five keys means
-    what the tree says). Logprobs are float32, so `==` compares them as such.
+    `completion_logprobs` is empty when the engine gave none. What was assigned or edited in place
+    wins over the tree (None under one of the five keys means what the tree says). Logprobs are
+    float32, so `==` compares them as such.
     """
 
     __slots__ = ("call", "tree")
@@ -147,13 +144,31 @@ class StepTokens(LazyDict):
 
     @property
     def assigned(self) -> tuple[str, ...]:
-        """The keys that were assigned after the call was recorded."""
-        return tuple(key for key, value in dict.items(self) if not self._is_unread(key, value))
+        """The keys that no longer say what was recorded: they were assigned or edited in place."""
+        return tuple(key for key, value in dict.items(self) if self._differs(key, value))
 
     @property
     def as_recorded(self) -> bool:
-        """Whether the tree still says all that training reads: no token key was assigned."""
+        """Whether the tree still says all that training reads: no token key was changed."""
         return not any(key in TOKEN_KEYS for key in self.assigned)
+
+    def _differs(self, key: str, value: Any) -> bool:
+        if self._is_unread(key, value):
+            return False
+        if key not in self._builders or not isinstance(value, list):
+            return True
+        return not self._same(key, self._builders[key](self), value)
+
+    def hold(self, tokens: Mapping[str, Any]) -> None:
+        """Make the author's own lists the view's, where they say what was recorded.
+
+        Whoever built the step may hold its lists and edit them later.
+        """
+        for key, value in tokens.items():
+            if key not in self._builders:
+                self[key] = value
+            elif isinstance(value, list) and not self._differs(key, value):
+                dict.__setitem__(self, key, value)
 
     def _same(self, key: str, mine: Any, theirs: Any) -> bool:
         if mine == theirs or key != "completion_logprobs":
@@ -203,7 +218,6 @@ class RecordedStep(LazyDict):
 
     __slots__ = ("_added", "_answer", "_kept", "call", "head", "tree")
     _unread: ClassVar[Any] = _UNREAD
-    _keeps: ClassVar[bool] = True
     _builders: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
         "prompt": lambda step: step._build_prompt(),
         "completion": lambda step: _unpacked(step._answer),
@@ -374,6 +388,17 @@ def peek(step: Mapping[str, Any], key: str) -> Any:
     if isinstance(step, LazyDict):
         return step.peek(key) if key in step else None
     return step.get(key)
+
+
+def num_call_tokens(step: Mapping[str, Any]) -> int:
+    """Return how many prompt and sampled tokens a step's call has, as far as is known."""
+    tokens = peek(step, "tokens")
+    if tokens is None:  # the server gave no ids
+        extras = peek(step, "extras") or {}
+        return sum(extras.get(key) or 0 for key in ("num_prompt_tokens", "num_completion_tokens"))
+    if isinstance(tokens, StepTokens) and tokens.as_recorded:
+        return tokens.tree.path_len(tokens.call)
+    return len(tokens["prompt_ids"]) + len(tokens["completion_ids"])
 
 
 def _packed(messages: Messages) -> str | ChatMessage | tuple[ChatMessage, ...]:

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import Any, SupportsIndex, cast
 
-from rolltree.errors import TokenError
+from rolltree.errors import ConfigError, TokenError
 from rolltree.tokens.routing import recorded_routing, routing_streams
-from rolltree.tokens.step import TOKEN_KEYS, RecordedStep, StepTokens, peek
+from rolltree.tokens.step import RecordedStep, StepTokens, peek
 from rolltree.tokens.tree import TokenTree
 from rolltree.types import Messages, ModelResponse, TrajectoryStep, concat_messages
 
@@ -32,6 +32,19 @@ class Trajectory(list[TrajectoryStep]):
         self._handles: dict[int, int] = {}
         self._said: tuple[RecordedStep, Messages] | None = None  # the last step's conversation
         self.extend(steps)
+
+    @classmethod
+    def of(cls, steps: Iterable[TrajectoryStep] | None) -> Trajectory:
+        """Return `steps` as a trajectory: itself, or one over the tree that its last step lies in.
+
+        An author may put any list into `state["trajectory"]`.
+        """
+        if isinstance(steps, cls):
+            return steps
+        listed = list(steps or ())
+        views = (peek(step, "tokens") for step in reversed(listed))
+        tree = next((view.tree for view in views if isinstance(view, StepTokens)), None)
+        return cls(listed, tree=tree)
 
     @property
     def tree(self) -> TokenTree:
@@ -98,7 +111,7 @@ class Trajectory(list[TrajectoryStep]):
         return step
 
     def _last_said(self) -> tuple[RecordedStep | None, Messages]:
-        """Return the last step and its conversation, or None where it must be matched anew."""
+        """Return the last step and its conversation, or None if it must be matched anew."""
         last = self[-1] if self else None
         if not isinstance(last, RecordedStep):
             return None, ""
@@ -155,16 +168,20 @@ class Trajectory(list[TrajectoryStep]):
         if routing is None and response.call is not None:
             routing = recorded_routing(response.tree, response.call)
         size = len(prompt) + len(completion)
+        versions = 0 if response.versions is None else response.versions
         call = self.tree.insert(
             prompt,
             completion,
             logprobs=response.logprobs,
             temperature=response.temperature,
-            versions=0 if response.versions is None else response.versions,
+            versions=versions,
             agent=agent,
             turn=turn,
             parent=parent,
-            streams={**routing_streams(routing, size, self.tree, parent), **(streams or {})},
+            streams={
+                **routing_streams(routing, size, self.tree, parent, versions),
+                **(streams or {}),
+            },
         )
         self._handles[response.call_id] = call
         return call
@@ -183,8 +200,7 @@ class Trajectory(list[TrajectoryStep]):
         if isinstance(tokens, Mapping) and not isinstance(tokens, StepTokens):
             call = insert_step(self.tree, step)
             view = StepTokens(self.tree, call)
-            for key in tokens.keys() - set(TOKEN_KEYS):
-                view[key] = tokens[key]  # type: ignore[literal-required]
+            view.hold(tokens)
             step["tokens"] = cast(Any, view)
         return step
 
@@ -246,6 +262,36 @@ class Trajectory(list[TrajectoryStep]):
                 taken.append(step)
             places[id(step)] = index
         return taken
+
+
+def record_call(steps: Any, **call: Any) -> TrajectoryStep:
+    """Append a call to a trajectory, or to the plain list that an author put in its place.
+
+    `call` is what `Trajectory.append_call` takes. A plain list stays the author's: the step is
+    appended to it.
+
+    Raises:
+        ConfigError: `steps` is not a list.
+    """
+    check_steps(steps)
+    trajectory = Trajectory.of(steps)
+    step = trajectory.append_call(**call)
+    if trajectory is not steps:
+        steps.append(step)
+    return step
+
+
+def check_steps(steps: object) -> None:
+    """Check that model calls can be recorded in what an author put into `state["trajectory"]`.
+
+    Raises:
+        ConfigError: it is not a list.
+    """
+    if not isinstance(steps, list):
+        raise ConfigError(
+            f"state['trajectory'] is a {type(steps).__name__}, so no model call can be recorded in "
+            "it. Put a list of steps there: [step for step in state['trajectory'] if ...]."
+        )
 
 
 def _plain_step(

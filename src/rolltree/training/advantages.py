@@ -1,13 +1,12 @@
-"""`assign_credit`: the results of one step in, advantages written into their states and steps.
+"""`assign_credit`: the results of one step in, an advantage for each of their model calls out.
 
 It decides what becomes of failed and truncated episodes, forms the groups that are compared, and
 calls the functions of `credit`. Within one `request.group_id` (one source task), root rollouts are
 compared agent by agent, and delegated ones with those of the same agent that got the same subtask.
 Episodes count, not rollouts.
 
-`advantage` has one meaning after this: the configured credit. Before it, the rubric's default of
-spec 1 stands there, the reward minus the group's mean; a rubric never overwrites what was assigned
-here (`state["credit"]` names it).
+Nothing is written into the results: `state["advantage"]` stays what the rubric's default of spec 1
+made it, the reward minus the group's mean. Pass `CreditReport.advantages` to `build_samples`.
 """
 
 from __future__ import annotations
@@ -17,6 +16,9 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rolltree.errors import ConfigError, TrainingError, UnknownName, did_you_mean
 from rolltree.samples import TruncationEffect, TruncationPolicy, truncation_effect
@@ -101,16 +103,23 @@ class CreditPolicy:
 
 @dataclass(frozen=True, slots=True)
 class CreditReport:
-    """The states that have an advantage, in request order, and counts of what became of all.
+    """The states that train, in request order, and counts of what became of all.
 
-    `effects` are what was decided about each of them if truncated: pass them to `build_samples`.
-    `averages` are the roles' after this step: pass them to the next call.
+    `advantages` has an array per trained state, float64 `[num_calls]`, one value per step of its
+    trajectory. `effects` are what was decided about each of them if truncated: pass both to
+    `build_samples`. `averages` are the roles' after this step: pass them to the next call.
     """
 
     trained: tuple[State, ...]
+    advantages: tuple[NDArray[np.float64], ...] = ()
     effects: tuple[TruncationEffect, ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
     averages: Averages = field(default_factory=dict)
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether any call has an advantage other than 0."""
+        return any(bool(values.any()) for values in self.advantages)
 
 
 class _Member(NamedTuple):
@@ -130,10 +139,7 @@ def assign_credit(
     policy: CreditPolicy | None = None,
     averages: Averages | None = None,
 ) -> CreditReport:
-    """Write advantages into the states and steps of `results` and say which states train.
-
-    Each trained step has the credit's advantage of its call, the state that of its first call; all
-    others have None. `state["credit"]` is the credit's name.
+    """Return which states of `results` train, and the advantage of each of their calls.
 
     Raises:
         UnknownName: there is no such credit.
@@ -170,17 +176,17 @@ def assign_credit(
             [member.earned for member in members], values, after, policy.baseline_decay
         )
     states = [state for result in results for state in result.states]
-    for state in states:
-        _write(state, [], credit)
-    trained: dict[int, TruncationEffect] = {}
-    for member, mine in zip(members, values, strict=True):
-        if not member.failed:
-            _write(member.state, mine, credit)
-            trained[id(member.state)] = member.effect
+    trained = {
+        id(member.state): (member.effect, np.array(mine, np.float64))
+        for member, mine in zip(members, values, strict=True)
+        if not member.failed
+    }
     count = max(1, len(states))
     metrics = {
         "credit/failed_share": tally["failed"] / count,
         "credit/truncated_share": tally["truncated"] / count,
+        "credit/truncated_completions_share": tally["cut"] / count,
+        "credit/masked_completions_share": tally["masked"] / count,
         "credit/untrained_share": 1 - len(trained) / count,
         "train/frac_reward_zero_std": num_flat / max(1, len(groups)),
         "credit/alone_group_share": num_alone / max(1, len(groups)),
@@ -197,7 +203,13 @@ def assign_credit(
         for state in result.states
         if id(state) in trained
     )
-    return CreditReport(chosen, tuple(trained[id(s)] for s in chosen), metrics, after)
+    return CreditReport(
+        trained=chosen,
+        advantages=tuple(trained[id(state)][1] for state in chosen),
+        effects=tuple(trained[id(state)][0] for state in chosen),
+        metrics=metrics,
+        averages=after,
+    )
 
 
 def check_baseline(credit: str, baseline: str) -> None:
@@ -221,6 +233,8 @@ def _members(result: RolloutResult, policy: CreditPolicy, tally: Counter[str]) -
         effect = truncation_effect(state, policy.truncation, max_seq_len=policy.max_seq_len)
         tally["failed"] += failed
         tally["truncated"] += effect.truncated
+        tally["cut"] += effect.is_completion_cut
+        tally["masked"] += effect.is_completion_masked
         reward = 0.0 if failed else effect.reward
         if effect.counts:
             reward = _finite(reward, result)
@@ -292,12 +306,3 @@ def _earnings(result: RolloutResult, state: State, reward: float, parent: int | 
         parent=parent,
         parent_call=parent_call,
     )
-
-
-def _write(state: State, advantages: Sequence[float], credit: str) -> None:
-    """Write one advantage per call; none at all means that the state is not trained."""
-    state["credit"] = credit
-    state["advantage"] = advantages[0] if advantages else None
-    steps = state.get("trajectory") or []
-    for index, step in enumerate(steps):
-        step["advantage"] = advantages[index] if advantages else None

@@ -39,7 +39,8 @@ class AlgorithmSection(Section, frozen=True):
       `advantages.CreditPolicy`.
     - `flow` and `edge_discount`: how credit moves between parents and children, see
       `credit.FLOWS`.
-    - `truncation` and `truncation_penalty`: see `rolltree.samples.TruncationPolicy`.
+    - `truncation`, `truncation_penalty` and `mask_truncated_completions`: see
+      `rolltree.samples.TruncationPolicy`.
     """
 
     name: str = "grpo"
@@ -66,6 +67,7 @@ class AlgorithmSection(Section, frozen=True):
     on_error: OnError = "exclude"
     truncation: Literal["keep", "drop", "mask", "penalise"] = "keep"
     truncation_penalty: float = 0.0
+    mask_truncated_completions: bool = False
     discount: Share = 1.0
     flow: Literal["own", "shared", "discounted", "team"] = "shared"
     edge_discount: float | None = None
@@ -144,7 +146,11 @@ class AlgorithmSection(Section, frozen=True):
         Raises:
             ConfigError: a penalty without `penalise`, or the other way round.
         """
-        return TruncationPolicy(self.truncation, penalty=self.truncation_penalty)
+        return TruncationPolicy(
+            self.truncation,
+            penalty=self.truncation_penalty,
+            mask_truncated_completions=self.mask_truncated_completions,
+        )
 
     def overlong(self) -> SoftOverlong | None:
         """Return the penalty for length, None without one.

@@ -47,6 +47,11 @@ class Algorithm:
         return get_loss(self.loss).supervised
 
     @property
+    def loss_inputs(self) -> tuple[str, ...]:
+        """The names of the per-token values that the loss reads besides the common ones."""
+        return get_loss(self.loss).inputs
+
+    @property
     def only_advantage(self) -> bool:
         """Whether a token without an advantage has no gradient."""
         return self.kl_coef == 0 and self.entropy_coef == 0 and not self.supervised

@@ -92,7 +92,7 @@ def build_batch(
             "the rollouts carry token ids and that credit left some of them to train."
         )
     for sample in used:
-        _check(sample, supervised=algorithm.supervised)
+        _check(sample, algorithm)
     records = concat_records([sample.records for sample in used])
     weight = coefficients(records, algorithm.aggregation, algorithm.fixed_length)
     if algorithm.over_rollout:  # each token moves the one ratio that all terms of a rollout share
@@ -137,16 +137,23 @@ def split_rollouts(samples: Sequence[Sample], num_parts: int) -> list[list[Sampl
 
     The cut is the same in every scope: a tree that holds rollouts of several parts comes back in
     each of them with those rollouts' records. Neighbours, such as the members of a group, stay
-    together.
+    together. Rollouts whose tokens are all masked are left out, as `build_batch` would.
     """
-    if num_parts == 1 or not samples:
+    if num_parts == 1 or not has_loss(samples):
         return [list(samples)]
-    rollouts = np.unique(np.concatenate([sample.records.rollout for sample in samples]))
+    rollouts = np.unique(
+        np.concatenate([s.records.rollout[s.records.weight != 0] for s in samples])
+    )
     parts = []
     for chosen in np.array_split(rollouts, min(num_parts, len(rollouts))):
         kept = [_select(s, np.isin(s.records.rollout, chosen)) for s in samples]
         parts.append([sample for sample in kept if len(sample.records)])
     return parts
+
+
+def has_loss(samples: Sequence[Sample]) -> bool:
+    """Return whether a token of the samples is trained."""
+    return any(sample.records.weight.any() for sample in samples)
 
 
 def _select(sample: Sample, keep: BoolArray) -> Sample:
@@ -159,13 +166,21 @@ def _with_gradient(records: Records) -> BoolArray:
     return np.isin(records.rollout, moving if len(moving) else records.rollout[:1])
 
 
-def _check(sample: Sample, *, supervised: bool) -> None:
+def _check(sample: Sample, algorithm: Algorithm) -> None:
     """Refuse a sample that no gradient can be computed from; supervised tokens need no logprob.
 
     Raises:
         TrainingError: naming the rollouts of the sample.
     """
-    for name in ("logprob", "advantage", "weight", "temperature")[supervised:]:
+    for name in algorithm.loss_inputs:
+        values = sample.records.extra.get(name)
+        if values is None or not np.isfinite(values).all():
+            raise TrainingError(
+                f"the loss {algorithm.loss!r} reads {name!r} of every token, and a token of "
+                f"rollout {rollout_names(sample)} has none. Record it as a stream of each call "
+                f"(docs/token-tree.md), and pass build_samples(..., inputs=({name!r},))."
+            )
+    for name in ("logprob", "advantage", "weight", "temperature")[algorithm.supervised :]:
         values = getattr(sample.records, name)
         bad = ~np.isfinite(values)
         if name == "temperature":

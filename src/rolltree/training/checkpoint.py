@@ -11,6 +11,7 @@ the run store.
 from __future__ import annotations
 
 import json
+import os
 import random
 import zlib
 from collections.abc import Callable, Mapping
@@ -25,13 +26,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rolltree.errors import ConfigError, TrainingError
+from rolltree.files import odd_kind, read_regular, remove, sync, write_whole
 from rolltree.models.layouts import open_file
 from rolltree.training.checkpoint_formats import (
     FORMATS,
     changed_files,
     put_in_place,
-    remove,
-    sync,
     sync_files,
     written,
 )
@@ -77,6 +77,12 @@ class Checkpoints:
         ranks: Ranks | None = None,
     ) -> None:
         self.root, self.keep, self.content = Path(root), keep, content
+        if self.root.is_symlink():
+            raise TrainingError(
+                f"{self.root} is a link, and checkpoints are written and removed there: in a run "
+                "of somebody else it could lead anywhere. Link the whole run directory instead, or "
+                "set run.dir to the other disk."
+            )
         self.max_shard_size, self.ranks = max_shard_size, ranks
         self._verified: Path | None = None  # by `latest`, so that `load` need not do it again
 
@@ -90,9 +96,13 @@ class Checkpoints:
             TrainingError: no checkpoint is whole.
         """
         pointer = self.root / _LATEST
-        if not pointer.is_file():
+        if not os.path.lexists(pointer):
             return None
-        newest = self.root / pointer.read_text(encoding="utf-8", errors="replace").strip()
+        try:
+            name = read_regular(pointer, 1024).decode("utf-8", "replace").strip()
+        except OSError as error:
+            raise _torn(pointer, str(error.strerror)) from error
+        newest = self.root / Path(name).name  # never outside
         is_there = newest.name.startswith("step-") and newest.is_dir()
         older = [p for p in self.root.glob("step-*") if p.name < newest.name or not is_there]
         refused: TrainingError | None = None
@@ -171,10 +181,7 @@ class Checkpoints:
             self.ranks.barrier()
 
     def _point_to(self, final: Path) -> None:
-        temporary = self.root / f".{_LATEST}.tmp"
-        temporary.write_text(final.name + "\n", encoding="utf-8")
-        sync(temporary)
-        temporary.replace(self.root / _LATEST)
+        write_whole(self.root / _LATEST, final.name + "\n", follow=False)
         sync(self.root)
 
     def _retain(self, newest: Path) -> None:
@@ -197,7 +204,12 @@ def check_complete(path: Path) -> dict[str, Any]:
         TrainingError: something is missing, short or of another format; the directory is named.
     """
     try:
-        data = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        if path.is_symlink():
+            raise _torn(path, "it is a link")
+        for file in path.rglob("*"):  # what loads them would wait for a pipe, and follow links
+            if (file.is_symlink() or not file.is_dir()) and (kind := odd_kind(file)):
+                raise _torn(path, f"{file.name} is {kind}")
+        data = json.loads(read_regular(path / _STATE))
         found = data["format"]
         files = {str(name): (int(size), int(own)) for name, (size, own) in data["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -10,10 +10,8 @@ torch.distributed.checkpoint as safetensors. Any number of ranks reads both.
 
 from __future__ import annotations
 
-import copy
 import json
-import os
-import shutil
+import math
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -41,7 +39,9 @@ from torch.futures import Future
 from transformers.utils import logging as hf_logging
 
 from rolltree.errors import TrainingError
+from rolltree.files import remove, sync
 from rolltree.models.layouts import Weights, open_file, open_weights
+from rolltree.training.lora import ADAPTER as NAME
 from rolltree.training.lora import is_adapted, peft_name, plain_tensors
 from rolltree.training.optim import Optimizer
 from rolltree.training.ranks import Ranks, own_part, reshard, whole
@@ -49,6 +49,8 @@ from rolltree.training.ranks import Ranks, own_part, reshard, whole
 OPTIMIZER = "optimizer.safetensors"
 SHARDS = "shards"
 ADAPTER = "adapter_model.safetensors"
+_ONE_FILE = 1 << 60
+"""Bytes of a shard: adapters stay one file, since peft reads no others."""
 _NUM_THREADS = 4  # zlib.crc32 runs without the interpreter's lock
 
 
@@ -76,7 +78,7 @@ def write_full(
             model.save_pretrained(
                 folder,
                 state_dict=tensors,
-                max_shard_size=max_shard_size,
+                max_shard_size=_ONE_FILE if is_adapted(model) else max_shard_size,
                 save_original_format=False,  # the names of the module, not those of its origin
             )
     del tensors
@@ -251,15 +253,6 @@ def _copy_in(
             part.copy_(weights.read(key, spans))
 
 
-def sync(path: Path) -> None:
-    """Have a file's content, or a folder's entries, on the disk when this returns."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def sync_files(folder: Path) -> dict[str, list[int]]:
     """Sync every file below a folder, and the folders.
 
@@ -330,14 +323,6 @@ def _reason(error: BaseException) -> str:
     return str(strerror or error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def remove(path: Path) -> None:
-    """Remove a file or a folder; nothing is fine too."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    elif path.exists():
-        path.unlink()
-
-
 def put_in_place(working: Path, final: Path) -> None:
     """Rename a synced folder to its name, replacing what is there."""
     remove(final)
@@ -363,7 +348,11 @@ def export_model(
     tensors = {name: value.cpu().contiguous() for name, value in plain_tensors(model) if writes}
     adapter = {}
     if is_adapted(model):
-        adapter = {name: whole(value).cpu() for name, value in trained_tensors(model).items()}
+        adapter = {  # layers that share one have it each, as peft makes them
+            name: whole(value).cpu().clone()
+            for name, value in model.named_parameters(remove_duplicate=False)
+            if ".lora_" in name
+        }
     if not writes:
         return path
 
@@ -374,21 +363,27 @@ def export_model(
             tokenizer.save_pretrained(folder)
 
     _write(path, write_model)
-    if adapter and _peft_reads(model, adapter):
-        _write(
-            path.with_name("adapter"),
-            lambda folder: model.save_pretrained(folder, state_dict=adapter),
-        )
+
+    def write_adapter(folder: Path) -> bool:
+        model.save_pretrained(folder, state_dict=adapter, max_shard_size=_ONE_FILE)
+        return _peft_reads(model, adapter, folder)
+
+    if adapter:
+        _write(path.with_name("adapter"), write_adapter)
     return path
 
 
-def _write(path: Path, fill: Callable[[Path], Any]) -> None:
+def _write(path: Path, fill: Callable[[Path], bool | None]) -> None:
+    """Let `fill` write a folder; it appears whole, unless `fill` returns False."""
     working = path.with_name(f".{path.name}.tmp")
     with written(working, "the model"):
         remove(working)
         working.mkdir(parents=True)
         with quiet():
-            fill(working)
+            wanted = fill(working)
+        if wanted is False:
+            remove(working)
+            return
         for file in (*_files(working), working):
             sync(file)
         put_in_place(working, path)
@@ -396,25 +391,33 @@ def _write(path: Path, fill: Callable[[Path], Any]) -> None:
 
 def _skeleton(model: Any) -> Any:
     """Return the model without adapters and without weights, for its configuration."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(model.config)
+    with torch.device("meta"):  # its own class: transformers finds none for some configurations
+        plain = type(model)._from_config(model.config)
     plain.generation_config = model.generation_config
     if hasattr(model, "_weight_conversions"):  # how its checkpoint names what it has fused
         plain._weight_conversions = model._weight_conversions
     return plain
 
 
-def _peft_reads(model: Any, adapter: Mapping[str, Tensor]) -> bool:
-    """Return whether peft, given the settings of these adapters, makes the same ones again.
+def _peft_reads(model: Any, adapter: Mapping[str, Tensor], folder: Path) -> bool:
+    """Return whether peft makes the same adapters of a folder again.
 
     In mixtures whose layers it renames (those of transformers 4) it leaves shared experts and dense
-    layers out.
+    layers out, and it refuses output projections of Mamba.
     """
-    other = _skeleton(model)
-    with torch.device("meta"), warnings.catch_warnings():
+    from peft import LoraConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
+
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        other.add_adapter(copy.deepcopy(model.peft_config["default"]), "default")
-    made = {name: p.shape for name, p in other.named_parameters() if ".lora_" in name}
-    return made == {name: value.shape for name, value in adapter.items()}
+        try:
+            with torch.device("meta"):  # all but the adapters
+                read = PeftModel(_skeleton(model), LoraConfig.from_pretrained(str(folder)))
+            for name, module in read.named_modules():
+                if name.endswith(f".{NAME}") and ".lora_" in name:
+                    for parameter in module.to_empty(device="cpu").parameters():
+                        parameter.data.fill_(math.nan)
+            set_peft_model_state_dict(read, load_peft_weights(str(folder), device="cpu"))
+        except Exception:  # noqa: BLE001  (whatever it is, it would fail elsewhere too)
+            return False
+    made = dict(read.get_base_model().named_parameters())
+    return all(name in made and torch.equal(made[name], value) for name, value in adapter.items())

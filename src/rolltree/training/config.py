@@ -6,7 +6,7 @@ Unknown keys, values out of range and settings that nothing would read are error
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -97,7 +97,8 @@ def load_train_config(
         config: a TOML file, plain data, or a config; None for the defaults.
         overrides: `"section.key=value"`, as on the command line; values are TOML, or strings.
         settings: a section (`optim={"lr": 1e-5}`; `model="tiny"` sets its name), a key that only
-            one section has (`num_steps=20`), or `section_key` (`sampling_max_tokens=8`).
+            one section has (`num_steps=20`), or the section's name before it
+            (`sampling_max_tokens=8`).
 
     Raises:
         ConfigError: the file cannot be read, an unknown section or key (with the nearest one), or a
@@ -174,8 +175,77 @@ def parse_value(text: str) -> Any:
 _SECTIONS: dict[str, Any] = {
     field.name: field.type for field in msgspec.structs.fields(TrainConfig)
 }
-_MAIN_KEY = {"run": "dir", "model": "name", "env": "id", "algorithm": "name"}
+_MAIN_KEY = {"run": "dir", "model": "name", "env": "id", "algorithm": "name", "engine": "kind"}
 """What `section=value` sets where the value is not a mapping."""
+
+
+_KNOWN_AS = {
+    **dict.fromkeys(("learning_rate", "actor_lr"), "optim.lr"),
+    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "lr_warmup_style"), "optim.schedule"),
+    **dict.fromkeys(("warmup_ratio", "num_warmup_steps", "lr_warmup_steps"), "optim.warmup_steps"),
+    **dict.fromkeys(("max_norm", "grad_clip", "gradient_clipping"), "optim.max_grad_norm"),
+    **{"adam_beta1": "optim.beta1", "adam_beta2": "optim.beta2", "adam_epsilon": "optim.eps"},
+    **dict.fromkeys(
+        ("num_generations", "rollout_n", "num_return_sequences", "n"),
+        "algorithm.group_size",
+    ),
+    **dict.fromkeys(
+        ("batch_size", "train_batch_size", "per_device_train_batch_size", "prompts_per_step"),
+        "algorithm.groups_per_step",
+    ),
+    **dict.fromkeys(
+        ("max_completion_length", "max_new_tokens", "max_response_length", "response_length"),
+        "sampling.max_tokens",
+    ),
+    **dict.fromkeys(("beta", "kl_loss_coef", "kl_beta", "init_kl_coef"), "algorithm.kl_coef"),
+    **dict.fromkeys(("epsilon", "clip_ratio", "cliprange", "clip_ratio_low"), "algorithm.clip_low"),
+    **dict.fromkeys(("epsilon_high", "clip_ratio_high"), "algorithm.clip_high"),
+    **dict.fromkeys(("ref_model", "reference_model", "teacher"), "algorithm.reference"),
+    **dict.fromkeys(("loss_type", "policy_loss"), "algorithm.loss"),
+    **dict.fromkeys(("adv_estimator", "advantage_estimator", "scale_rewards"), "algorithm.credit"),
+    **dict.fromkeys(("loss_agg_mode", "importance_sampling_level"), "algorithm.aggregation"),
+    **dict.fromkeys(("entropy_coeff", "ent_coef"), "algorithm.entropy_coef"),
+    **dict.fromkeys(
+        ("max_steps", "total_training_steps", "num_train_steps", "num_train_epochs", "epochs"),
+        "train.num_steps",
+    ),
+    **dict.fromkeys(("num_iterations", "ppo_epochs", "mu"), "train.updates_per_step"),
+    **dict.fromkeys(("ppo_mini_batch_size", "num_mini_batches"), "train.minibatches"),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "micro_batch_size", "max_tokens_per_gpu"),
+        "train.max_tokens",
+    ),
+    **dict.fromkeys(("max_length", "max_model_len", "max_prompt_length"), "train.max_seq_len"),
+    **dict.fromkeys(("output_dir", "save_dir", "default_local_dir"), "run.dir"),
+    **dict.fromkeys(("save_steps", "save_freq", "save_every"), "checkpoint.every"),
+    "save_total_limit": "checkpoint.keep",
+    **dict.fromkeys(("eval_steps", "test_freq", "eval_freq"), "eval.every"),
+    **dict.fromkeys(("report_to", "logger", "trackers"), "track.to"),
+    **dict.fromkeys(("project_name", "wandb_project"), "track.project"),
+    **dict.fromkeys(("experiment_name", "run_name"), "track.name"),
+    **dict.fromkeys(("bf16", "fp16", "torch_dtype", "dtype", "precision"), "model.compute_dtype"),
+    **dict.fromkeys(("lora_r", "r", "rank"), "model.lora_rank"),
+    **dict.fromkeys(("target_modules", "lora_target_modules"), "model.lora_targets"),
+    **dict.fromkeys(("model_name_or_path", "model_path"), "model.name"),
+    **dict.fromkeys(("use_vllm", "vllm_mode", "backend"), "engine.kind"),
+    **dict.fromkeys(("vllm_server_base_url", "base_url", "server_url"), "engine.urls"),
+    **dict.fromkeys(("environment_id", "env_name"), "env.id"),
+}
+"""What other libraries call a setting, or one that does its work here."""
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    """Return what may have been meant by a key that does not exist."""
+    if place := _KNOWN_AS.get(name.rpartition(".")[2]):
+        section, key = place.split(".")
+        ways = sorted({key, f"{section}_{key}"} & set(known))
+        way = f" (in Python {' or '.join(f'{each}=...' for each in ways)})" if ways else ""
+        return f" Did you mean {place!r}{way}?"
+    names = list(known)
+    found = did_you_mean(name, names)
+    if "Did you mean" in found or len(names) < 40:
+        return found
+    return f" The sections are {', '.join(_SECTIONS)}; docs/settings.md lists their keys."
 
 
 def _apply_setting(data: dict[str, Any], name: str, value: Any) -> None:
@@ -192,9 +262,7 @@ def _apply_setting(data: dict[str, Any], name: str, value: Any) -> None:
         raise ConfigError(f"{name} is a key of several sections. Write one of {ways}.")
     if not found:
         known = {spelling for names in keys.values() for spelling in names}
-        raise ConfigError(
-            f"there is no setting {name!r}.{did_you_mean(name, {*known, *_SECTIONS})}"
-        )
+        raise ConfigError(f"there is no setting {name!r}.{_meant(name, {*known, *_SECTIONS})}")
     section, key = found[0]
     data.setdefault(section, {})[key] = value
 
@@ -219,14 +287,11 @@ def _read_toml(path: Path) -> dict[str, Any]:
 def _check_names(data: Mapping[str, Any]) -> None:
     for section, values in data.items():
         if section not in _SECTIONS:
-            raise ConfigError(
-                f"the config has no section {section!r}.{did_you_mean(section, _SECTIONS)}"
-            )
+            raise ConfigError(f"the config has no section {section!r}.{_meant(section, _SECTIONS)}")
         for key in values if isinstance(values, Mapping) else ():
             if key not in _keys(section):
                 raise ConfigError(
-                    f"the config has no key {section}.{key}."
-                    f"{did_you_mean(str(key), _keys(section))}"
+                    f"the config has no key {section}.{key}.{_meant(str(key), _keys(section))}"
                 )
 
 

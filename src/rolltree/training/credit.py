@@ -133,7 +133,7 @@ def dr_grpo(rollouts: Sequence[Earnings], discount: float = 1.0) -> list[list[fl
 
 
 def leave_one_out(rollouts: Sequence[Earnings], discount: float = 1.0) -> list[list[float]]:
-    """Return `r` minus the mean of the other episodes; 0 where there are no others.
+    """Return `r` minus the mean of the other episodes; 0 if there are no others.
 
     A rollout is not compared with those of its own episode: they may depend on what it did.
 
@@ -147,7 +147,7 @@ def leave_one_out(rollouts: Sequence[Earnings], discount: float = 1.0) -> list[l
     return _for_every_call((rewards - others).tolist(), rollouts)
 
 
-def reinforce(rollouts: Sequence[Earnings], discount: float = 1.0) -> list[list[float]]:
+def episodic_return(rollouts: Sequence[Earnings], discount: float = 1.0) -> list[list[float]]:
     """Return the episode's reward for every call, without a baseline: the episodic return.
 
     REINFORCE: Williams 1992, equation 11, with zero baseline.
@@ -200,8 +200,8 @@ CREDITS: dict[str, CreditFn] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
     "leave_one_out": leave_one_out,
-    "reinforce": reinforce,
-    "episodic": reinforce,
+    "reinforce": episodic_return,
+    "episodic": episodic_return,
     "monte_carlo": monte_carlo,
     "per_step": per_step,
     "constant": constant,

@@ -74,12 +74,7 @@ def has_signal(results: Sequence[RolloutResult], config: TrainConfig) -> bool:
     """
     algorithm = config.algorithm
     policy = replace(algorithm.policy(config.train.max_seq_len), baseline="none")
-    report = assign_credit(results, algorithm.resolve().credit, policy)
-    return any(
-        (step.get("advantage") or 0.0) != 0.0
-        for state in report.trained
-        for step in state.get("trajectory") or ()
-    )
+    return assign_credit(results, algorithm.resolve().credit, policy).has_signal
 
 
 class SyncFeed:

@@ -15,19 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from rolltree.errors import ConfigError, StoreError, TrainingError
+from rolltree.files import remove
 from rolltree.redact import REDACTED
 from rolltree.store import Run, to_plain
 from rolltree.store.settings import config_differences, with_defaults
 from rolltree.training.checkpoint import Checkpoints, check_complete
-from rolltree.training.checkpoint_formats import put_in_place, remove, sync_files
+from rolltree.training.checkpoint_formats import put_in_place, sync_files
 from rolltree.training.config import TrainConfig, load_train_config
+from rolltree.training.given import START, START_FILE
 from rolltree.training.ranks import is_rank0
 
 FORKED = "forked_from"
 
 
 def forked_at(run: Run) -> int:
-    """Return the step of the checkpoint that a run began with; 0 where it is no fork."""
+    """Return the step of the checkpoint that a run began with; 0 if it is not a fork."""
     return int(run.meta.get(FORKED, {}).get("step", 0))
 
 
@@ -94,7 +96,7 @@ def _free_names(source: Path) -> Iterator[Path]:
 
 
 def _fork_at(path: Path) -> tuple[tuple[str, int], Mapping[str, Any]] | None:
-    """Return origin, step and settings of the fork at `path`; None where there is no run."""
+    """Return origin, step and settings of the fork at `path`; None if there is no run."""
     if not path.exists():
         return None
     try:
@@ -141,9 +143,13 @@ def _make(parent: Run, config: TrainConfig, target: Path, checkpoint: Path) -> N
             "there; the same command tries again."
         ) from error
     (copy.parent / "latest").write_text(copy.name + "\n", encoding="utf-8")
+    if (parent.path / START_FILE).is_file():
+        shutil.copy2(parent.path / START_FILE, working)
     origin = {"run": str(parent.path.resolve()), "step": step}
     with Run.create(working, config=config.as_dict(), kind="train") as run:
         run.set_meta(FORKED, origin)
+        if START in parent.meta:
+            run.set_meta(START, parent.meta[START])
         for row in parent.steps():
             if row.step <= step:
                 run.add_step(row.step, row.metrics)

@@ -233,7 +233,7 @@ class LogprobModel:
         if teacher is not None:
             with torch.no_grad(), teacher.context():
                 hidden = teacher.wanted_hidden(forest).to(self.device)
-            frozen = Teacher(hidden, partial(head_logits, teacher.model))
+            frozen = Teacher(hidden, teacher.head)
         return RecordLogprobs(*self.run(forest, entropy_gradient, frozen))
 
     def compute(
@@ -243,7 +243,7 @@ class LogprobModel:
         with self._autocast():
             found = gather_logprobs(
                 self.wanted_hidden(forest),
-                partial(head_logits, self.model),
+                self.head,
                 torch.from_numpy(forest.row_temperature).to(self.device),
                 torch.from_numpy(forest.record_row).to(self.device),
                 _ids(forest.records.target, self.device),
@@ -252,6 +252,11 @@ class LogprobModel:
                 teacher=teacher,
             )
         return found.logprob, found.entropy, found.kl
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Return the logits `[_S, _V]` of last hidden states `[_S, _D]`."""
+        with self.around(), self._autocast():  # some heads have layers that an adapter changes
+            return head_logits(self.model, hidden)
 
     def wanted_hidden(self, forest: Forest) -> Tensor:
         """Return the last hidden states `[_S, _D]` where a record reads logits.

@@ -2,7 +2,7 @@
 
 Depth-first order gives a key that is on a path a contiguous range of queries: token j is attended
 by the tokens `j .. subtree_end[j] - 1`. So attention over a tree is a short list of dense
-rectangles, with a mask only where a block meets itself or the edge of a window.
+rectangles, with a mask only when a block meets itself or the edge of a window.
 """
 
 from __future__ import annotations

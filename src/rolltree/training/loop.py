@@ -14,13 +14,14 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from rolltree.errors import TrainingError
+from rolltree.inference.vocabulary import Vocabulary
 from rolltree.rollouts import RolloutEngine, RolloutSource
 from rolltree.rollouts.decode import decode_results
 from rolltree.samples import SampleBatch, build_samples
@@ -28,12 +29,12 @@ from rolltree.store import Run
 from rolltree.store.metric_names import eval_numbers, numbers
 from rolltree.tasks import uninterrupted
 from rolltree.training.advantages import assign_credit
-from rolltree.training.batches import mask_stale, staleness_limit
+from rolltree.training.batches import has_loss, mask_stale, newest_version, staleness_limit
 from rolltree.training.checkpoint import Checkpoints, TrainState
 from rolltree.training.config import TrainConfig
 from rolltree.training.feeds import Feed, StepRollouts, StreamFeed, SyncFeed
 from rolltree.training.fork import forked_at
-from rolltree.training.metrics import rollout_metrics
+from rolltree.training.metrics import MISMATCH, rollout_metrics
 from rolltree.training.no_signal_warning import NoSignalWarning
 from rolltree.training.parts import TrainParts
 from rolltree.training.publishing import Publisher, WeightLock
@@ -46,6 +47,7 @@ from rolltree.training.rank0 import (
 )
 from rolltree.training.ranks import Ranks
 from rolltree.training.reporter import Reporter, Silent, TrainReport, TrainStart
+from rolltree.training.sampled import check_spelled
 from rolltree.training.servers import Servers
 from rolltree.training.token_record import TokenRecord
 from rolltree.training.trackers import Trackers
@@ -115,6 +117,7 @@ async def run_training(
         trainer=trainer,
         checkpoints=make_checkpoints(run.checkpoints, config, ranks),
         rollouts=rollouts,
+        vocabulary=None if _renders(parts.client) else Vocabulary(parts.tokenizer),
         publisher=Publisher(
             parts.model,
             parts.engine,
@@ -128,6 +131,11 @@ async def run_training(
         return await loop.run_all()
     finally:
         trackers.close()
+
+
+def _renders(client: Any) -> bool:
+    parts = getattr(client, "clients", [client])
+    return all(getattr(part, "renderer", None) is not None for part in parts)
 
 
 _PATIENCE = 10
@@ -148,11 +156,14 @@ class _Loop:
     checkpoints: Checkpoints
     rollouts: RolloutEngine
     publisher: Publisher
+    vocabulary: Vocabulary | None  # where servers render prompts, whose ids only they know
     averages: Mapping[str, float] = field(default_factory=dict)
     weight_lock: WeightLock | None = None  # of a step that failed while it wrote
     done: int = 0  # steps whose weights are there and whose metrics are stored
     saved: int = 0
     num_equal: int = 0  # steps in a row whose rewards were all equal
+    has_probed: bool = False  # because no token was there to compare
+    has_stood_still: bool = False  # because no token was there to train
     is_writing: bool = False  # a step has begun: weights and averages may be half its own
 
     async def run_all(self) -> TrainReport:
@@ -272,10 +283,13 @@ class _Loop:
 
     async def _take(self, step: int, found: StepRollouts, began: float) -> dict[str, float]:
         """Train on what was found; weights, version and stored metrics move together."""
+        if self.vocabulary is not None:
+            calls = [(each.request.request_id, s) for each in found.trained for s in each.states]
+            await asyncio.to_thread(check_spelled, calls, self.vocabulary)
         self.is_writing = True
         sampled_at = time.perf_counter()
         batch, record, credit = self._samples(found.trained)
-        trained = await self._train(batch, step, record)
+        trained = await self._train(batch, step, record, newest_version(found.trained) is not None)
         spent = time.perf_counter() - began
         metrics = rollout_metrics(found.sampled) | credit | dict(found.metrics) | trained
         sampled = metrics["rollout/total_sampled_tokens"]
@@ -308,18 +322,28 @@ class _Loop:
             )
 
     async def _train(
-        self, batch: SampleBatch, step: int, record: TokenRecord | None
+        self, batch: SampleBatch, step: int, record: TokenRecord | None, has_tokens: bool
     ) -> dict[str, float]:
-        """Train on the samples, publish the weights as version `step`, and verify that."""
+        """Train on the samples, publish the weights as version `step`, and verify that.
+
+        If every token that was sampled is masked or left out, the weights stay as they are.
+        """
         on_batch = None if record is None else record.add
-        if not self.config.train.async_steps:
+        samples, stale = batch.samples, dict[str, float]()
+        if self.config.train.async_steps:
+            samples, stale = mask_stale(samples, step - 1, staleness_limit(self.config))
+        # Without token ids there is never anything to train: the trainer's error says so.
+        stands_still = has_tokens and not has_loss(samples)
+        if stands_still or not self.config.train.async_steps:
             async with self.parts.engine.paused():
-                self.publisher.expect(batch.samples)
-                trained = self.trainer.step(batch.samples, step, on_batch=on_batch)
+                if stands_still:
+                    trained = self._stand_still(step)
+                else:
+                    self.publisher.expect(samples)
+                    trained = self.trainer.step(samples, step, on_batch=on_batch)
                 await self.publisher.publish(step)
             spent = {"time/broadcast_weights": self.publisher.spent_s}
-            return trained | spent | await self.publisher.verify(step)
-        samples, stale = mask_stale(batch.samples, step - 1, staleness_limit(self.config))
+            return trained | stale | spent | await self.publisher.verify(step)
         self.weight_lock = lock = WeightLock(
             self.parts.engine.paused, lambda: self.publisher.publish(step)
         )
@@ -330,9 +354,31 @@ class _Loop:
 
         trained = await uninterrupted(asyncio.to_thread(train))
         self.weight_lock = None
-        verified = await self.publisher.verify(step)
+        is_checked = MISMATCH in trained or self.trainer.algorithm.supervised
+        if not is_checked and not self.has_probed:
+            self.has_probed = True
+            self.notify(
+                f"train.max_mismatch compares tokens that the current weights sampled, and step "
+                f"{step} trains none, because sampling runs ahead (train.async_steps). After such "
+                "a step the engine answers a probe, which is compared with the trainer instead "
+                "(engine.probe_tolerance)."
+            )
+        verified = await self.publisher.verify(step, always=not is_checked)
         spent = {"time/paused_s": lock.paused_s, "time/broadcast_weights": self.publisher.spent_s}
         return trained | stale | verified | spent
+
+    def _stand_still(self, step: int) -> dict[str, float]:
+        """Return the metrics of a step that trains nothing, and say once why there was none."""
+        if not self.has_stood_still:
+            self.has_stood_still = True
+            self.notify(
+                f"step {step} has no token to train: all of its rollouts are masked or left out "
+                "(truncation, mask_truncated_completions, failures, or masks of the environment), "
+                "so the weights stay as they are. If that goes on, nothing is learned. Raise "
+                f"sampling.max_tokens, or look at some: rolltree show {self.run.path} "
+                "--transcripts 3."
+            )
+        return {"train/num_records": 0.0, "train/grad_norm": 0.0}
 
     def _samples(
         self, results: Sequence[RolloutResult]
@@ -359,11 +405,13 @@ class _Loop:
         batch = build_samples(
             report.trained,
             section.scope,
+            advantages=report.advantages,
             truncation=report.effects,
             max_seq_len=section.max_seq_len,
             group_key=keys[section.share_prefix_across] if section.scope == "tree" else None,
+            inputs=algorithm.resolve().loss_inputs,
         )
-        record = TokenRecord(results, report.trained) if section.record_tokens else None
+        record = TokenRecord(results, report) if section.record_tokens else None
         return batch, record, report.metrics
 
     def _save(self, step: int) -> None:
@@ -378,7 +426,8 @@ class _Loop:
     def _show(
         self, name: str, results: Iterable[RolloutResult], num: int, step: int, phase: str
     ) -> None:
-        self.trackers.show(name, transcripts(results, num, step=step, phase=phase), step)
+        read = cache(lambda: transcripts(results, num, step=step, phase=phase))
+        self.trackers.show(name, read, step)
 
     def _last_phase(self, step: int) -> str:
         """Return the phase of the evaluation after training.
@@ -450,6 +499,7 @@ class _Loop:
         if self.config.checkpoint.export:
             path = self.run.path / "model"
             export_together(self.parts.model, self.parts.tokenizer, path, self.config, self.ranks)
+        self.run.add_event("finished", step=self.done)
         report = TrainReport.read(self.run)
         self.reporter.on_end(report)
         return report
@@ -467,11 +517,12 @@ def _sample_metrics(batch: SampleBatch) -> dict[str, float]:
         for name, value in report.items()
         if name.startswith("break_rate/") and value
     }
-    return causes | {
-        "samples/reuse_factor": report["num_raw_tokens"] / report["num_tokens"],
+    found = causes | {
         "samples/break_rate": report["break_rate"],
         "samples/skipped_tokens": report["num_skipped_tokens"],
-        "rollout/entropy": -float(
-            np.mean(np.concatenate([sample.records.logprob for sample in batch.samples]))
-        ),
     }
+    if batch.samples:  # none if every rollout is left out
+        logprob = np.concatenate([sample.records.logprob for sample in batch.samples])
+        found["samples/reuse_factor"] = report["num_raw_tokens"] / report["num_tokens"]
+        found["rollout/entropy"] = -float(np.mean(logprob))
+    return found

@@ -7,6 +7,7 @@ quantised base weights are not supported.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from rolltree.errors import ConfigError, TrainingError, did_you_mean
 from rolltree.training.ranks import reshard, whole
@@ -27,8 +29,9 @@ _BELOW = ".base_layer"
 def add_adapter(model: Any, section: ModelSection, seed: int) -> None:
     """Put adapters on the weights that `section` names; nothing else trains from then on.
 
-    Weights are those of linear layers and of experts that share one tensor. The same seed gives the
-    same adapters. B starts at 0, so the model computes what it did.
+    Weights are those of linear layers and of experts that share one tensor; layers that share a
+    weight share its adapter. The same seed gives the same adapters. B starts at 0, so the model
+    computes what it did.
 
     Raises:
         ConfigError: peft is missing, or a target cannot have an adapter in this model.
@@ -49,7 +52,11 @@ def add_adapter(model: Any, section: ModelSection, seed: int) -> None:
                 f"experts of {type(model).__name__}.{did_you_mean(target, known)}"
             )
     wanted = set(section.lora_targets) or known
-    if not wanted:
+    layers = [name for name, short in linear.items() if short in wanted]
+    if not section.lora_targets:
+        layers = _usable_layers(model, layers)
+    weights = [name for name, short in experts.items() if short in wanted]
+    if not layers and not weights:
         raise ConfigError(
             f"model.lora_rank is set, and {type(model).__name__} has no linear layer that could "
             "have an adapter. Leave model.lora_rank out to train its weights."
@@ -57,8 +64,8 @@ def add_adapter(model: Any, section: ModelSection, seed: int) -> None:
     config: Any = LoraConfig(
         r=section.lora_rank,
         lora_alpha=section.lora_alpha or 2 * section.lora_rank,  # type: ignore[arg-type]
-        target_modules=[name for name, short in linear.items() if short in wanted],
-        target_parameters=[name for name, short in experts.items() if short in wanted],
+        target_modules=layers,
+        target_parameters=weights,
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
@@ -69,14 +76,21 @@ def add_adapter(model: Any, section: ModelSection, seed: int) -> None:
     # knows a model by its config, which this one has not.
     holder = nn.Module()
     holder.model = model
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a kind of target that a model has none of
         torch.manual_seed(seed)
         inject_adapter_in_model(config, holder, ADAPTER)
+    model._rolltree_trained = trained  # until `take_off`
     model._hf_peft_config_loaded, model.peft_config = True, {ADAPTER: config}
+    first: dict[int, Any] = {}
+    for module in model.modules():
+        if ADAPTER in getattr(module, "lora_A", {}):
+            other = first.setdefault(id(_weight_below(module)), module)
+            module.lora_A, module.lora_B = other.lora_A, other.lora_B
     model.set_adapter(ADAPTER)
     model.eval()
-    _adapted(model)
+    adapted_modules(model)
 
 
 def _linear_layers(model: Any) -> dict[str, str]:
@@ -87,9 +101,61 @@ def _linear_layers(model: Any) -> dict[str, str]:
     return {
         name: name.rpartition(".")[2]
         for name, module in model.named_modules()
-        if (type(module).forward is nn.Linear.forward or _is_conv1d(module))
+        if (_is_linear(module) or _is_conv1d(module))
         and module is not model.get_output_embeddings()
     }
+
+
+@torch.no_grad()
+def _is_linear(module: Any) -> bool:
+    """Whether a module computes what `nn.Linear` does, as Falcon's own class of that kind."""
+    if type(module).forward is nn.Linear.forward or not isinstance(module, nn.Linear):
+        return isinstance(module, nn.Linear)
+    try:
+        given = torch.linspace(-1, 1, module.in_features).to(module.weight)[None]
+        wanted = functional.linear(given, module.weight, module.bias)
+        found = module(given)
+    except Exception:  # noqa: BLE001  (a module is a program, and this one is unknown)
+        return False
+    return isinstance(found, Tensor) and torch.allclose(found, wanted, rtol=1e-3, atol=1e-5)
+
+
+@torch.no_grad()
+def _usable_layers(model: Any, layers: list[str]) -> list[str]:
+    """Return those of these layers by which the model computes with their weights.
+
+    Others have no adapter unless it is asked for: of Mamba's `dt_proj` only the weight is read, and
+    a weight may be an embedding too. What runs is seen on a few tokens; layers of equal names but
+    for numbers are alike, because a token does not reach every expert.
+    """
+    kinds = {name: re.sub(r"\d+", "*", name) for name in layers}
+    holders: dict[int, list[str]] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(tensor), []).append(name.removesuffix(".weight"))
+    ran: set[str] = set()
+    handles = [
+        model.get_submodule(name).register_forward_hook(lambda *_, kind=kind: ran.add(kind))
+        for name, kind in kinds.items()
+    ]
+    try:
+        _probe(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [
+        name
+        for name, kind in kinds.items()
+        if kind in ran and set(holders[id(model.get_submodule(name).weight)]) <= kinds.keys()
+    ]
+
+
+def _probe(model: Any) -> Tensor:
+    """Return the logits `[8, 4, _V]` of a few tokens."""
+    embedding = model.get_input_embeddings().weight
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, len(embedding), (8, 4), generator=generator).to(embedding.device)
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits
 
 
 def _expert_weights(model: Any) -> dict[str, str]:
@@ -112,6 +178,86 @@ def _is_conv1d(module: Any) -> bool:
 def is_adapted(model: Any) -> bool:
     """Whether `add_adapter` was called on a model."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the causal LM inside of a `PeftModel`, with its adapter; other models as they are.
+
+    Raises:
+        ConfigError: it has another adapter than one of LoRA on weights, called `default`.
+    """
+    if not hasattr(model, "get_base_model"):
+        return model
+    found = dict(model.peft_config)
+    config = found.get(ADAPTER)
+    base = model.get_base_model()
+    wrong = [
+        *(["several adapters"] if len(found) > 1 else []),
+        *([f"no adapter called {ADAPTER!r}"] if config is None else []),
+        *([f"an adapter of type {config.peft_type}"] if config and not _is_lora(config) else []),
+        *(
+            f"{name} = {getattr(config, name)!r}"
+            for name, plain in (("use_dora", False), ("bias", "none"), ("modules_to_save", None))
+            if config and (getattr(config, name, plain) or plain) != plain
+        ),
+        *(
+            ["an adapter of the embedding"]
+            if any("lora_emb" in n for n in base.state_dict())
+            else []
+        ),
+    ]
+    if wrong:
+        raise ConfigError(
+            f"the PeftModel that was given has {', '.join(wrong)}; what can be trained is one LoRA "
+            f"adapter of linear layers or experts, called {ADAPTER!r}. Merge it and pass the model "
+            "(model.merge_and_unload()), with model.lora_rank for a new adapter."
+        )
+    base._hf_peft_config_loaded, base.peft_config = True, {ADAPTER: config}
+    return base
+
+
+def _is_lora(config: Any) -> bool:
+    return str(getattr(config.peft_type, "value", config.peft_type)) == "LORA"
+
+
+def take_off(model: Any) -> bool:
+    """Undo `add_adapter`, and return whether it was there: the weights below stay as they are."""
+    trained = getattr(model, "_rolltree_trained", None)
+    if trained is None:
+        return False
+    remove_adapters(model)
+    for name in trained:
+        model.get_parameter(name).requires_grad_(True)
+    del model._rolltree_trained
+    return True
+
+
+def remove_adapters(model: Any) -> None:
+    """Put the layers back that adapters wrap; what the adapters learned is lost."""
+    while wrapped := next((n for n, m in model.named_modules() if _wraps(m)), None):
+        model.set_submodule(wrapped, model.get_submodule(wrapped).get_base_layer())
+    model._hf_peft_config_loaded = False
+    del model.peft_config
+
+
+def _wraps(module: Any) -> bool:
+    return hasattr(module, "base_layer") and hasattr(module, "lora_A")
+
+
+def accept_adapter(model: Any) -> tuple[int, float]:
+    """Let the adapter that a model came with be trained, and return its rank and alpha."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".lora_" in name)
+    model.eval()
+    adapted_modules(model)
+    config = model.peft_config[ADAPTER]
+    return int(config.r), float(config.lora_alpha)
+
+
+def changes_nothing(model: Any) -> bool:
+    """Whether the adapters of a model are as `add_adapter` makes them: B is 0."""
+    modules = adapted_modules(model).values()
+    return not any(module.lora_B[ADAPTER].weight.any() for module in modules)
 
 
 @contextmanager
@@ -149,7 +295,7 @@ def plain_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     one tensor at a time. Every rank goes through all of it.
     """
     reshard(model)
-    adapted = _adapted(model)
+    adapted = adapted_modules(model)
     for name, tensor in _own_tensors(model).items():
         if ".lora_" in name:
             continue
@@ -167,32 +313,42 @@ def _own_tensors(model: Any) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **buffers}
 
 
-def _adapted(model: Any) -> dict[str, Any]:
-    """Return, by the name of its parameter, each of peft's modules that adapts one.
+def _weight_below(module: Any) -> Tensor:
+    """Return the weight that one of peft's modules adapts."""
+    name = getattr(module, "parameter_name", "weight")
+    tensor: Tensor = getattr(module.get_base_layer(), name)
+    return tensor
+
+
+def adapted_modules(model: Any) -> dict[str, Any]:
+    """Return, by the name of its parameter, a module of peft's that adapts it.
 
     Raises:
         ConfigError: what trains could not be added to the weights below.
     """
     names: dict[int, list[str]] = {}
+    adapters: dict[int, list[Any]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(tensor), []).append(name)
     found: dict[str, Any] = {}
     for path, module in model.named_modules():
         if ADAPTER not in getattr(module, "lora_A", {}):
             continue
-        tensor = getattr(module.get_base_layer(), getattr(module, "parameter_name", "weight"))
-        own = names[id(tensor)]
-        if len(own) > 1 or own[0] in found:
-            raise ConfigError(
-                f"the weight {own[0].replace(_BELOW, '')} is used in several places "
-                f"({', '.join(own[1:]) or 'with two adapters'}), so an adapter of one of them "
-                "cannot be added to it. Leave it out of model.lora_targets."
-            )
+        tensor = _weight_below(module)
+        adapters.setdefault(id(tensor), []).append(module.lora_A)
         shape = (*tensor.shape[:-2], *sorted(tensor.shape[-2:]))
         sides = sorted([module.lora_A[ADAPTER].in_features, module.lora_B[ADAPTER].out_features])
         if shape[-2:] != tuple(sides):
             raise ConfigError(f"peft made an adapter for {path} that does not fit {shape}.")
-        found[own[0]] = module
+        found.setdefault(names[id(tensor)][0], module)
+    for tensor_id, made in adapters.items():
+        own = [name.replace(_BELOW, "") for name in names[tensor_id]]
+        if len(made) != len(own) or any(adapter is not made[0] for adapter in made):
+            raise ConfigError(
+                f"the weight {own[0]} is used in several places "
+                f"({', '.join(own[1:]) or 'with two adapters'}), so an adapter of one of them "
+                "cannot be added to it. Leave it out of model.lora_targets, or name all of them."
+            )
     return found
 
 
@@ -253,7 +409,7 @@ def check_copy(model: Any, served: Any) -> None:
     Raises:
         ConfigError: naming the targets that do not work.
     """
-    modules = _adapted(model)
+    modules = adapted_modules(model)
     bad: list[str] = []
     if _copy_is_off(model, served, list(modules.values())):
         short = {
@@ -284,20 +440,18 @@ def _copy_is_off(model: Any, served: Any, modules: list[Any]) -> bool:
     Medians over tokens, because a token may be routed to other experts by a difference in rounding.
     """
     generator = torch.Generator().manual_seed(0)
-    embedding = model.get_input_embeddings().weight
-    ids = torch.randint(0, len(embedding), (8, 4), generator=generator).to(embedding.device)
-    plain = model(input_ids=ids, use_cache=False).logits
+    before = [module.lora_B[ADAPTER].weight.clone() for module in modules]
+    plain = _probe(model)
     for module in modules:
-        up, below = module.lora_B[ADAPTER].weight, module.get_base_layer()
-        weight = getattr(below, getattr(module, "parameter_name", "weight"))
+        up, weight = module.lora_B[ADAPTER].weight, _weight_below(module)
         up.copy_(torch.randn(up.shape, generator=generator))
         up.mul_(_MOVE * weight.norm() / module.get_delta_weight(ADAPTER).norm())
     try:
-        moved = model(input_ids=ids, use_cache=False).logits
+        moved = _probe(model)
         copy_weights(model, served)
-        copied = served(input_ids=ids, use_cache=False).logits
+        copied = _probe(served)
     finally:
-        for module in modules:
-            module.lora_B[ADAPTER].weight.zero_()
+        for module, weight in zip(modules, before, strict=True):
+            module.lora_B[ADAPTER].weight.copy_(weight)
     error, effect = ((x - moved).abs().amax(-1).median() for x in (copied, plain))
     return not bool(error <= _EXACT * effect + 1e-6 * moved.abs().max())

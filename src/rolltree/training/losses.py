@@ -32,13 +32,15 @@ class LossInputs:
     `behaviour` is what the ratio is against: the engine's own logprob, or, with a correction, the
     trainer's at the start of the batch. `rollout_log_ratio[r]` is the mean of the loss's
     `rollout_term` over all trained tokens of the rollout that record r belongs to, without
-    gradient; only losses that have such a term read it.
+    gradient; only losses that have such a term read it. `extra` has the loss's own `inputs` by
+    name, one value per record each.
     """
 
     logprob: Tensor
     behaviour: Tensor
     advantage: Tensor
     rollout_log_ratio: Tensor | None = None
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,8 @@ class Loss:
     """A row of the table: the function, its parameters with defaults, what else it needs.
 
     `rollout_term`: set for a loss over whole rollouts. `supervised`: it reads neither advantage nor
-    behaviour logprob. `least`: the smallest value of a parameter, 0 by default.
+    behaviour logprob. `least`: the smallest value of a parameter, 0 by default. `inputs`: further
+    values per token, by the names of the streams that the calls were recorded with.
     """
 
     fn: LossFn
@@ -67,6 +70,7 @@ class Loss:
     rollout_term: RolloutTerm | None = None
     supervised: bool = False
     least: Mapping[str, float] = field(default_factory=dict)
+    inputs: tuple[str, ...] = ()
 
     def parameters(self, given: Mapping[str, float | None], name: str) -> dict[str, float]:
         """Return the defaults updated with what is given.

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rolltree.estimate import Estimate, estimate
+from rolltree.estimate import Estimate, all_in_unit, estimate
 from rolltree.samples import take_records
 from rolltree.tasks import peak_rss_bytes
 from rolltree.training.layout import FloatColumn
@@ -23,6 +23,9 @@ from rolltree.training.logprobs import RecordLogprobs
 from rolltree.training.objective import ObjectiveTerms
 from rolltree.training.ranks import Ranks
 from rolltree.types import FinishReason, IntArray, Records, RolloutResult, State
+
+MISMATCH = "train/sampling/sampling_logp_difference/mean"
+"""Mean |trainer's logprob - engine's| of the tokens that the current weights sampled, if any."""
 
 
 class RecordStats:
@@ -120,7 +123,7 @@ class RecordStats:
         own = difference[fresh]
         return metrics | {
             "mismatch/mean": float(own.mean()),
-            "train/sampling/sampling_logp_difference/mean": float(np.abs(own).mean()),
+            MISMATCH: float(np.abs(own).mean()),
             "train/sampling/sampling_logp_difference/max": float(np.abs(own).max()),
             "mismatch_kl/mean": float((ratio[fresh] - 1 - own).mean()),
             **mismatch_metrics(take_records(records, fresh), own),
@@ -249,11 +252,12 @@ def _group_interval(
         for name, values in groups.items()
     }
     are_shares = all(value in (0.0, 1.0) for values in groups.values() for value in values)
-    return estimate(weighed, are_shares=are_shares)
+    found = estimate(weighed, are_shares=are_shares)
+    return found.within(0.0, 1.0) if found and all_in_unit(groups.values()) else found
 
 
 def _agent_rewards(states: Sequence[State]) -> dict[str, float]:
-    """Return the mean reward of each agent, nothing where there is only one."""
+    """Return the mean reward of each agent, nothing if there is only one."""
     by_agent: defaultdict[str, list[float]] = defaultdict(list)
     for state in states:
         if state.get("reward") is not None:

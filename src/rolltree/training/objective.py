@@ -8,7 +8,7 @@ Functions of arrays per loss record; the trainer decides when each part is compu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,6 +116,7 @@ def objective(
     *,
     ratios: FloatColumn | None = None,
     reference: Tensor | None = None,
+    extra: Mapping[str, FloatColumn] | None = None,
 ) -> ObjectiveTerms:
     """Return the share of the step's loss that some records carry; arrays are `[_R]`.
 
@@ -126,6 +127,7 @@ def objective(
         got: logprobs with gradient; entropy with one where `entropy_coef` is set; `kl` for `full`.
         ratios: of these records, from `rollout_ratios`.
         reference: the frozen model's logprobs, without gradient.
+        extra: the loss's own inputs by name, from the records.
     """
 
     def tensor(array: FloatColumn) -> Tensor:
@@ -136,6 +138,7 @@ def objective(
         tensor(fixed.old),
         tensor(fixed.advantage),
         None if ratios is None else tensor(ratios),
+        {name: tensor(values) for name, values in (extra or {}).items()},
     )
     terms = get_loss(algorithm.loss).fn(inputs, algorithm.parameters)
     loss, kl = terms.loss, None

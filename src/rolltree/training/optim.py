@@ -62,6 +62,7 @@ class Optimizer:
             eps=config.eps,
             fused=True,
         )
+        self.zero_grad()  # of a step that failed, where the model outlived it
 
     @property
     def parameters(self) -> list[Tensor]:

@@ -21,7 +21,7 @@ from rolltree.inference.vllm import vllm_client
 from rolltree.models import resolve_model
 from rolltree.store import Run
 from rolltree.training.config import TrainConfig
-from rolltree.training.lora import check_copy
+from rolltree.training.lora import check_copy, is_adapted, remove_adapters
 from rolltree.training.publishing import WeightTarget
 from rolltree.training.rank0 import adapt, load_trained
 from rolltree.training.ranks import Ranks
@@ -30,7 +30,7 @@ from rolltree.training.servers import (
     ServerTarget,
     TrainedServer,
     TransferTarget,
-    check_names,
+    check_served_names,
 )
 
 
@@ -79,6 +79,8 @@ def build_parts(
     if ranks is not None or config.model.lora_rank:
         device = config.model.device if ranks is None else ranks.device
         served = copy.deepcopy(model).to(device)
+        if is_adapted(served):
+            remove_adapters(served)
     adapt(model, config)
     if config.model.lora_rank:
         check_copy(model, served)
@@ -106,7 +108,7 @@ def _local(config: TrainConfig, model: Any, tokenizer: Any) -> tuple[Any, Weight
 
 
 def _vllm(config: TrainConfig, model: Any, tokenizer: Any) -> tuple[Any, WeightTarget]:
-    check_names(model, "engine.kind = 'servers' with engine.publish = 'disk'")
+    check_served_names(model, "engine.kind = 'servers' with engine.publish = 'disk'")
     folder = resolve_model(config.model.name)
     client = vllm_client(folder, model, tokenizer, **_options(config))
     return client, client.engine

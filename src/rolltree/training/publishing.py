@@ -127,8 +127,11 @@ class Publisher:
                 f"{self._engine.version!r}. Does another program publish to it?"
             )
 
-    async def verify(self, version: int) -> dict[str, float]:
+    async def verify(self, version: int, *, always: bool = False) -> dict[str, float]:
         """Check what is served, with the engine running, and return metrics.
+
+        An engine that computes with the trained tensors themselves is probed if `always` says so:
+        it has the weights, but its logprobs may still not be the trainer's.
 
         `publish/probe_error` is how far what is served is from the trainer's weights, and
         `publish/probe_step` how far the step before moved these: upper quartiles of differences of
@@ -137,7 +140,8 @@ class Publisher:
         Raises:
             TrainingError: something serves other weights than the trainer's.
         """
-        if self.shares_memory():
+        shares = self.shares_memory()
+        if shares and not always:
             return {}
         after = await uninterrupted(asyncio.to_thread(self._score, self._prompts))
         found: list[_Found] = []
@@ -145,7 +149,7 @@ class Publisher:
             if getattr(client, "is_suspect", False):
                 continue
             try:
-                found.append(await self._check(client, version, after))
+                found.append(await self._check(client, version, after, is_old=not shares))
             except ModelError:
                 if not getattr(client, "is_suspect", False):
                     raise
@@ -165,9 +169,13 @@ class Publisher:
         own = [p for p in self._model.parameters() if p.requires_grad]
         return all((p.data_ptr(), p.numel()) in addresses for p in own)
 
-    async def _check(self, client: Any, version: int, after: FloatArray) -> _Found:
-        """Return what one client's probe found; what looks wrong is looked at again, together."""
+    async def _check(self, client: Any, version: int, after: FloatArray, *, is_old: bool) -> _Found:
+        """Return what one client's probe found; what looks wrong is looked at again, together.
+
+        `is_old`: it may serve weights of before the step.
+        """
         noise = self._noise.get(id(client), max(self._noise.values(), default=None))
+        noise = noise if is_old else None
         ids, logprobs = np.empty(0, np.int32), np.empty(0, np.float32)
         for number in range(_NUM_TRIES):
             more = await self._sample(client, version, version * _NUM_TRIES + number)

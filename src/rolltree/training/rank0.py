@@ -24,7 +24,7 @@ from rolltree.models import load_model
 from rolltree.training.checkpoint import Checkpoints, TrainState
 from rolltree.training.checkpoint_formats import export_model
 from rolltree.training.config import TrainConfig
-from rolltree.training.lora import add_adapter, copy_weights
+from rolltree.training.lora import add_adapter, copy_weights, is_adapted
 from rolltree.training.optim import Optimizer
 from rolltree.training.publishing import next_logprobs
 from rolltree.training.ranks import STOP, Ranks, samples_from_data, samples_to_data
@@ -49,7 +49,7 @@ def adapt(model: Any, config: TrainConfig) -> None:
     Raises:
         ConfigError: see `lora.add_adapter`.
     """
-    if config.model.lora_rank:
+    if config.model.lora_rank and not is_adapted(model):  # a model may come with its own
         add_adapter(model, config.model, config.run.seed)
 
 

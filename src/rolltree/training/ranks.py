@@ -10,6 +10,7 @@ normalizers. There is no tensor or pipeline parallelism.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -143,6 +144,12 @@ def start_ranks(device: str = "cpu", init_method: str = "env://") -> Iterator[Ra
             f"model.device is {device!r}, and several ranks train on {' or '.join(_BACKENDS)}. "
             "Change the device, or start one process without torchrun."
         )
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise ConfigError(
+            f"several ranks need torch 2.13 or later, and this is torch {torch.__version__}: with "
+            "older ones they wait for each other for ever once a rank has no gradient of a weight. "
+            "Update torch, or start one process without torchrun."
+        )
     if "RANK" not in os.environ:
         raise ConfigError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and RANK is not set, so this process does "
@@ -225,24 +232,50 @@ def shard(logprobs: LogprobModel, ranks: Ranks) -> None:
 
     Each decoder layer is gathered on its own; everything else, tied embeddings and output head
     included, is one more group. Master weights stay as they are (float32); with another
-    `compute_dtype` they are gathered in it, and gradients are summed in float32.
+    `compute_dtype` they are gathered in it, and gradients are summed in float32. What gets no
+    gradient on a rank (experts without a token, most of a recurrent layer in a filler of one token)
+    counts as zero there: ranks must sum the same tensors, or they wait for each other.
     """
     model, dtype = logprobs.model, logprobs.compute_dtype
     policy = MixedPrecisionPolicy()
     if dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
-    for module in (*layers, model):
+    for module in (*_own_layers(model), model):
         fully_shard(module, mesh=ranks.mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+            module.set_reduce_scatter_unused_params(True, recurse=False)
     setattr(model, _METHOD, logprobs.compute)
     register_fsdp_forward_method(model, _METHOD)
     logprobs.run = getattr(model, _METHOD)
     logprobs.device = ranks.device
+
+
+def _own_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the outermost decoder layers that share no parameter with the rest of the model.
+
+    A group of FSDP owns its parameters: one that two groups hold would be two, and one that is
+    sharded cannot be sharded again.
+    """
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    found: list[torch.nn.Module] = []
+
+    def uses(module: torch.nn.Module) -> Counter[int]:
+        return Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+
+    everywhere = uses(model)
+
+    def walk(module: torch.nn.Module) -> None:
+        for child in module.children():
+            if type(child).__name__ in names and uses(child).items() <= everywhere.items():
+                found.append(child)
+            else:
+                walk(child)
+
+    walk(model)
+    return found
 
 
 def reshard(model: torch.nn.Module) -> None:

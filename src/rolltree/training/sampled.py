@@ -9,9 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rolltree.errors import TrainingError
+import numpy as np
+
+from rolltree.errors import TokenError, TrainingError
+from rolltree.inference.spelling import check_messages
+from rolltree.inference.vocabulary import Vocabulary
 from rolltree.tokens import peek
 from rolltree.types import State
+
+_NUM_SPELLED = 32
 
 
 def not_the_models_own(temperature: float, changes: Mapping[str, Any]) -> str | None:
@@ -55,3 +61,30 @@ def check_sampled(rollouts: Iterable[tuple[str, State]]) -> None:
                     "because importance ratios are computed from it. Take the setting out of what "
                     "the environment, agent or caller passes for that call; evaluation takes it."
                 )
+
+
+def check_spelled(rollouts: Iterable[tuple[str, State]], vocabulary: Vocabulary) -> None:
+    """Check that a sample of the calls has ids that spell their messages.
+
+    For clients whose server renders prompts: others know what they sent, and what the ids spell.
+
+    Raises:
+        TrainingError: the ids of a call are another prompt's or answer's.
+    """
+    calls = [
+        (f"call {index} of {name}", step)
+        for name, state in rollouts
+        for index, step in enumerate(state.get("trajectory") or ())
+        if _trains(peek(step, "tokens"))
+    ]
+    for where, step in calls[:: max(1, len(calls) // _NUM_SPELLED)]:
+        tokens, prompt, said = step["tokens"], step["prompt"], step["completion"]
+        prompt_ids, ids = (
+            np.array(tokens[name], np.int32) for name in ("prompt_ids", "completion_ids")
+        )
+        asked = None if isinstance(prompt, str) or not prompt else prompt[-1]
+        answer = {"content": said} if isinstance(said, str) else next(iter(said), {})
+        try:
+            check_messages(vocabulary, prompt_ids, ids, asked, answer, where=where)
+        except TokenError as error:
+            raise TrainingError(str(error)) from error

@@ -59,8 +59,8 @@ class ModelSection(Section, frozen=True):
     def __post_init__(self) -> None:
         if not self.lora_rank and (self.lora_alpha is not None or self.lora_targets):
             raise ConfigError(
-                "model.lora_alpha or model.lora_targets is set, but model.lora_rank is 0, so there "
-                "are no adapters that would read it. Set model.lora_rank, or leave them out."
+                "model.lora_alpha or model.lora_targets is set, but model.lora_rank is 0, so no "
+                "adapter would read it. Set model.lora_rank, or leave them out."
             )
         if self.backward_dtype != "float32" and self.device != "cpu":
             raise ConfigError(
@@ -84,8 +84,8 @@ class EngineSection(Section, frozen=True):
     - `probe_tolerance`: after every publish engines that hold a copy of the weights are probed. The
       bound follows from the step and from what the engine differed by at first; it is never more
       than this (16-bit servers need about 0.5).
-    - `away_limit_s`: the run waits for servers that do not answer; when none has for so long, it
-      ends, and the same command continues it.
+    - `away_limit_s`: the run waits for servers that do not answer; when none has for so long, or
+      for 5 s at the start, it ends, and the same command continues it.
     - `max_batch`: sequences decoded together. `max_context`: tokens of prompt and completion (None:
       the engine's default). `kv_budget_bytes`: memory of the KV cache (None: `max_batch` full
       sequences; `vllm`: 1 GiB). `prefill_chunk`: most prompt tokens in one forward pass.
@@ -304,7 +304,9 @@ class TrainSection(Section, frozen=True):
     - `max_failed_share`: a step of which a larger share of rollouts failed is not trained, because
       those that are left are the easy ones: failed model calls are sampled again until they work,
       and the run ends when other failures are as many.
-    - `max_mismatch`: stop if trainer and engine logprobs differ by more on average.
+    - `max_mismatch`: stop if trainer and engine logprobs differ by more on average over the tokens
+      that the current weights sampled. After a step without any, as happens in asynchronous runs,
+      the engine answers a probe instead (`engine.probe_tolerance`).
     - `record_tokens`: store what each step knew of every trained token (advantage, loss weight, the
       trainer's logprob, entropy), which `Run.trained` reads.
     - `num_threads`: torch's number of threads (None: leave it).

@@ -31,6 +31,7 @@ from rolltree.inference import WeightTransfer, publish_weights
 from rolltree.inference.client_base import ModelCall
 from rolltree.inference.openai_client import OpenAIClient, OpenAIMemory
 from rolltree.inference.publish import RELOAD_METHOD, HasServer, served_version
+from rolltree.inference.reachable import FIRST_ANSWER_S
 from rolltree.inference.retry import RetryPolicy
 from rolltree.rollouts.requests import current_episode
 from rolltree.training.checkpoint_formats import export_model
@@ -152,6 +153,7 @@ class Servers(ABC):
         """Gets what a person should know; the loop puts its own function here."""
         self._lock = asyncio.Lock()
         self._revivals: dict[TrainedServer, asyncio.Task[None]] = {}
+        self._has_answered = False
         self._lost = asyncio.Event()
         self._failure: Exception | None = None
 
@@ -192,7 +194,10 @@ class Servers(ABC):
         await self._tidy()
 
     async def start(self) -> None:
-        """Wait until a server answers."""
+        """Wait until a server answers; a few seconds, since none of them may ever have been there.
+
+        `or_lost` raises where none does.
+        """
         for server in self._watched:
             server.is_suspect = True
         if self._watched:
@@ -248,7 +253,15 @@ class Servers(ABC):
             await asyncio.gather(task, lost, return_exceptions=True)
 
     async def aclose(self) -> None:
-        """Wait for no server any more."""
+        """Wait for no server any more, and say what they go on serving."""
+        if self.version > 0:
+            model = getattr(self._clients[0], "model", "the model")
+            self.notify(
+                f"{', '.join(each.server.root_url for each in self._clients)} go on with the "
+                f"weights of version {self.version} under the name {model!r}: who asks for that "
+                "model now measures the trained one. Start the servers again for the model that "
+                "they began with."
+            )
         for task in self._revivals.values():
             task.cancel()
         await asyncio.gather(*self._revivals.values(), return_exceptions=True)
@@ -285,17 +298,17 @@ class Servers(ABC):
             else:
                 num_refused = 0
                 self._note_away(server)
-                if self._away_s() >= self._limit_s:
+                if self._away_s() >= self._patience_s:
                     self._lose(
                         TrainingError(
-                            f"no server has answered for {self._limit_s:g} s "
-                            f"(engine.away_limit_s): {self._names()}. Nothing that was done is "
-                            "lost. Start the servers, then the same command: it continues here."
+                            f"no server has answered for {self._patience_s:g} s "
+                            f"({self._limit()}): {self._names()}. Nothing that was done is lost. "
+                            "Start the servers, then the same command: it continues here."
                         )
                     )
                     return
             wait_s = _WAITS.wait_s(number, None)
-            await asyncio.sleep(min(wait_s, max(self._limit_s - self._away_s(), 0.01)))
+            await asyncio.sleep(min(wait_s, max(self._patience_s - self._away_s(), 0.01)))
             number += 1
 
     async def _renew(self, server: TrainedServer) -> None:
@@ -340,11 +353,21 @@ class Servers(ABC):
         server.away_since_s = monotonic()
         rest = "Other servers are asked instead."
         if all(each.away_since_s is not None for each in self._watched):
-            rest = f"The run waits, and ends after {self._limit_s:g} s (engine.away_limit_s)."
+            rest = f"The run waits, and ends after {self._patience_s:g} s ({self._limit()})."
         self.notify(f"{server.server.root_url} does not answer. {rest}")
 
+    @property
+    def _patience_s(self) -> float:
+        """How long all servers may be away: not long before the first one has ever answered."""
+        return self._limit_s if self._has_answered else min(self._limit_s, FIRST_ANSWER_S)
+
+    def _limit(self) -> str:
+        """Return what `_patience_s` comes from."""
+        is_start = self._patience_s < self._limit_s
+        return "none was there at the start" if is_start else "engine.away_limit_s"
+
     def _note_back(self, server: TrainedServer) -> None:
-        server.is_suspect = False
+        server.is_suspect, self._has_answered = False, True
         since_s, server.away_since_s = server.away_since_s, None
         if since_s is not None:
             self.notify(f"{server.server.root_url} is back after {monotonic() - since_s:.0f} s.")
@@ -423,7 +446,7 @@ class TransferTarget(Servers):
         address: str,
         away_limit_s: float = 1800.0,
     ) -> None:
-        check_names(model, "engine.publish = 'disk'")
+        check_served_names(model, "engine.publish = 'disk'")
         super().__init__(clients, away_limit_s=away_limit_s)
         device = next(model.parameters()).device
         on_gpu = device.type == "cuda"
@@ -447,7 +470,7 @@ class TransferTarget(Servers):
         await self._transfer.aclose()
 
 
-def check_names(model: Any, way_out: str) -> None:
+def check_served_names(model: Any, way_out: str) -> None:
     """Refuse a model whose tensors vLLM does not know by their names.
 
     Raises:

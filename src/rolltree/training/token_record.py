@@ -13,10 +13,13 @@ import numpy as np
 
 from rolltree.samples.resolve import resolve_tokens
 from rolltree.store import TrainedRollout
+from rolltree.training.advantages import CreditReport
 from rolltree.training.batches import Batch
 from rolltree.training.layout import FloatColumn, LongArray
 from rolltree.training.metrics import RecordStats
 from rolltree.types import Records, RolloutResult, State
+
+_NONE = np.empty(0, np.float32)
 
 
 class TokenRecord:
@@ -24,12 +27,12 @@ class TokenRecord:
 
     Args:
         results: the rollouts of the step.
-        states: those of them that it trains, in the order of `records.rollout`; with the advantages
-            that credit wrote into their steps.
+        credit: which of them it trains, in the order of `records.rollout`, and their advantages.
     """
 
-    def __init__(self, results: Sequence[RolloutResult], states: Sequence[State]) -> None:
-        self._states = states
+    def __init__(self, results: Sequence[RolloutResult], credit: CreditReport) -> None:
+        self._states = credit.trained
+        self._advantages = credit.advantages
         self._names = {
             id(state): (result.request.request_id, index)
             for result in results
@@ -48,8 +51,9 @@ class TokenRecord:
         starts = np.cumsum([0, *counts])
         first_call = np.array([*accumulate(map(len, sampled), initial=0)], np.int64)
         size = int(starts[-1])
+        given = np.concatenate([_NONE, *self._advantages], dtype=np.float32)
         columns: dict[str, FloatColumn] = {
-            "advantage": np.repeat(self._advantages(), counts),
+            "advantage": np.repeat(given, counts),
             "weight": np.zeros(size, np.float32),
             "logprob": np.full(size, np.nan, np.float32),
             "entropy": np.full(size, np.nan, np.float32),
@@ -93,7 +97,3 @@ class TokenRecord:
     def _num_sampled(state: State) -> list[int]:
         tree, handles = resolve_tokens(0, state["trajectory"])
         return [tree.num_sampled(handle) if handle >= 0 else 0 for handle in handles]
-
-    def _advantages(self) -> FloatColumn:
-        given = [step.get("advantage") for state in self._states for step in state["trajectory"]]
-        return np.array([value or 0.0 for value in given], np.float32)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rolltree.errors import ConfigError, UnknownName, did_you_mean
+from rolltree.files import odd_kind, read_regular, write_whole
 from rolltree.redact import redact, redact_text, shown_command
 from rolltree.training.config import TrainConfig
 from rolltree.training.transcripts import COLUMNS, Transcript
@@ -133,8 +134,8 @@ def mlflow(run: TrackedRun) -> Sink:
     from mlflow.entities import Metric
 
     note = run.path / "mlflow-run-id"
-    if note.is_file():
-        identity = note.read_text(encoding="utf-8").strip()
+    if odd_kind(note) is None and note.exists():
+        identity = read_regular(note, 1024).decode().strip()
         client.update_run(identity, status="RUNNING")
     else:
         found = client.get_experiment_by_name(run.project)
@@ -143,7 +144,7 @@ def mlflow(run: TrackedRun) -> Sink:
         for section, values in run.config.items():
             for key, value in values.items():
                 client.log_param(identity, f"{section}.{key}", str(value)[:500])
-        note.write_text(identity + "\n", encoding="utf-8")
+        write_whole(note, identity + "\n", follow=False)
 
     def log(values: Mapping[str, float], step: int) -> None:
         now = int(time.time() * 1000)
@@ -211,7 +212,7 @@ class Trackers:
         config = redact(self._config.as_dict())
         run = TrackedRun(path, section.project, name, config, first_step)
         for tracker in section.to:
-            with self._survived(tracker):
+            with self._survived(tracker, ConfigError):  # a package that is missing
                 self._sinks[tracker] = TRACKERS[tracker](run)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -226,11 +227,12 @@ class Trackers:
         is_shown = step is None or (step - 1) % section.transcripts_every == 0
         return section.transcripts if self._sinks and is_shown else 0
 
-    def show(self, name: str, rollouts: Sequence[Transcript], step: int) -> None:
-        """Send transcripts."""
-        for tracker, sink in list(self._sinks.items()) if rollouts else ():
+    def show(self, name: str, read: Callable[[], Sequence[Transcript]], step: int) -> None:
+        """Send the transcripts that `read` returns."""
+        for tracker, sink in list(self._sinks.items()):
             with self._survived(tracker):
-                sink.show(name, rollouts, step)
+                if rollouts := read():
+                    sink.show(name, rollouts, step)
 
     def close(self) -> None:
         """Close the trackers, also after a failure."""
@@ -240,11 +242,11 @@ class Trackers:
                 sink.close()
 
     @contextmanager
-    def _survived(self, tracker: str) -> Iterator[None]:
-        """Give a tracker up if it fails in the block; a missing package is the user's mistake."""
+    def _survived(self, tracker: str, *raised: type[Exception]) -> Iterator[None]:
+        """Give a tracker up if it fails in the block with anything but `raised`."""
         try:
             yield
-        except ConfigError:
+        except raised:
             raise
         except Exception as error:  # noqa: BLE001  trackers raise what their clients raise
             self._sinks.pop(tracker, None)

@@ -31,9 +31,9 @@ from rolltree.training.config import TrainConfig
 from rolltree.training.forward import LogprobModel, backward_precision, choose_forward
 from rolltree.training.layout import FloatColumn, collate
 from rolltree.training.logprobs import RecordLogprobs
-from rolltree.training.lora import adapters_off, is_adapted
+from rolltree.training.lora import adapters_off, changes_nothing, is_adapted
 from rolltree.training.losses import KLS
-from rolltree.training.metrics import RecordStats
+from rolltree.training.metrics import MISMATCH, RecordStats
 from rolltree.training.objective import (
     FixedTerms,
     fixed_terms_need_whole_rollouts,
@@ -44,7 +44,7 @@ from rolltree.training.objective import (
 )
 from rolltree.training.optim import Optimizer, learning_rate
 from rolltree.training.ranks import Ranks, shard
-from rolltree.training.routing import Replay
+from rolltree.training.routing import Replay, check_auxiliary
 from rolltree.types import Sample
 
 Exclusive = Callable[[], AbstractContextManager[None]]
@@ -81,6 +81,7 @@ class Trainer:
     ) -> None:
         self.model, self.config, self.ranks = model, config, ranks
         self.algorithm: Algorithm = config.algorithm.resolve()
+        check_auxiliary(model)
         self.logprobs = self._reader(model)
         self._no_replay = self._prepare_replay()
         self._whole_kl = self.algorithm.kl_coef > 0 and KLS[self.algorithm.kl].fn is None
@@ -118,8 +119,9 @@ class Trainer:
         kind = type(self.model).__name__
         if wanted is None and not is_mixture(self.model):
             return (
-                f"the rollouts carry routed experts, and {kind} is no mixture: its configuration "
-                "counts no experts. Set train.replay_experts = false to leave them alone."
+                f"the rollouts carry routed experts, and {kind} is not a mixture: its "
+                "configuration counts no experts. "
+                "Set train.replay_experts = false to leave them alone."
             )
         try:
             self.logprobs.replay = Replay(self.model)
@@ -172,8 +174,15 @@ class Trainer:
                 "but none is set. Set algorithm.reference to the teacher's name or folder."
             )
         whole_on_ranks = self._whole_kl and self.ranks is not None
-        if given is None and name is None and is_adapted(self.model) and not whole_on_ranks:
-            return self._below_adapters()
+        if given is None and name is None and is_adapted(self.model):
+            if not changes_nothing(self.model):
+                raise ConfigError(
+                    "the KL is to the model as it is now, and that has an adapter with weights of "
+                    "its own, of which there is no frozen copy. Set algorithm.reference to a "
+                    "folder with the merged model, or algorithm.kl_coef = 0."
+                )
+            if not whole_on_ranks:
+                return self._below_adapters()
         if given is None:
             device = self.config.model.device
             given = (
@@ -220,6 +229,7 @@ class Trainer:
             TokenError: there is nothing to train on.
         """
         began = time.perf_counter()
+        self.optimizer.zero_grad()  # of a step that raised
         section = self.config.train
         routing = self._check_routing(samples)
         skip = section.skip_zero_advantage and self.algorithm.only_advantage
@@ -343,7 +353,15 @@ class Trainer:
             fixed = fixed_terms_of(algorithm, records, now, below)
         if ratios is None:
             ratios = rollout_ratios(algorithm, records, fixed, now)
-        terms = objective(algorithm, records.weight, fixed, got, ratios=ratios, reference=reference)
+        terms = objective(
+            algorithm,
+            records.weight,
+            fixed,
+            got,
+            ratios=ratios,
+            reference=reference,
+            extra=records.extra,
+        )
         stats.add(item.span, got, terms, fixed.factor, reference)
         return terms.total
 
@@ -365,10 +383,8 @@ class Trainer:
             total.backward()  # type: ignore[no-untyped-call]
 
     def _check_mismatch(self, metrics: dict[str, float]) -> None:
-        mismatch, limit = (
-            metrics.get("train/sampling/sampling_logp_difference/mean", 0.0),
-            self.config.train.max_mismatch,
-        )
+        # None of the current version: the loop has the engine answer a probe instead.
+        mismatch, limit = metrics.get(MISMATCH, 0.0), self.config.train.max_mismatch
         if mismatch > limit:
             self.optimizer.zero_grad()
             raise TrainingError(

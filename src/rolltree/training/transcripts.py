@@ -13,7 +13,7 @@ from typing import Any
 
 from rolltree.parsers.parser import text_of
 from rolltree.redact import shown
-from rolltree.rollouts.conversation import conversation
+from rolltree.rollouts.conversation import conversation_of
 from rolltree.types import RolloutResult, State
 
 _MOST_CHARACTERS = 20_000
@@ -61,7 +61,7 @@ def _each(results: Iterable[RolloutResult], step: int, phase: str) -> Iterator[T
         error = "" if result.error is None else f"{result.error.type}: {result.error.message}"
         asked = State(prompt=result.request.input.get("prompt"))
         for state in result.states or (asked,):
-            prompt, completion = conversation(state)
+            prompt, completion = conversation_of(state)
             yield Transcript(
                 step,
                 phase,

@@ -216,7 +216,7 @@ def _own_attention(module: torch.nn.Module, own: str) -> Callable[..., Any]:
     return found
 
 
-def register(own: str) -> str:
+def register_tree_attention(own: str) -> str:
     """Return the name under which a model that attends with `own` attends over trees."""
     if own in _OWN:  # one context inside another
         return own
@@ -236,7 +236,7 @@ def tree_attention(model: Any) -> Iterator[None]:
     had before is put back.
     """
     before = model.config._attn_implementation
-    model.config._attn_implementation = register(before or "eager")
+    model.config._attn_implementation = register_tree_attention(before or "eager")
     token = _active.set(True)
     try:
         with tree_recurrence(model, _active.get):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from rolltree.errors import TrainingError
 from rolltree.inference.local.body import body_of
 from rolltree.inference.local.shell import trial_copy
+from rolltree.samples.transform import blank_records
 from rolltree.training.layout import Forest, collate
 from rolltree.training.rope_lengths import longest_exact
 from rolltree.training.tree_attention import tree_attention, tree_layout
@@ -125,9 +126,9 @@ def paths_of(forest: Forest) -> list[IntArray]:
 
 
 def _one_record(source: int) -> Records:
-    ints, floats = np.zeros(1, np.int32), np.ones(1, np.float32)
+    ones = np.ones(1, np.float32)
     at = np.full(1, source, np.int32)
-    return Records(at, ints, floats, floats, floats, floats, ints, ints, ints, ints)
+    return blank_records(1, source=at, logprob=ones, temperature=ones, advantage=ones, weight=ones)
 
 
 @torch.enable_grad()

@@ -187,7 +187,7 @@ def _exact(*tensors: Tensor) -> list[Tensor]:
 
 
 def _float32(rows: Tensor) -> torch.autocast:
-    """Keep products of states in float32, also where the layers around them compute in bf16."""
+    """Keep products of states in float32, also when the layers around them compute in bf16."""
     return torch.autocast(rows.device.type, enabled=False)
 
 

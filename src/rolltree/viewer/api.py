@@ -37,7 +37,7 @@ from rolltree.records.rollout_view import rollout_view
 from rolltree.records.story import run_story
 from rolltree.records.token_lens import token_lens
 from rolltree.records.values import json_bytes
-from rolltree.records.watching import is_running, mark_of
+from rolltree.records.watching import change_mark, is_running
 from rolltree.store import Run, run_folders
 from rolltree.untrusted import shorten
 
@@ -45,14 +45,26 @@ logger = logging.getLogger("rolltree.viewer")
 
 _MAX_OPEN = 16
 _MAX_SAID = 500  # characters of an error
-_ODD = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_ODD = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+_PATIENCE_S, _LEAST_PATIENCE_S = 3.0, 0.1
+"""How long a list waits for runs that take long: together, and for each after that."""
+_STILL_READ = "it is still being read: it is large, or another program has locked it."
 _MAX_INTEGER = 2**63 - 1  # SQLite's
 Offset = Annotated[int, msgspec.Meta(ge=0, le=_MAX_INTEGER)]
 Step = Annotated[int, msgspec.Meta(ge=-_MAX_INTEGER, le=_MAX_INTEGER)]
 Limit = Annotated[int, msgspec.Meta(ge=1, le=MAX_ROWS)]
 
 
-def json_response(value: object, status: int = 200) -> Response:
+def api_response(value: object, status: int = 200) -> Response:
     """Return `value` as JSON; a number that is not finite is null."""
     return Response(json_bytes(value), status, media_type="application/json")
 
@@ -65,6 +77,26 @@ class _Opened:
     file: tuple[int, int]
 
 
+class _Look(threading.Thread):
+    """Reads one run's row of the list in a thread of its own, so that no list waits for it."""
+
+    def __init__(self, folder: Path, name: str, mark: str) -> None:
+        super().__init__(name=f"look at {name}", daemon=True)
+        self.folder, self.run_name, self.mark = folder, name, mark
+        self.row: dict[str, Any] | None = None
+        self.error = ""
+
+    def run(self) -> None:
+        """Read it; what is odd about one run does not hide the others."""
+        try:
+            with Run.open(self.folder, mode="r", check="rows") as run:
+                self.row = {"id": self.run_name, **run_overview(run)}
+        except StoreError as error:
+            self.error = shorten(str(error), _MAX_SAID)
+        except _ODD as error:
+            self.error = _unexpected(error)
+
+
 class Runs:
     """The runs at and below a folder, opened for reading when they are asked for."""
 
@@ -74,7 +106,7 @@ class Runs:
         self.root = root.parent if is_run else root
         self._only = root if is_run else None
         self._open: OrderedDict[str, _Opened] = OrderedDict()
-        self._seen: dict[Path, tuple[str, dict[str, Any]]] = {}
+        self._looks: dict[Path, _Look] = {}
         self._lock = threading.Lock()
 
     def folders(self) -> list[Path]:
@@ -84,28 +116,35 @@ class Runs:
     def overviews(self) -> dict[str, list[dict[str, Any]]]:
         """Return a row per run, the newest first, and which cannot be read and why.
 
-        A run to which nothing was added since it was asked for is not opened again.
+        A run to which nothing was added since it was asked for is not opened again. One that takes
+        long is read on while the others are shown.
         """
         found, unreadable = [], []
-        seen: dict[Path, tuple[str, dict[str, Any]]] = {}
+        looks: dict[Path, _Look] = {}
+        patience = _PATIENCE_S  # for all that take long together
         for folder in self.folders():
-            name = folder.relative_to(self.root).as_posix()
-            mark = mark_of([folder])  # before it is read: what is written meanwhile counts
-            known, row = self._seen.get(folder, ("", {}))
-            try:
-                if known != mark:
-                    with Run.open(folder, mode="r", check="rows") as run:
-                        row = {"id": name, **run_overview(run)}
-            except StoreError as error:
-                unreadable.append({"id": name, "error": shorten(str(error), _MAX_SAID)})
-            except _ODD as error:  # one odd run does not hide the others
-                unreadable.append({"id": name, "error": _unexpected(error)})
-            else:
-                seen[folder] = mark, row
+            mark = change_mark([folder])  # before it is read: what is written meanwhile counts
+            look = self._looks.get(folder)
+            if look is None or not (look.is_alive() or (look.row and look.mark == mark)):
+                look = _Look(folder, folder.relative_to(self.root).as_posix(), mark)
+                look.start()
+                began = time.monotonic()
+                look.join(max(_LEAST_PATIENCE_S, patience))
+                if look.is_alive():
+                    patience -= time.monotonic() - began
+            looks[folder] = look
+            if (row := look.row) is not None:
                 found.append({**row, "age_s": max(0.0, time.time() - row["last_written"])})
-        self._seen = seen
+            else:
+                unreadable.append({"id": look.run_name, "error": look.error or _STILL_READ})
+        self._looks = looks
         found.sort(key=lambda row: row["last_written"], reverse=True)
         return {"runs": found, "unreadable": unreadable}
+
+    def mark(self) -> str:
+        """Return a text that is another one after the list has changed."""
+        num_read_on = sum(look.is_alive() for look in self._looks.values())
+        return f"{change_mark(self.folders())}-{num_read_on}"
 
     def folder(self, name: str) -> Path:
         """Return the directory of a run.
@@ -130,14 +169,19 @@ class Runs:
             StoreError: it cannot be read.
         """
         folder = self.folder(name)
-        status = (folder / "run.db").stat()
+        try:
+            status = (folder / "run.db").stat()
+        except OSError as error:
+            raise UnknownName(f"the run {shorten(name, 200)!r} is gone.") from error
         file = (status.st_dev, status.st_ino)
         with self._lock:
             found = self._open.get(name)
-            if found is None or found.file != file:
-                run = Run.open(folder, mode="r", check="rows")
-                weakref.finalize(run, run._database.close)
-                found = self._open[name] = _Opened(run, file)
+        if found is None or found.file != file:
+            run = Run.open(folder, mode="r", check="rows")  # may wait, so it holds no lock
+            weakref.finalize(run, run._database.close)
+            found = _Opened(run, file)
+        with self._lock:
+            self._open[name] = found
             self._open.move_to_end(name)
             while len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)
@@ -204,7 +248,8 @@ _STORIES: weakref.WeakKeyDictionary[Run, tuple[int, float, Any]] = weakref.WeakK
 """What was told of a run after how many commits, and from when on it may be told again."""
 _PAUSE = 20
 """A run that goes on is told of again after this many times what the telling took."""
-_TELLING = threading.Lock()
+_TELLING: weakref.WeakKeyDictionary[Run, threading.Lock] = weakref.WeakKeyDictionary()
+"""A lock per run: none waits for the story of another one."""
 
 
 def _story(run: Run) -> Any:
@@ -212,7 +257,7 @@ def _story(run: Run) -> Any:
 
     `again_s` is when to ask again for what was stored since; None if nothing was.
     """
-    with _TELLING:
+    with _TELLING.setdefault(run, threading.Lock()):
         commits, began = run.num_commits, time.monotonic()
         stored, due, told = _STORIES.get(run, (-1, 0.0, None))
         if told is None or (stored != commits and began >= due):
@@ -254,20 +299,20 @@ class Api:
         path = [unquote(part) for part in raw.decode("latin-1").split("/")[2:]]
         query = request.scope["query_string"].decode("latin-1")
         try:
-            return await run_in_threadpool(lambda: json_response(self._answer(path, query)))
+            return await run_in_threadpool(lambda: api_response(self._answer(path, query)))
         except RolltreeError as error:
-            return json_response({"error": str(error)}, _status(error))
+            return api_response({"error": str(error)}, _status(error))
         except asyncio.CancelledError:  # the server ends
-            return json_response({"error": "the server was stopped."}, 503)
+            return api_response({"error": "the server was stopped."}, 503)
         except Exception as error:  # a mistake of ours; the page goes on
             logger.error("GET %s failed", request.url.path, exc_info=error)
-            return json_response({"error": _unexpected(error)}, 500)
+            return api_response({"error": _unexpected(error)}, 500)
 
     def _answer(self, path: list[str], query: str) -> Any:
         if path == ["runs"]:
             return _call(self._runs, query)
         if path == ["changed"]:
-            return _call(lambda: {"mark": mark_of(self.runs.folders())}, query)
+            return _call(lambda: {"mark": self.runs.mark()}, query)
         if path == ["compare"]:
             return _call(self._compare, query)
         if path[:1] == ["runs"] and len(path) in (2, 3):
@@ -277,7 +322,7 @@ class Api:
         raise UnknownName(f"there is nothing at /api/{shorten('/'.join(path), 200)}.")
 
     def _runs(self) -> Any:
-        mark = mark_of(self.runs.folders())  # before they are read: what is written later is seen
+        mark = self.runs.mark()  # before they are read: what is written later is seen
         return {"root": str(self.runs.root), "mark": mark, **self.runs.overviews()}
 
     def _compare(self, *, arm: list[str]) -> Any:

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rolltree.untrusted import shorten
-from rolltree.viewer.api import Api, json_response
+from rolltree.viewer.api import Api, api_response
 from rolltree.viewer.bundle import STATIC
 
 EXCHANGE = "/api/token"
@@ -56,7 +56,7 @@ HEADERS = {
 """On every answer. No script or style but the page's own files, and no text becomes either."""
 
 
-def create_app(
+def create_viewer_app(
     root: Path, token: str, hosts: Collection[str], *, code: str | None = None
 ) -> Starlette:
     """Return the ASGI application on the runs at and below `root`.
@@ -96,13 +96,13 @@ class Exchange:
     async def answer(self, request: Request) -> Response:
         """Answer a request with the token, and the first one that has the code."""
         if _is_same(request.headers.get("authorization", ""), f"Bearer {self._token}"):
-            return json_response({"token": self._token})
+            return api_response({"token": self._token})
         given = request.headers.get("x-code", "")
         if self._code is None or not _is_same(given, self._code) or _is_foreign(request):
             said = "the link was opened before. Open the one that `rolltree view` printed."
-            return json_response({"error": said}, 401)
+            return api_response({"error": said}, 401)
         self._code = None
-        return json_response({"token": self._token})
+        return api_response({"token": self._token})
 
 
 def _is_same(given: str, secret: str) -> bool:
@@ -153,7 +153,7 @@ def _file(name: str) -> Response:
 async def _refused(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     detail = error.detail if isinstance(error, HTTPException) else str(error)
-    return json_response(
+    return api_response(
         {"error": f"{shorten(request.url.path, 200)} cannot be answered: {detail}"}, status
     )
 
@@ -183,7 +183,7 @@ class Guard:
             await send(message)
 
         refusal = self._refusal(scope)
-        app = self._app if refusal is None else json_response({"error": refusal[1]}, refusal[0])
+        app = self._app if refusal is None else api_response({"error": refusal[1]}, refusal[0])
         await app(scope, receive, send_guarded)
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:

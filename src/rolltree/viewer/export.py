@@ -7,7 +7,6 @@ rest of the run is its numbers; the other rollouts are not in the file.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 import msgspec
 
 from rolltree.errors import ConfigError, StoreError, UnknownName
+from rolltree.files import write_whole
 from rolltree.records.chosen import shown_requests, telling_requests
 from rolltree.records.curves import run_curves
 from rolltree.records.group_tree import group_tree, tree_picture
@@ -322,14 +322,8 @@ def packed(column: Sequence[Any] | None, before: Sequence[Any] | None = None) ->
 
 
 def _write(target: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        try:
-            unfinished.write_bytes(content)
-            unfinished.replace(target)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        write_whole(target, content)
     except OSError as error:
         raise StoreError(
             f"{target} cannot be written ({error.strerror or error}), so there is no page. Check "

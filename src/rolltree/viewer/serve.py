@@ -13,13 +13,13 @@ import uvicorn
 from rolltree.errors import ConfigError
 from rolltree.inference.server.http import impatient
 from rolltree.inference.server.listening import AnnouncingServer, listen
-from rolltree.viewer.app import create_app
+from rolltree.viewer.app import create_viewer_app
 
 HOST = "127.0.0.1"
 _READ_TIMEOUT_S = 30.0
 
 
-def serve(
+def serve_viewer(
     root: Path, *, port: int = 0, browser: bool = True, on_ready: Callable[[str], None]
 ) -> None:
     """Serve the page on the runs at and below `root`, to this machine only, until told to stop.
@@ -40,7 +40,7 @@ def serve(
     listener = listen(HOST, port)
     port = listener.getsockname()[1]
     config = uvicorn.Config(
-        create_app(root, token, (f"{HOST}:{port}", f"localhost:{port}"), code=code),
+        create_viewer_app(root, token, (f"{HOST}:{port}", f"localhost:{port}"), code=code),
         http=impatient(_READ_TIMEOUT_S),
         log_level="warning",
         access_log=False,

@@ -190,7 +190,7 @@ class GymWorld(Adapter):
         return self._to_text(observation), info
 
     def step(self, action: Any) -> StepOutcome:
-        """Step the world, or say why the text is no action."""
+        """Step the world, or say why the text is not an action."""
         if isinstance(action, str):
             try:
                 action = self._to_action(action)

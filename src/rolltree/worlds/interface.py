@@ -123,7 +123,7 @@ async def drive(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 BAD_ACTION = "bad_action"
-"""Key of `StepOutcome.info`: why a text was no action. Nothing was done then."""
+"""Key of `StepOutcome.info`: why a text was not an action. Nothing was done then."""
 
 Snapshots: TypeAlias = Literal["own", "deepcopy"]
 """How a world is saved: by its own `snapshot` and `restore`, or by `copy.deepcopy`, which is right
@@ -131,8 +131,8 @@ only for worlds that keep nothing outside themselves."""
 
 
 def bad_action(error: ValueError) -> StepOutcome:
-    """Return what a model is told about a text that is no action."""
-    return StepOutcome(f"That is no action: {error}", info={BAD_ACTION: str(error)})
+    """Return what a model is told about a text that is not an action."""
+    return StepOutcome(f"Invalid action: {error}", info={BAD_ACTION: str(error)})
 
 
 class Adapter:

@@ -68,8 +68,8 @@ class _Game(Adapter):
 class ParallelGame(_Game):
     """A `ParallelEnv`: a `ParallelWorld` over text.
 
-    An agent without an action (its answer held none, or its text is no action of its space) does
-    `idle_action`.
+    An agent without an action (its answer held none, or its text is not an action of its space)
+    does `idle_action`.
 
     Args:
         world: a PettingZoo id such as "classic/rps-v2", a world, or a function that returns one.
@@ -143,8 +143,8 @@ class ParallelGame(_Game):
 class TurnGame(_Game):
     """An `AECEnv`: a `TurnWorld` over text. Agents that are out of the game are stepped over.
 
-    A text that is no action of the space changes nothing and the turn stays; an illegal move is the
-    game's to judge.
+    A text that is not an action of the space changes nothing and the turn stays; an illegal move is
+    the game's to judge.
 
     Args:
         world: a PettingZoo id such as "classic/tictactoe-v3", a world, or a function.

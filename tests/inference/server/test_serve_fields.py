@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from serve_kit import ADD
 
 from rolltree.errors import ConfigError, PromptTooLong, TokenError
 from rolltree.inference.chat import ChatRenderer
@@ -34,7 +35,7 @@ RENDERER = ChatRenderer(ByteTokenizer())
 
 
 class _NoEngine:
-    max_context, version = 10, 0
+    max_context, version = 100, 0
 
 
 def served_with(**options: Any) -> ServedModel:
@@ -158,6 +159,15 @@ def test_who_may_be_served() -> None:
             ServerOptions("0.0.0.0", 80, **options)  # type: ignore[arg-type]
 
 
+def test_tools_that_the_template_ignores_are_refused_as_in_process() -> None:
+    blind = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    messages = messages_of([{"role": "user", "content": "2 + 3?"}])
+    assert served_with().chat_prompt(messages, [ADD]) is not None
+    assert served_with(template=blind).chat_prompt(messages, None) is not None
+    with pytest.raises(ConfigError, match="template of 'm' ignores tools"):
+        served_with(template=blind).chat_prompt(messages, [ADD])
+
+
 def test_prompts() -> None:
     served = served_with()
     assert served.text_prompt("ab").tolist() == [97, 98]
@@ -165,8 +175,8 @@ def test_prompts() -> None:
     for wrong in (None, 5, [1.5], [-1], [True], [2**31], ["a", 1]):
         with pytest.raises(TokenError):
             served.text_prompt(wrong)
-    with pytest.raises(PromptTooLong, match="10 tokens"):
-        served.text_prompt("a" * (10 * 256 + 1))
+    with pytest.raises(PromptTooLong, match="100 tokens"):
+        served.text_prompt("a" * (100 * 256 + 1))
     for wrong in (None, ["hi"], [{}], [{"role": 5}], [{"role": "user", "content": [1]}]):
         with pytest.raises(RequestError, match="messages is not a list of chat messages"):
             messages_of(wrong)

@@ -92,6 +92,61 @@ class TestLarge:
         assert status == 200
         assert slowest < 2.0
 
+    @pytest.mark.parametrize(
+        ("path", "name", "number"),
+        [
+            ("/detokenize", "tokens", 4_000_000),
+            ("/inference/v1/generate", "token_ids", 4_000_000),
+            ("/v1/completions", "prompt", 4_000_000),
+            ("/detokenize", "tokens", 2049),  # the context of the tiny model holds 2,048
+        ],
+    )
+    def test_more_ids_than_the_context_holds_are_refused_before_any_work(
+        self, served: Served, path: str, name: str, number: int
+    ) -> None:
+        ids = b'{"%b": [%b]}' % (name.encode(), b",".join([b"65"] * number))
+        slowest, status = slowest_health(served, ids, path)
+        assert status == 400
+        assert slowest < 1.0
+
+    def test_ids_that_fit_are_text(self, served: Served) -> None:
+        status, answer = ask(served, "/detokenize", json.dumps({"tokens": [65] * 2048}).encode())
+        assert (status, answer) == (200, {"prompt": "A" * 2048})
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"messages": [{"role": "user", "content": [""] * 1_000_000}]},
+            {"tools": [{"type": "function", "function": {"name": "f"}}] * 20_000},
+            {"messages": [{"role": "assistant", "content": "", "reasoning_content": "a " * 10**6}]},
+            {"stop": [f"{number} times" for number in range(300_000)], "stream": True},
+            {"stop": "a" * 5000},
+            {"stop_token_ids": list(range(1025))},
+            {"a" * 10_000_000: 1},
+            {"response_format": ["a"] * 1_000_000},
+        ],
+        ids=["parts", "tools", "reasoning", "stops", "stop", "stop ids", "a name", "a value"],
+    )
+    def test_large_fields_are_refused_and_health_answers(
+        self, served: Served, fields: dict[str, Any]
+    ) -> None:
+        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, **fields}
+        slowest, status = slowest_health(served, json.dumps(body).encode(), "/v1/chat/completions")
+        assert status == 400
+        assert slowest < 2.0
+
+    def test_a_body_of_too_many_objects_is_refused_unread(self, served: Served) -> None:
+        body = b'{"prompt": [%b]}' % b",".join([b"{}"] * 5_000_000)
+        slowest, status = slowest_health(served, body, "/tokenize")
+        assert status == 413
+        assert slowest < 1.0
+
+    def test_what_is_wrong_is_said_in_short(self, served: Served) -> None:
+        for fields in ({"a" * 10**6: 1}, {"model": ["a"] * 10**6}, {"stop": [1] * 4000}):
+            status, answer = ask(served, "/tokenize", json.dumps(fields).encode())
+            assert status in (400, 404)
+            assert len(json.dumps(answer)) < 4000
+
 
 class TestUnfinished:
     @pytest.mark.parametrize(
@@ -184,7 +239,8 @@ class TestShape:
         st.sampled_from(
             [
                 *("/v1/chat/completions", "/v1/completions", "/inference/v1/generate"),
-                *("/tokenize", "/detokenize"),
+                *("/tokenize", "/detokenize", "/collective_rpc", "/update_weight_version"),
+                *("/init_weight_transfer_engine", "/update_weights", "/reset_prefix_cache"),
             ]
         ),
         st.dictionaries(
@@ -194,6 +250,8 @@ class TestShape:
                     *("temperature", "top_p", "stop", "seed", "logit_bias", "stop_token_ids", "n"),
                     *("stream", "logprobs", "stream_options", "model", "tool_choice", "top_k"),
                     *("request_id", "min_tokens", "presence_penalty", "return_token_ids"),
+                    *("method", "kwargs", "args", "new_version", "init_info", "update_info"),
+                    *("repetition_penalty", "frequency_penalty", "min_p", "max_tokens"),
                 ]
             ),
             VALUES,
@@ -205,7 +263,7 @@ class TestShape:
     ) -> None:
         body = {**fields} if path in ("/tokenize", "/detokenize") else {"max_tokens": 1, **fields}
         connection = http.client.HTTPConnection(*address(served), timeout=60)
-        headers = {"Authorization": f"Bearer {served.token}"}
+        headers = {"Authorization": f"Bearer {served.admin_token}"}
         connection.request("POST", path, json.dumps(body).encode(), headers)
         response = connection.getresponse()
         content = response.read()
@@ -213,16 +271,67 @@ class TestShape:
         assert response.status in (200, 400, 404), content
 
     @pytest.mark.parametrize(
+        ("path", "fields"),
+        [
+            ("/v1/completions", {"logit_bias": {"5": 1e300}}),
+            ("/v1/completions", {"repetition_penalty": 1e-300}),
+            ("/v1/completions", {"presence_penalty": -1e300}),
+            ("/v1/completions", {"temperature": 1e-40}),
+            ("/detokenize", {"tokens": "text"}),
+            ("/detokenize", {}),
+            ("/inference/v1/generate", {"token_ids": [1], "request_id": {}}),
+            ("/update_weight_version", {"new_version": "9" * 5000}),
+            ("/update_weight_version", {"new_version": "\u0663"}),
+            (
+                "/collective_rpc",
+                {"method": "reload_weights", "kwargs": {"weights_path": "a" * 5000}},
+            ),
+            ("/init_weight_transfer_engine", {"init_info": {"port": 70_000}}),
+            ("/init_weight_transfer_engine", {"init_info": {"port": -1}}),
+            ("/init_weight_transfer_engine", {"init_info": {"timeout_s": 1e300}}),
+            ("/init_weight_transfer_engine", {"init_info": {"backend": "carrier pigeon"}}),
+        ],
+    )
+    def test_values_that_nothing_can_be_done_with_are_refused(
+        self, served: Served, path: str, fields: dict[str, Any]
+    ) -> None:
+        body = {"prompt": "a"} | fields if path == "/v1/completions" else fields
+        if "init_info" in body:
+            whole = {"address": "127.0.0.1", "port": 9, "token": "t", "world_size": 2}
+            body = {"init_info": whole | {"backend": "gloo", "timeout_s": 0.1} | body["init_info"]}
+        status, answer = ask(served, path, json.dumps(body).encode(), served.admin_token)
+        assert status == 400, answer
+        assert answer["error"]["type"] == "invalid_request_error"
+
+    @pytest.mark.parametrize(
+        "message",
+        [
+            {"role": "user", "content": [{"type": "text"}]},
+            {"role": "user", "content": [{"type": "text", "text": None}]},
+            {"role": "user", "content": ["a", {}]},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "x", "type": "custom"}]},
+        ],
+    )
+    def test_messages_without_what_they_must_have_are_refused(
+        self, served: Served, message: dict[str, Any]
+    ) -> None:
+        for path in ("/v1/chat/completions", "/tokenize"):
+            body = json.dumps({"messages": [message]}).encode()
+            status, answer = ask(served, path, body)
+            assert status == 400, answer
+
+    @pytest.mark.parametrize(
         "body",
         [
             b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
             b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+            b'{"messages": [], "stop": ' + b"[" * 970 + b"]" * 970 + b"}",
             b'{"prompt": ' + b"9" * 5000 + b"}",
             b"\xff\xfe",
             b"[]",
             b"",
         ],
-        ids=["lone surrogate", "deep", "large number", "no text", "a list", "empty"],
+        ids=["lone surrogate", "too deep", "deep", "large number", "no text", "a list", "empty"],
     )
     def test_bodies_that_are_no_request_are_refused(self, served: Served, body: bytes) -> None:
         status, answer = ask(served, "/v1/chat/completions", body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from functools import partial
 from itertools import starmap
@@ -18,6 +19,7 @@ from serve_kit import ADMIN_TOKEN, TOKEN, Served
 from rolltree.errors import ConfigError, ModelError
 from rolltree.inference import (
     ChatRenderer,
+    EndpointPool,
     OpenAIClient,
     RetryPolicy,
     WeightTransfer,
@@ -25,7 +27,9 @@ from rolltree.inference import (
     publish_weights,
     served_version,
 )
+from rolltree.inference.reachable import check_servers
 from rolltree.inference.server import ServedModel, create_app
+from rolltree.inference.server.weights import INDEX, safetensors_files
 from rolltree.inference.transfer.buckets import TensorSpec, specs_to_data
 from rolltree.types import ModelResponse, SamplingParams
 
@@ -213,6 +217,22 @@ async def test_one_of_two_servers_is_gone(client: OpenAIClient, taught_otherwise
     await gone.aclose()
 
 
+async def test_an_evaluation_is_told_of_weights_that_a_run_left(
+    server: Served, client: OpenAIClient, taught: Path
+) -> None:
+    later = OpenAIClient(server.url, "m", api_key=server.token)
+    await publish_weights([client], taught, 7)
+    assert await check_servers(client) == []  # it published them itself
+    (said,) = await check_servers(EndpointPool([later]))
+    assert "says that its weights are version '7', which a training run gave it" in said
+    assert later.version == 7
+    await client.server.post("/pause?mode=keep", {}, bytes, at_root=True, as_admin=True)
+    (said,) = await check_servers(later)
+    assert "is paused, as a trainer leaves it that dies" in said
+    await client.server.post("/resume", {}, bytes, at_root=True, as_admin=True)
+    await later.aclose()
+
+
 async def test_paused_requests_wait_and_are_answered(client: OpenAIClient) -> None:
     post = partial(client.server.post, at_root=True, as_admin=True)
     await post("/pause?mode=keep", {}, bytes)
@@ -255,6 +275,50 @@ def test_what_the_weight_endpoints_refuse(server: Served) -> None:
     assert server.token != TOKEN
     assert httpx.get(server.root + "/health").status_code == 200
     assert httpx.get(server.root + "/v2", headers=headers).status_code == 404
+
+
+@pytest.mark.parametrize("index", [None, '{"weight_map": {"a": "model.safetensors"}}'])
+def test_a_reload_of_what_is_not_a_regular_file_is_refused_at_once(
+    server: Served, tmp_path: Path, index: str | None
+) -> None:
+    """A FIFO would be opened for ever, with the engine paused."""
+    os.mkfifo(tmp_path / "model.safetensors")
+    if index is not None:
+        (tmp_path / INDEX).write_text(index)
+    with httpx.Client(
+        base_url=server.root, headers={"Authorization": f"Bearer {server.admin_token}"}
+    ) as http:
+        kwargs = {"weights_path": str(tmp_path)}
+        refused = http.post(
+            "/collective_rpc", json={"method": "reload_weights", "kwargs": kwargs}, timeout=20
+        )
+        assert refused.status_code == 400
+        assert "is not a regular file" in refused.json()["error"]["message"]
+        answer = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, timeout=20)
+        assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        "[" * 100_000,
+        "[]",
+        '{"weight_map": 5}',
+        '{"weight_map": {"a": "gone.safetensors", "b": 7}}',
+        '{"weight_map": {"a": "gone.safetensors"}}',
+        '{"weight_map": {"a": "../../../../../../dev/zero"}}',
+        '{"weight_map": {"a": "a\\u0000b"}}',
+        None,  # 64 GiB of nothing
+    ],
+)
+def test_an_index_that_names_no_weights_is_refused(tmp_path: Path, index: str | None) -> None:
+    if index is None:
+        with (tmp_path / INDEX).open("wb") as file:
+            file.truncate(2**36)
+    else:
+        (tmp_path / INDEX).write_text(index)
+    with pytest.raises(ConfigError, match="unchanged"):
+        safetensors_files(tmp_path)
 
 
 async def test_a_server_that_is_told_to_stop_ends_a_transfer_that_waits() -> None:

@@ -9,12 +9,12 @@ from transfer_kit import bits, same, tensors
 from rolltree.errors import BadResponse, ConfigError
 from rolltree.inference.transfer.buckets import (
     TensorSpec,
-    checksum,
+    bucket_checksum,
     fill_buckets,
     pack,
     specs_from_data,
     specs_to_data,
-    unpack,
+    unpack_bucket,
 )
 
 
@@ -51,7 +51,7 @@ def test_what_is_packed_comes_out_again(size):
     memory = torch.full((10**5,), 99, dtype=torch.uint8)  # what was there before is no matter
     for bucket in fill_buckets(specs, size):
         held = [given[each.name] for each in bucket.specs]
-        found |= {name: t.clone() for name, t in unpack(bucket, pack(bucket, held, memory))}
+        found |= {name: t.clone() for name, t in unpack_bucket(bucket, pack(bucket, held, memory))}
     assert same(found, given)
 
 
@@ -59,11 +59,11 @@ def test_the_checksum_finds_every_single_bit_flip():
     (bucket,) = fill_buckets([spec("a", 40)], 64)
     given = torch.arange(40, dtype=torch.int8)
     packed = pack(bucket, [given], torch.zeros(64, dtype=torch.uint8))
-    assert torch.equal(unpack(bucket, packed)[0][1], given)
+    assert torch.equal(unpack_bucket(bucket, packed)[0][1], given)
     for at in range(8 * bucket.num_bytes):
         packed[at // 8] ^= 1 << at % 8
         with pytest.raises(BadResponse, match="begins with a"):
-            unpack(bucket, packed)
+            unpack_bucket(bucket, packed)
         packed[at // 8] ^= 1 << at % 8
 
 
@@ -72,12 +72,14 @@ def test_the_checksum_by_hand_and_what_is_moved():
     words = torch.tensor([3, -2, 7])
     weights = [(place * odd) % 2**64 | 1 for place in (1, 2, 3)]
     expected = (3 * weights[0] - 2 * weights[1] + 7 * weights[2]) % 2**64
-    assert int(checksum(bits(words))) % 2**64 == expected
-    assert int(checksum(bits(words[[1, 0, 2]]))) % 2**64 != expected
-    assert int(checksum(bits(torch.tensor([4, -3, 7])))) % 2**64 != expected  # one unit moved
+    assert int(bucket_checksum(bits(words))) % 2**64 == expected
+    assert int(bucket_checksum(bits(words[[1, 0, 2]]))) % 2**64 != expected
+    assert (
+        int(bucket_checksum(bits(torch.tensor([4, -3, 7])))) % 2**64 != expected
+    )  # one unit moved
     blocks = torch.arange(2 * 2**17).view(2, -1)
-    assert int(checksum(bits(blocks))) != int(checksum(bits(blocks.flip(0))))
-    assert int(checksum(torch.zeros(0, dtype=torch.uint8))) == 0
+    assert int(bucket_checksum(bits(blocks))) != int(bucket_checksum(bits(blocks.flip(0))))
+    assert int(bucket_checksum(torch.zeros(0, dtype=torch.uint8))) == 0
 
 
 @pytest.mark.parametrize(

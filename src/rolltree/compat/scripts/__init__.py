@@ -39,7 +39,7 @@ def _run(command: str, module: str) -> None:
         if point.module.partition(".")[0] == "verifiers":
             point.load()()
             return
-    messages(import_module(f"{_OURS}.{module}").main)
+    messages(lambda: import_module(f"{_OURS}.{module}").main())
 
 
 def messages(main: Any) -> None:

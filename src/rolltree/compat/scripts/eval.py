@@ -10,11 +10,14 @@ import os
 import sys
 from typing import Any
 
+from rolltree.compat.configs import ClientConfig, EvalConfig
+from rolltree.compat.evaluation import load_endpoints, run_evaluation
+from rolltree.compat.logs import setup_logging
 from rolltree.environments import eval_defaults
 from rolltree.errors import ConfigError
 from rolltree.redact import remember
 
-logger = logging.getLogger("rolltree.compat")
+logger = logging.getLogger("verifiers.scripts.eval")
 
 DEFAULT_NUM_EXAMPLES = 5
 DEFAULT_ROLLOUTS_PER_EXAMPLE = 3
@@ -31,11 +34,8 @@ def get_env_eval_defaults(env_id: str) -> dict[str, Any]:
 
 def main() -> None:
     """Read the command line and evaluate."""
-    from rolltree.compat import verifiers as vf
-    from rolltree.compat.evaluation import load_endpoints, run_evaluation
-
     asked = _parser().parse_args()
-    vf.setup_logging("DEBUG" if asked.verbose else os.getenv("VF_LOG_LEVEL", "INFO"))
+    setup_logging("DEBUG" if asked.verbose else os.getenv("VF_LOG_LEVEL", "INFO"))
     own = get_env_eval_defaults(asked.env_id)
     endpoint = load_endpoints(asked.endpoints_path).get(asked.model) or {
         "key": asked.api_key_var,
@@ -47,12 +47,12 @@ def main() -> None:
         print(
             "note: -H pushes what -s saves, and -s is missing; nothing is pushed", file=sys.stderr
         )
-    config = vf.EvalConfig(
+    config = EvalConfig(
         env_id=asked.env_id,
         env_args=asked.env_args,
         env_dir_path=asked.env_dir_path,
         model=endpoint["model"],
-        client_config=vf.ClientConfig(
+        client_config=ClientConfig(
             api_key_var=endpoint["key"],
             api_base_url=endpoint["url"],
             extra_headers=_headers(asked.header or []),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from rolltree.files import write_whole
+
 _README = """\
 # {id}
 
@@ -86,7 +88,7 @@ def init_environment(
         }
         for name, value in fields.items():
             text = text.replace(f"{{{name}}}", value)
-        file.write_text(text, encoding="utf-8")
+        write_whole(file, text)
     return folder
 
 

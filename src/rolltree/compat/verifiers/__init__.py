@@ -7,6 +7,7 @@ does not cover trainers; what behaves differently on purpose is in docs/compat.m
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from importlib import import_module
@@ -16,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from rolltree.compat.logs import write_to_stderr
-from rolltree.compat.names import MODULES, REMOVED, SOURCE_OF
+from rolltree.compat.names import IMPORTED_MODULES, MODULES, REMOVED, SCRIPTS, SOURCE_OF
 
 __version__ = "0.1.8.post2"
 __all__ = [
@@ -35,14 +36,20 @@ def __getattr__(name: str) -> Any:
             f"verifiers' trainer is not part of rolltree, so there is no {name!r}. Train with "
             "rolltree.train or `rolltree train`; see docs/training.md."
         )
-    if name in MODULES:
-        return import_module(f"{__name__}.{name}")
-    source = SOURCE_OF.get(name)
-    if source is None:
-        raise AttributeError(f"verifiers 0.1.8 has no public name {name!r}")
-    value = getattr(import_module(source), name)
-    globals()[name] = value
-    return value
+    return _fetched(__name__, name)
+
+
+def _fetched(module: str, name: str) -> Any:
+    """Return a submodule, a public name, or what `module` imports of other packages."""
+    path = f"{module}.{name}".removeprefix(f"{__name__}.")
+    if path in MODULES or path in SCRIPTS:
+        return import_module(SCRIPTS.get(path, f"{__name__}.{path}"))
+    if name in SOURCE_OF:
+        return getattr(import_module(SOURCE_OF[name]), name)
+    if name in IMPORTED_MODULES:
+        return import_module(IMPORTED_MODULES[name])
+    where = f"verifiers.{path}".removesuffix(f".{name}")
+    raise AttributeError(f"module {where!r} of verifiers 0.1.8 has no public name {name!r}")
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -70,11 +77,11 @@ class _Mirror(ModuleType):
         self.__all__ = list(names)
 
     def __getattr__(self, name: str) -> Any:
-        if name not in self.__all__:
+        if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(SOURCE_OF[name]), name)
-        setattr(self, name, value)
-        return value
+        if name == "logger":
+            return logging.getLogger(self.__name__.removeprefix("rolltree.compat."))
+        return _fetched(self.__name__, name)
 
 
 write_to_stderr("verifiers", os.environ.get("VF_LOG_LEVEL", "INFO"))

@@ -15,6 +15,6 @@ def body_name(model: Any) -> str | None:
 
 
 def body_of(model: Any) -> Any:
-    """Return what computes the last hidden states; `model` itself where that is no part of it."""
+    """Return what computes the last hidden states; `model` itself where that is not part of it."""
     name = body_name(model)
     return model if name is None else getattr(model, name)

@@ -133,16 +133,17 @@ class Decoder:
 
     def _place(self, request: LocalRequest, source: int, shared: int) -> None:
         """Give `request` a slot holding the first `shared` ids of its prompt, as `source` does."""
-        slots, cache = self.slots, self.runner.cache
+        slots = self.slots
         take_over = not slots.taken[source] and 0 < slots.cached[source] <= 2 * shared
         row = source if take_over else slots.victim()
         lowest = int(slots.taken.argmin())
         if row > lowest and not slots.taken[row:].any():
-            cache.swap(row, lowest, shared if row == source else 0, int(slots.cached[lowest]))
-            slots.swap(row, lowest)
+            self._swap(row, lowest, shared if row == source else 0, int(slots.cached[lowest]))
             source = {row: lowest, lowest: row}.get(source, source)
             row = lowest
-        cache.copy(source, row, shared)
+        self.runner.cache.copy(source, row, shared)
+        if self.experts is not None:
+            self.experts.copy(source, row, shared)
         slots.start(row, request, shared)
         request.num_cached = shared
         request.admit()
@@ -195,9 +196,15 @@ class Decoder:
         slots, count = self.slots, len(active)
         holes = [row for row in range(count) if slots.request[row] is None]
         for hole, row in zip(holes, reversed(active), strict=False):
-            self.runner.cache.swap(hole, row, int(slots.cached[hole]), int(slots.cached[row]))
-            slots.swap(hole, row)
+            self._swap(hole, row, int(slots.cached[hole]), int(slots.cached[row]))
         return list(range(count))
+
+    def _swap(self, one: int, two: int, num_one: int, num_two: int) -> None:
+        """Exchange two rows of which `num_one` and `num_two` computed tokens are worth keeping."""
+        self.runner.cache.swap(one, two, num_one, num_two)
+        if self.experts is not None:
+            self.experts.swap(one, two, max(num_one, num_two))
+        self.slots.swap(one, two)
 
     def _matched_stop(self, row: int, request: LocalRequest, token: int) -> str | int | None:
         if token in request.sampling.stop_token_ids:

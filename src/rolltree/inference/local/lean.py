@@ -9,6 +9,7 @@ own logits; every other model runs through transformers.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from torch.nn import functional
 
 from rolltree.inference.local.attention import attend
 from rolltree.inference.local.plan import AttentionPlan
+from rolltree.inference.local.shell import reset_angles
 from rolltree.inference.local.slots import SlotCache
 
 _PARTS = {
@@ -127,7 +129,8 @@ class LeanForward:
         inner = model.model
         _check_parts(inner, "model")
         self._embedding = inner.embed_tokens.weight
-        self._rotary = inner.rotary_emb
+        self._rotary = copy.deepcopy(inner.rotary_emb)
+        reset_angles(self._rotary)
         self._angles: tuple[Tensor, Tensor] | None = None
         self._layers = [_read_layer(layer, packed) for layer in inner.layers]
         self._norm = _read_norm(inner.norm)

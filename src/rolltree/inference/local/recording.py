@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rolltree.inference.local.body import body_of
 from rolltree.inference.local.plan import AttentionPlan
 from rolltree.inference.local.routing import Recorder, Routers, find_routers
 from rolltree.inference.local.rows import RowRunner
@@ -35,7 +36,6 @@ class ExpertTable:
         self._routers = find_routers(shell_of(model))
         items = self._routers.num_layers, self._routers.top_k
         self._chosen = np.zeros((num_slots, capacity, *items), self._routers.dtype)
-        self._follow_cache(runner.cache)
         self._follow_model(runner)
         if isinstance(runner, RowRunner):
             self._follow_rows(runner)
@@ -45,6 +45,15 @@ class ExpertTable:
     def read(self, row: int, num_tokens: int) -> NDArray[Any]:
         """Return those of a row's first tokens, `[num_tokens, layers, top_k]`."""
         return self._chosen[row, :num_tokens].copy()
+
+    def copy(self, source: int, target: int, num_tokens: int) -> None:
+        """Give `target` the first `num_tokens` tokens of `source`."""
+        self._chosen[target, :num_tokens] = self._chosen[source, :num_tokens]
+
+    def swap(self, one: int, two: int, num_tokens: int) -> None:
+        """Exchange the first `num_tokens` tokens of two rows."""
+        pair = [one, two]
+        self._chosen[pair, :num_tokens] = self._chosen[pair[::-1], :num_tokens]
 
     def _follow_model(self, runner: Any) -> None:
         """Record the routers of the runner's own module tree, also of one that it makes later."""
@@ -82,25 +91,9 @@ class ExpertTable:
         compute: Callable[..., torch.Tensor] = runner._run
         runner._run = run
 
-    def _follow_cache(self, cache: Any) -> None:
-        def copy(source: int, target: int, num_tokens: int) -> None:
-            copy_states(source, target, num_tokens)
-            if source != target:
-                self._chosen[target, :num_tokens] = self._chosen[source, :num_tokens]
-
-        def swap(one: int, two: int, num_one: int, num_two: int) -> None:
-            swap_states(one, two, num_one, num_two)
-            size = max(num_one, num_two)
-            kept = self._chosen[one, :size].copy()
-            self._chosen[one, :size] = self._chosen[two, :size]
-            self._chosen[two, :size] = kept
-
-        copy_states, swap_states = cache.copy, cache.swap
-        cache.copy, cache.swap = copy, swap
-
 
 def _routers_of(model: Any, routers: Routers) -> Routers:
     """Return the same routers in another module tree of the same model."""
-    modules = dict(model.base_model.named_modules())
+    modules = dict(body_of(model).named_modules())
     each = tuple(replace(router, module=modules[router.name]) for router in routers.each)
     return replace(routers, each=each)

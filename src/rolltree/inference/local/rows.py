@@ -2,7 +2,7 @@
 
 For models that cannot share one flat batch: recurrent and hybrid layers, compressed caches,
 positions that come from the cache. A state cannot be cut back, so what a row knows is reused only
-where a state was kept: after its last computed token, and before the last token of its prompt.
+from a state that was kept: after its last computed token, and before the last token of its prompt.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from reprlib import repr as shown
 from typing import Any, NamedTuple
 
 import torch
@@ -198,8 +199,26 @@ class _CountPenalty(LogitsProcessor):  # type: ignore[misc]
         return changed
 
 
+_LARGEST = 1e30
+"""Settings beyond this, or its inverse, make logits infinite in float32."""
+
+
+def _number(value: Any) -> float:
+    number = float(value)
+    if not abs(number) <= _LARGEST:
+        raise ValueError(f"not a number within {_LARGEST:g}")
+    return number
+
+
+def _penalty(value: Any) -> float:
+    number = _number(value)
+    if not number >= 1 / _LARGEST:
+        raise ValueError("not above 0")
+    return number
+
+
 def _bias(setting: _Setting) -> LogitsProcessor:
-    biases = {int(token): float(bias) for token, bias in dict(setting.value).items()}
+    biases = {int(token): _number(bias) for token, bias in dict(setting.value).items()}
     if any(not 0 <= token < setting.vocab_size for token in biases):
         raise ValueError("a token id is outside the vocabulary")
     return SequenceBiasLogitsProcessor([[[token], bias] for token, bias in biases.items()])
@@ -215,15 +234,15 @@ _BEFORE: dict[str, tuple[object, Callable[[_Setting], LogitsProcessor]]] = {
     "logit_bias": ({}, _bias),
     "repetition_penalty": (
         1,
-        lambda setting: RepetitionPenaltyLogitsProcessor(float(setting.value)),
+        lambda setting: RepetitionPenaltyLogitsProcessor(_penalty(setting.value)),
     ),
     "frequency_penalty": (
         0,
-        lambda setting: _CountPenalty(setting.num_prompt, each=float(setting.value)),
+        lambda setting: _CountPenalty(setting.num_prompt, each=_number(setting.value)),
     ),
     "presence_penalty": (
         0,
-        lambda setting: _CountPenalty(setting.num_prompt, once=float(setting.value)),
+        lambda setting: _CountPenalty(setting.num_prompt, once=_number(setting.value)),
     ),
     "min_tokens": (0, _min_tokens),
 }
@@ -242,7 +261,7 @@ def make_processors(
     vocab_size: int,
     device: torch.device,
 ) -> Processors | None:
-    """Return what the settings in `extra` ask for; None where that is nothing.
+    """Return what the settings in `extra` ask for; None if that is nothing.
 
     `end_ids` are those that `min_tokens` keeps away. Names outside `PROCESSED` are not looked at.
 
@@ -260,6 +279,6 @@ def make_processors(
                 made[-1].append(make(_Setting(value, num_prompt, end_ids, vocab_size, device)))
             except (TypeError, ValueError) as error:
                 raise UnsupportedSetting(
-                    f"{name} = {value!r} is not a valid setting ({error})."
+                    f"{name} = {shown(value)} is not a valid setting ({error})."
                 ) from error
     return Processors(*made) if any(made) else None

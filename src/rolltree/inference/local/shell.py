@@ -1,8 +1,9 @@
 """Copies of a model to run or to test: around the same tensors, or with other weights.
 
-A shell shares the trainer's tensors but not its mode (dropout, gradient checkpointing, attention
-kernel). A trial copy has weights moved away from initialisation, large logits and short windows,
-so that whatever its layers do shows within a few tokens.
+A shell shares the trainer's weights but not its mode (dropout, gradient checkpointing, attention
+kernel), nor the rotary angles that its last sequence left. A trial copy has weights moved away from
+initialisation, large logits and short windows, so that whatever its layers do shows within a few
+tokens.
 """
 
 from __future__ import annotations
@@ -32,11 +33,26 @@ _STRIDE = 7919
 
 
 def shell_of(model: Any) -> Any:
-    """Return a module tree of its own, in evaluation mode, around the very same tensors."""
+    """Return a module tree of its own, in evaluation mode, around the very same weights."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     shell = copy.deepcopy(model, memo={id(tensor): tensor for tensor in tensors})
+    reset_angles(shell)
     shell.config.use_cache = True
     return shell.eval()
+
+
+def reset_angles(model: Any) -> None:
+    """Give rotary modules the angles that they were made with, in tensors of their own.
+
+    Dynamic NTK and LongRoPE write those of the last long sequence into the module, and dynamic NTK
+    takes them back only for a sequence that is shorter than its limit.
+    """
+    for module in model.modules():
+        for name in [name for name in dir(module) if name.endswith("original_inv_freq")]:
+            prefix = name.removesuffix("original_inv_freq")
+            setattr(module, f"{prefix}inv_freq", getattr(module, name).clone())
+            if hasattr(module, f"{prefix}max_seq_len_cached"):
+                setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
 
 
 @torch.no_grad()
@@ -55,6 +71,7 @@ def trial_copy(model: Any, max_context: int) -> Any:
     own = {id(head.weight)} if head is not None else set()
     shared = {id(t): t for t in tensors if not small and t.numel() > _SMALL and id(t) not in own}
     trial = copy.deepcopy(model, memo=dict(shared)).eval()
+    reset_angles(trial)
     trial.config.use_cache = True
     if small:
         trial = trial.float()

@@ -8,9 +8,11 @@ default only this machine can reach it.
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -131,7 +133,7 @@ class Handlers:
             served,
             prompt,
             outputs,
-            request_id=str(given.get("request_id") or _named(request) or secrets.token_hex(12)),
+            request_id=_own_name(given) or _named(request) or secrets.token_hex(12),
             logprobs="logprobs" in params,
             prompt_ids=bool(given.get("return_token_ids")),
         )
@@ -146,26 +148,34 @@ class Handlers:
         if "messages" in given:
             opener = given.get("add_generation_prompt", True) is True
             messages, tools = messages_of(given["messages"]), tools_of(given)
-            ids = await served.run(lambda: served.chat_prompt(messages, tools, opener=opener))
+            prompt = partial(served.chat_prompt, messages, tools, opener=opener)
         elif isinstance(given["prompt"], str):
-            ids = await served.run(lambda: served.text_prompt(given["prompt"]))
+            prompt = partial(served.text_prompt, given["prompt"])
         else:
             raise RequestError("prompt is not a string.", param="prompt")
-        answer = {
-            "count": len(ids),
-            "max_model_len": served.engine.max_context,
-            "tokens": ids.tolist(),
-        }
-        if given.get("return_token_strs"):
-            answer["token_strs"] = [served.renderer.decode([token]) for token in ids.tolist()]
-        return json_response(answer)
+
+        def answer() -> Response:
+            ids = prompt().tolist()
+            found = {"count": len(ids), "max_model_len": served.engine.max_context, "tokens": ids}
+            if given.get("return_token_strs"):
+                found["token_strs"] = [served.renderer.decode([token]) for token in ids]
+            return json_response(found)
+
+        return await served.run(answer)
 
     async def detokenize(self, request: Request) -> Response:
         """`POST /detokenize`: ids as text."""
-        body = await json_body(request)
-        given = check_fields(body, frozenset(("model", "tokens")), self._served.name)
-        ids = self._served.text_prompt(given.get("tokens", ""))
-        return json_response({"prompt": self._served.renderer.decode(ids)})
+        served = self._served
+        given = check_fields(
+            await json_body(request), frozenset(("model", "tokens")), self._served.name
+        )
+        if not isinstance(given.get("tokens"), list):
+            raise RequestError("tokens is not a list of ids.", param="tokens")
+        return await served.run(
+            lambda: json_response(
+                {"prompt": served.renderer.decode(served.text_prompt(given["tokens"]))}
+            )
+        )
 
 
 def create_app(
@@ -232,6 +242,14 @@ def create_app(
 def _named(request: Request) -> str:
     """Return the request's name, so that a client can tell whose answer it gets."""
     return request.headers.get("x-request-id", "")[:128]
+
+
+def _own_name(given: Mapping[str, Any]) -> str:
+    """Return what the request's body calls it, if it does."""
+    name = given.get("request_id", "")
+    if not isinstance(name, str):
+        raise RequestError("request_id is not a string.", param="request_id")
+    return name[:128]
 
 
 async def _unknown_path(request: Request, error: Exception) -> Response:

@@ -23,6 +23,8 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 MAX_BODY_BYTES = 16 * 2**20
 """A million ids are 7 MB of JSON."""
+MAX_CONTAINERS = 200_000
+"""Decoding holds the interpreter, and `/health` waits: five million empty objects take a second."""
 READ_TIMEOUT_S = 30.0
 _OPEN = ("/health",)
 """Paths that need no token: they say only that the process lives."""
@@ -112,8 +114,8 @@ async def json_body(request: Request) -> dict[str, Any]:
     """Return the request's JSON object.
 
     Raises:
-        RequestError: it is larger than `MAX_BODY_BYTES`, did not come in time, or is no JSON
-            object.
+        RequestError: it is larger than `MAX_BODY_BYTES` or `MAX_CONTAINERS`, did not come in time,
+            or is not a JSON object.
     """
     limit_s = request.app.state.read_timeout_s
     content = bytearray()
@@ -129,6 +131,10 @@ async def json_body(request: Request) -> dict[str, Any]:
             ) from error
     if len(content) > MAX_BODY_BYTES:
         raise RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes.", status=413)
+    if content.count(b"{") + content.count(b"[") > MAX_CONTAINERS:
+        raise RequestError(
+            f"the body has more than {MAX_CONTAINERS:,} objects and lists.", status=413
+        )
     try:
         body = msgspec.json.decode(bytes(content))
     except (ValueError, RecursionError) as error:  # msgspec's and the interpreter's own limits

@@ -15,6 +15,7 @@ import numpy as np
 
 from rolltree.errors import PromptTooLong, TokenError
 from rolltree.inference.chat import ChatRenderer
+from rolltree.inference.client import check_shown_tools
 from rolltree.inference.engine import EngineOutput, EngineThread, SampledToken
 from rolltree.types import (
     ChatMessage,
@@ -25,6 +26,7 @@ from rolltree.types import (
     SamplingParams,
     ToolSchema,
 )
+from rolltree.untrusted import encode_json
 
 if TYPE_CHECKING:
     from rolltree.inference.server.weights import WeightReceiver
@@ -84,17 +86,20 @@ class ServedModel:
         """
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
-    def _check_size(self, num_characters: int) -> None:
-        """Refuse a text that no tokenization makes short enough, before any is tried.
+    def _check_size(self, size: int, what: str = "characters", longest: int | None = None) -> None:
+        """Refuse a prompt that cannot be short enough, before any work is done for it.
+
+        `longest` is how much of it one token can stand for.
 
         Raises:
-            PromptTooLong: it has more characters than the context has in its longest tokens.
+            PromptTooLong: the tokens of the context cannot hold as much.
         """
-        most = self.engine.max_context * self.renderer.vocabulary.longest_token
-        if num_characters > most:
+        longest = longest or self.renderer.vocabulary.longest_token
+        most = self.engine.max_context * longest
+        if size > most:
             raise PromptTooLong(
-                f"the prompt has {num_characters:,} characters, and the {self.engine.max_context:,}"
-                f" tokens of this server's context are at most {most:,}. Shorten it."
+                f"the prompt has {size:,} {what}, and max_context is {self.engine.max_context:,} "
+                f"tokens, which are at most {most:,} {what}. Shorten the prompt."
             )
 
     def chat_prompt(
@@ -109,8 +114,10 @@ class ServedModel:
         Raises:
             PromptTooLong: it cannot fit the context.
             TemplateError: the template refuses it.
+            ConfigError: the template ignores tools.
         """
-        self._check_size(sum(_num_characters(message.get("content")) for message in messages))
+        self._check_size(len(encode_json([messages, tools])), "bytes as JSON")
+        check_shown_tools(self.renderer, tools, self.name)
         return self.renderer.render(messages, tools, add_generation_prompt=opener)
 
     def text_prompt(self, prompt: object) -> IntArray:
@@ -123,6 +130,8 @@ class ServedModel:
         if isinstance(prompt, str):
             self._check_size(len(prompt))
             return self.renderer.encode_text(prompt)
+        if isinstance(prompt, list):
+            self._check_size(len(prompt), "ids", longest=1)
         if not isinstance(prompt, list) or not all(
             type(token) is int and 0 <= token < 2**31 for token in prompt
         ):
@@ -229,14 +238,6 @@ class ServedModel:
         await self.resume()
         await self.engine.aclose()
         self._worker.shutdown(wait=False, cancel_futures=True)
-
-
-def _num_characters(content: object) -> int:
-    if isinstance(content, str):
-        return len(content)
-    parts = content if isinstance(content, list) else []
-    texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
-    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def choice_seeds(seed: int | None, n: int) -> list[int | None]:

@@ -7,8 +7,9 @@ the server's only behaviour. Anything else is an error that names the field.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass, replace
+from reprlib import repr as shown  # of bounded length, and found in bounded time
 from typing import Any, cast
 
 import msgspec
@@ -19,10 +20,12 @@ from rolltree.errors import (
     TokenError,
     UnsupportedSetting,
     did_you_mean,
+    message_of,
 )
 from rolltree.inference.client import sampling_from_args
 from rolltree.inference.template import TemplateError
 from rolltree.types import ChatMessage, SamplingParams
+from rolltree.untrusted import shorten
 
 _CALLERS_FAULT = (ConfigError, PromptTooLong, TokenError, UnsupportedSetting, TemplateError)
 """Errors that the same request would raise again."""
@@ -53,8 +56,8 @@ def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
     elif isinstance(error, _CALLERS_FAULT):
         status, code = 400, "invalid_request"
     kind = "invalid_request_error" if status < 500 else "server_error"
-    param = getattr(error, "param", None)
-    return status, {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
+    param, message = getattr(error, "param", None), shorten(message_of(error), _MAX_MESSAGE)
+    return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def _names(text: str) -> frozenset[str]:
@@ -107,6 +110,9 @@ TOKENIZE_FIELDS = _names(
 )
 _TEXT_MAX_TOKENS = 16  # OpenAI's default for text completions
 _MAX_CHOICES = 256
+_MOST = {"stop": 4096, "stop_token_ids": 1024}
+_MOST_STOP_CHARACTERS = 4096
+_MAX_MESSAGE = 2000
 MAX_COMPLETIONS = 1024
 """Most completions of one request: prompts times `n`."""
 
@@ -131,25 +137,32 @@ def check_fields(body: Mapping[str, Any], known: frozenset[str], model: str) -> 
     """Return the fields that are given (not null), every one of which is obeyed.
 
     Raises:
-        RequestError: a field is unknown, has a value that would be ignored, or names another model.
+        RequestError: a field is unknown or too long, has a value that would be ignored, or names
+            another model.
     """
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
         if name not in known:
             raise RequestError(
-                f"the field {name!r} is unknown here and would be ignored."
+                f"the field {shown(name)} is unknown here and would be ignored."
                 + did_you_mean(name, known),
-                param=name,
+                param=name[:100],
             )
         if name in _NEUTRAL and value not in _NEUTRAL[name]:
             raise RequestError(
-                f"the embedded engine does not support {name} = {value!r} and would ignore it. "
-                "Leave it out, or use a server that supports it (vLLM).",
+                f"the embedded engine does not support {name} = {shown(value)} and would "
+                "ignore it. Leave it out, or use a server that supports it (vLLM).",
+                param=name,
+            )
+        if name in _MOST and isinstance(value, Sized) and len(value) > _MOST[name]:
+            raise RequestError(
+                f"{name} has {len(value):,} entries or characters, and every token is compared "
+                f"with them; at most {_MOST[name]:,} are taken.",
                 param=name,
             )
     if given.get("model", model) != model:
         raise RequestError(
-            f"The model {given['model']!r} does not exist here; this server has {model!r}.",
+            f"The model {shown(given['model'])} does not exist here; this server has {model!r}.",
             status=404,
             param="model",
         )
@@ -170,15 +183,15 @@ def parse_request(
     logprobs = given.get("logprobs", False)
     if logprobs not in ((True, False) if chat else (0, 1)):
         raise RequestError(
-            f"logprobs = {logprobs!r}: only logprobs of sampled tokens are supported. Use "
+            f"logprobs = {shown(logprobs)}: only logprobs of sampled tokens are supported. Use "
             + ("true." if chat else "0 or 1."),
             param="logprobs",
         )
     options = given.get("stream_options", {})
     if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
         raise RequestError(
-            f"stream_options = {options!r} has something other than include_usage, which would be "
-            "ignored.",
+            f"stream_options = {shown(options)} has something other than include_usage, which "
+            "would be ignored.",
             param="stream_options",
         )
     sampling = sampling_of(given)
@@ -205,16 +218,23 @@ def sampling_of(given: Mapping[str, Any]) -> SamplingParams:
         RequestError: a value cannot be used.
     """
     try:
-        return sampling_from_args({name: given[name] for name in given if name in _SAMPLING})
+        sampling = sampling_from_args({name: given[name] for name in given if name in _SAMPLING})
     except ConfigError as error:
         raise RequestError(str(error)) from error
+    if sum(map(len, sampling.stop)) > _MOST_STOP_CHARACTERS:
+        raise RequestError(
+            f"the stop strings have more than {_MOST_STOP_CHARACTERS:,} characters in all, and "
+            "every token is compared with them. Shorten them.",
+            param="stop",
+        )
+    return sampling
 
 
 def num_choices(given: Mapping[str, Any]) -> int:
     """Return `n`, how many completions each prompt gets."""
     n = given.get("n", 1)
     if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= _MAX_CHOICES:
-        raise RequestError(f"n = {n!r} is not a number from 1 to {_MAX_CHOICES}.", param="n")
+        raise RequestError(f"n = {shown(n)} is not a number from 1 to {_MAX_CHOICES}.", param="n")
     return n
 
 
@@ -267,8 +287,8 @@ def tools_of(given: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     tools, choice = given.get("tools"), given.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
         raise RequestError(
-            f"tool_choice = {choice!r} needs constrained decoding, which the embedded engine does "
-            "not have; the model would be free not to call. Use 'auto' or 'none'.",
+            f"tool_choice = {shown(choice)} needs constrained decoding, which the embedded engine "
+            "does not have; the model would be free not to call. Use 'auto' or 'none'.",
             param="tool_choice",
         )
     if tools is not None and not (isinstance(tools, list) and all(map(_is_tool, tools))):
@@ -284,5 +304,5 @@ def _is_tool(tool: object) -> bool:
 def _flag(given: Mapping[str, Any], name: str) -> bool:
     value = given.get(name, False)
     if not isinstance(value, bool):
-        raise RequestError(f"{name} = {value!r} is neither true nor false.", param=name)
+        raise RequestError(f"{name} = {shown(value)} is neither true nor false.", param=name)
     return value

@@ -1,8 +1,9 @@
 """Completions as OpenAI's JSON with vLLM's token fields, whole or streamed as server-sent events.
 
 Ids and logprobs have one entry per sampled token, end token included. A stream gives out every
-token when it is sampled; text that a later token may change (half a character, half a stop string,
-half a reasoning tag, a tool call) is held back until it is settled, so nothing is ever taken back.
+token when it is sampled; text that a later token may change (an incomplete character,
+stop string or reasoning tag, a tool call) is held back until it is settled, so nothing is ever
+taken back.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Responses:
                 if request.token_ids:
                     choice["prompt_token_ids"] = prompts[index // request.n].tolist()
             choices.append(choice)
-        answer = self.head | {"choices": choices, "usage": usage(prompts, outputs)}
+        answer = self.head | {"choices": choices, "usage": token_usage(prompts, outputs)}
         if request.chat and request.token_ids:
             answer["prompt_token_ids"] = prompts[0].tolist()
         return answer
@@ -111,7 +112,7 @@ class Responses:
         return fields | {"logprobs": {"content": content, "refusal": None}}
 
 
-def usage(prompts: Sequence[IntArray], outputs: Sequence[EngineOutput]) -> dict[str, Any]:
+def token_usage(prompts: Sequence[IntArray], outputs: Sequence[EngineOutput]) -> dict[str, Any]:
     """Return how many tokens were read and sampled; a prompt counts once for all its choices."""
     num_prompt = sum(map(len, prompts))
     num_completion = sum(len(output.completion_ids) for output in outputs)
@@ -147,7 +148,10 @@ def ids_answer(
         }
         if logprobs:
             pairs = zip(choice["token_ids"], served.logprobs_of(output).tolist(), strict=True)
-            content = [{"token_id": i, "logprob": value, "top_logprobs": []} for i, value in pairs]
+            content = [
+                {"token": f"token_id:{i}", "token_id": i, "logprob": value, "top_logprobs": []}
+                for i, value in pairs
+            ]
             choice["logprobs"] = {"content": content}
         choices.append(choice)
     answer = {
@@ -155,7 +159,7 @@ def ids_answer(
         "model": served.name,
         "created": int(time.time()),
         "choices": choices,
-        "usage": usage([prompt], outputs),
+        "usage": token_usage([prompt], outputs),
     }
     return answer | {"prompt_token_ids": prompt.tolist()} if prompt_ids else answer
 
@@ -205,7 +209,7 @@ class TextDeltas:
         self._given = ""
 
     def next(self, text: str) -> str:
-        """Return what `text` has beyond what was given out before; nothing where they differ."""
+        """Return what `text` has beyond what was given out before; nothing if they differ."""
         if not text.startswith(self._given):
             return ""
         new = text[len(self._given) :]
@@ -228,7 +232,7 @@ class MessageDeltas:
         content = str(parsed.message["content"]).partition(_CONTROL)[0]
         if self._tools:
             content = _before_calls(content)
-        if content.isspace():  # the space before a reasoning tag is no content
+        if content.isspace():  # the space before a reasoning tag is not content
             content = ""
         return self._delta(str(parsed.message.get("reasoning_content", "")), content)
 
@@ -339,7 +343,7 @@ class ResponseStream:
                     yield _event(self._chunk(choice, news))
             if self._request.include_usage:
                 outputs = [choice.output for choice in self._choices if choice.output is not None]
-                counted = usage(self._prompts, outputs)
+                counted = token_usage(self._prompts, outputs)
                 yield _event(self._responses.head | {"choices": [], "usage": counted})
         except Exception as error:  # told to the client, since the status is long sent
             status, body = error_body(error)

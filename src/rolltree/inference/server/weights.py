@@ -9,9 +9,9 @@ the publisher leaves the server paused. torch is imported when weights come.
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,11 +22,13 @@ from rolltree.errors import ConfigError
 from rolltree.inference.server.http import Handler, json_body, json_response
 from rolltree.inference.server.model_server import ServedModel
 from rolltree.inference.server.requests import RequestError
+from rolltree.untrusted import shorten
 
 if TYPE_CHECKING:
     from rolltree.inference.transfer.channel import Channel
 
 INDEX = "model.safetensors.index.json"
+_MAX_INDEX_BYTES = 64 * 2**20
 
 
 class WeightHandlers:
@@ -115,10 +117,11 @@ class WeightHandlers:
 
     async def update_weight_version(self, request: Request) -> Response:
         """Give the weights a version: `{"new_version": "3"}`, a whole number as text."""
-        version = (await json_body(request)).get("new_version")
-        if not isinstance(version, str) or not version.isdecimal() or int(version) >= 2**31:
+        version: Any = (await json_body(request)).get("new_version")
+        is_short = isinstance(version, str) and len(version) <= 10 and version.isascii()
+        if not (is_short and version.isdecimal() and int(version) < 2**31):
             raise RequestError(
-                f"new_version = {version!r} is not a whole number as text, and tokens carry "
+                f"new_version = {shown(version)} is not a whole number as text, and tokens carry "
                 'their policy version as a number. Send {"new_version": "3"}.',
                 param="new_version",
             )
@@ -281,7 +284,7 @@ def load_weights(model: Any, folder: Path) -> None:
     for path in safetensors_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  (safe_open is no mapping)
+                for name in file.keys():  # noqa: SIM118  (safe_open is not a mapping)
                     found[name] = path
                     shapes[name] = tuple(file.get_slice(name).get_shape())
         except (SafetensorError, OSError) as error:
@@ -317,19 +320,37 @@ def safetensors_files(folder: Path) -> list[Path]:
     """Return the weight files of a folder: those of its index, or all.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are none, the index cannot be read, or a file is not a regular one, which
+            could be read without end.
     """
     index = folder / INDEX
-    if index.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        return [folder / name for name in sorted(names)]
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    try:
+        files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+        if index.is_file():
+            files = sorted({folder / name for name in _read_index(index)})
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unfit(
+            f"in {shorten(str(folder), 200)}", f"they cannot be found ({error})"
+        ) from error
+    for path in files:
+        if not path.is_file():
+            raise _unfit(f"in {folder}", f"{path.name} is missing or is not a regular file")
     if not files:
         raise ConfigError(
             f"{folder} holds no *.safetensors, so there are no weights to load; the model is "
             "unchanged. Save it with save_pretrained, on a disk that the server can read."
         )
     return files
+
+
+def _read_index(path: Path) -> Iterable[str]:
+    if path.stat().st_size > _MAX_INDEX_BYTES:
+        raise ValueError(f"{INDEX} has more than {_MAX_INDEX_BYTES:,} bytes")
+    return msgspec.json.decode(path.read_bytes(), type=_Index).weight_map.values()
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
 
 
 def _unfit(where: str, what: str, expected: object = None) -> ConfigError:

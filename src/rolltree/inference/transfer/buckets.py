@@ -119,18 +119,18 @@ def pack(bucket: Bucket, tensors: Sequence[Tensor], memory: Tensor) -> Tensor:
     for spec, start, tensor in zip(bucket.specs, bucket.starts, tensors, strict=True):
         data = tensor.detach().contiguous().view(-1).view(torch.uint8)
         buffer[start : start + spec.num_bytes].copy_(data)
-    buffer[-_TAIL_BYTES:].view(torch.int64).copy_(checksum(buffer[:-_TAIL_BYTES]))
+    buffer[-_TAIL_BYTES:].view(torch.int64).copy_(bucket_checksum(buffer[:-_TAIL_BYTES]))
     return buffer
 
 
-def unpack(bucket: Bucket, buffer: Tensor) -> list[tuple[str, Tensor]]:
+def unpack_bucket(bucket: Bucket, buffer: Tensor) -> list[tuple[str, Tensor]]:
     """Return the tensors of a buffer that has arrived, with their names; they share its memory.
 
     Raises:
         BadResponse: its checksum is another.
     """
     sent = int(buffer[-_TAIL_BYTES:].view(torch.int64))
-    found = int(checksum(buffer[:-_TAIL_BYTES]))
+    found = int(bucket_checksum(buffer[:-_TAIL_BYTES]))
     if sent != found:
         raise BadResponse(
             f"checksum mismatch in the bucket that begins with {bucket.specs[0].name} (received "
@@ -146,7 +146,7 @@ def unpack(bucket: Bucket, buffer: Tensor) -> list[tuple[str, Tensor]]:
     ]
 
 
-def checksum(data: Tensor) -> Tensor:
+def bucket_checksum(data: Tensor) -> Tensor:
     """Return an int64 sum over uint8 `[8 n]`, on its device: each word by a weight of its place.
 
     Weights are odd, so no change of a single word is missed, and no exchange of two different ones

@@ -16,14 +16,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 import torch
 import torch.distributed as torch_distributed
 from torch import Tensor
 
 from rolltree.errors import ConfigError, ConnectionFailed
-from rolltree.inference.transfer.buckets import Bucket, pack, unpack
+from rolltree.inference.transfer.buckets import Bucket, pack, unpack_bucket
 
 dist: Any = torch_distributed  # its stubs leave out stores and groups
 BackendName = Literal["gloo", "nccl"]
@@ -39,11 +40,11 @@ class Invitation:
     """
 
     address: str
-    port: int
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     token: str
-    world_size: int
-    backend: str
-    timeout_s: float
+    world_size: Annotated[int, msgspec.Meta(ge=2, le=2**20)]
+    backend: BackendName
+    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
     def as_data(self) -> dict[str, Any]:
         """Return it as JSON."""
@@ -257,7 +258,7 @@ def receive(channel: Channel, buckets: Iterable[Bucket]) -> Iterator[list[tuple[
         arrived, buffer = bucket, flight.buffer
         bucket = next(coming, None)
         flight = start(bucket)
-        yield unpack(arrived, buffer)
+        yield unpack_bucket(arrived, buffer)
 
 
 def check_backend(backend: str) -> None:

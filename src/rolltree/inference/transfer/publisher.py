@@ -118,7 +118,7 @@ class WeightTransfer:
 
         Raises:
             ConfigError: there is no tensor, a name comes twice, the version is negative, or there
-                is no server.
+                is not a server.
             PublishFailed: servers failed; it names each one and says which are left paused. All
                 others have the new weights.
         """

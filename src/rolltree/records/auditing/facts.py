@@ -14,7 +14,7 @@ _CREDIT_FIELDS = (
     *("reward", "agent", "rollout_id", "parent_rollout", "parent_step", "subtask", "truncated"),
     *("truncation_reason", "has_step_rewards", "bootstrap_value"),
 )
-_CREDIT_EXTRAS = ("turn", "num_completion_tokens")
+_CREDIT_EXTRAS = ("turn", "num_completion_tokens", "finish_reason")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class RolloutFacts:
     """What is left of a rollout when it was checked: enough for credit and for counting.
 
     `fingerprint` is the same for two rows only if one is a copy of the other. `state` has what
-    credit reads of it; None where there is no trajectory.
+    credit reads of it; None if there is no trajectory.
     """
 
     request_id: str

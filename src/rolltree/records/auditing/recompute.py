@@ -58,7 +58,7 @@ def recompute_logprobs(run: Run, ledger: Ledger, number: int) -> Mapping[str, fl
     Raises:
         ConfigError: no weights are here that sampled a stored rollout.
     """
-    weights = Weights(run)
+    weights = VersionedWeights(run)
     chosen = list(_choose(run, weights, number))
     if not chosen:
         there = some(weights.versions) or "none"
@@ -89,7 +89,7 @@ def recompute_logprobs(run: Run, ledger: Ledger, number: int) -> Mapping[str, fl
     }
 
 
-def _choose(run: Run, weights: Weights, number: int) -> Iterator[_Chosen]:
+def _choose(run: Run, weights: VersionedWeights, number: int) -> Iterator[_Chosen]:
     """Yield rollouts that one known version sampled, spread evenly over the run."""
     names = ("request_id", "trajectory_index", "min_version", "max_version")
     known = [
@@ -107,7 +107,7 @@ def _choose(run: Run, weights: Weights, number: int) -> Iterator[_Chosen]:
                 yield _Chosen(request_id, index, version, samples)
 
 
-def _explain(item: _Chosen, weights: Weights, limit: float) -> Finding:
+def _explain(item: _Chosen, weights: VersionedWeights, limit: float) -> Finding:
     """Return the finding of a rollout that differs, with the cause that would explain it."""
     engine = item.engine
     cause, why = "engine_differs", ""
@@ -147,7 +147,7 @@ def at_temperature(sample: Sample, temperature: float) -> Sample:
     )
 
 
-class Weights:
+class VersionedWeights:
     """The policy versions whose weights are here; one model takes each in turn."""
 
     def __init__(self, run: Run) -> None:

@@ -57,7 +57,7 @@ class Finding:
 class CheckResult:
     """One row of the table: how many things a check looked at, and in how many it found fault.
 
-    `skipped` says why a check, or a part of it, could not be made; None where it was made.
+    `skipped` says why a check, or a part of it, could not be made; None if it was made.
     """
 
     name: str

@@ -44,7 +44,7 @@ _EFFECT = TruncationEffect("keep", False, None, None)
 class Expected:
     """What a run says about its rollouts: `versions` by phase, the seed, and what is trained.
 
-    `run_seed` is None where seeds are not known to be derived; `is_training` says whether rollouts
+    `run_seed` is None if seeds are not known to be derived; `is_training` says whether rollouts
     of the phase `train` are trained by their own step.
     """
 

@@ -42,7 +42,7 @@ def audit(
 
     Raises:
         StoreError: there is no run at `path`, or it cannot be opened.
-        ConfigError: `tokenizer` is no tokenizer; or nothing can be recomputed.
+        ConfigError: `tokenizer` is not a tokenizer; or nothing can be recomputed.
     """
     began = time.monotonic()
     with Run.open(path, mode="r") as run:
@@ -146,7 +146,7 @@ class _Audit:
                 if item.parent_rollout is not None and item.parent_rollout not in names:
                     self.find(
                         *("counted_once", "unknown_parent"),
-                        f"its parent {item.parent_rollout!r} is no rollout of the episode",
+                        f"its parent {item.parent_rollout!r} is not a rollout of the episode",
                         request_id=request_id,
                         trajectory_index=item.trajectory_index,
                     )

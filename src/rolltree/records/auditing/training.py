@@ -244,12 +244,7 @@ class TrainingAudit:
         flat: list[list[RolloutFacts]] = []
         for group in groups:
             report = assign_credit(as_results(group), section.resolve().credit, policy)
-            signal = any(
-                (step.get("advantage") or 0.0) != 0.0
-                for state in report.trained
-                for step in state["trajectory"]
-            )
-            (useful if signal else flat).append(group)
+            (useful if report.has_signal else flat).append(group)
         missing = max(0, wanted - len(useful))
         return [item for group in (*useful, *flat[len(flat) - missing :]) for item in group]
 
@@ -275,7 +270,8 @@ class TrainingAudit:
         self._metrics(row, sampled, report.metrics)
         if not self.trained:
             return
-        chosen = {id(state) for state in report.trained}
+        pairs = zip(report.trained, report.advantages, strict=True)
+        chosen = {id(state): values.tolist() for state, values in pairs}
         for item in trained:
             key = item.request_id, item.trajectory_index
             rows = [known for known in self.trained.get(key, ()) if known.step == row.step]
@@ -286,8 +282,7 @@ class TrainingAudit:
                 said = f"step {row.step} was to train it, and no token of it was"
                 self.find("counted_once", "not_trained", said, **place)
             for known in rows if id(item.state) in chosen else ():
-                wanted = [step["advantage"] for step in item.state["trajectory"]]
-                self._compare(known, wanted, place)
+                self._compare(known, chosen[id(item.state)], place)
 
     def _compare(
         self, known: Trained, wanted: Sequence[float | None], place: Mapping[str, Any]

@@ -1,0 +1,187 @@
+"""Files that anybody may have put there are opened here, and files for a person are written whole.
+
+A run folder may come from somebody else. Its files are opened only if they are regular, without
+following links and without waiting, and small ones are read up to a bound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+MAX_BYTES = 2**26
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+_WRITES = os.O_WRONLY | os.O_RDWR
+_numbers = itertools.count()
+
+
+def odd_kind(path: str | Path, *, follow: bool = False, writes: bool = False) -> str | None:
+    """Say what is at `path` instead of a regular file; None for a regular file, and for nothing.
+
+    With `writes`, a file that has further names is odd, too: they would change with it.
+
+    Raises:
+        OSError: nobody can say.
+    """
+    try:
+        return _odd(os.stat(path) if follow else os.lstat(path), writes)
+    except FileNotFoundError:
+        return None
+
+
+def _odd(status: os.stat_result, writes: bool) -> str | None:
+    if not stat.S_ISREG(status.st_mode):
+        return _KINDS.get(stat.S_IFMT(status.st_mode), "no file")
+    return f"a file with {status.st_nlink} hard links" if writes and status.st_nlink > 1 else None
+
+
+def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, follow: bool = False) -> int:
+    """Return a descriptor of a regular file. It waits for nobody and follows links only if told.
+
+    Raises:
+        OSError: it cannot be opened; or it is not a regular file, or would be written under several
+            names (EINVAL).
+    """
+    writes = bool(flags & _WRITES)
+    kind = odd_kind(path, follow=follow, writes=writes)  # opening a device may already act on it
+    flags |= os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
+    fd = -1
+    try:
+        if kind is None:
+            fd = os.open(path, flags, 0o644)
+            kind = _odd(os.fstat(fd), writes)  # it may be another one by now
+        if kind is not None:
+            raise OSError(errno.EINVAL, f"it is {kind}, not a regular file of its own", str(path))
+    except BaseException:
+        if fd >= 0:
+            os.close(fd)
+        raise
+    return fd
+
+
+def read_regular(path: str | Path, max_bytes: int = MAX_BYTES, *, follow: bool = False) -> bytes:
+    """Return the content of a regular file.
+
+    Raises:
+        OSError: as `open_regular`; or it is larger than `max_bytes` (EFBIG).
+    """
+    with open(open_regular(path, follow=follow), "rb") as file:
+        content = file.read(max_bytes + 1) if os.fstat(file.fileno()).st_size <= max_bytes else None
+    if content is None or len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {max_bytes:,} bytes", str(path))
+    return content
+
+
+@contextlib.contextmanager
+def whole_file(target: str | Path, *, follow: bool = True) -> Iterator[Path]:
+    """Yield a new file beside `target`, which takes its place, synced, when the block ends well.
+
+    A kill leaves the older target, and a hidden file that the next one removes. Anything but a
+    regular file, such as `/dev/stdout`, is written itself. Without `follow` a link is replaced.
+    """
+    final = Path(os.path.realpath(target) if follow else target)
+    if follow and odd_kind(final) is not None:
+        yield final
+        return
+    _remove_abandoned(final)
+    part = _part_name(final)
+    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        with contextlib.suppress(OSError):  # a disk without flock
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):
+            if odd_kind(final) is None:
+                os.fchmod(fd, stat.S_IMODE(os.lstat(final).st_mode))
+        yield part
+        os.fsync(fd)
+        part.replace(final)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def whole_folder(target: str | Path) -> Iterator[Path]:
+    """Yield a new folder beside `target`, which becomes it, synced, when the block ends well.
+
+    `target` must be missing or empty then.
+    """
+    final = Path(os.path.realpath(target))
+    final.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(final)
+    part = _part_name(final)
+    part.mkdir()
+    fd = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield part
+        for path in (*part.rglob("*"), part):
+            sync(path)
+        part.rename(final)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            remove(part)
+        raise
+    finally:
+        os.close(fd)
+
+
+def write_whole(target: str | Path, content: str | bytes, *, follow: bool = True) -> None:
+    """Write a text in UTF-8, or bytes, with `whole_file`."""
+    with whole_file(target, follow=follow) as part:
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def sync(path: Path) -> None:
+    """Have a file's content, or a folder's entries, on the disk when this returns."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder; nothing is fine too."""
+    if path.is_dir() and not path.is_symlink():
+        import shutil
+
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _part_name(final: Path) -> Path:
+    return final.with_name(f".{final.name[:40]}.{os.getpid()}-{next(_numbers)}.part")
+
+
+def _remove_abandoned(final: Path) -> None:
+    """Remove what killed programs left of this target; who still writes holds a lock."""
+    start = f".{final.name[:40]}."
+    left: list[str] = []
+    with contextlib.suppress(OSError), os.scandir(final.parent) as entries:
+        left += [e.path for e in entries if e.name.startswith(start) and e.name.endswith(".part")]
+    for path in left:
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove(Path(path))
+            finally:
+                os.close(fd)

@@ -1,0 +1,85 @@
+"""A loss with a per-token input of its own: one row in a table, and whoever records the values."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from training_kit import FLOAT32, difference, gradient_of, states, tiny_model, trainer
+
+from rolltree.errors import TokenError, TrainingError
+from rolltree.samples import build_samples, concat_records
+from rolltree.samples.transform import blank_records, take_records
+from rolltree.training.losses import LOSSES, Loss, LossTerms
+
+SCOPES = ("step", "turn", "interleave", "tree")
+
+
+def advised(x, p):
+    """Return `-advice * logprob`: an advisor's word on each token is its advantage."""
+    return LossTerms(-x.extra["advice"] * x.logprob, torch.zeros_like(x.logprob).bool())
+
+
+@pytest.fixture(autouse=True)
+def _a_loss_with_an_input(monkeypatch):
+    monkeypatch.setitem(LOSSES, "advised", Loss(advised, {}, inputs=("advice",)))
+
+
+def advice(rng, count):
+    return {"advice": rng.normal(size=count).astype(np.float32)}
+
+
+CASE = {"name": "grpo", "loss": "advised", "aggregation": "token"}
+
+
+def test_the_values_reach_the_loss_the_same_in_every_scope():
+    model = tiny_model("llama")
+    worker = trainer(model, algorithm=CASE)
+    rollouts = states(model=model, streams=advice)
+    gradients = {}
+    for scope in SCOPES:
+        samples = build_samples(rollouts, scope, inputs=("advice",)).samples
+        gradients[scope] = gradient_of(worker, samples)
+    for scope in SCOPES[1:]:
+        assert difference(gradients[scope], gradients["step"]) < FLOAT32, scope
+    # The loss is linear in the advice: the values are used, not only carried.
+    twice = [
+        replace(s, records=replace(s.records, extra={"advice": 2 * s.records.extra["advice"]}))
+        for s in build_samples(rollouts, "tree", inputs=("advice",)).samples
+    ]
+    assert difference(gradient_of(worker, twice), 2 * gradients["step"]) < FLOAT32
+
+
+def test_each_record_has_the_value_of_its_own_token():
+    (state,) = states(num_rollouts=1, streams=advice)
+    tree = state["trajectory"].tree
+    wanted = np.concatenate([tree.stream("advice", call).values for call in range(3)])
+    for scope in SCOPES:
+        samples = build_samples([state], scope, inputs=("advice",)).samples
+        records = concat_records([sample.records for sample in samples])
+        order = np.lexsort((records.offset, records.call))
+        assert np.array_equal(records.extra["advice"][order], wanted), scope
+
+
+def test_a_token_without_a_value_is_refused_by_name():
+    worker = trainer(tiny_model("llama"), algorithm=CASE)
+    for samples in (
+        build_samples(states(), inputs=("advice",)).samples,
+        build_samples(states(streams=advice)).samples,
+    ):
+        with pytest.raises(TrainingError, match=r"'advised' reads 'advice'.*rollout r0 has none"):
+            gradient_of(worker, samples)
+
+
+def test_values_that_are_not_one_number_per_token_are_refused():
+    wide = states(num_rollouts=1, streams=lambda rng, count: {"advice": np.ones((count, 2))})
+    with pytest.raises(TokenError, match="does not have one number per token"):
+        build_samples(wide, inputs=("advice",))
+
+
+def test_records_keep_their_inputs_when_they_are_chosen_and_joined():
+    one = replace(blank_records(2), extra={"advice": np.array([1, 2], np.float32)})
+    assert take_records(one, np.array([1])).extra["advice"].tolist() == [2.0]
+    joined = concat_records([one, blank_records(1)]).extra["advice"]
+    assert joined[:2].tolist() == [1.0, 2.0]
+    assert np.isnan(joined[2])
