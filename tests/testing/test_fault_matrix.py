@@ -111,7 +111,9 @@ async def judged(judge: Any, prompt: Any, completion: Any, answer: Any, state: A
 
 
 def squares(rubric: Any = None, num: int = 2) -> Squares:
-    rows = [{"prompt": [{"role": "user", "content": str(10 * n + 3)}]} for n in range(num)]
+    rows = [
+        {"prompt": [{"role": "user", "content": str(10 * n + 3)}], "answer": ""} for n in range(num)
+    ]
     return Squares(eval_dataset=rows, rubric=rubric or Rubric([all_right]), max_turns=NUM_TURNS)
 
 
