@@ -16,7 +16,6 @@ import torch
 from torch.nn import functional
 
 from rolltree.errors import TrainingError
-from rolltree.inference.local.body import body_of
 from rolltree.inference.local.engine import LocalEngine
 from rolltree.inference.local.routing import (
     Router,
@@ -25,7 +24,7 @@ from rolltree.inference.local.routing import (
     probe_ids,
     recorded,
 )
-from rolltree.inference.local.shell import shell_of
+from rolltree.inference.local.shell import body_of, shell_of
 from rolltree.training.routing import Replay
 from rolltree.types import GenerateRequest, SamplingParams
 from tests_models.architectures import ROWS, VOCAB, make_config, make_model

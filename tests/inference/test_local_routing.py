@@ -18,8 +18,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rolltree.errors import UnsupportedSetting
 from rolltree.inference.local import local_client
-from rolltree.inference.local.recording import ExpertTable
-from rolltree.inference.local.routing import find_routers, recorded
+from rolltree.inference.local.routing import ExpertTable, find_routers, recorded
 from rolltree.inference.local.rows import RowMode, RowRunner
 from rolltree.inference.local.shell import shell_of
 from rolltree.samples.streams import tree_streams

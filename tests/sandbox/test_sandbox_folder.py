@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltree.errors import SandboxError
-from rolltree.sandbox.private_folder import PREFIX, PrivateFolder, sweep
+from rolltree.sandbox.folder import PREFIX, PrivateFolder, sweep
 
 
 @pytest.fixture

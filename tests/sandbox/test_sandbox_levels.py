@@ -116,7 +116,7 @@ async def test_a_disk_that_cannot_be_bounded_is_refused_by_name(level, monkeypat
         pytest.skip("bubblewrap is not installed")
     mount = tmp_path / "mount.py"
     mount.write_text("import os; os.write(1, b'Emount namespace: Operation not permitted')")
-    monkeypatch.setattr("rolltree.sandbox.private_folder._MOUNT", mount)
+    monkeypatch.setattr("rolltree.sandbox.folder._MOUNT", mount)
     with pytest.raises(SandboxUnavailable, match=r"bound disk use") as caught:
         await LocalBackend(level, base=tmp_path, allow_weaker=["processes"]).create()
     assert "mount namespace: Operation not permitted" in str(caught.value)

@@ -15,10 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rolltree.errors import ConfigError, SandboxUnavailable
-from rolltree.sandbox.folder import FolderSandbox
+from rolltree.sandbox.folder import FolderSandbox, PrivateFolder
 from rolltree.sandbox.interface import Limits, SandboxLevel
 from rolltree.sandbox.machine import dispensable
-from rolltree.sandbox.private_folder import PrivateFolder
 from rolltree.sandbox.process import Launch
 
 WORK = "/sandbox"

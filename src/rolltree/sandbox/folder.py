@@ -1,20 +1,395 @@
-"""Sandboxes whose files are a private folder of this machine, and the runs in it."""
+"""The private folder of a sandbox, and sandboxes whose files are in one.
+
+Untrusted code may have put anything into the folder, so no path is followed out of it: every
+component is opened without following links, and only regular files are read. A folder is
+`BASE/rolltree-sandbox-XXXX/work`, beside a `lock` that its owner holds. Folders with a free lock
+were left by a process that was killed; the next one removes them. A bounded folder has a tmpfs of
+limited size mounted over `work` in a mount namespace of its own (`mount.py`), which ends with the
+descriptors that hold it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import fcntl
 import itertools
+import os
 import secrets
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from rolltree.errors import SandboxError, SandboxFileError
 from rolltree.sandbox.interface import Limits, RunResult, SandboxLevel
-from rolltree.sandbox.private_folder import FULL, PrivateFolder
-from rolltree.sandbox.process import Feed, Launch, SupervisedProcess, SupervisedSession, run_to_end
+from rolltree.sandbox.process import (
+    Feed,
+    Launch,
+    SupervisedProcess,
+    SupervisedSession,
+    run_to_end,
+    tmpfs_options,
+)
 from rolltree.tasks import being_cancelled
+
+PREFIX = "rolltree-sandbox-"
+_MOUNT = Path(__file__).with_name("mount.py")
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What a write into a full folder fails with."""
+_OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)
+"""The machine's failures, which code inside cannot cause."""
+_LONGEST = 2**14
+"""Of a listed path: a file in each of 2,000 nested folders can make 500 MB of paths."""
+
+
+class PrivateFolder:
+    """One work folder, owned by `uid` when given; gone after `remove` or with the process.
+
+    With `limits` the kernel bounds all bytes and files in it, unlinked ones too. Then `mount_fd` is
+    the mount namespace in which `path` leads to it, else None. `fd` is the folder itself.
+
+    Raises:
+        SandboxError: this machine does not let this user mount a bounded folder.
+    """
+
+    def __init__(
+        self, base: Path | None = None, uid: int | None = None, limits: Limits | None = None
+    ) -> None:
+        parent = Path(base or tempfile.gettempdir()).resolve()
+        if parent not in _swept:
+            _swept.add(parent)
+            sweep(parent)
+        self.outer = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        self._lock_fd = os.open(self.outer / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.uid = uid
+        self.path = self.outer / "work"
+        self.path.mkdir(mode=0o700)
+        if uid is not None:
+            os.chown(self.path, uid, uid)
+            self.outer.chmod(0o711)
+        try:
+            self.mount_fd, self.fd = _plain(self.path) if limits is None else self._bounded(limits)
+        except BaseException:
+            _remove(self.outer, self._lock_fd)
+            raise
+        fds = [fd for fd in (self.mount_fd, self.fd) if fd is not None]
+        self._finalizer = weakref.finalize(self, _remove, self.outer, self._lock_fd, *fds)
+
+    def _bounded(self, limits: Limits) -> tuple[int | None, int]:
+        owner = self.uid if self.uid is not None else os.geteuid()
+        group = self.uid if self.uid is not None else os.getegid()
+        options = f"{tmpfs_options(limits)},mode=0700,uid={owner},gid={group}"
+        with subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_MOUNT), str(self.path), options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={},
+        ) as process:
+            assert process.stdout is not None
+            said = os.read(process.stdout.fileno(), 4096).decode()
+            if said != "1":
+                raise SandboxError(
+                    "the sandbox folder cannot be bounded on this machine, so code could fill its "
+                    f"disk ({said[1:] or 'the program that mounts it died'})."
+                )
+            with contextlib.ExitStack() as opened:
+                try:
+                    fds = []
+                    for path in ("ns/mnt", f"root{self.path}"):
+                        fds.append(
+                            os.open(f"/proc/{process.pid}/{path}", os.O_RDONLY | os.O_CLOEXEC)
+                        )
+                        opened.callback(os.close, fds[-1])
+                except OSError as error:
+                    raise SandboxError(
+                        "the bounded sandbox folder cannot be reached, so code could not run in it "
+                        f"({error}). Does /proc hide processes of the same user?"
+                    ) from error
+                opened.pop_all()
+                return fds[0], fds[1]
+
+    def remove(self) -> None:
+        """Delete the folder and everything in it. Doing it twice does nothing."""
+        self._finalizer()
+
+    def reset(self) -> None:
+        """Undo what code did to the folder itself: `chmod 0 .` locks out whoever is not root.
+
+        Where files are not protected, code can also have moved or deleted it; then another is made.
+        """
+        with contextlib.suppress(OSError):  # what is tried next fails, and is explained
+            if self.mount_fd is None and not _leads_to(self.path, self.fd):
+                with contextlib.suppress(OSError):
+                    os.unlink(self.path)
+                self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                fd = os.open(self.path, _FOLDER_FLAGS)
+                os.dup2(fd, self.fd, inheritable=False)
+                os.close(fd)
+                if self.uid is not None:
+                    os.fchown(self.fd, self.uid, self.uid)
+            os.fchmod(self.fd, 0o700)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file, making folders on its way.
+
+        Raises:
+            SandboxFileError: the path leaves the folder, or goes through a link or a file.
+        """
+        parts = _parts(name)
+        with self._enter(parts[:-1], name, create=True) as parent, _explained(name):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(parts[-1], dir_fd=parent)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = os.open(parts[-1], flags, 0o600, dir_fd=parent)
+            try:
+                with open(fd, "wb") as file:
+                    os.fchmod(fd, 0o600)  # a default access list of the code's may take it away
+                    if self.uid is not None:
+                        os.fchown(fd, self.uid, self.uid)
+                    file.write(data)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(parts[-1], dir_fd=parent)
+                raise
+
+    def discard(self, name: str) -> None:
+        """Delete a file at the top of the folder, if it is there."""
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=self.fd)
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """Return a regular file's bytes.
+
+        Raises:
+            SandboxFileError: there is no such regular file inside the folder, or it is too large.
+        """
+        parts = _parts(name)
+        with self._enter(parts[:-1], name, create=False) as parent, _explained(name):
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            fd = os.open(parts[-1], flags, dir_fd=parent)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise SandboxFileError(
+                f"{name!r} in the sandbox is not a regular file; reading it could block or reach "
+                "the host. Have the code write a plain file."
+            )
+        with open(fd, "rb") as file:
+            data = file.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise SandboxFileError(
+                f"{name!r} in the sandbox has more than {max_bytes} bytes; the code may have made "
+                "it large on purpose. Pass a larger max_bytes if it is what you want."
+            )
+        return data
+
+    def names(self) -> list[str]:
+        """Return the paths of the regular files, sorted; links and other things are left out.
+
+        So are names that are not UTF-8, what lies in folders that code locked or moves about
+        meanwhile, and what lies deeper than `_LONGEST` characters.
+        """
+        self.reset()
+        found: list[str] = []
+        with contextlib.suppress(OSError):  # code that still runs locks what is being looked at
+            for way, files in _walk(self.fd):
+                found += ["/".join([*way, name]) for name in files]
+        return sorted(found)
+
+    @contextmanager
+    def _enter(self, parts: list[str], name: str, *, create: bool) -> Iterator[int]:
+        """Give a descriptor of a folder below, reached without following any link."""
+        self.reset()
+        with _explained(name):
+            fd = os.open(".", _FOLDER_FLAGS, dir_fd=self.fd)
+        try:
+            for part in parts:
+                with _explained(name):
+                    if create:
+                        with contextlib.suppress(FileExistsError):
+                            os.mkdir(part, 0o700, dir_fd=fd)
+                            if self.uid is not None:
+                                os.chown(part, self.uid, self.uid, dir_fd=fd, follow_symlinks=False)
+                    deeper = os.open(part, _FOLDER_FLAGS, dir_fd=fd)
+                os.close(fd)
+                fd = deeper
+            yield fd
+        finally:
+            os.close(fd)
+
+
+def _walk(top: int) -> Iterator[tuple[list[str], list[str]]]:
+    """Yield the way to each folder (one list, changed later) and the names of its files.
+
+    Each is entered from the one above it, and left by "..": from the top, 2,000 nested folders take
+    28 s, and with a descriptor each they take too many.
+    """
+    here, way = os.open(".", _FOLDER_FLAGS, dir_fd=top), list[str]()
+    try:
+        folders, files = _entries(here)
+        levels = [(os.fstat(here), folders)]
+        yield way, files
+        while levels:
+            if sum(map(len, way)) > _LONGEST:
+                levels[-1][1].clear()
+            if levels[-1][1]:
+                way.append(levels[-1][1].pop())
+                try:
+                    deeper = os.open(way[-1], _FOLDER_FLAGS, dir_fd=here)
+                except OSError:  # it is gone, or code locked it
+                    way.pop()
+                    continue
+                if not os.access(".", os.X_OK, dir_fd=deeper):
+                    os.close(deeper)
+                    way.pop()
+                    continue
+                os.close(here)
+                here = deeper
+                folders, files = _entries(here)
+                levels.append((os.fstat(here), folders))
+                yield way, files
+                continue
+            levels.pop()
+            if levels:
+                way.pop()
+                above = os.open("..", _FOLDER_FLAGS, dir_fd=here)
+                os.close(here)
+                here = above
+                if not os.path.samestat(os.fstat(here), levels[-1][0]):
+                    return  # moved under our hands: ".." leads elsewhere
+    finally:
+        os.close(here)
+
+
+def _entries(fd: int) -> tuple[list[str], list[str]]:
+    """Return the names of the folders and of the regular files in a folder."""
+    folders, files = list[str](), list[str]()
+    with contextlib.suppress(OSError), os.scandir(fd) as entries:
+        for entry in entries:
+            if not _is_text(entry.name):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(entry.name)
+            elif entry.is_file(follow_symlinks=False):
+                files.append(entry.name)
+    return folders, files
+
+
+def _leads_to(path: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(fd))
+    except OSError:
+        return False
+
+
+def _plain(path: Path) -> tuple[None, int]:
+    return None, os.open(path, _FOLDER_FLAGS)
+
+
+_swept: set[Path] = set()
+
+
+def sweep(parent: Path) -> int:
+    """Remove the folders in `parent` whose owner is dead; return how many."""
+    removed = 0
+    for outer in parent.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if outer.is_symlink() or outer.stat().st_uid != os.getuid():
+                continue
+            fd = os.open(outer / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(fd)
+                continue
+            _remove(outer, fd)
+            removed += 1
+    return removed
+
+
+def _remove(outer: Path, lock_fd: int, *fds: int) -> None:
+    """Delete a folder of any depth and any modes, then let go of its lock."""
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+    with contextlib.suppress(OSError):
+        outer.unlink()  # a link to elsewhere that code put there
+    _empty(outer)
+    shutil.rmtree(outer, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.close(lock_fd)
+
+
+def _empty(outer: Path) -> None:
+    """Empty a folder without recursion: folders move up to the top before their turn comes."""
+    pending = [outer]
+    while pending:
+        folder = pending.pop()
+        with contextlib.suppress(OSError):
+            folder.chmod(0o700)
+            for entry in list(os.scandir(folder)):
+                with contextlib.suppress(OSError):
+                    if entry.is_dir(follow_symlinks=False):
+                        moved = outer / f"old-{secrets.token_hex(8)}"
+                        os.chmod(entry.path, 0o700)
+                        os.rename(entry.path, moved)
+                        pending.append(moved)
+                    elif folder != outer:  # the lock goes last
+                        os.unlink(entry.path)
+            if folder != outer:
+                folder.rmdir()
+
+
+def _is_text(name: str) -> bool:
+    """Whether a name can be written as UTF-8; others are bytes that Python wraps in surrogates."""
+    return not any("\ud800" <= char <= "\udfff" for char in name)
+
+
+def _parts(name: str) -> list[str]:
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    if not parts or ".." in parts or name.startswith("/") or "\0" in name or not _is_text(name):
+        raise SandboxFileError(
+            f"{name!r} is not a path inside a sandbox. Use a relative path without '..', like "
+            "'data/input.txt'."
+        )
+    return parts
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise SandboxFileError(
+            f"there is no file {name!r} in the sandbox. List what there is with list_files()."
+        ) from error
+    except OSError as error:
+        if error.errno in _OURS:
+            raise SandboxError(
+                f"{name!r} in the sandbox could not be opened ({error.strerror}): this process or "
+                "machine has run out of something. Raise its limits (`ulimit -n`)."
+            ) from error
+        if error.errno in FULL:
+            raise SandboxFileError(
+                f"{name!r} does not fit into the sandbox: its folder is bounded by "
+                "Limits.disk_bytes and max_files, and code may have filled it. Delete files in "
+                "it or raise the limits."
+            ) from error
+        raise SandboxFileError(
+            f"{name!r} in the sandbox cannot be opened ({error.strerror}): it is a link, or a part "
+            "of its path is not a folder. Links are not followed, because they may lead outside."
+        ) from error
 
 
 class FolderSandbox(ABC):

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from rolltree.errors import ConfigError, SandboxError, SandboxUnavailable
-from rolltree.sandbox.folder import FolderSandbox
+from rolltree.sandbox.folder import FolderSandbox, PrivateFolder
 from rolltree.sandbox.interface import Limits
 from rolltree.sandbox.machine import (
     Candidate,
@@ -31,7 +31,6 @@ from rolltree.sandbox.machine import (
     take_uid,
     this_machine,
 )
-from rolltree.sandbox.private_folder import PrivateFolder
 from rolltree.sandbox.process import Launch
 from rolltree.sandbox.seccomp import build_filter
 

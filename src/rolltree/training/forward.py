@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rolltree.errors import ConfigError, TrainingError
-from rolltree.inference.local.body import body_of
+from rolltree.inference.local.shell import body_of
 from rolltree.training.head import check_head, head_logits
 from rolltree.training.layout import Forest, collate
 from rolltree.training.logprobs import (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rolltree.errors import TrainingError
-from rolltree.inference.local.body import body_name, body_of
+from rolltree.inference.local.shell import body_name, body_of
 
 LARGE_LOGIT = 200.0
 """What the probe scales logits to: several times the largest cap of any known model."""

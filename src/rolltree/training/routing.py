@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from rolltree.errors import ConfigError, TrainingError, UnsupportedSetting
-from rolltree.inference.local.body import body_of
 from rolltree.inference.local.routing import (
     Router,
     Watched,
@@ -27,6 +26,7 @@ from rolltree.inference.local.routing import (
     recorded,
     replaced_forward,
 )
+from rolltree.inference.local.shell import body_of
 from rolltree.training.layout import Forest
 
 KEYWORD = "routed_experts"

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rolltree.errors import TrainingError
-from rolltree.inference.local.body import body_of
-from rolltree.inference.local.shell import trial_copy
+from rolltree.inference.local.shell import body_of, trial_copy
 from rolltree.samples.transform import blank_records
 from rolltree.training.layout import Forest, collate
 from rolltree.training.rope_lengths import longest_exact

@@ -11,8 +11,7 @@ from pathlib import Path
 import uvicorn
 
 from rolltree.errors import ConfigError
-from rolltree.inference.server.http import impatient
-from rolltree.inference.server.listening import AnnouncingServer, listen
+from rolltree.inference.server.http import AnnouncingServer, impatient, listen
 from rolltree.viewer.app import create_viewer_app
 
 HOST = "127.0.0.1"

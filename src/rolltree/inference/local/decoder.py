@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from rolltree.errors import ModelError
 from rolltree.inference.engine import EngineOutput, EngineRequest, EngineStats, SampledToken
-from rolltree.inference.local.recording import ExpertTable
+from rolltree.inference.local.routing import ExpertTable
 from rolltree.inference.local.rows import RowRunner
 from rolltree.inference.local.runner import ModelRunner
 from rolltree.inference.local.sampling import Adjusted, Processors, sample

@@ -1,4 +1,4 @@
-"""Copies of a model to run or to test: around the same tensors, or with other weights.
+"""A model's body, and copies of a model: around the same tensors, or with other weights.
 
 A shell shares the trainer's weights but not its mode (dropout, gradient checkpointing, attention
 kernel), nor the rotary angles that its last sequence left. A trial copy has weights moved away from
@@ -30,6 +30,21 @@ _NUM_DRAWN = 1_000_003
 """Random numbers drawn and repeated: a prime, so that the rows of a matrix differ."""
 _STRIDE = 7919
 """How far apart in them two tensors begin."""
+
+
+def body_name(model: Any) -> str | None:
+    """Return the attribute of `model` that is its body, or None.
+
+    transformers' `base_model` is the whole model where its prefix names no attribute (Llama 4).
+    """
+    names = (getattr(model, "base_model_prefix", ""), "model")
+    return next((name for name in names if name in model._modules), None)
+
+
+def body_of(model: Any) -> Any:
+    """Return what computes the last hidden states; `model` itself where that is not part of it."""
+    name = body_name(model)
+    return model if name is None else getattr(model, name)
 
 
 def shell_of(model: Any) -> Any:

@@ -1,19 +1,23 @@
-"""Requests in, JSON out: the bearer tokens, body limits, and clients that disconnect."""
+"""HTTP of the server: its socket, bearer tokens, limits on bodies, and clients that disconnect."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import hmac
+import ipaddress
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
+import uvicorn
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from rolltree.errors import ConfigError
 from rolltree.inference.server.requests import RequestError, error_body
 
 logger = logging.getLogger("rolltree.inference")
@@ -204,3 +208,46 @@ def impatient(limit_s: float) -> type[asyncio.Protocol]:
                 self._late = None
 
     return Impatient
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class AnnouncingServer(uvicorn.Server):
+    """A server that says when it is ready."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start listening, then say so."""
+        await super().startup(sockets)
+        self._on_ready()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket bound to an address; port 0 takes a free one.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"{host}:{port} cannot be listened on ({error}). Another server may "
+            "run there: choose another --port, or 0 for a free one."
+        ) from error
+    return listener

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from rolltree.errors import PromptTooLong, TokenError
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client import check_shown_tools
 from rolltree.inference.engine import EngineOutput, EngineThread, SampledToken
+from rolltree.inference.server.weights import WeightReceiver
 from rolltree.types import (
     ChatMessage,
     FinishReason,
@@ -27,9 +28,6 @@ from rolltree.types import (
     ToolSchema,
 )
 from rolltree.untrusted import encode_json
-
-if TYPE_CHECKING:
-    from rolltree.inference.server.weights import WeightReceiver
 
 ResultT = TypeVar("ResultT")
 ServedLogprobs = Literal["processed", "raw"]
