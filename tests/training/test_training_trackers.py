@@ -10,6 +10,7 @@ import sys
 import textwrap
 from contextlib import closing
 
+import numpy as np
 import pytest
 from loop_kit import make_config, start
 
@@ -18,6 +19,7 @@ from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
 from rolltree.store.metric_names import numbers
 from rolltree.training import Silent
+from rolltree.training.advantages import CreditReport
 from rolltree.training.trackers import TRACKERS, TrackedRun, Trackers
 from rolltree.training.transcripts import COLUMNS, Transcript, transcripts
 from rolltree.types import ErrorRecord, RolloutRequest, RolloutResult, State
@@ -255,12 +257,12 @@ def test_transcripts_have_no_secrets_and_nothing_hidden():
         prompt=[{"role": "user", "content": "key sk-abcdefghijklmnopqrstuvwx\u202e"}],
         completion=[{"role": "assistant", "content": "a" * 30_000, "tool_calls": [call]}],
         reward=1.0,
-        advantage=-0.5,
         agent="white",
     )
     error = ErrorRecord("ServerError", "500", "", "model")
     results = [RolloutResult(request, (state, state), None), RolloutResult(request, (), error)]
-    first, _, failed = transcripts(results, 9, step=3, phase="train")
+    credit = CreditReport((state,), (np.array([-0.5, 0.25]),))
+    first, _, failed = transcripts(results, 9, step=3, phase="train", credit=credit)
     assert len(transcripts(results, 2, step=3, phase="train")) == 2
     assert first.prompt == "user: key [redacted]�"
     assert len(first.completion) < 20_100

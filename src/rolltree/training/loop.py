@@ -28,7 +28,7 @@ from rolltree.samples import SampleBatch, build_samples
 from rolltree.store import Run
 from rolltree.store.metric_names import eval_numbers, numbers
 from rolltree.tasks import uninterrupted
-from rolltree.training.advantages import assign_credit
+from rolltree.training.advantages import CreditReport, assign_credit
 from rolltree.training.batches import has_loss, mask_stale, newest_version, staleness_limit
 from rolltree.training.checkpoint import Checkpoints, TrainState
 from rolltree.training.config import TrainConfig
@@ -291,7 +291,7 @@ class _Loop:
         batch, record, credit = self._samples(found.trained)
         trained = await self._train(batch, step, record, newest_version(found.trained) is not None)
         spent = time.perf_counter() - began
-        metrics = rollout_metrics(found.sampled) | credit | dict(found.metrics) | trained
+        metrics = rollout_metrics(found.sampled) | credit.metrics | dict(found.metrics) | trained
         sampled = metrics["rollout/total_sampled_tokens"]
         metrics |= _sample_metrics(batch) | {
             "policy/version": float(step),
@@ -303,7 +303,7 @@ class _Loop:
         self.done, self.is_writing = step, False
         self._hint_at_equal_rewards(metrics)
         if num := self.trackers.wants(step):
-            self._show("completions", found.sampled, num, step, "train")
+            self._show("completions", found.sampled, num, step, "train", credit)
         return metrics
 
     def _store(self, step: int, metrics: Mapping[str, float], record: TokenRecord | None) -> None:
@@ -382,7 +382,7 @@ class _Loop:
 
     def _samples(
         self, results: Sequence[RolloutResult]
-    ) -> tuple[SampleBatch, TokenRecord | None, dict[str, float]]:
+    ) -> tuple[SampleBatch, TokenRecord | None, CreditReport]:
         """Assign credit and build the samples of one step, and what records its tokens."""
         section, algorithm = self.config.train, self.config.algorithm
         report = assign_credit(
@@ -412,7 +412,7 @@ class _Loop:
             inputs=algorithm.resolve().loss_inputs,
         )
         record = TokenRecord(results, report) if section.record_tokens else None
-        return batch, record, report.metrics
+        return batch, record, report
 
     def _save(self, step: int) -> None:
         start = time.perf_counter()
@@ -424,9 +424,15 @@ class _Loop:
         self.saved = step
 
     def _show(
-        self, name: str, results: Iterable[RolloutResult], num: int, step: int, phase: str
+        self,
+        name: str,
+        results: Iterable[RolloutResult],
+        num: int,
+        step: int,
+        phase: str,
+        credit: CreditReport | None = None,
     ) -> None:
-        read = cache(lambda: transcripts(results, num, step=step, phase=phase))
+        read = cache(lambda: transcripts(results, num, step=step, phase=phase, credit=credit))
         self.trackers.show(name, read, step)
 
     def _last_phase(self, step: int) -> str:

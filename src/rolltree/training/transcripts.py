@@ -14,6 +14,7 @@ from typing import Any
 from rolltree.parsers.parser import text_of
 from rolltree.redact import shown
 from rolltree.rollouts.conversation import conversation_of
+from rolltree.training.advantages import CreditReport
 from rolltree.types import RolloutResult, State
 
 _MOST_CHARACTERS = 20_000
@@ -50,13 +51,28 @@ COLUMNS = tuple(field.name for field in fields(Transcript))
 
 
 def transcripts(
-    results: Iterable[RolloutResult], num: int, *, step: int, phase: str
+    results: Iterable[RolloutResult],
+    num: int,
+    *,
+    step: int,
+    phase: str,
+    credit: CreditReport | None = None,
 ) -> list[Transcript]:
-    """Return the first `num` rollouts of `results`; a request that made none has an empty one."""
-    return list(islice(_each(results, step, phase), num))
+    """Return the first `num` rollouts of `results`; a request that made none has an empty one.
+
+    With `credit` each trained rollout shows the advantage of its first call.
+    """
+    advantages: dict[int, float] = {}
+    if credit is not None:
+        for state, values in zip(credit.trained, credit.advantages, strict=True):
+            if len(values):
+                advantages[id(state)] = float(values[0])
+    return list(islice(_each(results, step, phase, advantages), num))
 
 
-def _each(results: Iterable[RolloutResult], step: int, phase: str) -> Iterator[Transcript]:
+def _each(
+    results: Iterable[RolloutResult], step: int, phase: str, advantages: Mapping[int, float]
+) -> Iterator[Transcript]:
     for result in results:
         error = "" if result.error is None else f"{result.error.type}: {result.error.message}"
         asked = State(prompt=result.request.input.get("prompt"))
@@ -70,7 +86,7 @@ def _each(results: Iterable[RolloutResult], step: int, phase: str) -> Iterator[T
                 _text(prompt),
                 _text(completion),
                 state.get("reward"),
-                state.get("advantage"),
+                advantages.get(id(state)),
                 _cut(error),
             )
 
