@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm test-compat test-models test-gpu bench-gpu check bench bench-quick docs pictures format clean
+.PHONY: help demo test test-long test-vllm test-compat test-models test-gpu bench-gpu check bench bench-quick docs pictures format clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -23,8 +23,11 @@ help: ## list the commands
 demo: $(VENV)/.train ## train a real 135M model by RL on this CPU and watch the reward rise
 	$(BIN)/rolltree train examples/demo/demo.toml $(ARGS)
 
-test: $(VENV)/.dev ## run every test (unit, property, crash, real model)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -rs $(ARGS)
+test: $(VENV)/.dev ## run the tests (unit, property, crash, real model)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -rs -m "not long" $(ARGS)
+
+test-long: $(VENV)/.dev ## run the long forms of some tests (kills of whole runs, every tracker, the real model)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -rs -m long $(ARGS)
 
 test-vllm: $(VENV)/.train $(VLLM_VENV)/.vllm ## run the tests against real vLLM (its own environment, 2.5 GB)
 	ROLLTREE_TEST_MODEL=$$($(BIN)/python -c 'from rolltree.models import resolve_model as r; print(r("smollm2-135m"))') \

@@ -13,7 +13,7 @@ from rolltree.store import Run
 SCRIPT = Path(__file__).parents[1] / "examples" / "first_run.py"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_runs_and_the_same_command_continues(tmp_path):
     for steps in ("2", "3"):
         done = subprocess.run(

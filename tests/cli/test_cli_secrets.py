@@ -97,7 +97,7 @@ def leaks(folder, out=""):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_with_every_tracker(folder):
     """Config, store, checkpoints, tracker files, logs and the commands that are suggested."""
     wanted = ["tensorboard", "wandb", "mlflow", "trackio"]

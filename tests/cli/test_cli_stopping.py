@@ -19,7 +19,7 @@ def num_steps(path):
         return len(list(run.steps()))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sigterm_saves_and_any_number_of_ranks_continues(config, tmp_path):  # noqa: F811
     words = ["train", str(config), *SETTINGS]
     done = 0

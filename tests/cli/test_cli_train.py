@@ -222,7 +222,7 @@ def test_a_typo_does_not_bind_the_run_directory(config, tmp_path):
     assert f"rolltree fork {tmp_path / 'run'} --set section.key=value" in other.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_and_started_again(config, tmp_path):
     """The same losses, rewards and rollouts as a run that nobody killed."""
     whole = invoke("train", config, f"run.dir={tmp_path / 'whole'}", "train.num_steps=6")

@@ -44,7 +44,7 @@ def test_a_few_shot_sum(loaded):
     assert answer.startswith(" ")  # the format of the shots is followed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_logits_are_those_of_the_gguf_file(loaded):
     import torch
     from transformers import AutoModelForCausalLM

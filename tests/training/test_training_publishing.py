@@ -264,7 +264,7 @@ class TestServers:
             data[section] = {**data[section], **values}
         return load_train_config(data)
 
-    @pytest.mark.slow
+    @pytest.mark.long
     def test_two_real_servers_sample_while_the_trainer_steps(self, model, tmp_path, monkeypatch):
         """Both get every version; a rollout may span versions; a server left behind is found."""
         monkeypatch.setenv("SERVE_TOKEN", serve_kit.TOKEN)

@@ -129,7 +129,7 @@ def test_killed_while_it_samples_ahead(model, tmp_path, server):
     assert "says that its weights are 'default'" in said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_twice_the_curve_is_that_of_an_undisturbed_run(model, tmp_path, server):
     def config(name):
         return kit.server_config(

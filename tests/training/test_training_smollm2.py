@@ -30,6 +30,7 @@ class ShortWords(LetterSource):
         return [state]
 
 
+@pytest.mark.long
 def test_a_step_on_smollm2_agrees_with_its_engine(tmp_path):
     config = make_config(
         "smollm2-135m",

@@ -214,7 +214,7 @@ def test_links_of_the_story_are_answered_with_the_runs_numbers(browser, files, r
     closed(tab, file)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_hostile_strings_in_a_file_do_nothing(browser, tmp_path):
     folder = tmp_path / "<img src=x onerror=alert(1)>"
     with Run.create(folder, kind="train", config={"model": "</script><script>" + RUN}) as run:

@@ -165,7 +165,7 @@ MADE = "main :is(script, iframe, img, style, link, form, base, object, embed, me
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", [1280, pytest.param(390, marks=pytest.mark.long)])
 def test_hostile_strings_are_shown_and_do_nothing(browser, hostile, width):
     page, name = hostile
     base = f"#/run/{part(name)}"
