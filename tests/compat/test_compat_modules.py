@@ -23,9 +23,9 @@ from rolltree.compat.helpers import (
     parse_response_tokens,
     print_prompt_completions_sample,
     sanitize_tool_calls,
+    setup_logging,
     strip_nones_from_content,
 )
-from rolltree.compat.logs import setup_logging
 from rolltree.compat.names import MODULES, REMOVED, SOURCE_OF
 from rolltree.errors import ConfigError
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import rolltree as rt
-from rolltree.compat import clients
+from rolltree.compat import model_calls
 from rolltree.compat import verifiers as vf
 from rolltree.compat.example_tools import calculator, python, search_ddg
 from rolltree.errors import ConfigError
@@ -303,7 +303,7 @@ def test_a_blocking_openai_client_is_asked_in_threads_with_one_warning(caplog, m
         return Judge("blocking").answer(**fields)
 
     monkeypatch.setattr(client.chat.completions, "create", create)
-    clients._warn_of_threads.cache_clear()
+    model_calls._warn_of_threads.cache_clear()
     rubric = vf.JudgeRubric(judge_client=client)
     rubric.add_reward_func(agrees)
     monkeypatch.setattr(logging.getLogger("rolltree"), "propagate", True)
@@ -313,7 +313,7 @@ def test_a_blocking_openai_client_is_asked_in_threads_with_one_warning(caplog, m
     assert threading.main_thread() not in threads
     assert len(threads) == 2
     assert sum("in threads" in record.message for record in caplog.records) == 1
-    assert clients.async_client(client).base_url == client.base_url
+    assert model_calls.async_client(client).base_url == client.base_url
     client.close()
 
 

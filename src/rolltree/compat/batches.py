@@ -12,11 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from rolltree.compat.clients import async_client
+from rolltree.compat.datasets import repeated
 from rolltree.compat.helpers import maybe_semaphore
-from rolltree.compat.model_calls import Nobody, is_direct
+from rolltree.compat.model_calls import Nobody, async_client, is_direct
 from rolltree.compat.results import GenerateOutputs, make_dataset, outputs_of, save_rollout_results
-from rolltree.compat.rows import repeated
 from rolltree.environments.batch_runner import BatchRunner, Unscored, states_of
 from rolltree.environments.dataset import Data
 from rolltree.inference.client import as_client

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from rolltree import environments as rooms
+from rolltree.compat.datasets import is_hub_dataset
 from rolltree.compat.environments import Environment
-from rolltree.compat.rows import is_hub_dataset
 from rolltree.compat.rubrics import Rubric
 from rolltree.environments.dataset import Row, Rows
 from rolltree.errors import ConfigError

@@ -10,32 +10,31 @@ import asyncio
 import inspect
 import logging
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 from rolltree import environments as rooms
-from rolltree.compat import states
 from rolltree.compat.batches import Batches, args_of_rollout, as_sent, current_batch, note_failure
-from rolltree.compat.decorators import marked_methods, stop
-from rolltree.compat.helpers import NullAsyncContext, concat_messages, maybe_await
-from rolltree.compat.model_calls import ask, is_direct, is_sendable
-from rolltree.compat.own_names import OwnNames, set_for_author
-from rolltree.compat.parsers import Parser
-from rolltree.compat.rows import (
+from rolltree.compat.datasets import (
     is_hub_dataset,
     opened,
     with_example_ids,
     with_prompts,
     with_task,
 )
+from rolltree.compat.helpers import NullAsyncContext, concat_messages, maybe_await
+from rolltree.compat.model_calls import ask, is_direct, is_sendable
+from rolltree.compat.own_names import OwnNames, set_for_author
+from rolltree.compat.parsers import Parser
 from rolltree.compat.rubrics import Rubric
-from rolltree.compat.states import AT_THE_END, adopted, cut_tokens
+from rolltree.compat.types import AT_THE_END, CompatState, adopted, cut_tokens
+from rolltree.environments import lifecycle
 from rolltree.environments.completion import conversation
 from rolltree.environments.dataset import Data, RowFormat, Rows
-from rolltree.environments.lifecycle import Mark, mark_of, register
+from rolltree.environments.lifecycle import Mark, Role, mark_of, register
 from rolltree.environments.multiturn import no_messages
 from rolltree.errors import ConfigError
 from rolltree.rollouts import Split, current_episode
@@ -53,6 +52,45 @@ from rolltree.types import (
     ToolSchema,
 )
 
+Method = Callable[..., Any]
+
+
+def stop(func: Method | None = None, *, priority: int = 0) -> Any:
+    """Mark `method(self, state) -> bool` as a stop condition."""
+    return _marked(func, "stop", priority)
+
+
+def cleanup(func: Method | None = None, *, priority: int = 0) -> Any:
+    """Mark `method(self, state)` to run after each rollout."""
+    return _marked(func, "cleanup", priority)
+
+
+def teardown(func: Method | None = None, *, priority: int = 0) -> Any:
+    """Mark `method(self)` to run when the process ends."""
+    return _marked(func, "teardown", priority)
+
+
+def _marked(func: Method | None, role: Role, priority: int) -> Any:
+    def decorate(target: Method) -> Any:
+        setattr(target, role, True)
+        setattr(target, f"{role}_priority", priority)
+        return target
+
+    return decorate if func is None else decorate(func)
+
+
+def marked_methods(environment: object, role: Role) -> list[Method]:
+    """Return an environment's methods of one role, in the order in which they are called."""
+    found: list[tuple[int, str, Method]] = []
+    for _, method in inspect.getmembers(environment, inspect.ismethod):
+        mark = lifecycle.mark_of(method)
+        if hasattr(method, role):  # also what was marked by hand
+            found.append((-getattr(method, f"{role}_priority", 0), method.__name__, method))
+        elif mark is not None and mark.role == role:
+            found.append((-mark.priority, method.__name__, method))
+    return [method for _, _, method in sorted(found, key=lambda item: item[:2])]
+
+
 _DEFAULT_ARGS: SamplingArgs = {"n": 1, "extra_body": {}}
 
 
@@ -62,7 +100,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
     logger: logging.Logger
     logger = logging.getLogger("rolltree.environments")
     row_format = RowFormat()
-    state_type = states.State
+    state_type = CompatState
     _closed = _asks_own_conditions = False
     _stop_marks: dict[str, Mark] = {}
 

@@ -1,13 +1,15 @@
-"""Small functions of verifiers 0.1.8's `utils` that environments call."""
+"""Small functions of verifiers 0.1.8's `utils` that environments call, and its loggers."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import json
+import logging
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import Any
+from typing import Any, TextIO
 
 from rolltree.errors import BadResponse
 from rolltree.inference.parse import extract_message, read, sampled_entries, spelled_ids
@@ -283,3 +285,35 @@ def _call(call: Any) -> str:
 
 def _field(value: Any, name: str) -> Any:
     return value.get(name) if isinstance(value, dict) else getattr(value, name, None)
+
+
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what is the standard error when it writes."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+
+def setup_logging(
+    level: str = "INFO", log_format: str | None = None, date_format: str | None = None
+) -> None:
+    """Let the loggers of `verifiers` and of rolltree write to standard error, from `level` on."""
+    for name in ("verifiers", "rolltree"):
+        write_to_stderr(name, level, log_format, date_format)
+
+
+def write_to_stderr(
+    name: str, level: str, log_format: str | None = None, date_format: str | None = None
+) -> None:
+    """Let one logger write to standard error, from `level` on, and nowhere else."""
+    handler = _StderrHandler()
+    form = log_format or "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
+    handler.setFormatter(logging.Formatter(form, date_format or "%Y-%m-%d %H:%M:%S"))
+    logger = logging.getLogger(name)
+    logger.handlers = [handler]
+    logger.setLevel(level.upper())
+    logger.propagate = False

@@ -1,12 +1,13 @@
-"""Installs an environment package without `verifiers`, and with everything else it depends on.
+"""Loads an environment by its name, and installs its package without `verifiers`.
 
-pip would install the newest verifiers, in which such environments have no place any more. What
-verifiers 0.1.8 brought along, and environments import without naming it, is `BROUGHT`, the extra
+pip would install the newest verifiers, in which such environments no longer run. What verifiers
+0.1.8 brought along, and environments import without naming it, is `BROUGHT`, the extra
 `rolltree[compat]`.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 import subprocess
@@ -17,11 +18,15 @@ from importlib import invalidate_caches
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from rolltree.errors import ConfigError, RolltreeError
+from rolltree.environments import Environment
+from rolltree.environments import load_environment as load
+from rolltree.errors import ConfigError, RolltreeError, UnknownName
 
 BROUGHT = {
     "datasets": "datasets>=3",
+    "griffe": "griffelib>=2",
     "nest_asyncio": "nest-asyncio>=1.6",
     "openai": "openai[aiohttp]>=1.92",
     "pydantic": "pydantic>=2.11",
@@ -135,3 +140,37 @@ def _name_of(requirement: str) -> str:
 
 def _plain(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+logger = logging.getLogger("rolltree.compat")
+
+
+def load_environment(env_id: str, **env_args: Any) -> Environment:
+    """Return the environment `env_id`; an owner before a slash is left out.
+
+    Raises:
+        ValueError: there is no such environment, or something that it imports is missing.
+        RuntimeError: its `load_environment` raised; the message says what.
+    """
+    try:
+        return load(env_id, **env_args)
+    except (ImportError, UnknownName) as error:
+        if isinstance(error, UnknownName) and _is_module(env_id):
+            raise RuntimeError(
+                f"Failed to load environment '{env_id}': the module of that name is another one, "
+                "without load_environment(). Give the environment a name of its own, say "
+                f"'{env_id}-env'."
+            ) from error
+        raise ValueError(
+            f"Could not import '{env_id}' environment: {error} Ensure the package for the "
+            f"'{env_id}' environment is installed."
+        ) from error
+    except Exception as error:
+        raise RuntimeError(f"Failed to load environment '{env_id}': {error!s}") from error
+
+
+def _is_module(env_id: str) -> bool:
+    try:
+        return find_spec(env_id.split("/")[-1].replace("-", "_")) is not None
+    except (ImportError, ValueError):
+        return False

@@ -16,6 +16,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from rolltree.errors import ConfigError, SandboxError, did_you_mean
@@ -283,3 +284,7 @@ def _check_docker(image: str) -> None:
     if "No such image" in asked.stderr or "no such image" in asked.stderr:
         raise ConfigError(f"Docker has no image {image!r}. Fetch it with `docker pull {image}`.")
     raise ConfigError(f"no Docker engine answers ({said[0]}), and {use}.")
+
+
+class AdvancedConfigs(SimpleNamespace):
+    """Settings that only the hosted service has: a sandbox on this machine refuses them."""

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
-from rolltree.compat.decorators import cleanup, stop
-from rolltree.compat.environments import MultiTurnEnv
+from rolltree.compat.environments import MultiTurnEnv, cleanup, stop
 from rolltree.compat.parsers import Parser, XMLParser
 from rolltree.compat.rubrics import Rubric
 from rolltree.types import Messages, State

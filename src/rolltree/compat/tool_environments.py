@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from rolltree import environments as rooms
-from rolltree.compat.decorators import stop
-from rolltree.compat.environments import MultiTurnEnv
+from rolltree.compat.environments import MultiTurnEnv, stop
 from rolltree.compat.helpers import maybe_await
 from rolltree.compat.tools import convert_func_to_oai_tool
 from rolltree.environments.environment import settle

@@ -6,11 +6,12 @@ Titles and descriptions are in the prompt that the model reads, so they are the 
 from __future__ import annotations
 
 import inspect
+import logging
+import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NotRequired, get_args, get_origin, get_type_hints, is_typeddict
 
-from rolltree.compat.docstrings import read_docstring
 from rolltree.errors import ConfigError
 from rolltree.types import ToolSchema
 
@@ -21,16 +22,78 @@ def convert_func_to_oai_tool(func: Callable[..., Any]) -> ToolSchema:
     Raises:
         ConfigError: a hint has no JSON schema, or pydantic is missing.
     """
-    found = read_docstring(func)
-    name = func.__name__
+    description, texts = read_docstring(func)
     return {
         "type": "function",
         "function": {
-            "name": name,
-            "description": found.description or "",
-            "parameters": strict(_schema_of(func, found.parameters)),
+            "name": func.__name__,
+            "description": description,
+            "parameters": strict(_schema_of(func, texts)),
         },
     }
+
+
+# verifiers describes tools through openai-agents, which reads docstrings with griffe and guesses
+# their style so: the most signs win, the first of equals, and Google's style without any.
+_STYLE_SIGNS = {
+    "sphinx": (r"^:param\s", r"^:type\s", r"^:return:", r"^:rtype:"),
+    "numpy": tuple(rf"^{name}\s*\n\s*-{{3,}}" for name in ("Parameters", "Returns", "Yields")),
+    "google": (r"^(Args|Arguments):", r"^(Returns):", r"^(Raises):"),
+}
+_PARAMETERS_HEADING = re.compile(r"(?i)(args|arguments|params|parameters):\s*$")
+
+
+def read_docstring(func: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """Return what a docstring says of a function and, by name, of its parameters.
+
+    Raises:
+        ConfigError: griffe is missing.
+    """
+    doc = inspect.getdoc(func)
+    if not doc:
+        return "", {}
+    try:
+        from griffe import Docstring, DocstringSectionKind
+    except ImportError as error:
+        raise ConfigError(
+            "verifiers' tools are described from their docstrings, which griffe reads, and it is "
+            "missing. Install it with `pip install 'rolltree[compat]'`."
+        ) from error
+    signs = {
+        style: sum(bool(re.search(form, doc, re.M)) for form in forms)
+        for style, forms in _STYLE_SIGNS.items()
+    }
+    style = max(signs, key=lambda name: signs[name]) if any(signs.values()) else "google"
+    if style == "google":
+        doc = _with_blank_lines(doc)
+    griffe_logger = logging.getLogger("griffe")
+    level = griffe_logger.level
+    griffe_logger.setLevel(logging.ERROR)  # it warns of every parameter without a type
+    try:
+        # griffe dedents again, and leaves the first line out of it unless that is empty.
+        sections = Docstring("\n" + doc, lineno=1, parser=style).parse()
+    finally:
+        griffe_logger.setLevel(level)
+    texts = [part.value for part in sections if part.kind is DocstringSectionKind.text]
+    parameters = {
+        item.name.lstrip("*"): item.description
+        for part in sections
+        if part.kind is DocstringSectionKind.parameters
+        for item in part.value
+    }
+    return (texts[0] if texts else ""), parameters
+
+
+def _with_blank_lines(doc: str) -> str:
+    """Return a docstring with an empty line above `Args:`: griffe skips a heading without one."""
+    lines = doc.splitlines()
+    made: list[str] = []
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        is_heading = _PARAMETERS_HEADING.match(line) and following.startswith((" ", "\t"))
+        if is_heading and made and made[-1].strip():
+            made.append("")
+        made.append(line)
+    return "\n".join(made)
 
 
 def _schema_of(func: Callable[..., Any], texts: Mapping[str, str]) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import sys
 from typing import Any
 
 from rolltree.compat.configs import ClientConfig, EvalConfig
-from rolltree.compat.evaluation import load_endpoints, run_evaluation
-from rolltree.compat.logs import setup_logging
+from rolltree.compat.helpers import setup_logging
+from rolltree.compat.results import load_endpoints, run_evaluation
 from rolltree.environments import eval_defaults
 from rolltree.errors import ConfigError
 from rolltree.redact import remember

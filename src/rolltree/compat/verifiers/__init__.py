@@ -1,8 +1,8 @@
 """The public API of verifiers 0.1.8.post2: its module paths and names, and their behaviour.
 
 Submodules (`envs.tool_env`, `rubrics.rubric`, `utils.data_utils`, `types`, ...) are made from the
-table in `rolltree.compat.names` when they are imported, and a name is fetched when it is used. It
-does not cover trainers; what behaves differently on purpose is in docs/compat.md.
+table in `rolltree.compat.names`. A name is fetched when it is used, so importing this costs neither
+torch nor the openai package. docs/compat.md lists what behaves differently on purpose.
 """
 
 from __future__ import annotations
@@ -11,13 +11,20 @@ import logging
 import os
 import sys
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from rolltree.compat.logs import write_to_stderr
-from rolltree.compat.names import IMPORTED_MODULES, MODULES, REMOVED, SCRIPTS, SOURCE_OF
+from rolltree.compat.helpers import write_to_stderr
+from rolltree.compat.names import (
+    IMPORTED_MODULES,
+    MODULES,
+    REMOVED,
+    SCRIPTS,
+    SOURCE_OF,
+    STAND_INS,
+)
 
 __version__ = "0.1.8.post2"
 __all__ = [
@@ -44,6 +51,9 @@ def _fetched(module: str, name: str) -> Any:
     path = f"{module}.{name}".removeprefix(f"{__name__}.")
     if path in MODULES or path in SCRIPTS:
         return import_module(SCRIPTS.get(path, f"{__name__}.{path}"))
+    if name in STAND_INS and find_spec("prime_sandboxes") is None:
+        stand_in_module, stand_in = STAND_INS[name]
+        return getattr(import_module(stand_in_module), stand_in)
     if name in SOURCE_OF:
         return getattr(import_module(SOURCE_OF[name]), name)
     if name in IMPORTED_MODULES:
@@ -52,29 +62,16 @@ def _fetched(module: str, name: str) -> Any:
     raise AttributeError(f"module {where!r} of verifiers 0.1.8 has no public name {name!r}")
 
 
-class _Finder(MetaPathFinder, Loader):
-    """Finds and makes the submodules of this package."""
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        prefix, _, name = fullname.partition(f"{__name__}.")
-        if prefix or name not in MODULES:
-            return None
-        is_package = any(known.startswith(f"{name}.") for known in MODULES)
-        return ModuleSpec(fullname, self, is_package=is_package)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _Mirror(spec.name, MODULES[spec.name.removeprefix(f"{__name__}.")])
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: names are fetched when they are used."""
-
-
 class _Mirror(ModuleType):
     """A module whose names come from elsewhere."""
 
-    def __init__(self, path: str, names: tuple[str, ...]) -> None:
-        super().__init__(path, f"Names of verifiers 0.1.8 in `{path}`.")
-        self.__all__ = list(names)
+    def __init__(self, path: str) -> None:
+        name = f"{__name__}.{path}"
+        super().__init__(name, f"Names of verifiers 0.1.8 in `{name}`.")
+        self.__spec__ = ModuleSpec(name, None, is_package=not MODULES[path])
+        self.__all__ = list(MODULES[path])
+        if not MODULES[path]:
+            self.__path__: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -85,5 +82,7 @@ class _Mirror(ModuleType):
 
 
 write_to_stderr("verifiers", os.environ.get("VF_LOG_LEVEL", "INFO"))
-if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-    sys.meta_path.append(_Finder())
+# An empty module costs a microsecond, so all of them are made now: the import system finds what is
+# in `sys.modules` without a finder of ours.
+for _path in MODULES:
+    sys.modules.setdefault(f"{__name__}.{_path}", _Mirror(_path))
