@@ -202,6 +202,17 @@ class TestLora:
             self.adapted()
 
 
+def interrupt(loop, until):
+    """Press Ctrl-C from another thread, and wait until the main thread has handled it."""
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    ends = time.monotonic() + LIMIT_S
+    while not until():
+        assert time.monotonic() < ends, "the signal was not handled"
+        # A signal in the moment before the loop sleeps does not wake it.
+        loop.call_soon_threadsafe(lambda: None)
+        time.sleep(0.01)
+
+
 class TestStopping:
     def run(self, path, tmp_path, ahead=0, **options):
         model = make_model(tmp_path / "model")
@@ -242,17 +253,25 @@ class TestStopping:
         """Ctrl-C twice while the optimizer writes in its thread: the second one does not wait."""
         original, calls = Optimizer.step, []
 
+        class Watch(Silent):
+            def on_start(self, start):
+                self.loop, self.task = asyncio.get_running_loop(), asyncio.current_task()
+
+        watch = Watch()
+
         def interrupted(self, lr):
             calls.append(lr)
             if len(calls) == 3:
-                for _ in range(2):
-                    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-                    time.sleep(0.3)
+                # A second signal before the first is handled would merge with it, and a step that
+                # ends before the second is handled is saved: wait for what each of them does.
+                interrupt(watch.loop, until=watch.task.cancelling)
+                interrupt(watch.loop, until=watch.task.done)
             original(self, lr)
 
         monkeypatch.setattr(Optimizer, "step", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            self.run(tmp_path / "run", tmp_path, ahead=1)
+            self.run(tmp_path / "run", tmp_path, ahead=1, reporter=watch)
+        assert len(calls) == 3
         assert Checkpoints(tmp_path / "run" / "checkpoints").latest() is None
         assert len(self.run(tmp_path / "run", tmp_path, ahead=1).metrics) == 5
 
