@@ -51,7 +51,7 @@ import rolltree
 from rolltree.inference.client_base import ModelCall, RootClient
 from rolltree.inference.session import CallTree
 from rolltree.store import Run
-from rolltree.tasks import my_turn
+from rolltree.tasks import yield_fairly
 from rolltree.types import FinishReason, ModelResponse
 
 CASES = ("fast", "slow", "stored", "show", "show_phase", "resume", "long")
@@ -97,7 +97,7 @@ class LatentModel(RootClient[Memory]):
         if self.first_asked_s is None:
             self.first_asked_s = time.process_time()
         await asyncio.sleep(self.random.uniform(self.low_s, self.high_s))
-        await my_turn()  # before its work, as the client of a server does
+        await yield_fairly()  # before its work, as the client of a server does
         self.num_answers += 1
         self.cpu_at.append(time.process_time())
         before = memory.last

@@ -7,7 +7,13 @@ import weakref
 import pytest
 
 import rolltree.tasks
-from rolltree.tasks import ShortCollections, being_cancelled, my_turn, outlast, uninterrupted
+from rolltree.tasks import (
+    ShortCollections,
+    being_cancelled,
+    run_shielded,
+    wait_shielded,
+    yield_fairly,
+)
 
 
 async def cancelled_twice(task, release):
@@ -23,13 +29,13 @@ async def cancelled_twice(task, release):
 
 
 async def test_a_result_and_an_error_pass_through():
-    assert await uninterrupted(asyncio.sleep(0, 7)) == 7
+    assert await run_shielded(asyncio.sleep(0, 7)) == 7
 
     async def fails():
         raise KeyError("x")
 
     with pytest.raises(KeyError):
-        await uninterrupted(fails())
+        await run_shielded(fails())
 
 
 async def test_work_ends_although_its_task_is_cancelled_twice():
@@ -39,7 +45,7 @@ async def test_work_ends_although_its_task_is_cancelled_twice():
         await release.wait()
         done.append(1)
 
-    task = asyncio.create_task(uninterrupted(work()))
+    task = asyncio.create_task(run_shielded(work()))
     await cancelled_twice(task, release)
     assert done == [1]
 
@@ -51,20 +57,20 @@ async def test_an_error_of_the_work_does_not_swallow_the_cancellation():
         await release.wait()
         raise OSError("the disk is full")
 
-    end = await cancelled_twice(asyncio.create_task(uninterrupted(work())), release)
+    end = await cancelled_twice(asyncio.create_task(run_shielded(work())), release)
     assert repr(end.__cause__) == "OSError('the disk is full')"
 
 
 async def test_outlast_tells_whether_there_was_a_cancellation():
     future = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(outlast(future))
+    task = asyncio.create_task(wait_shielded(future))
     await asyncio.sleep(0.01)
     task.cancel()
     await asyncio.sleep(0.01)
     assert not task.done()
     future.set_exception(OSError("left to the caller"))
     assert isinstance(await task, asyncio.CancelledError)
-    assert await outlast(future) is None
+    assert await wait_shielded(future) is None
     assert isinstance(future.exception(), OSError)
 
 
@@ -101,7 +107,7 @@ class TestTurns:
         went, rounds = [], []
 
         async def work(number):
-            await my_turn()
+            await yield_fairly()
             went.append(number)
 
         async def watch():
@@ -118,7 +124,7 @@ class TestTurns:
         went = []
 
         async def work(number):
-            await my_turn()
+            await yield_fairly()
             went.append(number)
 
         tasks = [asyncio.create_task(work(number)) for number in range(40)]
@@ -127,17 +133,17 @@ class TestTurns:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert went == list(range(1, 40, 2))
-        await asyncio.wait_for(my_turn(), 60)
+        await asyncio.wait_for(yield_fairly(), 60)
 
     async def test_while_there_is_time_nobody_waits(self, monkeypatch):
         monkeypatch.setattr("rolltree.tasks.ROUND_S", 3600.0)
-        turn = my_turn()
+        turn = yield_fairly()
         with pytest.raises(StopIteration):
             turn.send(None)
 
     def test_a_loop_that_is_over_is_not_kept(self):
         async def work():
-            await asyncio.gather(*(my_turn() for _ in range(20)))
+            await asyncio.gather(*(yield_fairly() for _ in range(20)))
             return weakref.ref(asyncio.get_running_loop())
 
         ended = asyncio.run(work())

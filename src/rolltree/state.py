@@ -26,11 +26,11 @@ OWN_KEYS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class UnscoredSnapshot:
     """What scoring may change in a state, as it was when the rollout was played and not scored.
 
-    `keys` are the state's own, `step_rewards` has one entry per step. `State.played` holds it, and
-    so does the store, so that a stored rollout can be scored again as if for the first time.
+    `keys` are the state's own, `step_rewards` has one entry per step. `State.unscored` and the
+    store hold it, so that a stored rollout can be scored again as if for the first time.
     """
 
     keys: frozenset[str]
@@ -40,7 +40,7 @@ class Played:
     has_step_rewards: bool | None
 
     @classmethod
-    def of(cls, state: State) -> Played:
+    def of(cls, state: State) -> UnscoredSnapshot:
         """Note what a state is now."""
         metrics = state.get("metrics")
         return cls(
@@ -73,8 +73,8 @@ class State(dict[str, Any]):
     """Whether columns beside the input's fields are read too; not so in verifiers 0.1.8."""
     began_s: float | None = None
     """`time.monotonic()` when the rollout began, for its durations; it is not stored."""
-    played: Played | None = None
-    """What it was before anything scored it; None if nobody noted that."""
+    unscored: UnscoredSnapshot | None = None
+    """What it was before anything scored it; None if it was never noted."""
 
     def _forwards(self, key: object) -> bool:
         return key in _FORWARDED and dict.__contains__(self, "input")

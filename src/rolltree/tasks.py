@@ -1,10 +1,10 @@
-"""Asyncio tasks: work that must be finished though it is cancelled, and turns in a crowd.
+"""Asyncio tasks: work that must be finished despite cancellation, and fairness among many tasks.
 
-`outlast` and `uninterrupted` wait for what must not be left half done, however often the task is
-cancelled. `being_cancelled` tells a cancellation of this task from a `CancelledError` that user
-code raised itself, for example by awaiting a task that it cancelled. `my_turn` keeps thousands of
-tasks that become ready at once from holding the event loop, `ShortCollections` the garbage
-collector, which looks at all that they keep.
+`wait_shielded` and `run_shielded` wait for work that must not be left half done, however often the
+task is cancelled. `being_cancelled` tells a cancellation of this task from a `CancelledError` that
+user code raised itself, for example by awaiting a task that it cancelled. `yield_fairly` keeps
+thousands of tasks that become ready at once from blocking the event loop; `ShortCollections` does
+the same for the garbage collector.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ _YOUNG_BEFORE = (700, 2000)
 
 def being_cancelled() -> bool:
     """Whether the current task has been cancelled and has not ended yet."""
+    # A CancelledError alone says nothing: awaiting a task that was cancelled raises one, too.
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
-async def outlast(work: asyncio.Future[Any]) -> asyncio.CancelledError | None:
+async def wait_shielded(work: asyncio.Future[Any]) -> asyncio.CancelledError | None:
     """Wait until `work` is done, however often this task is cancelled; return the cancellation.
 
     None when there was none. What `work` returned or raised is left to the caller.
@@ -45,7 +46,7 @@ async def outlast(work: asyncio.Future[Any]) -> asyncio.CancelledError | None:
     return cancelled
 
 
-async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:
+async def run_shielded(work: Coroutine[Any, Any, T]) -> T:
     """Return what `work` returns, after its end also when this task is cancelled meanwhile.
 
     Raises:
@@ -53,7 +54,7 @@ async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:
             the cause, and does not take the place of the cancellation.
     """
     task = asyncio.ensure_future(work)
-    cancelled = await outlast(task)
+    cancelled = await wait_shielded(task)
     failure = None if task.cancelled() else task.exception()
     if cancelled is None and failure is not None and being_cancelled():
         cancelled = asyncio.CancelledError()
@@ -85,7 +86,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
         raise
 
 
-async def my_turn() -> None:
+async def yield_fairly() -> None:
     """Return when this task may work on: at once, unless this round of the loop is used up.
 
     Call it where many tasks become ready together, in front of some work: an answer has come, an

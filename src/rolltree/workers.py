@@ -30,7 +30,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import IO, Any, Literal
 
-from rolltree.tasks import outlast
+from rolltree.tasks import wait_shielded
 from rolltree.threads import run_in_thread
 
 START_LIMIT_S = 60.0
@@ -118,7 +118,7 @@ class WorkerPool:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             call.cancel()
-            await outlast(task)
+            await wait_shielded(task)
             if not task.cancelled():
                 task.exception()  # retrieve it, or asyncio logs it as never retrieved
             raise

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training_kit import Call, flat, group
 
-from rolltree.tasks import uninterrupted
+from rolltree.tasks import run_shielded
 from rolltree.training.batches import mask_stale
 from rolltree.training.metrics import RecordStats, mismatch_metrics
 from rolltree.training.publishing import WeightLock
@@ -199,7 +199,7 @@ class TestWeightLock:
             with lock():
                 engine.log.append("write")
 
-        task = asyncio.create_task(uninterrupted(asyncio.to_thread(work)))
+        task = asyncio.create_task(run_shielded(asyncio.to_thread(work)))
         await asyncio.to_thread(began.wait, 60)
         task.cancel()
         await asyncio.sleep(0.05)

@@ -35,7 +35,7 @@ from rolltree.environments import lifecycle
 from rolltree.environments.completion import conversation
 from rolltree.environments.dataset import Data, RowFormat, Rows
 from rolltree.environments.lifecycle import Mark, Role, mark_of, register
-from rolltree.environments.multiturn import no_messages
+from rolltree.environments.multiturn import invalid_response_error
 from rolltree.errors import ConfigError
 from rolltree.rollouts import Split, current_episode
 from rolltree.rubrics import as_rubric
@@ -172,7 +172,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
         if self._teardown_handlers:
             register(self)
 
-    def name_as(self, env_id: str, env_args: Mapping[str, Any]) -> None:
+    def set_loaded_name(self, env_id: str, env_args: Mapping[str, Any]) -> None:
         """Take the name and arguments it was loaded by, unless it has its own."""
         self.env_id = self.env_id or env_id
         self.env_args = self.env_args or dict(env_args)
@@ -469,7 +469,7 @@ class MultiTurnEnv(Environment, rooms.MultiTurnEnv):
         answer = await maybe_await(self.env_response, messages, state)
         joined = concat_messages([messages, answer])
         if self._is_sent_as_it_is() and not is_sendable(joined):
-            error = no_messages(self, messages, answer)
+            error = invalid_response_error(self, messages, answer)
             raise AttributeError(str(error))  # which the model call would raise, and theirs does
         return joined
 

@@ -15,7 +15,6 @@ from rolltree import environments as rooms
 from rolltree.compat.environments import MultiTurnEnv, stop
 from rolltree.compat.helpers import maybe_await
 from rolltree.compat.tools import convert_func_to_oai_tool
-from rolltree.environments.environment import settle
 from rolltree.tools import ToolUnavailable
 from rolltree.types import ChatMessage, Messages, State, ToolSchema
 
@@ -168,7 +167,7 @@ class StatefulToolEnv(ToolEnv, rooms.StatefulToolEnv):
                 text = self.error_formatter(error)
                 answers.append({"role": "tool", "content": text, "tool_call_id": call_id})
                 continue
-            args = await settle(self.update_tool_args(name, args, messages, state, **kwargs))
+            args = await maybe_await(self.update_tool_args, name, args, messages, state, **kwargs)
             answers.append(await self.call_tool(name, args, call_id))
         return answers
 

@@ -34,8 +34,8 @@ from rolltree.rollouts import (
 )
 from rolltree.rollouts.requests import Episode, call_seeds, playing
 from rolltree.rubrics import Rubric, write_advantages
-from rolltree.state import Played
-from rolltree.tasks import my_turn, run_sync
+from rolltree.state import UnscoredSnapshot
+from rolltree.tasks import run_sync, yield_fairly
 from rolltree.tokens import Trajectory
 from rolltree.types import (
     INPUT_FIELDS,
@@ -297,7 +297,7 @@ class BatchRunner(ABC):
             for made in states if states is not None else episode.states:
                 await self._cleanup(made)
         for state in states:
-            state.played = Played.of(state)
+            state.unscored = UnscoredSnapshot.of(state)
         return states
 
     @property
@@ -489,5 +489,5 @@ async def _fill_advantages(results: Sequence[RolloutResult]) -> None:
             if state.get("parent_rollout") is None:
                 groups[result.request.group_id, str(state.get("agent") or "")].append(state)
     for states in groups.values():
-        await my_turn()
+        await yield_fairly()
         write_advantages(states)

@@ -11,7 +11,7 @@ import inspect
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
@@ -32,7 +32,7 @@ from rolltree.parsers import Parser
 from rolltree.rollouts import derive_seed, merge_args
 from rolltree.rollouts.requests import current_episode
 from rolltree.rubrics import Rubric, as_rubric
-from rolltree.tasks import being_cancelled, uninterrupted
+from rolltree.tasks import being_cancelled, run_shielded
 from rolltree.tokens import Trajectory, record_call
 from rolltree.types import (
     OVERLONG_PROMPT,
@@ -169,7 +169,7 @@ class Environment(BatchRunner):
         """Set the limit for rollouts that begin from now on."""
         self.max_seq_len = max_seq_len
 
-    def name_as(self, env_id: str, env_args: Mapping[str, Any]) -> None:
+    def set_loaded_name(self, env_id: str, env_args: Mapping[str, Any]) -> None:
         """Take the name and arguments it was loaded by, unless it was given a name."""
         if self.env_id == "default":
             self.env_id = env_id
@@ -249,7 +249,7 @@ class Environment(BatchRunner):
 
     async def _set_up(self, state: State) -> State:
         """Return the state after `setup_state`, which may change it in place and return nothing."""
-        made = await settle(self.setup_state(state))
+        made = await maybe_await(self.setup_state, state)
         if made is None or isinstance(made, State):
             return made or state
         raise ConfigError(
@@ -356,7 +356,7 @@ class Environment(BatchRunner):
 
     async def _render_stop(self, state: State, condition: Any) -> bool:
         """Ask one stop condition; if it is true, write the ending into the state."""
-        if not await settle(condition(state)):
+        if not await maybe_await(condition, state):
             return False
         mark = self._stop_marks.get(condition.__name__, Mark("stop"))
         state["is_completed"] = True
@@ -408,13 +408,13 @@ class Environment(BatchRunner):
         if state.get("cleaned_up") or not self._cleanup_handlers:
             return
         state["cleaned_up"] = True
-        await uninterrupted(self._run_cleanup(state))
+        await run_shielded(self._run_cleanup(state))
 
     async def _run_cleanup(self, state: State) -> None:
         for handler in self._cleanup_handlers:
             try:
                 async with asyncio.timeout(CLEANUP_LIMIT_S):
-                    await settle(handler(state))
+                    await maybe_await(handler, state)
             except (Exception, asyncio.CancelledError) as error:  # recorded; the others must run
                 if being_cancelled():
                     raise
@@ -426,7 +426,7 @@ class Environment(BatchRunner):
     async def _teardown(self) -> None:
         for handler in self._teardown_handlers:
             try:
-                await settle(handler())
+                await maybe_await(handler)
             except (Exception, asyncio.CancelledError):  # told; the other handlers must run
                 if being_cancelled():
                     raise
@@ -446,8 +446,10 @@ class Environment(BatchRunner):
         await self.aclose()
 
 
-async def settle(value: Any) -> Any:
-    """Await `value` if it can be awaited: hooks may be plain functions."""
+async def maybe_await(hook: Callable[..., Any], *args: Any) -> Any:
+    """Call a hook, which may be a plain function, and await what it returns if need be."""
+    value = hook(*args)
+    # `inspect.isawaitable` costs an isinstance check of an ABC; nearly every hook is a coroutine.
     if type(value) is CoroutineType or inspect.isawaitable(value):
         return await value
     return value

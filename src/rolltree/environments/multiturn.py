@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from rolltree.environments.completion import appended_messages, conversation
-from rolltree.environments.environment import Environment, settle
+from rolltree.environments.environment import Environment, maybe_await
 from rolltree.environments.lifecycle import in_phase, stop
 from rolltree.environments.openai_view import OpenAIView
 from rolltree.errors import ConfigError
@@ -103,9 +103,9 @@ class MultiTurnEnv(Environment):
             prompt: Messages = state["prompt"]
             return prompt
         messages = conversation(state["trajectory"])
-        answer = await settle(self.env_response(messages, state))
+        answer = await maybe_await(self.env_response, messages, state)
         if not _follows(messages, answer):
-            raise no_messages(self, messages, answer)
+            raise invalid_response_error(self, messages, answer)
         return concat_messages([messages, answer])
 
     async def rollout(
@@ -205,7 +205,7 @@ def _follows(said: Messages, answer: Any) -> bool:
     return isinstance(answer, list | tuple) and all(isinstance(m, Mapping) for m in answer)
 
 
-def no_messages(environment: MultiTurnEnv, said: Messages, answer: Any) -> ConfigError:
+def invalid_response_error(environment: MultiTurnEnv, said: Messages, answer: Any) -> ConfigError:
     """Return the error of an `env_response` that returned `answer`, which cannot follow `said`."""
     parts = list(dict.fromkeys(type(part).__name__ for part in answer)) if _holds(answer) else []
     kinds = f" ({', '.join(parts[:4])})" if parts else ""

@@ -67,7 +67,9 @@ def load_environment(
             f"load_environment of {name!r} returned a {type(environment).__name__}, not a "
             "rolltree.Environment. Return an instance of one of its subclasses."
         )
-    environment.name_as(Path(name).resolve().stem if _is_path(name) and _at(name) else name, args)
+    environment.set_loaded_name(
+        Path(name).resolve().stem if _is_path(name) and _at(name) else name, args
+    )
     environment.loaded_by = factory
     return environment
 

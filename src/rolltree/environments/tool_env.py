@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from rolltree.environments.completion import conversation
-from rolltree.environments.environment import settle
+from rolltree.environments.environment import maybe_await
 from rolltree.environments.lifecycle import stop
 from rolltree.environments.multiturn import MultiTurnEnv
 from rolltree.errors import ConfigError, did_you_mean
@@ -102,11 +102,11 @@ class ToolEnv(MultiTurnEnv):
         if request.problem is not None:
             return _message(request.problem, request.call_id)
         tool, arguments = self.tool_map[request.name], dict(request.arguments or {})
-        complete = await settle(self.complete_arguments(tool, arguments, state))
+        complete = await maybe_await(self.complete_arguments, tool, arguments, state)
         before = _STATE.set(state)
         try:
-            message: ChatMessage = await settle(
-                self.call_tool(request.name, complete, request.call_id)
+            message: ChatMessage = await maybe_await(
+                self.call_tool, request.name, complete, request.call_id
             )
         finally:
             _STATE.reset(before)
@@ -210,7 +210,7 @@ class StatefulToolEnv(ToolEnv):
             ConfigError: it returned no dict, or an argument without a default is still missing.
         """
         messages = conversation(state["trajectory"])
-        updated = await settle(self.update_tool_args(tool.name, arguments, messages, state))
+        updated = await maybe_await(self.update_tool_args, tool.name, arguments, messages, state)
         if not isinstance(updated, dict):
             raise ConfigError(
                 f"update_tool_args returned a {type(updated).__name__} for {tool.name!r}, so the "

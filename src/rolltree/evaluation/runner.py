@@ -25,7 +25,7 @@ from rolltree.rollouts.record import run_stored
 from rolltree.rollouts.requests import RequestPlan, build_requests
 from rolltree.store import Run, StoredRollout, to_plain
 from rolltree.store.weights import note_weights
-from rolltree.tasks import my_turn
+from rolltree.tasks import yield_fairly
 from rolltree.types import RolloutRequest, RolloutResult, SamplingArgs, SamplingParams
 
 logger = logging.getLogger("rolltree.evaluation")
@@ -132,7 +132,7 @@ async def evaluate(
     async with aclosing(run_stored(engine, todo, run, replaced=again)) as batches:
         async for batch in batches:
             for result, rows in batch:
-                await my_turn()
+                await yield_fairly()
                 tally.add(rows)
                 if on_result is not None:
                     on_result(result)

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from rolltree.inference.client import ModelClient
 from rolltree.inference.client_base import DelegatingClient, ModelCall
-from rolltree.tasks import my_turn
+from rolltree.tasks import yield_fairly
 from rolltree.types import ModelResponse
 
 
@@ -158,7 +158,7 @@ class TimedClient(DelegatingClient):
             response = await call.to(self._inner)
             wait_s, answered = response.wait_s, time.monotonic()
             response.timed(self._clock.at(began), answered - began)
-            await my_turn()  # many answers may have come at once
+            await yield_fairly()  # many answers may have come at once
             wait_s += time.monotonic() - answered
             return response
         finally:

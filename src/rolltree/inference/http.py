@@ -27,7 +27,7 @@ from rolltree.inference.request_ids import HEADER, RequestIds
 from rolltree.inference.retry import Outcome, Retry, RetryPolicy, parse_retry_after, with_retries
 from rolltree.inference.transport import SocketTransport, Transport, proxy_of
 from rolltree.redact import redact_text
-from rolltree.tasks import my_turn
+from rolltree.tasks import yield_fairly
 from rolltree.untrusted import encode_json
 
 ResultT = TypeVar("ResultT")
@@ -173,7 +173,7 @@ class HttpServer:
             async def attempt() -> ResultT:
                 name = self._ids.new()
                 answer = await self._send(transport, url, content, name=name, as_admin=as_admin)
-                await my_turn()  # many answers may have come at once
+                await yield_fairly()  # many answers may have come at once
                 try:
                     self._ids.check(name, answer)
                     return decode(answer)

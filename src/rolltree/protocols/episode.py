@@ -16,7 +16,7 @@ from rolltree.agents import Agent
 from rolltree.inference.deadline import Clock
 from rolltree.seeds import derive_seed
 from rolltree.steps import AgentStep, EnvironmentStep, Rollout, Step
-from rolltree.tasks import uninterrupted
+from rolltree.tasks import run_shielded
 from rolltree.types import ChatMessage, ErrorRecord, SamplingArgs, SamplingParams, TruncationReason
 from rolltree.worlds import drive
 
@@ -204,4 +204,4 @@ async def opened(make: Callable[[], Any] | None) -> AsyncIterator[Any]:
         yield world
     finally:
         if world is not None:
-            await uninterrupted(drive(world.close))
+            await run_shielded(drive(world.close))

@@ -33,7 +33,7 @@ from rolltree.records.rescored import RescoreReport, rescore_report
 from rolltree.rollouts import RolloutEngine, current_episode
 from rolltree.rollouts.decode import decode_results
 from rolltree.rollouts.record import encode_result, run_stored
-from rolltree.rubrics import PerAgentRubric, Rubric, undo_scores
+from rolltree.rubrics import PerAgentRubric, Rubric, reset_scores
 from rolltree.store import Run
 from rolltree.store.weights import note_weights
 from rolltree.tasks import run_sync
@@ -248,7 +248,7 @@ class _Scorer:
         if episode is not None:
             episode.states[:] = states  # a deadline that passes keeps them
         for state in states:
-            undo_scores(state)
+            reset_scores(state)
             state["model"], state["sampling_args"] = self.model, sampling_to_args(request.sampling)
         await score_episode(self._rubric_of(states), states)
         return states

@@ -11,7 +11,7 @@ from typing import Any
 
 from rolltree.errors import StoreError
 from rolltree.rollouts.message_table import MessageReader
-from rolltree.state import Played
+from rolltree.state import UnscoredSnapshot
 from rolltree.store import StoredRollout, loads
 from rolltree.types import (
     ErrorRecord,
@@ -185,12 +185,12 @@ def _decode_state(
     own.update({key: apart[key] for key in data["has"]})
     state = State(own)
     if "played" in data:
-        state.played = _decode_played(data["played"], state)
+        state.unscored = _decode_unscored(data["played"], state)
     return state
 
 
-def _decode_played(data: dict[str, Any], state: State) -> Played:
-    return Played(
+def _decode_unscored(data: dict[str, Any], state: State) -> UnscoredSnapshot:
+    return UnscoredSnapshot(
         keys=frozenset(dict.keys(state) - set(data.get("added", ()))),
         reward=data.get("reward"),
         metrics=data.get("metrics"),

@@ -41,7 +41,7 @@ from rolltree.samples import (
     build_samples,
     sample_meta,
 )
-from rolltree.tasks import ShortCollections, being_cancelled, my_turn
+from rolltree.tasks import ShortCollections, being_cancelled, yield_fairly
 from rolltree.types import (
     ErrorRecord,
     RolloutRequest,
@@ -297,7 +297,7 @@ class RolloutEngine:
 
         async def start() -> None:
             for index in range(num_workers):
-                await my_turn()
+                await yield_fairly()
                 work = self._work(feed, groups, done)
                 workers.append(asyncio.create_task(work, name=f"rollout-worker-{index}"))
 
@@ -332,7 +332,7 @@ class RolloutEngine:
     async def _work(self, feed: Iterator[RolloutRequest], groups: _Groups, done: _Done) -> None:
         try:
             while True:
-                await my_turn()
+                await yield_fairly()
                 request = next(feed, None)
                 if request is None:
                     return

@@ -21,9 +21,9 @@ from rolltree.redact import redact
 from rolltree.rollouts.decode import VERSION
 from rolltree.rollouts.message_table import MessageTable
 from rolltree.rollouts.record_steps import trajectory_data
-from rolltree.state import Played
+from rolltree.state import UnscoredSnapshot
 from rolltree.store import Run, StoredRollout, dumps
-from rolltree.tasks import uninterrupted
+from rolltree.tasks import run_shielded
 from rolltree.tokens import StepTokens, TokenTree, Trajectory, peek
 from rolltree.types import ErrorRecord, RolloutRequest, RolloutResult, State, TrajectoryStep
 
@@ -61,7 +61,7 @@ async def run_stored(
     async with aclosing(engine.run_ready(requests)) as batches:
         async for batch in batches:
             store = asyncio.to_thread(_store, batch, run, replace_failed, replaced)
-            yield list(zip(batch, await uninterrupted(store), strict=True))
+            yield list(zip(batch, await run_shielded(store), strict=True))
 
 
 def _store(
@@ -251,8 +251,8 @@ def _state_data(
         ),
         "steps": trajectory_data(trajectory, table),
     }
-    if state.played is not None:
-        data["played"] = _played_data(state, state.played)
+    if state.unscored is not None:
+        data["played"] = _unscored_data(state, state.unscored)
     source = own.get("input")
     if isinstance(source, Mapping):
         found = _input_data(source, table)
@@ -260,14 +260,14 @@ def _state_data(
     return data
 
 
-def _played_data(state: State, played: Played) -> dict[str, Any]:
+def _unscored_data(state: State, before: UnscoredSnapshot) -> dict[str, Any]:
     """Return what scoring added to a state, and what it may have changed; None is left out."""
     data: dict[str, Any] = {
-        "added": sorted(dict.keys(state) - played.keys),
-        "reward": played.reward,
-        "metrics": played.metrics,
-        "has_step_rewards": played.has_step_rewards,
+        "added": sorted(dict.keys(state) - before.keys),
+        "reward": before.reward,
+        "metrics": before.metrics,
+        "has_step_rewards": before.has_step_rewards,
     }
-    if any(reward is not None for reward in played.step_rewards):
-        data["step_rewards"] = played.step_rewards
+    if any(reward is not None for reward in before.step_rewards):
+        data["step_rewards"] = before.step_rewards
     return {name: value for name, value in data.items() if value not in (None, [])}

@@ -10,7 +10,7 @@ from rolltree.rubrics.rubric import (
     ToolRubric,
     as_rubric,
     centred_rewards,
-    undo_scores,
+    reset_scores,
     write_advantages,
 )
 
@@ -28,6 +28,6 @@ __all__ = [
     "as_rubric",
     "centred_rewards",
     "run_inline",
-    "undo_scores",
+    "reset_scores",
     "write_advantages",
 ]

@@ -32,7 +32,7 @@ from rolltree.rubrics.functions import (
     scoring_error,
     without_semaphore,
 )
-from rolltree.state import Played
+from rolltree.state import UnscoredSnapshot
 from rolltree.store.weights import ScoredPart
 from rolltree.tools import raw_tool_calls
 from rolltree.types import ErrorRecord, Messages, State
@@ -330,25 +330,25 @@ def write_scores(state: State, scores: Scores, elapsed_s: float) -> None:
         timing["total_ms"] = timing["generation_ms"] + timing["scoring_ms"]
 
 
-def undo_scores(state: State) -> None:
+def reset_scores(state: State) -> None:
     """Make a scored state what it was when it had been played, so that it can be scored again.
 
     What scoring added is gone, also what reward functions left in the state. A failure stays unless
-    scoring failed. In a state that does not say what it was (`State.played`) a world's rewards and
-    metrics stay, and are overwritten where they are scored.
+    scoring failed. In a state that does not say what it was (`State.unscored`), a world's rewards
+    and metrics stay, and are overwritten where they are scored.
     """
-    played = state.played or _guess(state)
-    for key in [key for key in dict.keys(state) if key not in played.keys]:
+    before = state.unscored or _guess(state)
+    for key in [key for key in dict.keys(state) if key not in before.keys]:
         dict.__delitem__(state, key)
-    for key, value in (("reward", played.reward), ("metrics", played.metrics), ("advantage", None)):
-        if key in played.keys:
+    for key, value in (("reward", before.reward), ("metrics", before.metrics), ("advantage", None)):
+        if key in before.keys:
             state[key] = dict(value) if isinstance(value, Mapping) else value
-    if played.has_step_rewards is not None:
-        state["has_step_rewards"] = played.has_step_rewards
+    if before.has_step_rewards is not None:
+        state["has_step_rewards"] = before.has_step_rewards
     error = state.get("error")
     if isinstance(error, ErrorRecord) and error.phase == "scoring":
         state["error"] = None
-    for step, reward in zip(state["trajectory"], played.step_rewards, strict=True):
+    for step, reward in zip(state["trajectory"], before.step_rewards, strict=True):
         step["reward"], step["advantage"] = reward, None
     timing = state.get("timing")
     if timing is not None:
@@ -358,13 +358,13 @@ def undo_scores(state: State) -> None:
 _ADDED = frozenset(("has_step_rewards", "scoring_errors", "judge_response"))
 
 
-def _guess(state: State) -> Played:
+def _guess(state: State) -> UnscoredSnapshot:
     """Return what a state most likely was that was stored without a note of it."""
-    now = Played.of(state)
+    now = UnscoredSnapshot.of(state)
     if now.has_step_rewards and "environment_steps" in state:  # a world gave them
         return replace(now, keys=now.keys - (_ADDED - {"has_step_rewards"}))
     nothing = (None,) * len(now.step_rewards)
-    return Played(now.keys - _ADDED, None, None, nothing, None)
+    return UnscoredSnapshot(now.keys - _ADDED, None, None, nothing, None)
 
 
 def centred_rewards(

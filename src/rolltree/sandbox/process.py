@@ -24,7 +24,7 @@ import msgspec
 
 from rolltree.errors import SandboxError
 from rolltree.sandbox.interface import Ended, Limits, RunResult
-from rolltree.tasks import outlast
+from rolltree.tasks import wait_shielded
 
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _REPL = Path(__file__).with_name("repl.py")
@@ -186,7 +186,7 @@ class SupervisedProcess:
     async def stop(self) -> None:
         """Kill the tree and wait for its end, also while the caller is being cancelled."""
         self.kill()
-        cancelled = await outlast(self.finished)
+        cancelled = await wait_shielded(self.finished)
         if cancelled is not None:
             raise cancelled
 

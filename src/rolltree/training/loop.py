@@ -27,7 +27,7 @@ from rolltree.rollouts.decode import decode_results
 from rolltree.samples import SampleBatch, build_samples
 from rolltree.store import Run
 from rolltree.store.metric_names import eval_numbers, numbers
-from rolltree.tasks import uninterrupted
+from rolltree.tasks import run_shielded
 from rolltree.training.advantages import CreditReport, assign_credit
 from rolltree.training.batches import has_loss, mask_stale, newest_version, staleness_limit
 from rolltree.training.checkpoint import Checkpoints, TrainState
@@ -279,7 +279,7 @@ class _Loop:
         """Take one step and return its metrics; the weights are published."""
         began = time.perf_counter()
         found = await self._or_lost(feed.next(step))
-        return await uninterrupted(self._take(step, found, began))
+        return await run_shielded(self._take(step, found, began))
 
     async def _take(self, step: int, found: StepRollouts, began: float) -> dict[str, float]:
         """Train on what was found; weights, version and stored metrics move together."""
@@ -352,7 +352,7 @@ class _Loop:
             self.publisher.expect(samples)
             return self.trainer.step(samples, step, exclusive=lock, on_batch=on_batch)
 
-        trained = await uninterrupted(asyncio.to_thread(train))
+        trained = await run_shielded(asyncio.to_thread(train))
         self.weight_lock = None
         is_checked = MISMATCH in trained or self.trainer.algorithm.supervised
         if not is_checked and not self.has_probed:

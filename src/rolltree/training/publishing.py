@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from rolltree.errors import ModelError, TrainingError
-from rolltree.tasks import uninterrupted
+from rolltree.tasks import run_shielded
 from rolltree.training.ranks import reshard
 from rolltree.types import FloatArray, GenerateRequest, IntArray, Sample, SamplingParams
 
@@ -143,7 +143,7 @@ class Publisher:
         shares = self.shares_memory()
         if shares and not always:
             return {}
-        after = await uninterrupted(asyncio.to_thread(self._score, self._prompts))
+        after = await run_shielded(asyncio.to_thread(self._score, self._prompts))
         found: list[_Found] = []
         for client in getattr(self._client, "clients", [self._client]):
             if getattr(client, "is_suspect", False):

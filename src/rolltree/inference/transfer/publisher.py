@@ -31,7 +31,7 @@ from rolltree.inference.transfer.channel import (
     check_backend,
     send,
 )
-from rolltree.tasks import outlast
+from rolltree.tasks import wait_shielded
 
 SETUP = (
     "vLLM receives weights when it is started with VLLM_SERVER_DEV_MODE=1 in its environment and "
@@ -285,7 +285,7 @@ class _Sending:
 
     async def ended(self) -> None:
         """Wait until nothing reads the tensors any more."""
-        if self._sent is not None and (cancelled := await outlast(self._sent)):
+        if self._sent is not None and (cancelled := await wait_shielded(self._sent)):
             raise cancelled
 
 
