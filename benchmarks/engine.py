@@ -168,7 +168,7 @@ async def evaluate(
         probe = Probe()
         watching = asyncio.create_task(probe.run())
         await asyncio.sleep(2 * PROBE_S)
-        report = await rolltree.evaluate(
+        report = await rolltree.evaluate_async(
             env,
             model,
             num_examples=num,

@@ -117,7 +117,7 @@ def record_and_replay(name: str, num: int, folder: Path) -> tuple[list[ReplayRep
 
     async def record(run: rt.Run) -> None:
         async with env:
-            await rt.evaluate(
+            await rt.evaluate_async(
                 env,
                 client,
                 num_examples=examples,

@@ -41,7 +41,7 @@ def record(folder: Path, num: int) -> None:
         for begin in range(0, num, examples * GROUP):
             part = min(num - begin, examples * GROUP)
             asyncio.run(
-                rt.evaluate(
+                rt.evaluate_async(
                     env,
                     rt.ScriptedClient(say),
                     num_examples=-(-part // GROUP),

@@ -8,7 +8,6 @@ The tiny model starts with random weights; `--num-steps 30 --lr 3e-3` lets the r
 from __future__ import annotations
 
 import argparse
-import asyncio
 
 import rolltree as rt
 
@@ -37,7 +36,7 @@ def main() -> None:
 
     environment = load_environment()
     client = rt.local_client(*rt.load_model(options.model), name=options.model)
-    before = asyncio.run(rt.evaluate(environment, client, sampling={"max_tokens": 16}))
+    before = rt.evaluate(environment, client, sampling={"max_tokens": 16})
     print(f"before training: {before.reward.mean:.3f}" if before.reward else "no reward")
 
     report = rt.train(

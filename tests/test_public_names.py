@@ -94,6 +94,7 @@ NAMES = [
     "compare",
     "compose_parsers",
     "evaluate",
+    "evaluate_async",
     "export_model",
     "export_run",
     "extract_boxed_answer",

@@ -135,7 +135,7 @@ async def main(options: argparse.Namespace) -> None:
     with rt.open_run(config) as run:
 
         async def success(phase: str, split: Split) -> float:
-            report = await rt.evaluate(
+            report = await rt.evaluate_async(
                 environment,
                 parts.client,
                 sampling={"max_tokens": 10, "temperature": 1.0},

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from rolltree.errors import RolltreeError as RolltreeError
     from rolltree.errors import UnknownName as UnknownName
     from rolltree.evaluation import evaluate as evaluate
+    from rolltree.evaluation import evaluate_async as evaluate_async
     from rolltree.inference import ModelClient as ModelClient
     from rolltree.inference import OpenAIClient as OpenAIClient
     from rolltree.inference import as_client as as_client
@@ -132,7 +133,7 @@ _ROOMS: dict[str, str] = {
     "MultiTurnEnv PythonEnv ReasoningGymEnv SandboxEnv SingleTurnEnv StatefulToolEnv "
     "TextArenaEnv ToolEnv WorldEnv cleanup load_environment stop teardown",
     "errors": "ConfigError ModelError PromptTooLong RolloutTimeout RolltreeError UnknownName",
-    "evaluation": "evaluate",
+    "evaluation": "evaluate evaluate_async",
     "inference": "ModelClient OpenAIClient as_client parse_response_messages parse_response_tokens",
     "inference.local": "local_client",
     "launch": "train train_async",

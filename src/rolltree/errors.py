@@ -2,6 +2,7 @@
 
     RolltreeError
     ├── ConfigError            a key or value in a config file, flag or argument   (ValueError)
+    │   └── UnknownArgument    a keyword argument that a call does not take        (TypeError)
     ├── UnknownName            an unknown name; the message has the nearest one    (LookupError)
     ├── ModelError             a model call that gave no usable answer
     │   ├── ServerError        the server answered with an error status; `status`, `retryable`
@@ -29,8 +30,9 @@ stored record of a failure.
 from __future__ import annotations
 
 import traceback as _traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
+from inspect import signature
 from typing import Any, Literal
 
 from rolltree.types import ErrorRecord
@@ -42,6 +44,10 @@ class RolltreeError(Exception):
 
 class ConfigError(RolltreeError, ValueError):
     """A configuration key is unknown, or a value is not what the key takes."""
+
+
+class UnknownArgument(ConfigError, TypeError):
+    """A keyword argument that a call does not take; the message names the nearest one."""
 
 
 class UnknownName(RolltreeError, LookupError):
@@ -153,6 +159,26 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     if close:
         return f" Did you mean {close[0]!r}?"
     return f" Known: {', '.join(names)}." if names else " None are known."
+
+
+def refuse_unknown(
+    what: str, unknown: Mapping[str, object], takes: Callable[..., object] | type
+) -> None:
+    """Check that a call had no keyword arguments beyond those that a function or class takes.
+
+    Raises:
+        UnknownArgument: there is one; the message names the nearest that is known.
+    """
+    for name in unknown:
+        # A class hands what it does not know to its base, so all constructors count.
+        classes = takes.__mro__ if isinstance(takes, type) else ()
+        functions = [vars(cls)["__init__"] for cls in classes if "__init__" in vars(cls)]
+        known: set[str] = set()
+        for function in functions or [takes]:
+            parameters = signature(function).parameters.values()
+            known |= {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+        hint = did_you_mean(name, known - {"self"})
+        raise UnknownArgument(f"{what} has no argument {name!r}; it would be ignored.{hint}")
 
 
 def message_of(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from rolltree.environments import Environment, changed_code, load_environment
 from rolltree.environments.check import shared_questions
 from rolltree.errors import ConfigError, Stopped
-from rolltree.evaluation import EvalProgress, evaluate
+from rolltree.evaluation import EvalProgress, evaluate_async
 from rolltree.inference import ModelClient
 from rolltree.models import check_loadable
 from rolltree.redact import remember, secrets_in
@@ -344,7 +344,7 @@ def held_out(
         def progress(at: EvalProgress) -> None:
             reporter.on_eval_progress(phase, at.num_done, at.num_total)
 
-        report = await evaluate(
+        report = await evaluate_async(
             source,
             client,
             num_examples=config.eval.num_examples,

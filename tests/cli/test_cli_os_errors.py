@@ -11,7 +11,7 @@ from click.testing import CliRunner
 import rolltree as rt
 from rolltree.cli import app
 from rolltree.errors import ConfigError
-from rolltree.evaluation import evaluate
+from rolltree.evaluation import evaluate_async
 from rolltree.inference.client import sampling_from_args
 from rolltree.store import Run
 from rolltree.testing import HttpFault, ScriptedClient, ScriptedServer
@@ -144,8 +144,8 @@ async def test_tools_that_the_template_ignores_are_an_error_at_the_start():
     for source in (env, per_row, rt.EnvGroup([plain, env]), rt.EnvGroup([plain, per_row])):
         for behind in (client, EndpointPool([client]), FaultyClient(client, ())):
             with pytest.raises(ConfigError, match=r"ignores tools.*'look_up'.*ReActAgent"):
-                await evaluate(source, behind)
-    await evaluate(plain, EndpointPool([client]))
+                await evaluate_async(source, behind)
+    await evaluate_async(plain, EndpointPool([client]))
 
 
 def test_unknown_sampling_arguments_are_said_once(caplog):

@@ -1,6 +1,5 @@
 """`rolltree replay`: from a run on disk to lines, JSON and exit codes."""
 
-import asyncio
 import json
 
 import pytest
@@ -38,7 +37,7 @@ def run(tmp_path, monkeypatch):
     write_environment(tmp_path, "'Not '")
     env = rt.load_environment("guess")
     with rt.Run.create("run", config={"env": "guess", "env_args": {}}, kind="eval") as stored:
-        asyncio.run(rt.evaluate(env, rt.ScriptedClient(["0", "1", "2"]), run=stored))
+        rt.evaluate(env, rt.ScriptedClient(["0", "1", "2"]), run=stored)
     return "run"
 
 

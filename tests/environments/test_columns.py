@@ -12,7 +12,7 @@ from env_scripts import ScriptedModel, user
 
 import rolltree as rt
 from rolltree.errors import ConfigError
-from rolltree.evaluation import evaluate
+from rolltree.evaluation import evaluate_async
 from rolltree.records import replay_many
 from rolltree.records.replaying import playable
 from rolltree.records.rescoring import rescore_async
@@ -49,7 +49,7 @@ async def test_columns_reach_state_and_functions_and_come_back(tmp_path):
     env = make()
     assert env.dataset[0]["ground_truth"] == "42"
     with Run.create(tmp_path / "run", config={}) as run:
-        report = await evaluate(env, ScriptedModel("a"), run=run, rollouts_per_example=2)
+        report = await evaluate_async(env, ScriptedModel("a"), run=run, rollouts_per_example=2)
         assert report.num_failed == 0
         first, second = decode_results(run.rollouts())
     assert report.reward.mean == 4.0
@@ -62,7 +62,7 @@ async def test_columns_reach_state_and_functions_and_come_back(tmp_path):
 async def test_columns_are_there_when_scored_again_and_replayed(tmp_path):
     path = tmp_path / "run"
     with Run.create(path, config={}) as run:
-        await evaluate(make(), ScriptedModel("a"), run=run)
+        await evaluate_async(make(), ScriptedModel("a"), run=run)
     reports = await asyncio.to_thread(replay_many, path, make())
     assert [report.difference for report in reports] == [None]
     again = tmp_path / "again"
@@ -153,7 +153,7 @@ async def test_a_column_that_holds_an_object_does_not_stop_a_replay(tmp_path):
     path = tmp_path / "run"
     env = rt.SingleTurnEnv(dataset=rows, rubric=rt.Rubric([by_name]))
     with Run.create(path, config={}) as run:
-        await evaluate(env, ScriptedModel("a"), run=run)
+        await evaluate_async(env, ScriptedModel("a"), run=run)
     reports = await asyncio.to_thread(replay_many, path, env)
     assert [report.difference for report in reports] == [None]
     with Run.open(path, mode="r") as run:

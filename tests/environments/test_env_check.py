@@ -6,7 +6,7 @@ import random
 import pytest
 
 import rolltree as rt
-from rolltree.environments.check import CHECKS, check_environment
+from rolltree.environments.check import CHECKS, check_environment_async
 from rolltree.errors import ConfigError
 
 WORDS = ["river", "stone", "cloud", "tiger", "lemon", "paper", "amber", "ocean", "maple", "candle"]
@@ -211,10 +211,10 @@ PLANTED = {
 
 @pytest.mark.parametrize("name", PLANTED)
 async def test_a_planted_fault_is_found(name):
-    report = await check_environment(PLANTED[name])
+    report = await check_environment_async(PLANTED[name])
     assert name in {finding.check for finding in report.findings}
     assert not report.is_sound
-    allowed = await check_environment(PLANTED[name], allow=[name])
+    allowed = await check_environment_async(PLANTED[name], allow=[name])
     assert name not in {finding.check for finding in allowed.findings}
 
 
@@ -236,7 +236,7 @@ def test_every_check_has_a_planted_fault():
     ],
 )
 async def test_what_is_said(make, check, message):
-    report = await check_environment(make)
+    report = await check_environment_async(make)
     said = [finding.message for finding in report.findings if finding.check == check]
     assert any(message in text for text in said)
 
@@ -254,7 +254,7 @@ def coin():
 
 @pytest.mark.parametrize("make", [single, choice, coin, Holding])
 async def test_sound_environments(make):
-    report = await check_environment(make)
+    report = await check_environment_async(make)
     assert report.findings == ()
     assert report.is_sound
     assert report.mean_rewards["reference"] == 1.0
@@ -271,11 +271,13 @@ async def test_a_world_without_answers_and_another_range():
     def make():
         return Counter(dataset=[{"prompt": "go"}], max_turns=3, rubric=rt.Rubric([minus]))
 
-    report = await check_environment(make, reward_range=(-10.0, 0.0), allow=["constant-scores"])
+    report = await check_environment_async(
+        make, reward_range=(-10.0, 0.0), allow=["constant-scores"]
+    )
     assert {finding.check for finding in report.findings} == {"empty-scores", "guessing-scores"}
     assert "no answers" in report.notes[0]
 
 
 async def test_an_unknown_check_cannot_be_allowed():
     with pytest.raises(ConfigError, match="Did you mean 'overlap'"):
-        await check_environment(single, allow=["overlaps"])
+        await check_environment_async(single, allow=["overlaps"])

@@ -9,7 +9,7 @@ from env_scripts import ROWS, ScriptedModel, a_request, exact, user
 import rolltree as rt
 from rolltree.environments import ProtocolEnvironment
 from rolltree.errors import ConfigError, PromptTooLong
-from rolltree.evaluation import evaluate
+from rolltree.evaluation import evaluate_async
 from rolltree.protocols import SingleAgentProtocol
 from rolltree.rollouts import RolloutEngine
 
@@ -117,7 +117,7 @@ async def test_what_makes_an_environment_is_none(given, told, tmp_path):
     with pytest.raises(ConfigError, match=told):
         RolloutEngine(given, ScriptedModel())
     with pytest.raises(ConfigError, match=told):
-        await evaluate(given, ScriptedModel())
+        await evaluate_async(given, ScriptedModel())
     if isinstance(given, dict):
         return  # rt.train takes it as the section of that name
     with pytest.raises(ConfigError, match=told):
@@ -128,7 +128,7 @@ async def test_what_makes_an_environment_is_none(given, told, tmp_path):
 
 async def test_a_name_is_told_to_be_loaded():
     with pytest.raises(ConfigError, match=r"load_environment\('arithmetic'\)"):
-        await evaluate("arithmetic", ScriptedModel())
+        await evaluate_async("arithmetic", ScriptedModel())
 
 
 # a prompt that is too long
@@ -208,7 +208,7 @@ async def test_the_rollout_of_spec_1(names):
             return state
 
     env = Spec(dataset=ROWS, rubric=always, max_turns=2)
-    assert (await evaluate(env, ScriptedModel("a", "b"))).reward.mean == 1.0
+    assert (await evaluate_async(env, ScriptedModel("a", "b"))).reward.mean == 1.0
     results = await env.generate(env.get_dataset(), ScriptedModel("a", "b"), "m")
     states = results.state if names is rt else results["state"]
     assert [len(state["trajectory"]) for state in states] == [2, 2, 2]

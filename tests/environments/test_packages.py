@@ -8,7 +8,7 @@ import pytest
 from env_scripts import ScriptedModel, assistant
 
 import rolltree as rt
-from rolltree.environments.check import check_environment
+from rolltree.environments.check import check_environment_async
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "environments"
@@ -50,7 +50,7 @@ async def test_it_keeps_its_contract(name):
     num_examples = (
         2 if name == "math" else 8
     )  # its comparisons that never end take their time limit
-    report = await check_environment(lambda: load(name), num_examples=num_examples)
+    report = await check_environment_async(lambda: load(name), num_examples=num_examples)
     assert report.findings == ()
     assert report.mean_rewards["reference"] > 0.9
 
@@ -125,7 +125,7 @@ async def test_gsm8k_on_real_rows():
     assert results.metadata.avg_reward == 1.0
     wrong = await env.evaluate(ScriptedModel(r"\boxed{0}"), "m")
     assert wrong.metadata.avg_reward == 0.0
-    report = await check_environment(lambda: load("gsm8k", train=None, test=str(REAL_GSM8K)))
+    report = await check_environment_async(lambda: load("gsm8k", train=None, test=str(REAL_GSM8K)))
     assert report.findings == ()
 
 

@@ -9,7 +9,7 @@ from env_scripts import ROWS, ScriptedModel, user
 import rolltree as rt
 from rolltree.agents import Agent
 from rolltree.errors import ConfigError
-from rolltree.evaluation import evaluate
+from rolltree.evaluation import evaluate_async
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
 
@@ -91,7 +91,7 @@ def model():
 async def test_a_list_is_played_stored_and_trained(name, change, tmp_path):
     env = make(name, change)
     with Run.create(tmp_path / "run", config={}) as run:
-        report = await evaluate(env, model(), num_examples=1, run=run)
+        report = await evaluate_async(env, model(), num_examples=1, run=run)
         assert report.num_failed == 0
         (result,) = decode_results(run.rollouts())
     (state,) = result.states

@@ -9,7 +9,7 @@ import rolltree as rt
 from rolltree.agents import Agent, ToolAgent
 from rolltree.environments import EnvGroup, ProtocolEnvironment, SingleTurnEnv
 from rolltree.errors import ConfigError
-from rolltree.evaluation import evaluate
+from rolltree.evaluation import evaluate_async
 from rolltree.protocols import (
     Budget,
     DelegatingProtocol,
@@ -318,11 +318,11 @@ class TestDelegation:
     async def test_evaluation_counts_episodes_and_resumes(self, tmp_path):
         environment, client = family()
         with Run.create(tmp_path) as store:
-            report = await evaluate(environment, client, run=store, num_examples=2)
+            report = await evaluate_async(environment, client, run=store, num_examples=2)
             assert (report.num_rollouts, report.num_failed) == (2, 0)
             assert report.reward.mean == 1.0  # the parents'; the children's mean is 0.5
             calls = len(client.calls)
-            again = await evaluate(environment, client, run=store, num_examples=3)
+            again = await evaluate_async(environment, client, run=store, num_examples=3)
             assert (again.num_rollouts, again.num_resumed) == (3, 2)
             assert len(client.calls) == calls + 4
 

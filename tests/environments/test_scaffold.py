@@ -4,7 +4,7 @@ import sys
 import pytest
 
 import rolltree as rt
-from rolltree.environments.check import check_environment
+from rolltree.environments.check import check_environment_async
 from rolltree.environments.scaffold import KINDS, scaffold
 from rolltree.errors import ConfigError, UnknownName
 
@@ -18,7 +18,9 @@ async def test_what_is_written_runs_and_is_sound(kind, tmp_path, monkeypatch):
         f"environments/my_{kind}/pyproject.toml",
         f"environments/my_{kind}/README.md",
     ]
-    report = await check_environment(lambda: rt.load_environment(f"my-{kind}"), num_examples=6)
+    report = await check_environment_async(
+        lambda: rt.load_environment(f"my-{kind}"), num_examples=6
+    )
     assert report.findings == ()
     assert report.mean_rewards["reference"] == 1.0
     assert report.env_id == f"my-{kind}"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import rolltree as rt
-from rolltree.environments.check import check_environment
+from rolltree.environments.check import check_environment_async
 from rolltree.inference.local import local_client
 from rolltree.models import load_model
 from rolltree.rollouts import RolloutEngine, build_requests
@@ -105,7 +105,7 @@ def test_a_game_that_is_not_finished_is_truncated():
 
 
 async def test_it_keeps_its_contract():
-    report = await check_environment(load, num_examples=8)
+    report = await check_environment_async(load, num_examples=8)
     assert report.findings == ()
 
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from rolltree.errors import ConfigError, record_error
-from rolltree.evaluation import compare_reports, evaluate, write_results
+from rolltree.evaluation import compare_reports, evaluate_async, write_results
 from rolltree.rollouts import RolloutSource
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
@@ -102,7 +102,7 @@ def test_the_source_is_one():
 
 async def test_report_of_a_small_evaluation(tmp_path):
     with Run.create(tmp_path) as run:
-        report = await evaluate(
+        report = await evaluate_async(
             EchoSource(), EchoClient(), rollouts_per_example=2, run=run, sampling={"max_tokens": 4}
         )
         assert run.num_rollouts(phase="eval") == 8
@@ -118,7 +118,7 @@ async def test_report_of_a_small_evaluation(tmp_path):
 
 
 async def test_a_fraction_of_the_examples_without_a_run():
-    report = await evaluate(EchoSource(), EchoClient(), num_examples=3)
+    report = await evaluate_async(EchoSource(), EchoClient(), num_examples=3)
     assert [outcome.example[2] for outcome in report.outcomes] == [0, 1, 2]
     assert report.run_path is None
 
@@ -126,7 +126,7 @@ async def test_a_fraction_of_the_examples_without_a_run():
 async def test_failures_are_counted_and_stored(tmp_path):
     source = EchoSource(("0", "hang up", "2"))
     with Run.create(tmp_path) as run:
-        report = await evaluate(source, EchoClient(), run=run)
+        report = await evaluate_async(source, EchoClient(), run=run)
         (failed,) = run.rollouts(status="error")
     assert report.num_failed == 1
     assert report.reward.mean == 1.0
@@ -138,8 +138,8 @@ async def test_failures_are_counted_and_stored(tmp_path):
 async def test_progress_and_results_are_told(tmp_path):
     seen, results = [], []
     with Run.create(tmp_path) as run:
-        await evaluate(EchoSource(), EchoClient(), num_examples=2, run=run)
-        await evaluate(
+        await evaluate_async(EchoSource(), EchoClient(), num_examples=2, run=run)
+        await evaluate_async(
             EchoSource(), EchoClient(), run=run, on_progress=seen.append, on_result=results.append
         )
     assert [progress.num_done for progress in seen] == [2, 3, 4]
@@ -155,7 +155,7 @@ class TestResume:
         with Run.create(tmp_path) as run:
             two = asyncio.Event()
             task = asyncio.create_task(
-                evaluate(
+                evaluate_async(
                     slow, EchoClient(), run=run, on_progress=lambda p: p.num_done == 2 and two.set()
                 )
             )
@@ -165,7 +165,7 @@ class TestResume:
                 await task
         source = EchoSource()
         with Run.open(tmp_path) as run:
-            report = await evaluate(source, EchoClient(), run=run)
+            report = await evaluate_async(source, EchoClient(), run=run)
             assert run.num_rollouts() == 4
         assert source.played == ["eval/echo/2/0", "eval/echo/3/0"]
         assert (report.num_rollouts, report.num_resumed) == (4, 2)
@@ -173,27 +173,27 @@ class TestResume:
 
     async def test_finished_means_nothing_runs(self, tmp_path):
         with Run.create(tmp_path) as run:
-            first = await evaluate(EchoSource(), EchoClient(), run=run)
+            first = await evaluate_async(EchoSource(), EchoClient(), run=run)
             source = EchoSource()
-            again = await evaluate(source, EchoClient(), run=run)
+            again = await evaluate_async(source, EchoClient(), run=run)
         assert source.played == []
         assert again.outcomes == first.outcomes
 
     async def test_more_examples_add_to_what_is_there(self, tmp_path):
         with Run.create(tmp_path) as run:
-            await evaluate(EchoSource(), EchoClient(), num_examples=3, run=run)
-            report = await evaluate(EchoSource(), EchoClient(), num_examples=2, run=run)
+            await evaluate_async(EchoSource(), EchoClient(), num_examples=3, run=run)
+            report = await evaluate_async(EchoSource(), EchoClient(), num_examples=2, run=run)
             assert report.num_rollouts == 2  # the report is about what was asked
-            report = await evaluate(EchoSource(), EchoClient(), run=run)
+            report = await evaluate_async(EchoSource(), EchoClient(), run=run)
             assert report.num_rollouts == 4
 
     async def test_failed_ones_run_again_only_when_asked(self, tmp_path):
         with Run.create(tmp_path) as run:
-            await evaluate(EchoSource(("0", "hang up")), EchoClient(), run=run)
+            await evaluate_async(EchoSource(("0", "hang up")), EchoClient(), run=run)
             source = EchoSource(("0", "1"))
-            same = await evaluate(source, EchoClient(), run=run)
+            same = await evaluate_async(source, EchoClient(), run=run)
             assert (source.played, same.num_failed) == ([], 1)
-            again = await evaluate(source, EchoClient(), run=run, retry_failed=True)
+            again = await evaluate_async(source, EchoClient(), run=run, retry_failed=True)
             assert source.played == ["eval/echo/1/0"]
             assert again.num_failed == 0
             assert run.events("retried")[0].data["failed"][0]["type"] == "ConnectionError"
@@ -208,16 +208,16 @@ class TestResume:
     )
     async def test_other_settings_are_refused(self, tmp_path, changed, named):
         with Run.create(tmp_path) as run:
-            await evaluate(EchoSource(), EchoClient(), num_examples=1, run=run)
+            await evaluate_async(EchoSource(), EchoClient(), num_examples=1, run=run)
             with pytest.raises(ConfigError, match=named):
-                await evaluate(EchoSource(), EchoClient(), run=run, **changed)
-            await evaluate(EchoSource(), EchoClient(), run=run, phase="other", **changed)
+                await evaluate_async(EchoSource(), EchoClient(), run=run, **changed)
+            await evaluate_async(EchoSource(), EchoClient(), run=run, phase="other", **changed)
 
     async def test_settings_that_hold_secrets_are_stored_without(self, tmp_path):
         sampling = {"extra_headers": {"Authorization": "Bearer abcdefgh12345678"}}
         with Run.create(tmp_path) as run:
-            await evaluate(EchoSource(), EchoClient(), run=run, sampling=sampling)
-            await evaluate(EchoSource(), EchoClient(), run=run, sampling=sampling)
+            await evaluate_async(EchoSource(), EchoClient(), run=run, sampling=sampling)
+            await evaluate_async(EchoSource(), EchoClient(), run=run, sampling=sampling)
         for file in tmp_path.iterdir():
             assert b"abcdefgh12345678" not in file.read_bytes()
 
@@ -228,7 +228,7 @@ class TestGroups:
         with Run.create(tmp_path) as run:
             three = asyncio.Event()
             task = asyncio.create_task(
-                evaluate(
+                evaluate_async(
                     GroupSource(delays={1: 30}), EchoClient(), num_examples=2, run=run,
                     rollouts_per_example=3,
                     on_progress=lambda p: p.num_done == 3 and three.set(),
@@ -239,7 +239,7 @@ class TestGroups:
             await asyncio.gather(task, return_exceptions=True)
             assert run.num_rollouts() == 3
             source = GroupSource()
-            report = await evaluate(
+            report = await evaluate_async(
                 source, EchoClient(), num_examples=2, rollouts_per_example=3, run=run
             )
         assert len(source.played) == 3
@@ -247,11 +247,15 @@ class TestGroups:
 
     async def test_another_group_size_is_another_evaluation(self, tmp_path):
         with Run.create(tmp_path) as run:
-            await evaluate(GroupSource(), EchoClient(), rollouts_per_example=2, run=run)
+            await evaluate_async(GroupSource(), EchoClient(), rollouts_per_example=2, run=run)
             with pytest.raises(ConfigError, match="group_size = 2"):
-                await evaluate(GroupSource(), EchoClient(), rollouts_per_example=3, run=run)
-            await evaluate(EchoSource(), EchoClient(), rollouts_per_example=2, run=run, phase="b")
-            await evaluate(EchoSource(), EchoClient(), rollouts_per_example=3, run=run, phase="b")
+                await evaluate_async(GroupSource(), EchoClient(), rollouts_per_example=3, run=run)
+            await evaluate_async(
+                EchoSource(), EchoClient(), rollouts_per_example=2, run=run, phase="b"
+            )
+            await evaluate_async(
+                EchoSource(), EchoClient(), rollouts_per_example=3, run=run, phase="b"
+            )
 
 
 async def test_before_and_after(tmp_path):
@@ -262,8 +266,8 @@ async def test_before_and_after(tmp_path):
             return [state]
 
     with Run.create(tmp_path) as run:
-        before = await evaluate(EchoSource(), EchoClient(), run=run, phase="before")
-        after = await evaluate(Better(), EchoClient(), run=run, phase="after")
+        before = await evaluate_async(EchoSource(), EchoClient(), run=run, phase="before")
+        after = await evaluate_async(Better(), EchoClient(), run=run, phase="after")
     found = compare_reports(before, after)
     assert found.difference.mean == 0.5
     assert found.difference.num_examples == 4
@@ -272,7 +276,7 @@ async def test_before_and_after(tmp_path):
 async def test_verifiers_files(tmp_path):
     source = EchoSource(("0", "hang up"))
     with Run.create(tmp_path / "run") as run:
-        report = await evaluate(source, EchoClient(), run=run)
+        report = await evaluate_async(source, EchoClient(), run=run)
         folder = write_results(
             tmp_path / "out",
             decode_results(run.rollouts(phase="eval")),
@@ -298,6 +302,6 @@ async def test_verifiers_files(tmp_path):
 
 async def test_nonsense_is_refused():
     with pytest.raises(ConfigError, match="rollouts_per_example is 0"):
-        await evaluate(EchoSource(), EchoClient(), rollouts_per_example=0)
+        await evaluate_async(EchoSource(), EchoClient(), rollouts_per_example=0)
     with pytest.raises(ConfigError, match="nothing to run"):
-        await evaluate(EchoSource(), EchoClient(), num_examples=0)
+        await evaluate_async(EchoSource(), EchoClient(), num_examples=0)

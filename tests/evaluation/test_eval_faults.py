@@ -3,7 +3,7 @@
 from collections import Counter
 
 import rolltree as rt
-from rolltree.evaluation import evaluate
+from rolltree.evaluation import evaluate_async
 from rolltree.inference import OpenAIClient, RetryPolicy
 from rolltree.store import Run
 from rolltree.testing import HttpFault, ScriptedServer
@@ -43,7 +43,7 @@ async def run_once(env, run, server, timeout_s=1.0, **options):
         retry=RetryPolicy(max_retries=0, first_wait_s=0.0),
     )
     try:
-        return await evaluate(env, client, run=run, max_concurrent=8, **options)
+        return await evaluate_async(env, client, run=run, max_concurrent=8, **options)
     finally:
         await client.aclose()
 

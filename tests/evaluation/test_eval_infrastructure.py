@@ -4,7 +4,7 @@ import pytest
 
 import rolltree as rt
 from rolltree.errors import SandboxError
-from rolltree.evaluation import evaluate
+from rolltree.evaluation import evaluate_async
 from rolltree.inference import OpenAIClient, RetryPolicy
 from rolltree.sandbox import SandboxLevel
 from rolltree.store import Run
@@ -73,11 +73,11 @@ async def test_a_resumed_evaluation_runs_again_what_it_lost(make, tmp_path):
             lambda messages: "ok", faults=lambda call: HttpFault(status=503) if call > 1 else None
         ) as server:
             env, client = make(server, dies=True)
-            first = await evaluate(env, client, run=run, max_concurrent=1)
+            first = await evaluate_async(env, client, run=run, max_concurrent=1)
         assert (first.num_rollouts, first.num_failed) == (4, 2)
         with ScriptedServer(lambda messages: "ok") as server:
             env, client = make(server, dies=False)
-            again = await evaluate(env, client, run=run, max_concurrent=1)
+            again = await evaluate_async(env, client, run=run, max_concurrent=1)
         assert (again.num_rollouts, again.num_resumed, again.num_failed) == (4, 2, 0)
         assert again.reward.mean == 1.0
         assert len(run.events("retried")) == 2
@@ -95,10 +95,10 @@ async def test_a_compared_group_with_a_lost_member_is_run_again_and_stored_whole
         with ScriptedServer(
             lambda messages: "ok", faults=lambda call: HttpFault(status=503) if call == 3 else None
         ) as server:
-            await evaluate(env, client_of(server.base_url), run=run, **options)
+            await evaluate_async(env, client_of(server.base_url), run=run, **options)
         assert sorted(row.reward or 0.0 for row in run.rollouts()) == [0.0, 1.0, 2.0, 2.0]
         with ScriptedServer(lambda messages: "ok") as server:
-            again = await evaluate(env, client_of(server.base_url), run=run, **options)
+            again = await evaluate_async(env, client_of(server.base_url), run=run, **options)
         assert (again.num_resumed, again.num_failed) == (2, 0)
         assert [row.reward for row in run.rollouts()] == [2.0] * 4
         assert again.outcomes.values("reward") == [2.0] * 4

@@ -6,7 +6,7 @@ import pytest
 from test_eval_evaluate import EchoClient, EchoSource
 from test_eval_report import failed, row
 
-from rolltree.evaluation import REDUCERS, Settings, build_report, evaluate, stored_report
+from rolltree.evaluation import REDUCERS, Settings, build_report, evaluate_async, stored_report
 from rolltree.evaluation.reducers import Outcomes
 from rolltree.evaluation.report import keep_report
 from rolltree.store import Run, StoredRollout
@@ -105,13 +105,13 @@ def test_a_part_of_a_phase_is_not_kept_for_all_of_it(tmp_path):
 
 async def test_an_evaluation_leaves_it(tmp_path):
     with Run.create(tmp_path) as run:
-        part = await evaluate(EchoSource(), EchoClient(), num_examples=2, run=run)
+        part = await evaluate_async(EchoSource(), EchoClient(), num_examples=2, run=run)
         first = stored_report(run, outcomes=False)
-        whole = await evaluate(EchoSource(), EchoClient(), rollouts_per_example=1, run=run)
+        whole = await evaluate_async(EchoSource(), EchoClient(), rollouts_per_example=1, run=run)
         assert run.kept_report("eval") is not None
         second = stored_report(run, outcomes=False)
         assert second.results == whole.results
-        await evaluate(EchoSource(), EchoClient(), num_examples=2, run=run)  # nothing new
+        await evaluate_async(EchoSource(), EchoClient(), num_examples=2, run=run)  # nothing new
         assert stored_report(run, outcomes=False) == second
     assert (first.num_rollouts, second.num_rollouts) == (2, 4)
     assert first.results == part.results
@@ -120,7 +120,7 @@ async def test_an_evaluation_leaves_it(tmp_path):
 async def test_the_callers_own_results_are_not_kept(tmp_path):
     with Run.create(tmp_path) as run:
         own = {**REDUCERS, "reward": lambda found, settings: None}
-        report = await evaluate(EchoSource(), EchoClient(), run=run, reducers=own)
+        report = await evaluate_async(EchoSource(), EchoClient(), run=run, reducers=own)
         assert report.reward is None
         assert run.kept_report("eval") is None
         assert stored_report(run, outcomes=False).reward.mean == 0.5

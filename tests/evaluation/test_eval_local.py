@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import rolltree as rt
-from rolltree.evaluation import compare_reports, evaluate
+from rolltree.evaluation import compare_reports, evaluate_async
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
 
@@ -34,7 +34,7 @@ def tiny():
 
 async def run_it(client, run, **options):
     try:
-        return await evaluate(
+        return await evaluate_async(
             TwoTurns(), client, run=run, sampling={"max_tokens": MAX_TOKENS}, **options
         )
     finally:
@@ -110,7 +110,7 @@ async def test_the_real_model_answers(tmp_path):
     model, tokenizer = load_model("smollm2-135m")
     client = local.local_client(model, tokenizer, name="smollm2-135m", max_batch=8, max_context=512)
     with Run.create(tmp_path) as run:
-        report = await evaluate(
+        report = await evaluate_async(
             env, client, run=run, rollouts_per_example=4, sampling={"max_tokens": 4}
         )
         results = list(decode_results(run.rollouts()))

@@ -10,7 +10,7 @@ from test_eval_reducers import row_lists
 
 from rolltree import Rubric, SingleTurnEnv
 from rolltree.errors import ConfigError
-from rolltree.evaluation import EpisodeOutcome, evaluate, outcomes
+from rolltree.evaluation import EpisodeOutcome, evaluate_async, outcomes
 from rolltree.evaluation.reducers import Outcomes
 from rolltree.rollouts import RolloutEngine
 from rolltree.rollouts.requests import DistinctRequests, build_requests
@@ -110,9 +110,9 @@ async def test_a_resume_makes_only_the_requests_that_are_missing(tmp_path):
     asked = []
     env = environment(20, asked)
     with Run.create(tmp_path / "run") as run:
-        await evaluate(env, ScriptedClient(lambda m: "x"), num_examples=17, run=run)
+        await evaluate_async(env, ScriptedClient(lambda m: "x"), num_examples=17, run=run)
         asked.clear()
-        report = await evaluate(env, ScriptedClient(lambda m: "x"), run=run)
+        report = await evaluate_async(env, ScriptedClient(lambda m: "x"), run=run)
     assert sorted(set(asked)) == [0, 17, 18, 19]  # the first one tells the settings
     assert (report.num_rollouts, report.num_resumed) == (20, 17)
     assert [outcome.example[2] for outcome in report.outcomes] == list(range(20))

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from rolltree.errors import ConfigError, ServerError, StoreError
-from rolltree.evaluation import Settings, build_report, evaluate, runner, stored_report
+from rolltree.evaluation import Settings, build_report, evaluate_async, runner, stored_report
 from rolltree.rollouts import current_episode
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
@@ -69,7 +69,7 @@ class Debate(Source):
 class TestSeveralAgents:
     async def test_episodes_are_counted_and_all_trajectories_stored(self, tmp_path):
         with Run.create(tmp_path) as run:
-            report = await evaluate(Debate(), client(), run=run)
+            report = await evaluate_async(Debate(), client(), run=run)
             rows = list(run.rollouts())
             results = list(decode_results(run.rollouts()))
         assert (report.num_rollouts, len(rows)) == (4, 8)
@@ -80,8 +80,8 @@ class TestSeveralAgents:
 
     async def test_continuing_counts_an_episode_as_finished(self, tmp_path):
         with Run.create(tmp_path) as run:
-            await evaluate(Debate(), client(), run=run, num_examples=2)
-            report = await evaluate(Debate(), client(), run=run)
+            await evaluate_async(Debate(), client(), run=run, num_examples=2)
+            report = await evaluate_async(Debate(), client(), run=run)
             assert (report.num_resumed, run.num_rollouts()) == (2, 8)
 
 
@@ -92,7 +92,7 @@ class Unscored(Source):
 
 async def test_unscored_rollouts_are_neither_failures_nor_zeros(tmp_path):
     with Run.create(tmp_path) as run:
-        report = await evaluate(Unscored(), client(), run=run)
+        report = await evaluate_async(Unscored(), client(), run=run)
         assert run.query("SELECT count(*) AS n FROM rollouts WHERE reward IS NULL") == [{"n": 2}]
     assert (report.num_failed, report.num_unscored) == (0, 2)
     assert report.reward.mean == 0.5
@@ -115,7 +115,7 @@ async def test_a_rollout_that_hangs_times_out_without_blocking_others(tmp_path, 
     )
     start = time.monotonic()
     with Run.create(tmp_path) as run:
-        report = await evaluate(Slow(), client(), run=run, time_limit_s=0.5)
+        report = await evaluate_async(Slow(), client(), run=run, time_limit_s=0.5)
         (late,) = run.rollouts(status="error")
     assert time.monotonic() - start < 50
     assert report.results["failures"] == {"RolloutTimeout": 1}
@@ -139,13 +139,13 @@ class Flaky(Source):
 
 class TestRetries:
     async def test_without_them_a_failure_stays(self):
-        report = await evaluate(Flaky(), client())
+        report = await evaluate_async(Flaky(), client())
         assert report.num_failed == 4
         assert report.reward is None
 
     async def test_with_them_it_shows_how_many_it_took(self, tmp_path):
         with Run.create(tmp_path) as run:
-            report = await evaluate(Flaky(), client(), run=run, retries=1)
+            report = await evaluate_async(Flaky(), client(), run=run, retries=1)
             assert {row.num_attempts for row in run.rollouts()} == {2}
         assert report.num_failed == 0
         assert report.results["usage"]["num_retried"] == 4
@@ -160,7 +160,7 @@ class TestCallbacks:
                 assert result.request.request_id in run.finished_ids()
                 told.append(result)
 
-            await evaluate(Source(), client(), run=run, on_result=on_result, max_concurrent=2)
+            await evaluate_async(Source(), client(), run=run, on_result=on_result, max_concurrent=2)
         assert len(told) == 4
 
     async def test_what_a_callback_raises_ends_it_and_keeps_what_is_stored(self, tmp_path):
@@ -169,9 +169,9 @@ class TestCallbacks:
 
         with Run.create(tmp_path) as run:
             with pytest.raises(RuntimeError, match="enough"):
-                await evaluate(Source(), client(), run=run, on_result=on_result)
+                await evaluate_async(Source(), client(), run=run, on_result=on_result)
             assert run.num_rollouts() >= 1
-            report = await evaluate(Source(), client(), run=run)
+            report = await evaluate_async(Source(), client(), run=run)
             assert report.num_rollouts == 4
 
     async def test_the_event_loop_stays_free_while_rows_are_written(self, tmp_path, monkeypatch):
@@ -195,7 +195,7 @@ class TestCallbacks:
 
         with Run.create(tmp_path) as run:
             watcher = asyncio.create_task(watch())
-            await evaluate(Source(), client(), run=run)
+            await evaluate_async(Source(), client(), run=run)
             watcher.cancel()
         assert min(during) > 0
 
@@ -207,12 +207,14 @@ class TestRunsOfAllKinds:
             Run.open(tmp_path, mode="r") as run,
             pytest.raises(StoreError, match="opened for reading"),
         ):
-            await evaluate(Source(), client(), run=run)
+            await evaluate_async(Source(), client(), run=run)
 
     async def test_phases_share_a_run_and_do_not_mix(self, tmp_path):
         with Run.create(tmp_path, config={"model": "m"}) as run:
-            first = await evaluate(Source(), client(), run=run, phase="before", num_examples=1)
-            second = await evaluate(Source(), client(), run=run, phase="after", split="train")
+            first = await evaluate_async(
+                Source(), client(), run=run, phase="before", num_examples=1
+            )
+            second = await evaluate_async(Source(), client(), run=run, phase="after", split="train")
             again = stored_report(run, "before")
         assert (first.num_rollouts, second.num_rollouts) == (1, 4)
         assert again.outcomes == first.outcomes
@@ -220,7 +222,7 @@ class TestRunsOfAllKinds:
 
     async def test_the_report_can_be_built_again_with_other_settings(self, tmp_path):
         with Run.create(tmp_path) as run:
-            await evaluate(Unscored(), client(), run=run)
+            await evaluate_async(Unscored(), client(), run=run)
             strict, lenient = (
                 build_report(run.rollouts(blobs=False), settings=Settings(pass_threshold=bar))
                 for bar in (1.0, 0.5)
@@ -229,9 +231,9 @@ class TestRunsOfAllKinds:
 
     async def test_more_rollouts_per_example_add_to_what_is_there(self, tmp_path):
         with Run.create(tmp_path) as run:
-            await evaluate(Source(), client(), run=run, rollouts_per_example=1)
-            report = await evaluate(Source(), client(), run=run, rollouts_per_example=3)
+            await evaluate_async(Source(), client(), run=run, rollouts_per_example=1)
+            report = await evaluate_async(Source(), client(), run=run, rollouts_per_example=3)
             assert (report.num_rollouts, report.num_resumed) == (12, 4)
             other = ScriptedClient(lambda messages: "x", model="other")
             with pytest.raises(ConfigError, match="model = 'scripted'"):
-                await evaluate(Source(), other, run=run, rollouts_per_example=3)
+                await evaluate_async(Source(), other, run=run, rollouts_per_example=3)

@@ -98,7 +98,7 @@ def agents_client() -> rt.ScriptedClient:
 async def evaluate_agents(run: Run) -> rt.EvalReport:
     """Play the run `agents`, or what it lacks."""
     environment = code_book().load_environment(num_train=4, num_eval=8)
-    return await rt.evaluate(
+    return await rt.evaluate_async(
         environment, agents_client(), num_examples=8, rollouts_per_example=3, run=run, seed=5
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rolltree.errors import ConnectionFailed, PublishFailed, ServerError
-from rolltree.evaluation import evaluate
+from rolltree.evaluation import evaluate_async
 from rolltree.inference import EndpointPool, OpenAIClient, publish_weights
 from rolltree.inference.reachable import check_servers
 from rolltree.testing import ScriptedClient, ScriptedServer
@@ -57,12 +57,12 @@ async def test_an_evaluation_asks_first_and_not_when_all_is_stored(
     with Run.create(tmp_path / "run", config={}, kind="eval") as run:
         with ScriptedServer(["12"]) as server:
             client = OpenAIClient(server.base_url, "scripted")
-            assert (await evaluate(env, client, run=run)).num_failed == 0
+            assert (await evaluate_async(env, client, run=run)).num_failed == 0
             await client.aclose()
         dead = OpenAIClient(nobody, "scripted")
-        assert (await evaluate(env, dead, run=run)).num_failed == 0  # stored
+        assert (await evaluate_async(env, dead, run=run)).num_failed == 0  # stored
         with pytest.raises(ConnectionFailed):
-            await evaluate(env, dead, run=run, phase="again")
+            await evaluate_async(env, dead, run=run, phase="again")
         assert run.num_rollouts(phase="again") == 0
         await dead.aclose()
 

@@ -1,6 +1,5 @@
 """The debugger of a replay opens in the environment's code; run by `test_debugging.py`."""
 
-import asyncio
 import io
 
 import pytest
@@ -34,7 +33,7 @@ def an_env(kind):
 @pytest.fixture
 def run(tmp_path):
     with rt.Run.create(tmp_path / "run") as run:
-        asyncio.run(rt.evaluate(an_env(Echo), rt.ScriptedClient(["a", "b", "c"]), run=run))
+        rt.evaluate(an_env(Echo), rt.ScriptedClient(["a", "b", "c"]), run=run)
     return tmp_path / "run"
 
 

@@ -120,7 +120,6 @@ class TestSupervised:
 @pytest.fixture(scope="module")
 def played(tmp_path_factory):
     """A run of whole conversations in an environment of two turns."""
-    import asyncio
 
     class Twice(rt.MultiTurnEnv):
         async def env_response(self, messages, state):
@@ -138,7 +137,7 @@ def played(tmp_path_factory):
     client = rt.ScriptedClient(lambda messages: f"{len(messages)} it is")
     path = tmp_path_factory.mktemp("played") / "run"
     with Run.create(path, kind="eval", config={"model": "tiny"}) as run:
-        asyncio.run(rt.evaluate(env, client, num_examples=4, rollouts_per_example=2, run=run))
+        rt.evaluate(env, client, num_examples=4, rollouts_per_example=2, run=run)
     return path
 
 

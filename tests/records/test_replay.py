@@ -47,7 +47,7 @@ def by_turn(messages):
 
 def record(folder, env, client, **settings):
     with rt.Run.open_or_create(folder, config={"env": env.env_id}, kind="eval") as run:
-        return asyncio.run(rt.evaluate(env, client, run=run, **settings))
+        return rt.evaluate(env, client, run=run, **settings)
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ async def test_a_rollout_that_a_time_limit_cut_is_compared_up_to_there(tmp_path)
             return await super().env_response(messages, state)
 
     with rt.Run.create(tmp_path / "run") as run:
-        await rt.evaluate(
+        await rt.evaluate_async(
             a_game(Slow), ScriptedClient(["1", "9", "8"]), num_examples=1, run=run, deadline_s=0.3
         )
 
@@ -323,7 +323,7 @@ class TestBranches:
         with ScriptedServer(by_turn, model="server-model") as server:
             client = rt.OpenAIClient(server.base_url, "server-model")
             with rt.Run.create(tmp_path / "run") as run:
-                await rt.evaluate(a_game(), client, num_examples=2, run=run)
+                await rt.evaluate_async(a_game(), client, num_examples=2, run=run)
             await client.aclose()
         with ScriptedServer(by_turn, model=name) as server:
             client = rt.OpenAIClient(server.base_url, name)

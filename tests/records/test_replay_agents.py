@@ -1,6 +1,5 @@
 """Replays of tools, worlds, several agents and sub-agents."""
 
-import asyncio
 import json
 import random
 
@@ -25,7 +24,7 @@ from rolltree.steps import StepOutcome
 
 def record(folder, env, say, **settings):
     with rt.Run.create(folder, kind="eval") as run:
-        asyncio.run(rt.evaluate(env, rt.ScriptedClient(say), run=run, **settings))
+        rt.evaluate(env, rt.ScriptedClient(say), run=run, **settings)
     return folder
 
 

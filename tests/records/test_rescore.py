@@ -13,7 +13,7 @@ from rolltree.agents import Agent, ToolAgent
 from rolltree.cli import app
 from rolltree.environments import EnvGroup, MultiTurnEnv, ProtocolEnvironment, SingleTurnEnv
 from rolltree.errors import ConfigError, ServerError, UnknownName
-from rolltree.evaluation import evaluate
+from rolltree.evaluation import evaluate_async
 from rolltree.protocols import DelegatingProtocol, SingleAgentProtocol, SubAgent, delegate_tool
 from rolltree.rollouts import RolloutEngine, build_requests
 from rolltree.rollouts.decode import decode_results
@@ -154,7 +154,7 @@ def answers(messages):
 async def stored(environment, path, group_size=2):
     with Run.create(path, config={"model": "scripted"}, kind="eval") as run:
         client = ScriptedClient(answers)
-        await evaluate(environment, client, rollouts_per_example=group_size, run=run)
+        await evaluate_async(environment, client, rollouts_per_example=group_size, run=run)
     return path
 
 
@@ -350,7 +350,7 @@ async def test_the_report_says_what_changed(tmp_path):
     client = ScriptedClient(lambda messages: "x" * next(lengths))
     lengths = iter([1, 2, 3, 4, 2, 2, 2, 2])
     with Run.create(tmp_path / "run", config={"model": "m"}, kind="eval") as run:
-        await evaluate(env, client, rollouts_per_example=4, run=run, max_concurrent=1)
+        await evaluate_async(env, client, rollouts_per_example=4, run=run, max_concurrent=1)
     report = await rt.records.rescore_async(tmp_path / "run", rubric=odd)
     assert (report.num_rollouts, report.num_changed, report.num_failed) == (8, 7, 0)
     (phase,) = report.phases
@@ -433,7 +433,7 @@ async def test_a_run_of_training_keeps_its_credit_and_steps(tmp_path):
     lengths = itertools.count(1)
     engine = RolloutEngine(env, ScriptedClient(lambda messages: "x" * next(lengths)))
     with Run.create(tmp_path / "train", config=config, kind="train") as run:
-        await evaluate(env, ScriptedClient("x"), run=run, phase="eval@0")
+        await evaluate_async(env, ScriptedClient("x"), run=run, phase="eval@0")
         for step in (1, 2):
             requests = build_requests(
                 env, "train", indices=[0, 1], group_size=2, phase="train", train_step=step

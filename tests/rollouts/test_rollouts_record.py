@@ -602,7 +602,7 @@ async def test_the_times_of_calls_are_stored(tmp_path):
 
     env = Slow(dataset=[{"question": "?", "answer": "!"}], max_turns=2)
     run = Run.create(tmp_path / "run")
-    await rt.evaluate(env, ScriptedClient(["one", "two"]), num_examples=1, run=run)
+    await rt.evaluate_async(env, ScriptedClient(["one", "two"]), num_examples=1, run=run)
     ((state,),) = [result.states for result in decode_results(run.rollouts())]
     run.close()
     first, second = [step["response"] for step in state["trajectory"]]

@@ -23,10 +23,12 @@ def test_an_unknown_scope_names_the_nearest() -> None:
 
 
 def test_the_default_scope_is_one_constant() -> None:
-    """For `build_samples` and for training; the functions of the spec documents keep theirs."""
+    """For `build_samples`, for batches of an engine, and for training."""
     default = inspect.signature(build_samples).parameters["scope"].default
     assert default == DEFAULT_SCOPE == load_train_config({}).train.scope
-    assert inspect.signature(RolloutEngine.generate_batch).parameters["scope"].default == "turn"
+    assert (
+        inspect.signature(RolloutEngine.generate_batch).parameters["scope"].default == DEFAULT_SCOPE
+    )
 
 
 def test_a_group_key_without_a_tree_would_be_ignored() -> None:

@@ -1,7 +1,5 @@
 """Weights of reward functions, noted in a run when it starts and found for each rollout."""
 
-import asyncio
-
 import rolltree as rt
 from rolltree.records import reward_parts
 from rolltree.rubrics import PerAgentRubric, RubricGroup
@@ -119,7 +117,7 @@ def test_an_evaluation_and_its_rescoring_note_them(tmp_path):
     )
     client = rt.ScriptedClient(["2"])
     with Run.create(tmp_path / "run") as run:
-        asyncio.run(rt.evaluate(env, client, run=run))
+        rt.evaluate(env, client, run=run)
         (row,) = run.rollouts()
         told = reward_parts(run, row)
     assert [each["contribution"] for each in told["functions"]] == [1.0, 0.25]

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from rolltree.environments import MultiTurnEnv
-from rolltree.evaluation import evaluate
+from rolltree.evaluation import evaluate_async
 from rolltree.inference import EndpointPool, OpenAIClient, RetryPolicy
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.openai_sdk import OpenAISDKClient
@@ -152,7 +152,7 @@ class Cell:
         began = monotonic()
         sampling = {"max_tokens": 64, "temperature": 1.0}
         kept = {"run": self.run, "phase": self.phase}
-        await evaluate(env, client, sampling=sampling, **kept, **options)
+        await evaluate_async(env, client, sampling=sampling, **kept, **options)
         self.elapsed_s = monotonic() - began
         return list(decode_results(self.run.rollouts(phase=self.phase)))
 

@@ -1,6 +1,5 @@
 """The pytest plugin: a recorded rollout is a regression test of its environment."""
 
-import asyncio
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -48,7 +47,7 @@ def test_each_recorded_rollout_is_a_test(tmp_path, monkeypatch):
         (tmp_path / f"{name}.py").write_text(ENV.replace("WORD", word))
     with rt.Run.create("run") as run:
         env = rt.load_environment("old_env.py")
-        asyncio.run(rt.evaluate(env, rt.ScriptedClient(["a", "b"]), run=run))
+        rt.evaluate(env, rt.ScriptedClient(["a", "b"]), run=run)
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["rolltree.testing.replay"]')
     (tmp_path / "test_recorded.py").write_text(TESTS)
     words = [sys.executable, "-m", "pytest", "-rA", "--strict-markers", "-p", "no:cacheprovider"]

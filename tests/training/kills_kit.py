@@ -83,7 +83,7 @@ def measure(model: Path, folder: Path, killer: Killer) -> None:
             loaded, tokenizer, max_batch=3, max_context=128, batch_invariant=True
         )
         with rt.Run.open_or_create(folder, config={"model": "tiny"}, kind="eval") as run:
-            report = await rt.evaluate(
+            report = await rt.evaluate_async(
                 LetterSource(),
                 client,
                 rollouts_per_example=8,

@@ -437,7 +437,7 @@ def test_what_was_paid_adds_up(browser, start, tmp_path):
     with Run.create(tmp_path / "paid" / "run") as run:
         with ThreadPoolExecutor(1) as aside:  # the browser has this thread's loop
             client = rt.ScriptedClient(["it is 2"])
-            aside.submit(asyncio.run, rt.evaluate(env, client, run=run)).result()
+            aside.submit(asyncio.run, rt.evaluate_async(env, client, run=run)).result()
         (row,) = run.rollouts()
     assert row.reward == pytest.approx(1 - 0.25 * 0.7)
     name = f"{part(row.request_id)}/0"

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from rolltree.agents.context import ContextStrategy, FullDialog
-from rolltree.errors import ConfigError
+from rolltree.errors import ConfigError, refuse_unknown
 from rolltree.inference.client import ModelClient, as_client, merge_sampling, sampling_from_args
 from rolltree.inference.client_base import SeededClient
 from rolltree.parsers import text_of
@@ -85,7 +85,9 @@ class Agent:
         incomplete_penalty: float = 0.0,
         incomplete_feedback: str = INCOMPLETE_FEEDBACK,
         parse_feedback: str = "No action was found in your answer.",
+        **unknown: Any,
     ) -> None:
+        refuse_unknown(type(self).__name__, unknown, type(self))
         self.name = name
         self.system_prompt = system_prompt
         self.parser = parser

@@ -52,7 +52,6 @@ def check_contract(
     as_json: bool,
 ) -> None:
     """Play an environment with scripted answers; exit status 1 if a check fails."""
-    import asyncio
     import json
     from dataclasses import asdict
 
@@ -60,13 +59,11 @@ def check_contract(
     from rolltree.environments.check import CHECKS, check_environment
 
     args = json_object(env_args, "-a")
-    report = asyncio.run(
-        check_environment(
-            lambda: load_environment(env, compat=compat, **args),
-            num_examples=num_examples,
-            reward_range=reward_range,
-            allow=allow,
-        )
+    report = check_environment(
+        lambda: load_environment(env, compat=compat, **args),
+        num_examples=num_examples,
+        reward_range=reward_range,
+        allow=allow,
     )
     if as_json:
         print(json.dumps(asdict(report), indent=2, default=str))

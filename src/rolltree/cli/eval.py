@@ -139,7 +139,7 @@ def evaluate_environment(
     from itertools import islice
 
     from rolltree.environments import changed_code, eval_defaults, load_environment
-    from rolltree.evaluation import EvalReport, Settings, evaluate, write_results
+    from rolltree.evaluation import EvalReport, Settings, evaluate_async, write_results
     from rolltree.redact import remember, secrets_in
     from rolltree.reports import (
         EvalView,
@@ -199,7 +199,7 @@ def evaluate_environment(
             ) as client,
         ):
             with EvalView(errors, environment.env_id) as view:
-                return await evaluate(
+                return await evaluate_async(
                     environment,
                     client,
                     num_examples=num_examples,

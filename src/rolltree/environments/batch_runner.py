@@ -18,7 +18,7 @@ from rolltree.environments.dataset import Data, RowFormat, Rows
 from rolltree.environments.lifecycle import failure_of
 from rolltree.environments.openai_view import OpenAIView
 from rolltree.environments.scoring import score_episode
-from rolltree.errors import ConfigError, did_you_mean
+from rolltree.errors import ConfigError, did_you_mean, refuse_unknown
 from rolltree.inference.client import ModelClient, as_client, sampling_to_args
 from rolltree.inference.client_base import seeded
 from rolltree.rollouts import (
@@ -325,6 +325,7 @@ class BatchRunner(ABC):
         deadline_s: float | None = None,
         seed: int = 0,
         on_progress: Callable[[RolloutProgress], None] | None = None,
+        **unknown: Any,
     ) -> GenerateResults:
         """Run rollouts for rows and return them in the rows' order.
 
@@ -339,6 +340,7 @@ class BatchRunner(ABC):
             ConfigError: the rows, the client or a setting cannot be used. Failed rollouts do not
                 raise; see `results.metadata.num_failed`.
         """
+        refuse_unknown("generate", unknown, BatchRunner.generate)
         started = time.perf_counter()
         asked = as_client(client, model)
         name = model or asked.model

@@ -25,6 +25,7 @@ from rolltree.environments.check_probes import (
 from rolltree.environments.dataset import Rows
 from rolltree.environments.environment import Environment
 from rolltree.errors import ConfigError, ServerError, did_you_mean
+from rolltree.tasks import run_sync
 from rolltree.types import State
 
 CHECKS: dict[str, str] = {
@@ -80,7 +81,16 @@ class CheckReport:
         return not self.findings
 
 
-async def check_environment(
+def check_environment(make: Callable[[], Environment], **settings: Any) -> CheckReport:
+    """Check an environment and return what was found.
+
+    It also works if an event loop runs already. `settings` are those of `check_environment_async`,
+    which async functions await.
+    """
+    return run_sync(check_environment_async(make, **settings))
+
+
+async def check_environment_async(
     make: Callable[[], Environment],
     *,
     num_examples: int = 16,

@@ -24,7 +24,7 @@ from rolltree.environments.completion import render_completion
 from rolltree.environments.dataset import Data, RowFormat
 from rolltree.environments.lifecycle import Mark, discover, failure_of, forget, register, watch
 from rolltree.environments.openai_view import openai_view
-from rolltree.errors import ConfigError, PromptTooLong, record_error
+from rolltree.errors import ConfigError, PromptTooLong, record_error, refuse_unknown
 from rolltree.inference.client import as_client, policy_version, sampling_from_args
 from rolltree.inference.client_base import noted
 from rolltree.inference.parse import parse_response
@@ -73,8 +73,9 @@ class Environment(BatchRunner):
         env_id: the name in results, requests and seeds.
         max_seq_len: no call begins once a call had this many tokens, prompt and completion.
         question_key, answer_key: the columns to read where a row has no `prompt` or `answer`.
-        max_workers, map_kwargs: accepted for environments written for verifiers 0.1.8, and ignored:
-            rolltree has no worker pool or `map` over the data to configure.
+        max_workers, map_kwargs: do nothing. Environments written for verifiers 0.1.8 pass them to
+            configure the threads and the `Dataset.map` that format rows there; here a row is
+            formatted when it is read.
 
     Raises:
         ConfigError: there is no data, or settings contradict each other.
@@ -101,7 +102,9 @@ class Environment(BatchRunner):
         answer_key: str = "answer",
         max_workers: int | None = None,
         map_kwargs: Mapping[str, Any] | None = None,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown(type(self).__name__, unknown, type(self))
         if dataset is None and eval_dataset is None:
             raise ConfigError(
                 f"{type(self).__name__} got neither dataset nor eval_dataset, so there is "
@@ -260,7 +263,8 @@ class Environment(BatchRunner):
     async def is_completed(self, state: State, **kwargs: Any) -> bool:
         """Ask the stop conditions in order; the first that is true ends the rollout.
 
-        An override must return True when `await super().is_completed(state)` does.
+        An override must return True when `await super().is_completed(state)` does. `kwargs` do
+        nothing: spec 1 has them in the signature.
         """
         for condition in self._stop_conditions:
             if await self._render_stop(state, condition):

@@ -20,7 +20,7 @@ from rolltree.lazy import loader
 
 if TYPE_CHECKING:
     from rolltree.evaluation.comparison import Comparison, compare_reports
-    from rolltree.evaluation.runner import EvalProgress, evaluate
+    from rolltree.evaluation.runner import EvalProgress, evaluate, evaluate_async
 
 __all__ = [
     "Comparison",
@@ -35,6 +35,7 @@ __all__ = [
     "compare_reports",
     "estimate",
     "evaluate",
+    "evaluate_async",
     "outcomes",
     "pass_at_k",
     "pass_hat_k",
@@ -42,5 +43,6 @@ __all__ = [
     "write_results",
 ]
 __getattr__ = loader(
-    __name__, {"comparison": "Comparison compare_reports", "runner": "EvalProgress evaluate"}
+    __name__,
+    {"comparison": "Comparison compare_reports", "runner": "EvalProgress evaluate evaluate_async"},
 )

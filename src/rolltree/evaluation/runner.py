@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rolltree.errors import INFRASTRUCTURE, ConfigError
+from rolltree.errors import INFRASTRUCTURE, ConfigError, refuse_unknown
 from rolltree.evaluation.reducers import REDUCERS, Outcomes, Reducer, Settings
 from rolltree.evaluation.report import EvalReport, build_report, keep_report
 from rolltree.inference.client import as_client
@@ -25,7 +25,7 @@ from rolltree.rollouts.record import run_stored
 from rolltree.rollouts.requests import RequestPlan, build_requests
 from rolltree.store import Run, StoredRollout, to_plain
 from rolltree.store.weights import note_weights
-from rolltree.tasks import yield_fairly
+from rolltree.tasks import run_sync, yield_fairly
 from rolltree.types import RolloutRequest, RolloutResult, SamplingArgs, SamplingParams
 
 logger = logging.getLogger("rolltree.evaluation")
@@ -45,7 +45,18 @@ class EvalProgress:
     num_completion_tokens: int
 
 
-async def evaluate(
+def evaluate(source: RolloutSource, client: object, **settings: Any) -> EvalReport:
+    """Evaluate a model on a split of a source and return the report.
+
+        report = rt.evaluate(env, client, num_examples=50, sampling={"max_tokens": 256})
+
+    It also works if an event loop runs already, as in a notebook. `settings` are those of
+    `evaluate_async`, which async functions await.
+    """
+    return run_sync(evaluate_async(source, client, **settings))
+
+
+async def evaluate_async(
     source: RolloutSource,
     client: object,
     *,
@@ -65,6 +76,7 @@ async def evaluate(
     reducers: Mapping[str, Reducer] = REDUCERS,
     on_result: Callable[[RolloutResult], None] | None = None,
     on_progress: Callable[[EvalProgress], None] | None = None,
+    **unknown: Any,
 ) -> EvalReport:
     """Evaluate a model on `num_examples` (-1: all) of a source's split.
 
@@ -79,6 +91,7 @@ async def evaluate(
         ConfigError: nothing to run, or `run` holds this phase with other settings.
         ConnectionFailed: none of the model's servers answers.
     """
+    refuse_unknown("evaluate", unknown, evaluate_async)
     start = time.monotonic()
     model = as_client(client)
     if rollouts_per_example < 1:

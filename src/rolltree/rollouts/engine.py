@@ -35,6 +35,7 @@ from rolltree.rollouts.requests import (
     with_tools,
 )
 from rolltree.samples import (
+    DEFAULT_SCOPE,
     SampleBatch,
     TruncationEffect,
     TruncationPolicy,
@@ -109,7 +110,7 @@ class GeneratedBatch:
 def batch_of(
     results: Sequence[RolloutResult],
     *,
-    scope: Scope = "turn",
+    scope: Scope = DEFAULT_SCOPE,
     credit: Credit | None = None,
     whole_groups: bool = False,
     truncation: TruncationPolicy | None = None,
@@ -233,7 +234,7 @@ class RolloutEngine:
         self,
         requests: Iterable[RolloutRequest],
         *,
-        scope: Scope = "turn",
+        scope: Scope = DEFAULT_SCOPE,
         credit: Credit | None = None,
         whole_groups: bool = False,
         truncation: TruncationPolicy | None = None,
@@ -246,7 +247,7 @@ class RolloutEngine:
 
         Args:
             requests: what to run.
-            scope: how trajectories become samples; spec 2 makes one per agent turn.
+            scope: how trajectories become samples, see `build_samples`.
             credit: gives the advantages, for example `partial(assign_credit, credit="grpo")`.
                 Without one, records have those of the states and steps, or 0
                 (`num_calls_without_advantage` counts them).

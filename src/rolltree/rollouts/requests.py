@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias, overload, runtime_checkable
 
-from rolltree.errors import ConfigError
+from rolltree.errors import ConfigError, refuse_unknown
 from rolltree.inference.client import ModelClient, check_tools, sampling_from_args
 from rolltree.inference.deadline import Clock, TimedClient
 from rolltree.seeds import CallSeeds, derive_seed
@@ -310,6 +310,7 @@ def build_requests(
     run_seed: int = 0,
     phase: str = "eval",
     train_step: int | None = None,
+    **unknown: Any,
 ) -> RequestPlan:
     """Return the requests for some examples of a split, `group_size` for each.
 
@@ -322,6 +323,7 @@ def build_requests(
     Raises:
         ConfigError: an index is outside the split, or there is nothing to run.
     """
+    refuse_unknown("build_requests", unknown, build_requests)
     check_source(source)
     available = source.num_examples(split)
     if indices is None:

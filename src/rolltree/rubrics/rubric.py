@@ -211,8 +211,9 @@ class Rubric:
     async def score_rollout(self, state: State, score_sem: object = None) -> None:
         """Fill `reward`, `metrics`, the steps' rewards and the scoring time of one rollout.
 
-        `score_sem` is accepted for verifiers 0.1.8 and ignored: the engine limits concurrency.
-        Group functions score a group of one here; use `score_group` for whole groups.
+        `score_sem` does nothing: verifiers 0.1.8 bounds scoring by it, here the engine bounds how
+        many rollouts are in flight. Group functions score a group of one here; use `score_group`
+        for whole groups.
         """
         started = time.perf_counter()
         scores = await self.evaluate([state])

@@ -20,11 +20,10 @@ from rolltree.tokens import Break, Decoder, Place, TokenTree, explain_break
 from rolltree.types import Sample, Scope, State, TrajectoryStep
 
 DEFAULT_SCOPE: Scope = "tree"
-"""The scope of `build_samples`, the training configuration and reports.
+"""The scope of `build_samples`, `generate_batch`, the training configuration and reports.
 
 `tree` computes every token once, whatever becomes of the history, and its gradient is that of
-training each call on its own. For rows, which hold one path each, ask for `interleave`. Functions
-of the spec documents keep the scope that those name (`generate_batch`: `turn`).
+training each call on its own. For rows, which hold one path each, ask for `interleave`.
 """
 
 Group = list[ResolvedStep]
