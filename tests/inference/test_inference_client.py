@@ -17,7 +17,7 @@ from rolltree.inference import (
     sampling_from_args,
 )
 from rolltree.inference.client import policy_version
-from rolltree.inference.deadline import Clock, TimedClient
+from rolltree.inference.deadline import Clock, RolloutClient
 from rolltree.testing import FaultyClient, ScriptedClient
 from rolltree.types import SamplingParams
 
@@ -129,9 +129,9 @@ def test_unknown_fields_are_never_lost(extra: dict[str, int], temperature: float
 def test_the_policy_version_is_that_of_the_client_behind() -> None:
     clients = [OpenAIClient(f"http://host{n}/v1", "m") for n in range(2)]
     clients[0].version, clients[1].version = 5, 4
-    timed = TimedClient(clients[0], Clock())
+    timed = RolloutClient(clients[0], Clock())
     assert policy_version(timed) == policy_version(timed.session()) == 5
     pool = EndpointPool(clients)
-    assert policy_version(pool) == policy_version(TimedClient(pool, Clock()).session()) == 4
+    assert policy_version(pool) == policy_version(RolloutClient(pool, Clock()).session()) == 4
     assert policy_version(ScriptedClient(["a"], version=7).session()) == 7
     assert policy_version(None) == policy_version(MagicMock()) == 0

@@ -9,7 +9,8 @@ import pytest
 import rolltree as rt
 from rolltree.agents import Agent
 from rolltree.environments import Environment, MultiTurnEnv, ProtocolEnvironment
-from rolltree.inference.client_base import ClientBase, SeededClient, seeded
+from rolltree.inference.client_base import ClientBase
+from rolltree.inference.deadline import RolloutClient, seeded
 from rolltree.protocols import SingleAgentProtocol
 from rolltree.rollouts import RolloutEngine, build_requests
 from rolltree.seeds import CallSeeds, derive_seed
@@ -48,7 +49,7 @@ def test_call_seeds_by_hand():
     first, second, third, fourth = family(7, 4)
     assert [seeds.next(seed) for seed in asked] == [first, second, 99, third, fourth]
     again = seeded(seeded(Seeing(), CallSeeds(7)), CallSeeds(8))
-    assert isinstance(again, SeededClient)
+    assert isinstance(again, RolloutClient)
     assert isinstance(again.clients[0], Seeing)
 
 

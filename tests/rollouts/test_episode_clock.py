@@ -4,8 +4,9 @@ import pytest
 from scripted_source import Model, a_request
 
 from rolltree.inference.client import as_client
+from rolltree.inference.deadline import RolloutClient
 from rolltree.rollouts import Clock, Episode, current_episode
-from rolltree.rollouts.requests import TimedClient, playing
+from rolltree.rollouts.requests import playing
 from rolltree.types import GenerateRequest, SamplingParams
 
 
@@ -50,7 +51,7 @@ async def test_the_guard_cancels_after_limit_and_grace():
 
 async def test_a_call_in_flight_suspends_the_guard():
     clock = Clock(limit_s=0.5)
-    client = TimedClient(Model(delay_s=0.6, wait_s=0.6), clock)
+    client = RolloutClient(Model(delay_s=0.6, wait_s=0.6), clock)
     async with clock.guard() as scope:
         await client.chat("hi")
         assert not clock.expired
@@ -59,7 +60,7 @@ async def test_a_call_in_flight_suspends_the_guard():
 
 async def test_generation_that_was_no_waiting_counts():
     clock = Clock(limit_s=0.02)
-    client = TimedClient(Model(delay_s=0.1, wait_s=0.0), clock)
+    client = RolloutClient(Model(delay_s=0.1, wait_s=0.0), clock)
 
     async def play():
         async with clock.guard():
@@ -72,8 +73,8 @@ async def test_generation_that_was_no_waiting_counts():
 
 async def test_the_guard_stays_suspended_until_the_last_parallel_call():
     clock = Clock(limit_s=0.5)
-    quick = TimedClient(Model(delay_s=0.01, wait_s=0.01), clock)
-    slow = TimedClient(Model(delay_s=0.6, wait_s=0.6), clock)
+    quick = RolloutClient(Model(delay_s=0.01, wait_s=0.01), clock)
+    slow = RolloutClient(Model(delay_s=0.6, wait_s=0.6), clock)
     async with clock.guard() as scope:
         await asyncio.gather(quick.chat("a"), slow.chat("b"))
     assert not scope.expired()
@@ -94,7 +95,7 @@ async def test_failed_calls_end_too():
             raise ConnectionError("gone")
 
     clock = Clock(limit_s=0.02)
-    client = TimedClient(Failing(), clock)
+    client = RolloutClient(Failing(), clock)
 
     async def play():
         async with clock.guard():
@@ -108,7 +109,7 @@ async def test_failed_calls_end_too():
 
 async def test_calls_after_the_end_of_the_episode_do_not_fail():
     clock = Clock(limit_s=5.0)
-    client = TimedClient(Model(), clock)
+    client = RolloutClient(Model(), clock)
     async with clock.guard():
         pass
     clock.stop()
@@ -117,11 +118,11 @@ async def test_calls_after_the_end_of_the_episode_do_not_fail():
 
 async def test_a_timed_client_is_a_client():
     inner = Model()
-    client = TimedClient(inner, Clock())
+    client = RolloutClient(inner, Clock())
     assert as_client(client) is client
     assert client.model == "scripted"
     session = client.session()
-    assert isinstance(session, TimedClient)
+    assert isinstance(session, RolloutClient)
     request = GenerateRequest(prompt_ids=[1], sampling=SamplingParams())
     assert (await client.generate(request)).text == "hi"
     await client.aclose()  # does not close the inner client
@@ -129,7 +130,7 @@ async def test_a_timed_client_is_a_client():
 
 async def test_a_timed_client_can_name_another_model():
     inner = Model()
-    session = TimedClient(inner, Clock(), "other").session()
+    session = RolloutClient(inner, Clock(), model="other").session()
     assert session.model == "other"
     await session.chat("hi")
     await session.chat("hi", model="third")
@@ -167,7 +168,7 @@ async def test_an_answer_carries_when_it_was_asked_for_and_how_long_that_took(no
             return await super().chat(messages, **settings)
 
     part = Clock()  # of a delegated rollout: the episode's times count
-    inner = TimedClient(Slow(delay_s=0.0, wait_s=1.0), clock)
+    inner = RolloutClient(Slow(delay_s=0.0, wait_s=1.0), clock)
     now.seconds += 1.0
-    answer = await TimedClient(inner, part).chat("hi")
+    answer = await RolloutClient(inner, part).chat("hi")
     assert (answer.sent_s, answer.time_s, answer.wait_s) == (3.0, 3.0, 1.0)

@@ -12,7 +12,7 @@ from typing import Any
 from rolltree.agents.context import ContextStrategy, FullDialog
 from rolltree.errors import ConfigError, refuse_unknown
 from rolltree.inference.client import ModelClient, as_client, merge_sampling, sampling_from_args
-from rolltree.inference.client_base import SeededClient
+from rolltree.inference.deadline import RolloutClient
 from rolltree.parsers import text_of
 from rolltree.parsers.actions import ActionParser, as_text
 from rolltree.seeds import CallSeeds
@@ -140,7 +140,7 @@ class Agent:
         if client is not None:
             self._session = as_client(client, self._model).session()
             if seed is not None:  # an agent's calls count apart from those of others
-                self._session = SeededClient(self._session, CallSeeds(seed, sampling.seed))
+                self._session = RolloutClient(self._session, seeds=CallSeeds(seed, sampling.seed))
         self.trajectory = Trajectory()
         self.steps: list[AgentStep] = []
         self.turn = 0

@@ -20,7 +20,7 @@ from rolltree.environments.openai_view import OpenAIView
 from rolltree.environments.scoring import score_episode
 from rolltree.errors import ConfigError, did_you_mean, refuse_unknown
 from rolltree.inference.client import ModelClient, as_client, sampling_to_args
-from rolltree.inference.client_base import seeded
+from rolltree.inference.deadline import seeded
 from rolltree.rollouts import (
     RolloutEngine,
     RolloutProgress,

@@ -26,7 +26,7 @@ from rolltree.environments.lifecycle import Mark, discover, failure_of, forget, 
 from rolltree.environments.openai_view import openai_view
 from rolltree.errors import ConfigError, PromptTooLong, record_error, refuse_unknown
 from rolltree.inference.client import as_client, policy_version, sampling_from_args
-from rolltree.inference.client_base import noted
+from rolltree.inference.client_base import ClientBase, noted
 from rolltree.inference.parse import parse_response
 from rolltree.parsers import Parser
 from rolltree.rollouts import derive_seed, merge_args
@@ -298,7 +298,8 @@ class Environment(BatchRunner):
         kind = message_type or self.message_type
         args = merge_args(self.sampling_args, sampling_args)
         try:
-            return await as_client(client, model).chat(
+            asked = client if isinstance(client, ClientBase) else as_client(client, model)
+            return await asked.chat(
                 prompt,
                 tools=oai_tools or None,
                 sampling=sampling_from_args(args),

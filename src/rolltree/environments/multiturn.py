@@ -16,7 +16,7 @@ from rolltree.environments.lifecycle import in_phase, stop
 from rolltree.environments.openai_view import OpenAIView
 from rolltree.errors import ConfigError
 from rolltree.inference.client import as_client
-from rolltree.inference.client_base import seeded
+from rolltree.inference.deadline import seeded
 from rolltree.rollouts import merge_args
 from rolltree.rollouts.requests import current_episode
 from rolltree.seeds import CallSeeds

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -22,7 +22,6 @@ from rolltree.inference.message_session import MessageSession, generated
 from rolltree.inference.request_fields import TokenFields, outgoing, reshaping
 from rolltree.inference.retry import Outcome
 from rolltree.inference.session import Prompt, TokenSession, check_message_type, without_ids
-from rolltree.seeds import CallSeeds
 from rolltree.types import (
     GenerateRequest,
     IntArray,
@@ -49,6 +48,13 @@ class ModelCall:
 
     async def to(self, client: ModelClient) -> ModelResponse:
         """Make the call on `client`."""
+        # A client of ours takes the call as it is, unless it overrides the public methods: another
+        # one would take it apart and put it together again in every layer.
+        kind = type(client)
+        if isinstance(client, ClientBase) and (
+            kind.chat is ClientBase.chat and kind.generate is ClientBase.generate
+        ):
+            return await client.call(self)
         if isinstance(self.prompt, np.ndarray):
             return await client.generate(GenerateRequest(self.prompt, self.sampling, self.model))
         return await client.chat(
@@ -135,33 +141,6 @@ class DelegatingClient(ClientBase):
     async def call(self, call: ModelCall) -> ModelResponse:
         """Pass the call on."""
         return await call.to(self._inner)
-
-
-class SeededClient(DelegatingClient):
-    """A client whose calls, those of its sessions included, get their seeds from `seeds`.
-
-    Calls are the one place that every way of playing a rollout goes through: an environment's own
-    loop, a second question in a turn, a judge on `state["client"]`.
-    """
-
-    def __init__(self, inner: ModelClient, seeds: CallSeeds) -> None:
-        super().__init__(inner)
-        self._seeds = seeds
-
-    async def call(self, call: ModelCall) -> ModelResponse:
-        """Pass the call on with its own seed."""
-        seed = self._seeds.next(call.sampling.seed)
-        return await replace(call, sampling=replace(call.sampling, seed=seed)).to(self._inner)
-
-
-def seeded(client: ModelClient, seeds: CallSeeds) -> ModelClient:
-    """Return `client` with a seed for each call; itself if it, or one behind it, has that."""
-    return client if _is_seeded(client) else SeededClient(client, seeds)
-
-
-def _is_seeded(client: object) -> bool:
-    parts = getattr(client, "clients", ())
-    return isinstance(client, SeededClient) or any(map(_is_seeded, parts))
 
 
 class RootClient(ClientBase, Generic[MemoryT]):

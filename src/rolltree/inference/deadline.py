@@ -1,4 +1,4 @@
-"""Time limits of episodes, with and without waiting: a clock, and a client that reports to it.
+"""What one rollout adds to a model client: its clock, and the seeds of its calls.
 
 The clock counts the seconds that an episode, or a part of one, spent itself; what a model call
 waited in queues and retries (`ModelResponse.wait_s`) is taken out. A deadline counts everything.
@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from rolltree.inference.client import ModelClient
 from rolltree.inference.client_base import DelegatingClient, ModelCall
+from rolltree.seeds import CallSeeds
 from rolltree.tasks import yield_fairly
 from rolltree.types import ModelResponse
 
@@ -130,36 +131,73 @@ class Clock:
         return max(self._start + self.deadline_s - time.monotonic(), 0.0)
 
 
-class TimedClient(DelegatingClient):
-    """A client that tells an episode's clock when its calls start, end and waited.
+class RolloutClient(DelegatingClient):
+    """One rollout's client: it gives each call its seed and model, and reports to the clock.
 
-    Answers carry when they were asked for and how long that took.
+    Calls are the one place that every way of playing a rollout goes through: an environment's own
+    loop, a second question in a turn, a judge on `state["client"]`. The sessions of this client
+    share its seeds and its clock. Answers carry when they were asked for and how long that took.
 
-    `model`, when given, is the model that it asks instead of the inner client's.
+    Args:
+        inner: what answers.
+        clock: the episode's, or that of a part of it; None times nothing.
+        seeds: where calls get their seeds from; None leaves those that they come with.
+        model: asked instead of the inner client's own by calls that name none.
     """
 
-    def __init__(self, inner: ModelClient, clock: Clock, model: str | None = None) -> None:
+    def __init__(
+        self,
+        inner: ModelClient,
+        clock: Clock | None = None,
+        *,
+        seeds: CallSeeds | None = None,
+        model: str | None = None,
+    ) -> None:
         super().__init__(inner)
-        self._clock = clock
-        self._model = model
+        self._clock, self._seeds, self._model = clock, seeds, model
 
     @property
     def model(self) -> str:
         """The model that is asked when a call names none."""
         return self._model or self._inner.model
 
+    @property
+    def has_seeds(self) -> bool:
+        """Whether it gives calls their seeds."""
+        return self._seeds is not None
+
     async def call(self, call: ModelCall) -> ModelResponse:
-        """Pass the call on, timed."""
+        """Pass the call on with its seed and model, timed."""
+        sampling = call.sampling
+        if self._seeds is not None:
+            sampling = replace(sampling, seed=self._seeds.next(sampling.seed))
+        model = self._model if call.model is None else call.model
+        # Not `replace`: every call of every rollout comes by.
+        call = ModelCall(call.prompt, sampling, model, call.tools, call.message_type)
+        clock = self._clock
+        if clock is None:
+            return await call.to(self._inner)
         wait_s, began = 0.0, time.monotonic()
-        self._clock.call_started()
+        clock.call_started()
         try:
-            if call.model is None and self._model is not None:
-                call = replace(call, model=self._model)
             response = await call.to(self._inner)
             wait_s, answered = response.wait_s, time.monotonic()
-            response.timed(self._clock.at(began), answered - began)
-            await yield_fairly()  # many answers may have come at once
+            response.timed(clock.at(began), answered - began)
+            # Many answers may have come at once: those of other rollouts get the loop first, and
+            # that is waiting, too.
+            await yield_fairly()
             wait_s += time.monotonic() - answered
             return response
         finally:
-            self._clock.call_ended(wait_s)
+            clock.call_ended(wait_s)
+
+
+def seeded(client: ModelClient, seeds: CallSeeds) -> ModelClient:
+    """Return `client` with a seed for each call; itself if it, or one behind it, has that."""
+    return client if _is_seeded(client) else RolloutClient(client, seeds=seeds)
+
+
+def _is_seeded(client: object) -> bool:
+    if isinstance(client, RolloutClient) and client.has_seeds:
+        return True
+    return any(map(_is_seeded, getattr(client, "clients", ())))

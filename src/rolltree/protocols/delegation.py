@@ -17,7 +17,7 @@ from typing import Any
 from rolltree.agents import Agent
 from rolltree.errors import ConfigError, record_error
 from rolltree.inference.client import as_client
-from rolltree.inference.deadline import Clock, TimedClient
+from rolltree.inference.deadline import Clock, RolloutClient
 from rolltree.protocols.budget import Budget
 from rolltree.protocols.episode import EpisodeContext, Recording, RolloutBuilder, opened
 from rolltree.protocols.player import Player
@@ -209,7 +209,7 @@ class _Delegator(Player):
             sampling_seed=self.context.derive_seed("child", name),
             messages=(),
             clocks=(*self.context.clocks, clock),
-            client=None if client is None else TimedClient(as_client(client), clock),
+            client=None if client is None else RolloutClient(as_client(client), clock),
         )
         child = _Delegator(
             agent,

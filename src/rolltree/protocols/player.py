@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 from rolltree.agents import Agent
 from rolltree.errors import BudgetSpent, ModelError, PromptTooLong, record_error
 from rolltree.inference.client import answers_for_all, as_client
-from rolltree.inference.deadline import TimedClient
+from rolltree.inference.deadline import RolloutClient
 from rolltree.protocols.budget import Budget, BudgetedClient
 from rolltree.protocols.episode import EpisodeContext, RolloutBuilder
 from rolltree.steps import (
@@ -98,7 +98,7 @@ class Player:
             client = context.client
         else:
             for clock in context.clocks:
-                client = TimedClient(as_client(client), clock)
+                client = RolloutClient(as_client(client), clock)
         if client is not None and self.budget is not None:
             client = BudgetedClient(as_client(client), self.budget)
         self.agent.reset(

@@ -21,14 +21,13 @@ from numpy.typing import NDArray
 
 from rolltree.errors import INFRASTRUCTURE, ConfigError, RolloutTimeout, record_error
 from rolltree.inference.client import as_client, check_tools
-from rolltree.inference.client_base import SeededClient
+from rolltree.inference.deadline import RolloutClient
 from rolltree.rollouts.requests import (
     Clock,
     DistinctRequests,
     Episode,
     GroupScorer,
     RolloutSource,
-    TimedClient,
     call_seeds,
     check_source,
     playing,
@@ -359,7 +358,7 @@ class RolloutEngine:
 
     async def _attempt(self, request: RolloutRequest, attempt: int, clock: Clock) -> RolloutResult:
         episode = Episode(request, clock)
-        client = TimedClient(SeededClient(self.client, call_seeds(request)), clock, self.model)
+        client = RolloutClient(self.client, clock, seeds=call_seeds(request), model=self.model)
         error: ErrorRecord | None = None
         try:
             with playing(episode):

@@ -13,11 +13,11 @@ from typing import Any, Literal, Protocol, TypeAlias, overload, runtime_checkabl
 
 from rolltree.errors import ConfigError, refuse_unknown
 from rolltree.inference.client import ModelClient, check_tools, sampling_from_args
-from rolltree.inference.deadline import Clock, TimedClient
+from rolltree.inference.deadline import Clock
 from rolltree.seeds import CallSeeds, derive_seed
 from rolltree.types import RolloutInput, RolloutRequest, SamplingArgs, SamplingParams, State
 
-__all__ = ["Clock", "Episode", "TimedClient", "current_episode", "playing"]
+__all__ = ["Clock", "Episode", "current_episode", "playing"]
 
 
 @dataclass(slots=True)
