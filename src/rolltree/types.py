@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import InitVar, asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, cast
@@ -200,9 +200,26 @@ class ModelResponse:
     id: str = ""
     model: str | None = None
     routed_experts: Any = None
-    # Where the session that made the response put it. A changed copy (`replace`) has no place.
+    # Where the session that made the response put it: a `TokenTree` and the call's number there.
+    # `replace` does not hand a place on, since a copy may have other ids; `at` does.
+    place: InitVar[tuple[Any, int] | None] = None
     tree: Any = field(default=None, init=False, repr=False)
     call: int | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self, place: tuple[Any, int] | None) -> None:
+        if place is None:
+            return
+        tree, call = place
+        known = self.prompt_ids
+        for name, value in (
+            ("tree", tree),
+            ("call", call),
+            ("logprobs", tree.logprobs(call)),  # as the tree checked them
+            ("routed_experts", None),  # the tree's stream holds them
+        ):
+            object.__setattr__(self, name, value)
+        if known is None or known.flags.writeable:  # somebody else's array, who may write into it
+            object.__setattr__(self, "prompt_ids", tree.prompt_view(call))
 
     @classmethod
     def overlong_prompt(cls, problem: str | None = None) -> ModelResponse:
@@ -214,22 +231,9 @@ class ModelResponse:
         info = {} if problem is None else {"problem": problem}
         return cls(empty, "", FinishReason.LENGTH, id=OVERLONG_PROMPT, info=info)
 
-    def placed(self, tree: Any, call: int) -> ModelResponse:
-        """Note that this call lies in `tree` (a `TokenTree`) as `call`. Returns itself."""
-        object.__setattr__(self, "tree", tree)
-        object.__setattr__(self, "call", call)
-        object.__setattr__(self, "logprobs", tree.logprobs(call))  # as the tree checked them
-        object.__setattr__(self, "routed_experts", None)
-        if self.prompt_ids is None or self.prompt_ids.flags.writeable:  # somebody else's array
-            object.__setattr__(self, "prompt_ids", tree.prompt_view(call))
-        return self
-
-    def timed(self, sent_s: float, time_s: float) -> ModelResponse:
-        """Note when it was called and how long that took, unless that is known. Returns itself."""
-        if not self.sent_s:
-            object.__setattr__(self, "sent_s", round(sent_s, 6))
-            object.__setattr__(self, "time_s", round(time_s, 6))
-        return self
+    def at(self, place: tuple[Any, int] | None, **changes: Any) -> ModelResponse:
+        """Return a copy with `changes` that lies at `place`: a `TokenTree` and a call in it."""
+        return replace(self, place=place, **changes)
 
     def to_info(self) -> dict[str, Any]:
         """Return what a step's `info` says of the call (spec 2): its `finish_reason`."""
@@ -237,8 +241,16 @@ class ModelResponse:
 
     def annotated(self, *, wait_s: float = 0.0, **info: Any) -> ModelResponse:
         """Return this response with more waiting and more `info`, at the same place in the tree."""
-        made = replace(self, wait_s=self.wait_s + wait_s, info={**self.info, **info})
-        return made if self.call is None else made.placed(self.tree, self.call)
+        place = None if self.call is None else (self.tree, self.call)
+        return self.at(place, wait_s=self.wait_s + wait_s, info={**self.info, **info})
+
+    def timed(self, sent_s: float, time_s: float) -> ModelResponse:
+        """Return this response with when it was asked for and how long that took, as `annotated`.
+
+        For clients that make records of their own; rolltree's make them with their times.
+        """
+        place = None if self.call is None else (self.tree, self.call)
+        return self.at(place, sent_s=round(sent_s, 6), time_s=round(time_s, 6))
 
     @property
     def choices(self) -> list[ResponseChoice]:
@@ -295,8 +307,8 @@ class ModelResponse:
         return _response_of, (self._values(),)
 
     def _values(self) -> dict[str, Any]:
-        names = ModelResponse.__dataclass_fields__
-        return {name: getattr(self, name) for name in names if name not in ("tree", "call")}
+        names = (each.name for each in fields(self) if each.init)
+        return {name: getattr(self, name) for name in names}
 
 
 def _response_of(values: dict[str, Any]) -> ModelResponse:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
+from rolltree.inference import Prompt, TokenSession
+from rolltree.inference.call import Answer, ModelCall
 from rolltree.testing import ByteTokenizer
+from rolltree.types import FinishReason, ModelResponse, SamplingParams
 
 # Role markers, no close: the next role's marker ends a turn (GLM's manner).
 ROLE_MARKERS = """\
@@ -151,3 +158,24 @@ def user(content: str) -> dict[str, str]:
 
 def assistant(content: str) -> dict[str, str]:
     return {"role": "assistant", "content": content}
+
+
+def complete(
+    session: TokenSession,
+    prompt: Prompt,
+    ids: Any,
+    logprobs: Any,
+    reason: FinishReason,
+    *,
+    temperature: float = 1.0,
+    versions: Any = 0,
+    **fields: Any,
+) -> ModelResponse:
+    """Return the record of what was sampled after a prompt."""
+    answer = Answer(reason, **fields)
+    if ids is not None:
+        answer.completion_ids = np.asarray(ids)
+        whole = [versions] * len(ids) if isinstance(versions, int) else versions
+        answer.versions = np.array(whole, np.int32)
+    answer.logprobs = None if logprobs is None else np.array(logprobs, np.float32)
+    return session.complete(prompt, answer, ModelCall("", SamplingParams(temperature=temperature)))

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from inference_templates import TOOLS, assistant, user
 
 from rolltree.errors import BadResponse, TokenError
-from rolltree.inference.message_session import MessageSession, generated
+from rolltree.inference.call import Answer as ReadAnswer
+from rolltree.inference.call import ModelCall, record_of
+from rolltree.inference.message_session import MessageSession, read_outcome
 from rolltree.inference.request_fields import TokenFields
-from rolltree.types import FinishReason, GenerateRequest, ModelResponse, SamplingParams
+from rolltree.inference.retry import Outcome
+from rolltree.types import FinishReason, ModelResponse, SamplingParams
 
-PLAIN = SamplingParams()
 Answer: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 
 
@@ -47,15 +49,19 @@ def answer(
 def complete(
     session: MessageSession, messages: Any, given: Answer, **options: Any
 ) -> ModelResponse:
-    return session.complete(
-        messages,
-        options.get("tools"),
-        options.get("message_type", "chat"),
-        options.get("model"),
-        options.get("sampling", PLAIN),
-        given[0],
-        **given[1],
-    )
+    return session.complete(*read(session._tokens, messages, given, **options))
+
+
+def read(
+    tokens: TokenFields, prompt: Any, given: Answer, **options: Any
+) -> tuple[ModelCall, ReadAnswer]:
+    """Return a call and its answer, which a client has read."""
+    response, known = given
+    asked = ModelCall(prompt, **options)
+    outcome = Outcome(response, known.get("num_retries", 0), known.get("wait_s", 0.0))
+    answer = read_outcome(outcome, asked, tokens, known.get("version", 0))
+    answer.raw = known.get("raw")
+    return asked, answer
 
 
 def test_everything_known_is_in_the_generation() -> None:
@@ -149,8 +155,9 @@ def test_contradictions_are_errors() -> None:
         complete(session_of(), [user("a")], ({"choices": []}, {}))
 
 
-def request_of(*ids: int) -> GenerateRequest:
-    return GenerateRequest(np.array(ids, np.int32), PLAIN)
+def generated(prompt: list[int], tokens: TokenFields, given: Answer) -> ModelResponse:
+    asked, answer = read(tokens, np.array(prompt, np.int32), given)
+    return record_of(answer, asked)
 
 
 def text_answer(**choice: Any) -> Answer:
@@ -160,19 +167,19 @@ def text_answer(**choice: Any) -> Answer:
 def test_generated_from_ids() -> None:
     tokens = TokenFields("auto", "raw", "x")
     given = text_answer(prompt_token_ids=[1, 2], token_ids=[3], logprobs={"token_logprobs": [-0.5]})
-    got = generated(request_of(1, 2), tokens, given[0], **given[1])
+    got = generated([1, 2], tokens, given)
     assert got.completion_ids is not None
     assert got.logprobs is not None
     assert got.versions is not None
     assert (got.completion_ids.tolist(), got.logprobs.tolist()) == ([3], [-0.5])
     assert (got.versions.tolist(), got.num_prompt_tokens) == ([2], 2)
     with pytest.raises(TokenError, match="did not sample from the recorded prompt"):
-        generated(request_of(9, 1, 2), tokens, given[0])
+        generated([9, 1, 2], tokens, given)
 
 
 def test_generated_without_ids() -> None:
     tokens = TokenFields("auto", "raw", "x")
-    got = generated(request_of(1, 2), tokens, text_answer()[0])
+    got = generated([1, 2], tokens, text_answer())
     assert (got.text, got.prompt_ids, got.completion_ids) == ("b", None, None)
     assert got.num_prompt_tokens == 2
     assert not tokens.wanted

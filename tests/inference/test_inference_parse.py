@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from rolltree.errors import BadResponse, TokenError
 from rolltree.inference import parse_response_messages, parse_response_tokens
 from rolltree.inference.parse import (
+    begin_answer,
     extract_finish_reason,
     extract_message,
     extract_tokens,
     extract_usage,
-    response_fields,
-    response_head,
+    read_answer,
     version_named,
 )
 from rolltree.inference.wire import decode_response
@@ -256,7 +256,7 @@ def test_text_that_is_no_unicode_is_a_bad_response(message: Any) -> None:
         extract_message(chat_response(message=message), "chat")
     for name in ("id", "model"):
         with pytest.raises(BadResponse, match="not valid Unicode"):
-            response_head({**chat_response(), name: "\ud800"})
+            begin_answer({**chat_response(), name: "\ud800"})
 
 
 @pytest.mark.parametrize("count", [-1, 2**31, 2**700])
@@ -269,8 +269,8 @@ def test_counts_that_no_model_has_are_refused(count: int) -> None:
 def test_prompt_ids_that_the_servers_own_count_contradicts_are_refused() -> None:
     response = {**chat_response(), "prompt_token_ids": [1, 7, 8]}
     with pytest.raises(TokenError, match="counts 2 prompt tokens, and it reports 3"):
-        response_fields(as_struct(response), "chat")
-    assert response_fields(as_struct({**response, "usage": None}), "chat")["num_prompt_tokens"] == 3
+        read_answer(as_struct(response), "chat")
+    assert read_answer(as_struct({**response, "usage": None}), "chat").num_prompt_tokens == 3
 
 
 @pytest.mark.parametrize("label", ["2147483648", "9" * 5000])

@@ -13,6 +13,7 @@ from inference_templates import (
     TOOL_ID_TOKENIZER,
     TOOLS,
     assistant,
+    complete,
     user,
 )
 
@@ -29,7 +30,7 @@ def answer(
     session: TokenSession, prompt: Prompt, text: str, reason: FinishReason = STOP
 ) -> ModelResponse:
     ids = session.renderer.encode_text(text, start=False)
-    return session.complete(prompt, ids, [-0.5] * len(ids), reason, temperature=0.7)
+    return complete(session, prompt, ids, [-0.5] * len(ids), reason, temperature=0.7)
 
 
 def full(response: ModelResponse) -> list[int]:
@@ -41,7 +42,8 @@ def full(response: ModelResponse) -> list[int]:
 def test_a_call_carries_everything_that_was_sampled() -> None:
     session = TokenSession(RENDERER)
     prompt = session.prepare([user("7 + 5 =")])
-    got = session.complete(
+    got = complete(
+        session,
         prompt,
         [49, 50, 258],
         [-0.1, -0.2, -0.3],
@@ -157,7 +159,7 @@ def test_a_system_message_in_the_middle_reaches_the_model() -> None:
 
     def answer(prompt: Prompt) -> ModelResponse:
         ids = [*renderer.encode_text("b", start=False), end]
-        return session.complete(prompt, ids, None, FinishReason.STOP, temperature=1.0)
+        return complete(session, prompt, ids, None, FinishReason.STOP, temperature=1.0)
 
     first = answer(session.prepare([user("a")]))
     messages = [user("a"), first.message, {"role": "system", "content": "Be brief."}, user("c")]
@@ -179,7 +181,7 @@ def test_a_result_names_the_id_that_the_model_wrote() -> None:
     written = '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}, "id": "Ab3dEf6hI"}]</s>'
     prompt = session.prepare([user("a")], TOOLS)
     ids = renderer.encode_text(written, start=False)
-    called = session.complete(prompt, ids, None, FinishReason.STOP, temperature=1.0)
+    called = complete(session, prompt, ids, None, FinishReason.STOP, temperature=1.0)
     (call,) = called.message["tool_calls"]
     result = {"role": "tool", "content": "5", "tool_call_id": call["id"]}
     second = session.prepare([user("a"), called.message, result], TOOLS)
@@ -220,7 +222,7 @@ def test_a_stop_string_given_back_is_an_extension_again() -> None:
     session = TokenSession(RENDERER)
     prompt = session.prepare("A:", message_type="completion")
     ids = RENDERER.encode_text(" 12\n", start=False)
-    first = session.complete(prompt, ids, None, STOP, text=" 12", temperature=1.0)
+    first = complete(session, prompt, ids, None, STOP, text=" 12", temperature=1.0)
     assert first.text == " 12"
     again = session.prepare("A: 12\nB:", message_type="completion")
     assert again.extends == first.call_id
@@ -242,7 +244,7 @@ def test_messages_and_type_must_fit() -> None:
 def test_an_answer_without_ids_is_an_answer() -> None:
     session = TokenSession(RENDERER)
     prompt = session.prepare([user("a")])
-    got = session.complete(prompt, None, None, STOP, text="b", temperature=1.0, wait_s=2.0)
+    got = complete(session, prompt, None, None, STOP, text="b", temperature=1.0, wait_s=2.0)
     assert got.message == {"role": "assistant", "content": "b"}
     assert (got.prompt_ids, got.completion_ids, got.logprobs, got.versions) == (None,) * 4
     assert session.prepare([user("a"), got.message, user("c")]).extends is None
@@ -265,12 +267,12 @@ def test_contradicting_tokens_are_refused(
     session = TokenSession(RENDERER)
     prompt = session.prepare([user("a")])
     with pytest.raises(TokenError, match=what):
-        session.complete(prompt, ids, logprobs, STOP, temperature=1.0, versions=versions)
+        complete(session, prompt, ids, logprobs, STOP, temperature=1.0, versions=versions)
 
 
 def test_rounding_above_zero_is_forgiven() -> None:
     session = TokenSession(RENDERER)
-    got = session.complete(session.prepare([user("a")]), [1], [3e-6], STOP, temperature=1.0)
+    got = complete(session, session.prepare([user("a")]), [1], [3e-6], STOP, temperature=1.0)
     assert got.logprobs is not None
     assert got.logprobs.tolist() == [0.0]
 

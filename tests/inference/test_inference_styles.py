@@ -18,6 +18,7 @@ from inference_templates import (
     TOOLS,
     TWO_CLOSES_TOKENIZER,
     assistant,
+    complete,
     user,
 )
 
@@ -89,7 +90,7 @@ def converse(
         ended = turn not in truncated
         ids = sample(renderer, f"{style.before}It is {10 + turn}.", ended=ended)
         reason = FinishReason.STOP if ended else FinishReason.LENGTH
-        calls.append(session.complete(prompt, ids, None, reason, temperature=1.0))
+        calls.append(complete(session, prompt, ids, None, reason, temperature=1.0))
         messages += [calls[-1].message, user(f"And {turn} more?")]
     return calls, messages
 
@@ -174,7 +175,7 @@ def test_twenty_tool_turns_extend(name: str, num_results: int) -> None:
     for turn in range(NUM_TURNS):
         prompt = session.prepare(messages, TOOLS)
         ids = sample(renderer, spelled * num_results)
-        got = session.complete(prompt, ids, None, FinishReason.STOP, temperature=1.0)
+        got = complete(session, prompt, ids, None, FinishReason.STOP, temperature=1.0)
         assert len(got.message["tool_calls"]) == num_results
         messages.append(got.message)
         messages += [
@@ -206,7 +207,7 @@ def test_any_mix_of_turns_extends(turns: list[tuple[str, bool, str]]) -> None:
             assert prompt.ids[: len(ids_of(before))].tolist() == ids_of(before)
         ids = sample(renderer, said, ended=ended)
         reason = FinishReason.STOP if ended else FinishReason.LENGTH
-        before = session.complete(prompt, ids, None, reason, temperature=1.0)
+        before = complete(session, prompt, ids, None, reason, temperature=1.0)
         messages.append(before.message)
         messages += {
             "user": [user("u")],
@@ -228,7 +229,7 @@ def test_a_rollout_of_many_turns_is_linear_in_memory() -> None:
     for _ in range(200):
         prompt = session.prepare(messages)
         ids = sample(STYLE_RENDERER, "y" * 50)
-        got = session.complete(prompt, ids, None, FinishReason.STOP, temperature=1.0)
+        got = complete(session, prompt, ids, None, FinishReason.STOP, temperature=1.0)
         prompts.append(got.prompt_ids)
         messages += [got.message, user("z" * 50)]
     arrays = {id(each.base): each.base for each in prompts if each is not None}

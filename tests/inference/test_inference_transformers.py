@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 import pytest
-from inference_templates import TOOLS, assistant, user
+from inference_templates import TOOLS, assistant, complete, user
 
 from rolltree.inference import ChatRenderer, TokenSession
 from rolltree.types import FinishReason
@@ -57,7 +57,7 @@ def converse(session: TokenSession, answers: list[str], *, truncate: int = -1) -
         reason = FinishReason.LENGTH if number == truncate else FinishReason.STOP
         if number != truncate:
             ids.append(session.renderer.end_ids[0])
-        calls.append(session.complete(prompt, ids, None, reason, temperature=1.0))
+        calls.append(complete(session, prompt, ids, None, reason, temperature=1.0))
         messages += [calls[-1].message, user(f"And {number}, what comes next?")]
     return calls
 
@@ -104,7 +104,7 @@ def test_tool_turns_of_the_tiny_model_extend() -> None:
     for _ in range(5):
         prompt = session.prepare(messages, TOOLS)
         ids = [*renderer.encode_text(text, start=False).tolist(), renderer.end_ids[0]]
-        got = session.complete(prompt, ids, None, FinishReason.STOP, temperature=1.0)
+        got = complete(session, prompt, ids, None, FinishReason.STOP, temperature=1.0)
         assert got.finish_reason == FinishReason.TOOL_CALLS
         call_id = got.message["tool_calls"][0]["id"]
         messages += [got.message, {"role": "tool", "content": "5", "tool_call_id": call_id}]

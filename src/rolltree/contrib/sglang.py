@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from rolltree.errors import BadResponse, ConfigError, TokenError, UnsupportedSetting
+from rolltree.inference.call import Answer
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client_base import TokenClient, check_model
 from rolltree.inference.engine import extra_of
@@ -63,8 +64,8 @@ def decode_answer(body: bytes) -> GenerateAnswer:
         ) from error
 
 
-def sampled_of(answer: GenerateAnswer, version: int) -> dict[str, Any]:
-    """Return what was sampled, as arguments of `TokenSession.complete`.
+def sampled_of(answer: GenerateAnswer, version: int) -> Answer:
+    """Return what was sampled.
 
     `version` is the policy's where the server gives no number.
 
@@ -89,14 +90,14 @@ def sampled_of(answer: GenerateAnswer, version: int) -> dict[str, Any]:
     if finish is None or (finish.type == "abort" and finish.message):
         why = finish.message if finish else "it gives no finish_reason"
         raise BadResponse(f"SGLang did not finish the request: {why}. The call has no answer.")
-    return {
-        "ids": ids,
-        "logprobs": np.array([value for value, _, _ in triples], np.float32),  # None: NaN, refused
-        "finish_reason": finish_reason_named(finish.type),
-        "versions": version_named(meta.weight_version, version),
-        "id": meta.id or "",
-        "info": {} if finish.matched is None else {"stop_reason": finish.matched},
-    }
+    return Answer(
+        finish_reason_named(finish.type),
+        completion_ids=np.array(ids, np.int32),
+        logprobs=np.array([value for value, _, _ in triples], np.float32),  # None: NaN, refused
+        versions=np.full(len(ids), version_named(meta.weight_version, version), np.int32),
+        id=meta.id or "",
+        info={} if finish.matched is None else {"stop_reason": finish.matched},
+    )
 
 
 class SGLangClient(TokenClient):
@@ -163,7 +164,7 @@ class SGLangClient(TokenClient):
         """Close the connections."""
         await self._server.aclose()
 
-    async def sample(self, request: GenerateRequest) -> dict[str, Any]:
+    async def sample(self, request: GenerateRequest) -> Answer:
         """Send ids and return what was sampled.
 
         Raises:
@@ -179,15 +180,16 @@ class SGLangClient(TokenClient):
             "logprob_start_len": -1,
         }
         outcome = await self._server.post("/generate", body, decode_answer)
-        found = sampled_of(outcome.value, self.version)
-        check_num_sampled(len(found["ids"]), sampling.max_tokens)
-        if found["finish_reason"] == FinishReason.STOP:
-            found["text"] = self.renderer.answer_text(found["ids"], sampling)
+        answer = sampled_of(outcome.value, self.version)
+        ids = answer.completion_ids
+        assert ids is not None
+        check_num_sampled(len(ids), sampling.max_tokens)
+        if answer.finish_reason == FinishReason.STOP:
+            answer.text = self.renderer.answer_text(ids, sampling)
         if sampling.top_p != 1.0 or sampling.top_k:
-            found["logprobs"] = None
-        if outcome.num_retries:
-            found["info"] = {**found["info"], "num_retries": outcome.num_retries}
-        return {**found, "wait_s": outcome.wait_s}
+            answer.logprobs = None
+        answer.add_outcome(outcome)
+        return answer
 
 
 def sampling_params(sampling: SamplingParams, end_ids: Sequence[int]) -> dict[str, Any]:

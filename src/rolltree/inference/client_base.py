@@ -10,21 +10,21 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
 from rolltree.errors import UnsupportedSetting
+from rolltree.inference.call import DEFAULT_SAMPLING, Answer, ModelCall, record_of
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client import ModelClient, policy_version
-from rolltree.inference.message_session import MessageSession, generated
+from rolltree.inference.message_session import MessageSession, read_outcome
 from rolltree.inference.request_fields import TokenFields, outgoing, reshaping
 from rolltree.inference.retry import Outcome
 from rolltree.inference.session import Prompt, TokenSession, check_message_type, without_ids
 from rolltree.types import (
     GenerateRequest,
-    IntArray,
     Messages,
     MessageType,
     ModelResponse,
@@ -33,41 +33,18 @@ from rolltree.types import (
 )
 
 MemoryT = TypeVar("MemoryT")
-DEFAULT_SAMPLING = SamplingParams()
-
-
-@dataclass(frozen=True, slots=True)
-class ModelCall:
-    """One call of a model client: messages, a string, or token ids (int32 `[_P]`) to continue."""
-
-    prompt: Messages | IntArray
-    sampling: SamplingParams = DEFAULT_SAMPLING
-    model: str | None = None
-    tools: Sequence[ToolSchema] | None = None
-    message_type: MessageType = "chat"
-
-    async def to(self, client: ModelClient) -> ModelResponse:
-        """Make the call on `client`."""
-        # A client of ours takes the call as it is, unless it overrides the public methods: another
-        # one would take it apart and put it together again in every layer.
-        kind = type(client)
-        if isinstance(client, ClientBase) and (
-            kind.chat is ClientBase.chat and kind.generate is ClientBase.generate
-        ):
-            return await client.call(self)
-        if isinstance(self.prompt, np.ndarray):
-            return await client.generate(GenerateRequest(self.prompt, self.sampling, self.model))
-        return await client.chat(
-            self.prompt,
-            tools=self.tools,
-            sampling=self.sampling,
-            model=self.model,
-            message_type=self.message_type,
-        )
 
 
 class ClientBase(ABC):
     """A `ModelClient` in terms of `call`."""
+
+    takes_calls: ClassVar[bool] = True
+    """Whether `call` may be asked instead of `chat` and `generate`: these are not overridden."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        is_own = cls.chat is ClientBase.chat and cls.generate is ClientBase.generate
+        cls.takes_calls = is_own
 
     @property
     @abstractmethod
@@ -218,11 +195,8 @@ class TokenClient(RootClient[TokenSession]):
         return TokenSession(self.renderer)
 
     @abstractmethod
-    async def sample(self, request: GenerateRequest) -> dict[str, Any]:
-        """Sample one completion after exactly `request.prompt_ids`.
-
-        Returns the arguments of `TokenSession.complete` beside prompt and temperature.
-        """
+    async def sample(self, request: GenerateRequest) -> Answer:
+        """Sample one completion after exactly `request.prompt_ids`."""
 
     async def respond(self, call: ModelCall, memory: TokenSession) -> ModelResponse:
         """Sample what follows the prompt; a prompt of ids is not remembered."""
@@ -232,8 +206,8 @@ class TokenClient(RootClient[TokenSession]):
             prompt = memory.prepare(
                 call.prompt, call.tools, message_type=call.message_type, model=call.model
             )
-        sampled = await self.sample(GenerateRequest(prompt.ids, call.sampling, call.model))
-        return memory.complete(prompt, **sampled, temperature=call.sampling.temperature)
+        answer = await self.sample(GenerateRequest(prompt.ids, call.sampling, call.model))
+        return memory.complete(prompt, answer, call)
 
 
 class MessageClient(RootClient[MemoryT]):
@@ -260,39 +234,27 @@ class MessageClient(RootClient[MemoryT]):
 
     async def respond_by_message(self, call: ModelCall, memory: MessageSession) -> ModelResponse:
         """Send messages, a string or ids, and read the tokens of the answer where it has them."""
-        version = self.version  # no sampled token is older
-        if isinstance(call.prompt, np.ndarray):
-            outcome = await self.ask({"prompt": call.prompt.tolist()}, "completion", call, memory)
-            request = GenerateRequest(call.prompt, call.sampling, call.model)
-            facts = self._facts(outcome, version)
-            return generated(request, self.tokens, outcome.value, **facts)
-        messages, message_type = call.prompt, call.message_type
-        check_message_type(messages, message_type)
-        content: dict[str, Any] = {"prompt": messages}
-        if not isinstance(messages, str):
-            messages = list(messages)  # the caller may append to its list meanwhile
-            content = {"messages": outgoing(messages)}
+        version = self.version  # as it is before sending: no sampled token is older
+        prompt = call.prompt
+        if isinstance(prompt, np.ndarray):
+            outcome = await self.ask({"prompt": prompt.tolist()}, "completion", call, memory)
+            return record_of(self._read(outcome, call, version), call)
+        check_message_type(prompt, call.message_type)
+        content: dict[str, Any] = {"prompt": prompt}
+        if not isinstance(prompt, str):
+            prompt = list(prompt)  # the caller may append to its list meanwhile
+            call = replace(call, prompt=prompt)
+            content = {"messages": outgoing(prompt)}
             if call.tools:
                 content["tools"] = list(call.tools)
-        outcome = await self.ask(content, message_type, call, memory)
-        return memory.complete(
-            messages,
-            call.tools,
-            message_type,
-            call.model,
-            call.sampling,
-            outcome.value,
-            **self._facts(outcome, version),
-        )
+        outcome = await self.ask(content, call.message_type, call, memory)
+        return memory.complete(call, self._read(outcome, call, version))
 
-    def _facts(self, outcome: Outcome[Any], version: int) -> dict[str, Any]:
-        """Return what the record keeps of a request."""
-        return {
-            "version": version,
-            "num_retries": outcome.num_retries,
-            "wait_s": outcome.wait_s,
-            "raw": outcome.value if self.keeps_raw else None,
-        }
+    def _read(self, outcome: Outcome[Any], call: ModelCall, version: int) -> Answer:
+        answer = read_outcome(outcome, call, self.tokens, version)
+        if self.keeps_raw:
+            answer.raw = outcome.value
+        return answer
 
 
 def noted(response: ModelResponse, sampling: SamplingParams) -> ModelResponse:

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from rolltree.inference.call import ModelCall
 from rolltree.inference.client import ModelClient
-from rolltree.inference.client_base import DelegatingClient, ModelCall
+from rolltree.inference.client_base import DelegatingClient
 from rolltree.seeds import CallSeeds
 from rolltree.tasks import yield_fairly
 from rolltree.types import ModelResponse
@@ -172,17 +173,23 @@ class RolloutClient(DelegatingClient):
         if self._seeds is not None:
             sampling = replace(sampling, seed=self._seeds.next(sampling.seed))
         model = self._model if call.model is None else call.model
-        # Not `replace`: every call of every rollout comes by.
-        call = ModelCall(call.prompt, sampling, model, call.tools, call.message_type)
-        clock = self._clock
+        clock, sent_s, began_s = self._clock, call.sent_s, call.began_s
+        if clock is not None:
+            began_s = time.monotonic()
+            sent_s = round(clock.at(began_s), 6)
+        # Not `replace`, which is slow: every call of every rollout comes by.
+        call = ModelCall(
+            *(call.prompt, sampling, model, call.tools, call.message_type, sent_s, began_s)
+        )
         if clock is None:
             return await call.to(self._inner)
-        wait_s, began = 0.0, time.monotonic()
+        wait_s = 0.0
         clock.call_started()
         try:
             response = await call.to(self._inner)
             wait_s, answered = response.wait_s, time.monotonic()
-            response.timed(clock.at(began), answered - began)
+            if not (response.sent_s or response.time_s):  # a client that makes its own records
+                response = response.timed(sent_s, answered - began_s)
             # Many answers may have come at once: those of other rollouts get the loop first, and
             # that is waiting, too.
             await yield_fairly()

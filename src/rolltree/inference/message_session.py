@@ -1,35 +1,36 @@
 """The message side of a rollout: a server renders the prompt, this side keeps track of the tokens.
 
-`MessageSession.complete` turns a server's response into a `ModelResponse`. A prompt whose ids begin
-with an earlier call's ids is said to extend it, after comparing them.
+`read_outcome` reads a server's response, `MessageSession.complete` makes its record. A prompt
+whose ids begin with an earlier call's ids is said to extend it, after comparing them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from rolltree.errors import ServerError
+from rolltree.inference.call import Answer, CallTree, record_of
 from rolltree.inference.message_index import MessageIndex
-from rolltree.inference.parse import response_fields
+from rolltree.inference.parse import read_answer
 from rolltree.inference.request_fields import TokenFields
-from rolltree.inference.session import CallTree
 from rolltree.inference.wire import PromptReader
 from rolltree.types import (
     ChatMessage,
     FinishReason,
-    GenerateRequest,
     IntArray,
     Messages,
-    MessageType,
     ModelResponse,
     SamplingParams,
     ToolSchema,
 )
 from rolltree.untrusted import read_json
+
+if TYPE_CHECKING:
+    from rolltree.inference.call import ModelCall
+    from rolltree.inference.retry import Outcome
 
 AnswerT = TypeVar("AnswerT")
 
@@ -56,19 +57,37 @@ async def ask_for_tokens(
     return answer
 
 
-def generated(
-    request: GenerateRequest, tokens: TokenFields, response: object, **fields: Any
-) -> ModelResponse:
-    """Return the record of a token-in request; its ids are None if none came back.
+def read_outcome(
+    outcome: Outcome[Any], call: ModelCall, tokens: TokenFields, version: int
+) -> Answer:
+    """Return what a server answered to messages, a string or ids; note what it says about ids.
 
-    `fields` are as `MessageSession.complete`'s.
+    `version` is the policy's for tokens of which the server says none.
 
     Raises:
-        TokenError: the answer's token data contradicts itself.
+        BadResponse: the response has no answer in it.
+        TokenError: its token data contradicts itself.
     """
-    found = _read(response, "completion", tokens, request.sampling, request.prompt_ids, **fields)
-    found["num_prompt_tokens"] = len(request.prompt_ids)
-    return ModelResponse(**found)
+    sent_ids = call.prompt if isinstance(call.prompt, np.ndarray) else None
+    answer = read_answer(
+        outcome.value,
+        call.message_type if sent_ids is None else "completion",
+        version,
+        sent_ids,
+        with_ids=tokens.wanted,
+        max_tokens=call.sampling.max_tokens,
+        check=sent_ids is not None,  # the token tree checks what a session puts into it
+    )
+    if sent_ids is not None:
+        answer.num_prompt_tokens = len(sent_ids)
+    if answer.completion_ids is not None and answer.prompt_ids is not None:
+        tokens.prove(answer.prompt_ids, answer.completion_ids)
+        if not tokens.usable_logprobs(call.sampling):
+            answer.logprobs = None
+    elif tokens.wanted:
+        tokens.refuse("the answer holds none")
+    answer.add_outcome(outcome)
+    return answer
 
 
 class MessageSession:
@@ -80,41 +99,24 @@ class MessageSession:
         self._index = MessageIndex()
         self.reader = PromptReader()
 
-    def complete(
-        self,
-        messages: Messages,
-        tools: Sequence[ToolSchema] | None,
-        message_type: MessageType,
-        model: str | None,
-        sampling: SamplingParams,
-        response: object,
-        **fields: Any,
-    ) -> ModelResponse:
-        """Return the record of `response` to `messages`; later prompts can continue it.
-
-        `fields`: `version`, the policy's for tokens of which the server says none, `num_retries`,
-        `wait_s` and `raw`, the response object to keep.
+    def complete(self, call: ModelCall, answer: Answer) -> ModelResponse:
+        """Return the record of an answer to messages; later prompts can continue it.
 
         Raises:
-            BadResponse: the response has no answer in it.
             TokenError: its token data contradicts itself.
         """
-        found = _read(response, message_type, self._tokens, sampling, None, check=False, **fields)
-        message = found["message"]
-        found["finish_reason"] = _finish_reason(
-            found["finish_reason"], message, found["num_completion_tokens"], sampling
-        )
-        prompt_ids = found["prompt_ids"]
-        if prompt_ids is None:
-            return ModelResponse(**found)
-        if isinstance(messages, str):
-            return self._calls.insert(ModelResponse(**found))
-        extends, matched = self._extended(messages, tools, model, prompt_ids)
+        _fix_finish_reason(answer, call.sampling)
+        if answer.prompt_ids is None:
+            return record_of(answer, call)
+        messages = call.prompt
+        if not isinstance(messages, list):
+            return self._calls.record(answer, call)
+        extends, matched = self._extended(messages, call.tools, call.model, answer.prompt_ids)
         if matched and extends is None:
             why = "the server's prompt does not begin with the earlier ids"
-            found["info"] = {**found["info"], "rerendered": why}
-        made = self._calls.insert(ModelResponse(**found, extends=extends))
-        self._index.add(messages, message, made.call_id, tools, model)
+            answer.info = {**answer.info, "rerendered": why}
+        made = self._calls.record(answer, call, extends)
+        self._index.add(messages, made.message, made.call_id, call.tools, call.model)
         return made
 
     def remember(
@@ -128,9 +130,9 @@ class MessageSession:
         if response.prompt_ids is None or response.completion_ids is None:
             return response
         if isinstance(messages, str):
-            return self._calls.insert(replace(response, extends=None))
+            return self._calls.adopt(response, None)
         extends, _ = self._extended(messages, tools, model, response.prompt_ids)
-        made = self._calls.insert(replace(response, extends=extends))
+        made = self._calls.adopt(response, extends)
         self._index.add(messages, made.message, made.call_id, tools, model)
         return made
 
@@ -150,55 +152,20 @@ class MessageSession:
         return (match.call if is_exact else None), True
 
 
-def _read(
-    response: object,
-    message_type: MessageType,
-    tokens: TokenFields,
-    sampling: SamplingParams,
-    sent_ids: IntArray | None,
-    *,
-    check: bool = True,
-    version: int = 0,
-    num_retries: int = 0,
-    wait_s: float = 0.0,
-    raw: object = None,
-) -> dict[str, Any]:
-    """Return the fields of the record of `response`, and note what it says about token ids."""
-    found = response_fields(
-        response,
-        message_type,
-        version,
-        sent_ids,
-        with_ids=tokens.wanted,
-        max_tokens=sampling.max_tokens,
-        check=check,
-    )
-    if found["completion_ids"] is not None:
-        ids = (found["prompt_ids"], found["completion_ids"])
-        tokens.prove(*(array for array in ids if array is not None))
-        if not tokens.usable_logprobs(sampling):
-            found["logprobs"] = None
-    elif tokens.wanted:
-        tokens.refuse("the answer holds none")
-    if num_retries:
-        found["info"] = {**found["info"], "num_retries": num_retries}
-    return {**found, "temperature": sampling.temperature, "wait_s": wait_s, "raw": raw}
-
-
-def _finish_reason(
-    reason: FinishReason, message: ChatMessage, num_tokens: int, sampling: SamplingParams
-) -> FinishReason:
+def _fix_finish_reason(answer: Answer, sampling: SamplingParams) -> None:
     """Fix finish reasons that servers get wrong: STOP with tool calls, TOOL_CALLS without."""
-    calls = message.get("tool_calls") or []
-    if reason == FinishReason.STOP and calls:
-        return FinishReason.TOOL_CALLS
-    if reason == FinishReason.TOOL_CALLS:
+    assert answer.message is not None
+    calls = answer.message.get("tool_calls") or []
+    if answer.finish_reason == FinishReason.STOP and calls:
+        answer.finish_reason = FinishReason.TOOL_CALLS
+    elif answer.finish_reason == FinishReason.TOOL_CALLS:
+        num_tokens = answer.num_completion_tokens
         full = sampling.max_tokens is not None and num_tokens >= sampling.max_tokens
-        if full and not (calls and all(_is_complete(call) for call in calls)):
-            return FinishReason.LENGTH
-        if not calls:
-            return FinishReason.STOP
-    return reason
+        # Some servers say so although the arguments of the last call are cut in the middle.
+        if full and not (calls and all(map(_is_complete, calls))):
+            answer.finish_reason = FinishReason.LENGTH
+        elif not calls:
+            answer.finish_reason = FinishReason.STOP
 
 
 def _is_complete(call: Mapping[str, Any]) -> bool:

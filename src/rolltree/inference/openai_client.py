@@ -13,19 +13,17 @@ from typing import Any, Literal
 import numpy as np
 
 from rolltree.errors import ConfigError, ServerError
+from rolltree.inference.call import ModelCall
 from rolltree.inference.chat import ChatRenderer
-from rolltree.inference.client_base import MessageClient, ModelCall
+from rolltree.inference.client_base import MessageClient
 from rolltree.inference.context_limit import DEFAULT_MAX_TOKENS, ContextLimit, cut_by_default
 from rolltree.inference.http import MAX_ANSWER_BYTES, HttpServer
 from rolltree.inference.message_session import MessageSession, ask_for_tokens
 from rolltree.inference.parse import (
-    extract_finish_reason,
+    begin_answer,
     extract_message,
-    extract_routing,
-    extract_tokens,
-    extract_versions,
     finished,
-    response_head,
+    read_tokens,
 )
 from rolltree.inference.request_fields import (
     LogprobsMode,
@@ -158,7 +156,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         prompt = by_token.prepare(
             call.prompt, call.tools, message_type=call.message_type, model=call.model
         )
-        return await self._respond_by_token(by_token, prompt, call.sampling, memory.reader.decode)
+        return await self._respond_by_token(by_token, prompt, call, memory.reader.decode)
 
     def recall(
         self, call: ModelCall, response: ModelResponse, memory: OpenAIMemory
@@ -261,9 +259,9 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
             return await ask_for_tokens(self.tokens, send)
 
     async def _respond_by_token(
-        self, session: TokenSession, prompt: Prompt, sampling: SamplingParams, decode: Decode
+        self, session: TokenSession, prompt: Prompt, call: ModelCall, decode: Decode
     ) -> ModelResponse:
-        version = self.version
+        version, sampling = self.version, call.sampling
         asked = _with_ends(sampling, session.renderer.end_ids)
         sent = prompt.ids.tolist()
         outcome = None
@@ -275,35 +273,26 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
             outcome = await self._ask_all(content, "completion", asked, prompt.model, decode)
             kind = "completion"
         response = outcome.value
-        reason = extract_finish_reason(response)
-        found = extract_tokens(response, kind, prompt.ids, max_tokens=sampling.max_tokens)
-        temperature = sampling.temperature
-        fields = response_head(response) | {"wait_s": outcome.wait_s}
-        if outcome.num_retries:
-            fields["info"] = {**fields["info"], "num_retries": outcome.num_retries}
-        if found is None:
+        answer = begin_answer(response)
+        answer.add_outcome(outcome)
+        max_tokens = sampling.max_tokens
+        if not read_tokens(answer, response, kind, version, prompt.ids, max_tokens=max_tokens):
             self.tokens.refuse("the answer holds none")
-            fields["text"] = extract_message(response, "completion")[1]
-            return session.complete(prompt, None, None, reason, temperature=temperature, **fields)
-        _, ids, logprobs = found
+            answer.text = extract_message(response, "completion")[1]
+            return session.complete(prompt, answer, call)
+        ids = answer.completion_ids
+        assert ids is not None
         self.tokens.prove(ids)
+        if not self.tokens.usable_logprobs(sampling):
+            answer.logprobs = None
         renderer, text = session.renderer, response.choices[0].text
-        ended = reason == FinishReason.STOP
+        ended = answer.finish_reason == FinishReason.STOP
         own = renderer.answer_text(ids, sampling) if ended else renderer.decode_answer(ids)
         if text not in (None, own):  # the token-in endpoint gives none
             vocabulary, where = renderer.vocabulary, self._server.base_url
             check_text(vocabulary, ids, text, asked.stop, where=where)
-        fields["text"] = own
-        return session.complete(
-            prompt,
-            ids,
-            logprobs if self.tokens.usable_logprobs(sampling) else None,
-            reason,
-            temperature=temperature,
-            versions=extract_versions(response, len(ids), version),
-            routed_experts=extract_routing(response, len(prompt.ids) + len(ids)),
-            **fields,
-        )
+        answer.text = own
+        return session.complete(prompt, answer, call)
 
 
 class TokenInEndpoint:

@@ -22,7 +22,8 @@ from rolltree.errors import (
     ModelError,
     ServerError,
 )
-from rolltree.inference.client_base import MessageClient, ModelCall
+from rolltree.inference.call import ModelCall
+from rolltree.inference.client_base import MessageClient
 from rolltree.inference.http import MAX_ANSWER_BYTES, status_error
 from rolltree.inference.message_session import MessageSession, ask_for_tokens
 from rolltree.inference.parse import extract_finish_reason, read

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolltree.errors import BadResponse, TokenError
+from rolltree.inference.call import Answer, ModelCall, record_of
 from rolltree.inference.routed_experts import decode_routing
 from rolltree.inference.wire import Decode, Response, TokenLogprob
 from rolltree.tokens.buffers import as_ids, checked_logprobs
@@ -32,6 +33,7 @@ from rolltree.types import (
     Messages,
     MessageType,
     ModelResponse,
+    SamplingParams,
     TrajectoryStepTokens,
 )
 from rolltree.untrusted import is_well_formed
@@ -237,11 +239,13 @@ def parse_response(
     """
     if isinstance(response, ModelResponse):
         return response
-    found = response_fields(response, message_type, version)
-    return ModelResponse(**found, temperature=temperature, raw=response)
+    answer = read_answer(response, message_type, version)
+    answer.raw = response
+    sampling = SamplingParams(temperature=temperature)
+    return record_of(answer, ModelCall("", sampling))
 
 
-def response_fields(
+def read_answer(
     response: object,
     message_type: MessageType,
     version: int = 0,
@@ -250,56 +254,74 @@ def response_fields(
     with_ids: bool = True,
     max_tokens: int | None = None,
     check: bool = True,
-) -> dict[str, Any]:
-    """Return what a response says, as fields of `ModelResponse`; raises as `parse_response`.
+) -> Answer:
+    """Return what a response says; raises as `parse_response`.
 
-    `sent_ids` (int32 `[_P]`) is the prompt where it was sent as ids. Without `with_ids` what the
-    response says about ids is left alone; `max_tokens` and `check` are `extract_tokens`'s.
+    Without `with_ids` what the response says about ids is left alone; the other arguments are
+    those of `read_tokens`.
     """
     message, text = extract_message(response, message_type)
-    tokens = None
-    if with_ids:
-        tokens = extract_tokens(
-            response, message_type, sent_ids, max_tokens=max_tokens, check=check
-        )
+    answer = begin_answer(response)
+    answer.message, answer.text = message, text
     num_prompt, num_completion = extract_usage(response)
-    prompt_ids, completion_ids, logprobs = tokens or (None, None, None)
-    versions = routing = None
-    if prompt_ids is not None and completion_ids is not None:
-        is_a_servers = isinstance(response, Response) or _is_openai(response)  # and no mock
-        if is_a_servers and num_prompt not in (0, len(prompt_ids)):
-            raise TokenError(
-                f"the server's usage counts {num_prompt} prompt tokens, and it reports "
-                f"{len(prompt_ids)} prompt ids, so these are not what the model was given. Check "
-                "the server."
-            )
-        num_prompt, num_completion = len(prompt_ids), len(completion_ids)
-        versions = extract_versions(response, num_completion, version)
-        routing = extract_routing(response, num_prompt + num_completion)
-    return {
-        "message": message,
-        "text": text,
-        "finish_reason": extract_finish_reason(response),
-        "prompt_ids": prompt_ids,
-        "completion_ids": completion_ids,
-        "logprobs": logprobs,
-        "versions": versions,
-        "routed_experts": routing,
-        "num_prompt_tokens": num_prompt,
-        "num_completion_tokens": num_completion,
-        **response_head(response),
-    }
+    answer.num_prompt_tokens, answer.num_completion_tokens = num_prompt, num_completion
+    if not with_ids or not read_tokens(
+        answer, response, message_type, version, sent_ids, max_tokens=max_tokens, check=check
+    ):
+        return answer
+    # A mock's usage is what its author set; only a server's can contradict its ids.
+    is_a_servers = isinstance(response, Response) or _is_openai(response)
+    if is_a_servers and num_prompt not in (0, answer.num_prompt_tokens):
+        raise TokenError(
+            f"the server's usage counts {num_prompt} prompt tokens, and it reports "
+            f"{answer.num_prompt_tokens} prompt ids, so these are not what the model was given. "
+            "Check the server."
+        )
+    return answer
 
 
-def response_head(response: object) -> dict[str, Any]:
-    """Return a response's `id`, `model` and `info` (`stop_reason`: the stop that was met)."""
+def begin_answer(response: object) -> Answer:
+    """Return how a response ended, its id and its model; `info["stop_reason"]`: the stop met.
+
+    Raises:
+        BadResponse: as `extract_finish_reason`.
+    """
     name, model = read(response, "id"), read(response, "model")
     stop = read(first_choice(response), "stop_reason")
-    return {
-        "id": _text(name),
-        "model": sys.intern(_text(model)) if type(model) is str else None,
-        "info": {"stop_reason": stop} if isinstance(stop, str | int) else {},
-    }
+    return Answer(
+        extract_finish_reason(response),
+        id=_text(name),
+        # One server's thousands of answers name the same model.
+        model=sys.intern(_text(model)) if type(model) is str else None,
+        info={"stop_reason": stop} if isinstance(stop, str | int) else {},
+    )
+
+
+def read_tokens(
+    answer: Answer,
+    response: object,
+    message_type: MessageType,
+    version: int,
+    sent_ids: IntArray | None = None,
+    *,
+    max_tokens: int | None = None,
+    check: bool = True,
+) -> bool:
+    """Put the tokens of a response into its answer; False if the server gave no ids.
+
+    `version` is the policy's for tokens of which the response says none. The other arguments, and
+    what is raised, are those of `extract_tokens`.
+    """
+    tokens = extract_tokens(response, message_type, sent_ids, max_tokens=max_tokens, check=check)
+    if tokens is None:
+        return False
+    answer.prompt_ids, ids, answer.logprobs = tokens
+    answer.completion_ids = ids
+    num_prompt, num_sampled = len(answer.prompt_ids), len(ids)
+    answer.num_prompt_tokens, answer.num_completion_tokens = num_prompt, num_sampled
+    answer.versions = extract_versions(response, num_sampled, version)
+    answer.routed_experts = extract_routing(response, num_prompt + num_sampled)
+    return True
 
 
 def extract_versions(response: object, num_tokens: int, otherwise: int) -> IntArray:

@@ -28,8 +28,9 @@ from rolltree.errors import (
     ServerError,
     TokenError,
 )
+from rolltree.inference.call import ModelCall
 from rolltree.inference.client import ModelClient, policy_version
-from rolltree.inference.client_base import ClientBase, ModelCall
+from rolltree.inference.client_base import ClientBase
 from rolltree.inference.openai_client import OpenAIClient
 from rolltree.inference.retry import Retry, RetryPolicy, with_retries
 from rolltree.types import ModelResponse

@@ -9,25 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rolltree.errors import ConfigError
+from rolltree.inference.call import Answer, CallTree, record_of
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.message_index import MessageIndex
-from rolltree.tokens import TokenTree, routing_streams
 from rolltree.tokens.buffers import as_ids
 from rolltree.types import (
-    ChatMessage,
-    FinishReason,
-    FloatArray,
     IntArray,
     Messages,
     MessageType,
     ModelResponse,
     ToolSchema,
 )
+
+if TYPE_CHECKING:
+    from rolltree.inference.call import ModelCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,42 +44,6 @@ class Prompt:
     messages: Messages = ""
     tools: Sequence[ToolSchema] | None = None
     model: str | None = None
-
-
-class CallTree:
-    """The token tree of one rollout's calls, and which of them is which `call_id`."""
-
-    def __init__(self) -> None:
-        self.tree = TokenTree()
-        self._handles: dict[int, int] = {}
-
-    def path(self, call_id: int) -> IntArray:
-        """Return the prompt and completion of a call, int32 `[_P + _C]`, read-only."""
-        return self.tree.path_view(self._handles[call_id])
-
-    def insert(self, response: ModelResponse) -> ModelResponse:
-        """Put a call into the tree and tell the response where it is. Returns the response.
-
-        Raises:
-            TokenError: the arrays contradict each other.
-        """
-        prompt, completion = response.prompt_ids, response.completion_ids
-        assert prompt is not None
-        assert completion is not None
-        parent = None if response.extends is None else self._handles[response.extends]
-        path_len = len(prompt) + len(completion)
-        versions = 0 if response.versions is None else response.versions
-        call = self.tree.insert(
-            prompt,
-            completion,
-            logprobs=response.logprobs,
-            temperature=response.temperature,
-            versions=versions,
-            parent=parent,
-            streams=routing_streams(response.routed_experts, path_len, self.tree, parent, versions),
-        )
-        self._handles[response.call_id] = call
-        return response.placed(self.tree, call)
 
 
 class TokenSession:
@@ -126,58 +90,28 @@ class TokenSession:
         assert found.rendered is not None
         return Prompt(found.rendered, None, found.reason, messages, tools, model)
 
-    def complete(
-        self,
-        prompt: Prompt,
-        ids: Sequence[int] | IntArray | None,
-        logprobs: Sequence[float] | FloatArray | None,
-        finish_reason: FinishReason,
-        *,
-        temperature: float,
-        versions: int | Sequence[int] | IntArray = 0,
-        text: str | None = None,
-        **fields: Any,
-    ) -> ModelResponse:
+    def complete(self, prompt: Prompt, answer: Answer, call: ModelCall) -> ModelResponse:
         """Return the record of what was sampled after `prompt`; later prompts can continue it.
 
-        Args:
-            prompt: what `prepare` returned.
-            ids: int `[_C]`, the end token included where one was sampled; None if the engine
-                gave none, which nothing can continue.
-            logprobs: float `[_C]`, of the distribution sampled from; None when unknown.
-            finish_reason: why sampling ended.
-            temperature: the temperature sampled with.
-            versions: policy version of every token, int `[_C]`, or one for all.
-            text: the answer's text where it is not the decoded ids, as when a stop string, which is
-                among the ids, is cut off.
-            fields: further fields of `ModelResponse`: `id`, `model`, `raw`, `wait_s`, `info`.
+        An answer without ids is recorded, and nothing continues it. Its text, if it has one, wins
+        over the decoded ids: a stop string is among them, and is cut off.
 
         Raises:
             TokenError: the arrays contradict each other.
         """
-        completion = None if ids is None else as_ids(np.asarray(ids), "completion_ids")
-        if text is None:
-            text = "" if completion is None else self.renderer.decode_answer(completion)
-        message, finish_reason = self._message(prompt, text, finish_reason)
+        if answer.completion_ids is not None:
+            answer.completion_ids = as_ids(answer.completion_ids, "completion_ids")
+        ids = answer.completion_ids
+        if answer.text is None:
+            answer.text = "" if ids is None else self.renderer.decode_answer(ids)
+        self._read_message(prompt, answer)
         if prompt.reason:
-            fields["info"] = {**fields.get("info", {}), "rerendered": prompt.reason}
-        fields |= {"message": message, "text": text, "finish_reason": finish_reason}
-        fields |= {"temperature": temperature, "num_prompt_tokens": len(prompt.ids)}
-        if completion is None:
-            return ModelResponse(**fields)
-        count = len(completion)
-        whole = versions if not isinstance(versions, int) else np.full(count, versions, np.int32)
-        response = self._calls.insert(
-            ModelResponse(
-                prompt_ids=prompt.ids,
-                completion_ids=completion,
-                logprobs=None if logprobs is None else np.array(logprobs, np.float32),
-                versions=np.asarray(whole, np.int32),
-                num_completion_tokens=count,
-                extends=prompt.extends,
-                **fields,
-            )
-        )
+            answer.info = {**answer.info, "rerendered": prompt.reason}
+        answer.num_prompt_tokens = len(prompt.ids)
+        if ids is None:
+            return record_of(answer, call)
+        answer.prompt_ids, answer.num_completion_tokens = prompt.ids, len(ids)
+        response = self._calls.record(answer, call, prompt.extends)
         self._keep(prompt, response)
         return response
 
@@ -209,7 +143,7 @@ class TokenSession:
                     extends = match.call
         if not is_ours:
             return without_ids(response)
-        made = self._calls.insert(replace(response, extends=extends))
+        made = self._calls.adopt(response, extends)
         self._keep(Prompt(prompt_ids, extends, None, messages, tools, model), made)
         return made
 
@@ -224,13 +158,14 @@ class TokenSession:
             message, call_id = response.message, response.call_id
             self._index.add(prompt.messages, message, call_id, prompt.tools, prompt.model)
 
-    def _message(
-        self, prompt: Prompt, text: str, finish_reason: FinishReason
-    ) -> tuple[ChatMessage, FinishReason]:
+    def _read_message(self, prompt: Prompt, answer: Answer) -> None:
+        """Set the answer's message, and with it the finish reason: tool calls are one."""
+        assert answer.text is not None
         if isinstance(prompt.messages, str):
-            return {"role": "assistant", "content": text}, finish_reason
-        parsed = self.renderer.parse_text(text, finish_reason, prompt.tools)
-        return parsed.message, parsed.finish_reason
+            answer.message = {"role": "assistant", "content": answer.text}
+            return
+        parsed = self.renderer.parse_text(answer.text, answer.finish_reason, prompt.tools)
+        answer.message, answer.finish_reason = parsed.message, parsed.finish_reason
 
     def _prepare_text(self, text: str, model: str | None) -> Prompt:
         best: _Text | None = None

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rolltree.errors import BudgetSpent, ConfigError
+from rolltree.inference.call import ModelCall
 from rolltree.inference.client import ModelClient
-from rolltree.inference.client_base import DelegatingClient, ModelCall
+from rolltree.inference.client_base import DelegatingClient
 from rolltree.types import ModelResponse, SamplingParams
 
 

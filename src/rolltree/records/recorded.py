@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from rolltree.errors import ConfigError, ModelError, PromptTooLong
+from rolltree.inference.call import ModelCall
 from rolltree.inference.client import ModelClient
-from rolltree.inference.client_base import ClientBase, ModelCall, Session
+from rolltree.inference.client_base import ClientBase, Session
 from rolltree.rollouts import current_episode
 from rolltree.store import dumps
 from rolltree.tokens import StepTokens, peek

@@ -27,8 +27,9 @@ from rolltree.environments import (
 )
 from rolltree.errors import INFRASTRUCTURE, ConfigError
 from rolltree.evaluation import EvalProgress
+from rolltree.inference.call import ModelCall
 from rolltree.inference.client import sampling_to_args
-from rolltree.inference.client_base import ClientBase, ModelCall
+from rolltree.inference.client_base import ClientBase
 from rolltree.records.rescored import RescoreReport, rescore_report
 from rolltree.rollouts import RolloutEngine, current_episode
 from rolltree.rollouts.decode import decode_results

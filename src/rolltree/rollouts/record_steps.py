@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from rolltree.rollouts.message_table import MessageReader, MessageTable, Reference
-from rolltree.tokens import RecordedStep, StepTokens, TokenTree, Trajectory, peek
+from rolltree.tokens import KeptResponse, RecordedStep, StepTokens, TokenTree, Trajectory, peek
 from rolltree.types import FinishReason, ModelResponse, TrajectoryStep
 
 _RESPONSE_FIELDS = ("id", "model", "object", "created", "system_fingerprint", "usage")
@@ -18,6 +18,9 @@ _IN_EXTRAS = (
     *("finish_reason", "temperature", "call_id"),
     *("num_prompt_tokens", "num_completion_tokens"),
 )
+_PROCESS_ONLY = ("extends",)  # a hint for the tree, which has the answer by now
+_SAID = ("message", "text", *_IN_EXTRAS)  # the completion and the extras say these, too
+_REST = tuple(name for name in KeptResponse._fields if name not in (*_SAID, *_PROCESS_ONLY))
 _STEP_FIELDS = ("prompt", "completion", "response", "tokens", "reward", "advantage", "extras")
 
 
@@ -124,8 +127,7 @@ def _answer_data(
     values = {name: getattr(response, name) for name in told}
     values["finish_reason"] = response.finish_reason.value
     data = {name: value for name, value in values.items() if value != told[name]}
-    names = ("id", "model", "wait_s", "sent_s", "time_s", "info")
-    rest = {name: getattr(response, name) for name in names}
+    rest = {name: getattr(response, name) for name in _REST}
     return data | {name: value for name, value in rest.items() if value}
 
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
+from rolltree.inference.call import ModelCall
 from rolltree.inference.client import ModelClient
-from rolltree.inference.client_base import DelegatingClient, ModelCall
+from rolltree.inference.client_base import DelegatingClient
 from rolltree.types import ModelResponse
 
 FaultT = TypeVar("FaultT")

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rolltree.inference.call import Answer, ModelCall
 from rolltree.inference.chat import ChatRenderer
-from rolltree.inference.client_base import ModelCall, RootClient, noted
+from rolltree.inference.client_base import RootClient, noted
 from rolltree.inference.session import Prompt, TokenSession
 from rolltree.testing.script import Script, ScriptSource, tokens_of
 from rolltree.testing.tokenizer import ByteTokenizer
@@ -101,15 +102,14 @@ class ScriptedClient(RootClient[_ScriptedMemory]):
         self.calls.append(ScriptedCall(asked, tools, call.sampling, model, rendered))
         await asyncio.sleep(self.delay_s)
         said = tokens_of(await memory.script.next(asked), self.renderer, call.sampling)
-        return tokens.complete(
-            prompt,
-            said.ids,
-            said.logprobs,
+        answer = Answer(
             said.finish_reason,
-            temperature=call.sampling.temperature,
-            versions=self.version,
             text=said.text,
+            completion_ids=said.ids,
+            logprobs=said.logprobs,
+            versions=np.full(len(said.ids), self.version, np.int32),
         )
+        return tokens.complete(prompt, answer, call)
 
     async def aclose(self) -> None:
         """Note that the client was closed."""

@@ -13,7 +13,14 @@ from rolltree.tokens.routing import (
     recorded_routing,
     routing_streams,
 )
-from rolltree.tokens.step import RecordedStep, StepTokens, mask_list, num_call_tokens, peek
+from rolltree.tokens.step import (
+    KeptResponse,
+    RecordedStep,
+    StepTokens,
+    mask_list,
+    num_call_tokens,
+    peek,
+)
 from rolltree.tokens.streams import PlacedStream, TokenStream
 from rolltree.tokens.trajectory import Trajectory, check_steps, insert_step, record_call
 from rolltree.tokens.tree import TokenTree
@@ -23,6 +30,7 @@ __all__ = [
     "BreakCause",
     "CallTable",
     "Decoder",
+    "KeptResponse",
     "PlacedStream",
     "Place",
     "ROOT",

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from rolltree.tokens.buffers import readable_floats
 from rolltree.tokens.tree import TokenTree
-from rolltree.types import ChatMessage, FloatArray, Messages, ModelResponse
+from rolltree.types import ChatMessage, FinishReason, FloatArray, Messages, ModelResponse
 
 TOKEN_KEYS = (
     "prompt_ids",
@@ -201,12 +201,38 @@ class _Unread:
 
 
 _UNREAD: Any = _Unread()
-_KEPT = (
-    *("message", "text", "finish_reason", "temperature", "call_id", "extends"),
-    *("wait_s", "info", "id", "model", "sent_s", "time_s"),
-)
-_kept_of = attrgetter(*_KEPT)
-_NO_INFO: dict[str, Any] = {}
+_NO_INFO: Mapping[str, Any] = {}
+
+
+class KeptResponse(NamedTuple):
+    """What a step keeps of its `ModelResponse`, and so what is copied, pickled and stored of it.
+
+    The tree has the rest: ids, logprobs, versions, routed experts. A further field of a call stands
+    in two places, in `ModelResponse` and here; the store writes all that is here
+    (`rolltree.rollouts.record_steps`), and a test fails for a field that gets lost on that way.
+    """
+
+    message: ChatMessage
+    text: str
+    finish_reason: FinishReason
+    temperature: float
+    call_id: int
+    extends: int | None
+    wait_s: float
+    id: str
+    model: str | None
+    sent_s: float
+    time_s: float
+    info: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, response: ModelResponse) -> KeptResponse:
+        """Return what a step keeps of a response."""
+        # Most calls have no notes: a million of them need not keep a million empty dicts.
+        return cls._make((*_kept_of(response), response.info or _NO_INFO))
+
+
+_kept_of = attrgetter(*(name for name in KeptResponse._fields if name != "info"))
 
 
 class RecordedStep(LazyDict):
@@ -249,8 +275,7 @@ class RecordedStep(LazyDict):
         self.head = head
         self._added = _packed(added)
         self._answer = _packed(completion)
-        kept = _kept_of(response)
-        self._kept = kept if response.info else (*kept[:7], _NO_INFO, *kept[8:])
+        self._kept = KeptResponse.of(response)
 
     @property
     def has_own_tokens(self) -> bool:
@@ -299,7 +324,7 @@ class RecordedStep(LazyDict):
     def _response(self, **arrays: Any) -> ModelResponse:
         tree, call = self.tree, self.call
         return ModelResponse(
-            **dict(zip(_KEPT, self._kept, strict=True)),
+            **self._kept._asdict(),
             num_prompt_tokens=tree.prompt_len(call),
             num_completion_tokens=tree.num_sampled(call),
             **arrays,
@@ -307,21 +332,21 @@ class RecordedStep(LazyDict):
 
     def _build_response(self) -> ModelResponse:
         tree, call = self.tree, self.call
-        response = self._response(
+        return self._response(
             completion_ids=tree.completion_ids(call),
             versions=tree.versions(call),
+            place=(tree, call),
         )
-        return response.placed(tree, call)
 
     def _build_extras(self) -> dict[str, Any]:
         tree, call = self.tree, self.call
-        _, _, finish_reason, temperature, call_id, _, _, info, *_ = self._kept
+        kept = self._kept
         extras: dict[str, Any] = {
             "agent": tree.agent(call),
             "turn": tree.turn(call),
-            "call_id": call_id,
-            "finish_reason": finish_reason.value,
-            "temperature": temperature,
+            "call_id": kept.call_id,
+            "finish_reason": kept.finish_reason.value,
+            "temperature": kept.temperature,
             "num_prompt_tokens": tree.prompt_len(call),
             "num_completion_tokens": tree.num_sampled(call),
         }
@@ -329,8 +354,8 @@ class RecordedStep(LazyDict):
         if len(versions):
             extras["policy_version_min"] = int(versions.min())
             extras["policy_version_max"] = int(versions.max())
-        if "sampling" in info:
-            extras["sampling"] = info["sampling"]
+        if "sampling" in kept.info:
+            extras["sampling"] = kept.info["sampling"]
         return extras
 
     def pop(self, key: str, *default: Any) -> Any:

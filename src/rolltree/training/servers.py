@@ -28,7 +28,7 @@ from rolltree.errors import (
     TrainingError,
 )
 from rolltree.inference import WeightTransfer, publish_weights
-from rolltree.inference.client_base import ModelCall
+from rolltree.inference.call import ModelCall
 from rolltree.inference.openai_client import OpenAIClient, OpenAIMemory
 from rolltree.inference.publish import RELOAD_METHOD, HasServer, served_version
 from rolltree.inference.reachable import FIRST_ANSWER_S

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+from rolltree.inference.call import Answer
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client_base import TokenClient, check_model
 from rolltree.inference.engine import EngineThread
@@ -45,7 +46,7 @@ class LocalClient(TokenClient):
         """The engine's version."""
         return self.engine.version
 
-    async def sample(self, request: GenerateRequest) -> dict[str, Any]:
+    async def sample(self, request: GenerateRequest) -> Answer:
         """Sample one completion after exactly `request.prompt_ids`.
 
         Raises:
@@ -55,16 +56,16 @@ class LocalClient(TokenClient):
         output = await self.engine.generate(request)
         stopped = output.finish_reason == FinishReason.STOP
         ids = output.completion_ids
-        return {
-            "ids": ids,
-            "logprobs": output.logprobs,
-            "finish_reason": output.finish_reason,
-            "versions": output.versions,
-            "text": self.renderer.answer_text(ids, request.sampling) if stopped else None,
-            "wait_s": output.wait_s,
-            "routed_experts": output.routed_experts,
-            "info": {"num_cached_tokens": output.num_cached_tokens},
-        }
+        return Answer(
+            output.finish_reason,
+            text=self.renderer.answer_text(ids, request.sampling) if stopped else None,
+            completion_ids=ids,
+            logprobs=output.logprobs,
+            versions=output.versions,
+            routed_experts=output.routed_experts,
+            wait_s=output.wait_s,
+            info={"num_cached_tokens": output.num_cached_tokens},
+        )
 
     async def aclose(self) -> None:
         """Close the engine."""

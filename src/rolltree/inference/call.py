@@ -1,0 +1,187 @@
+"""One model call: what is asked, what was answered, and the record that is made of both.
+
+Every client reads its server's answer into an `Answer`; `CallTree.record` puts the ids into the
+rollout's token tree and makes the `ModelResponse`, which nothing changes afterwards
+(design/0013-model-call-path.md).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rolltree.tokens import TokenTree, routing_streams
+from rolltree.types import (
+    ChatMessage,
+    FinishReason,
+    FloatArray,
+    GenerateRequest,
+    IntArray,
+    Messages,
+    MessageType,
+    ModelResponse,
+    SamplingParams,
+    ToolSchema,
+)
+
+if TYPE_CHECKING:
+    from rolltree.inference.retry import Outcome
+
+DEFAULT_SAMPLING = SamplingParams()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCall:
+    """One call of a model client: messages, a string, or token ids (int32 `[_P]`) to continue."""
+
+    prompt: Messages | IntArray
+    sampling: SamplingParams = DEFAULT_SAMPLING
+    model: str | None = None
+    tools: Sequence[ToolSchema] | None = None
+    message_type: MessageType = "chat"
+    # When it was made, from the start of its episode and by `time.monotonic`; 0 outside of one.
+    sent_s: float = 0.0
+    began_s: float = 0.0
+
+    async def to(self, client: Any) -> ModelResponse:
+        """Make the call on a `ModelClient`."""
+        # rolltree's own clients take the call as it is. Through `chat`, every layer in front of
+        # the one that answers would take it apart and put it together again.
+        if getattr(client, "takes_calls", None) is True:
+            response: ModelResponse = await client.call(self)
+        elif isinstance(self.prompt, np.ndarray):
+            request = GenerateRequest(self.prompt, self.sampling, self.model)
+            response = await client.generate(request)
+        else:
+            response = await client.chat(
+                self.prompt,
+                tools=self.tools,
+                sampling=self.sampling,
+                model=self.model,
+                message_type=self.message_type,
+            )
+        return response
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a server or an engine answered to one call, as far as it has been read."""
+
+    finish_reason: FinishReason
+    # None: the session decodes the ids, and parses the text into a message.
+    text: str | None = None
+    message: ChatMessage | None = None
+    # The prompt's are None where the session rendered the prompt: it knows them.
+    prompt_ids: IntArray | None = None  # int32 [_P]
+    completion_ids: IntArray | None = None  # int32 [_C], the end token included
+    logprobs: FloatArray | None = None  # float32 [_C]
+    versions: IntArray | None = None  # int32 [_C]
+    routed_experts: Any = None
+    # Without ids these are what the server's usage says.
+    num_prompt_tokens: int = 0
+    num_completion_tokens: int = 0
+    id: str = ""
+    model: str | None = None
+    info: Mapping[str, Any] = field(default_factory=dict)
+    wait_s: float = 0.0
+    raw: Any = None
+
+    def add_outcome(self, outcome: Outcome[Any]) -> None:
+        """Note how long the request waited and how often it was made again."""
+        self.wait_s = outcome.wait_s
+        if outcome.num_retries:
+            self.info = {**self.info, "num_retries": outcome.num_retries}
+
+
+class CallTree:
+    """The token tree of one rollout's calls, and which of them is which `call_id`."""
+
+    def __init__(self) -> None:
+        self.tree = TokenTree()
+        self._handles: dict[int, int] = {}
+
+    def path(self, call_id: int) -> IntArray:
+        """Return the prompt and completion of a call, int32 `[_P + _C]`, read-only."""
+        return self.tree.path_view(self._handles[call_id])
+
+    def record(self, answer: Answer, call: ModelCall, extends: int | None = None) -> ModelResponse:
+        """Return the record of an answer with ids, which are put into the tree.
+
+        Raises:
+            TokenError: the arrays contradict each other.
+        """
+        assert answer.prompt_ids is not None
+        assert answer.completion_ids is not None
+        place = self._insert(answer, call.sampling.temperature, extends)
+        made = record_of(answer, call, extends=extends, place=place)
+        self._handles[made.call_id] = place[1]
+        return made
+
+    def adopt(self, response: ModelResponse, extends: int | None) -> ModelResponse:
+        """Return the record of a call that was made elsewhere as it lies in this tree.
+
+        Raises:
+            TokenError: the arrays contradict each other.
+        """
+        place = self._insert(response, response.temperature, extends)
+        made = response.at(place, extends=extends)
+        self._handles[made.call_id] = place[1]
+        return made
+
+    def _insert(
+        self, source: Answer | ModelResponse, temperature: float, extends: int | None
+    ) -> tuple[TokenTree, int]:
+        prompt, completion = source.prompt_ids, source.completion_ids
+        assert prompt is not None
+        assert completion is not None
+        parent = None if extends is None else self._handles[extends]
+        size = len(prompt) + len(completion)
+        versions = 0 if source.versions is None else source.versions
+        number = self.tree.insert(
+            prompt,
+            completion,
+            logprobs=source.logprobs,
+            temperature=temperature,
+            versions=versions,
+            parent=parent,
+            streams=routing_streams(source.routed_experts, size, self.tree, parent, versions),
+        )
+        return self.tree, number
+
+
+def record_of(
+    answer: Answer,
+    call: ModelCall,
+    *,
+    extends: int | None = None,
+    place: tuple[TokenTree, int] | None = None,
+) -> ModelResponse:
+    """Return the record of an answer; `place` is its tree and its call there, if it lies in one."""
+    assert answer.message is not None
+    assert answer.text is not None
+    return ModelResponse(
+        message=answer.message,
+        text=answer.text,
+        finish_reason=answer.finish_reason,
+        prompt_ids=answer.prompt_ids,
+        completion_ids=answer.completion_ids,
+        logprobs=answer.logprobs,
+        versions=answer.versions,
+        temperature=call.sampling.temperature,
+        extends=extends,
+        raw=answer.raw,
+        num_prompt_tokens=answer.num_prompt_tokens,
+        num_completion_tokens=answer.num_completion_tokens,
+        wait_s=answer.wait_s,
+        sent_s=call.sent_s,
+        time_s=round(time.monotonic() - call.began_s, 6) if call.began_s else 0.0,
+        info=answer.info,
+        id=answer.id,
+        model=answer.model,
+        routed_experts=answer.routed_experts,
+        place=place,
+    )
