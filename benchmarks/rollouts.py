@@ -65,7 +65,7 @@ class ScriptedTransport:
         ]
 
     def answer(self, sent: bytes) -> bytes:
-        """Answer one request."""
+        """HttpAnswer one request."""
         started = time.thread_time()
         marker = sent.index(b"task-") + 5
         turn = sent.count(b'"assistant"')
@@ -76,10 +76,10 @@ class ScriptedTransport:
         return body
 
     async def send(self, url: str, headers: Any, content: bytes | None) -> Any:
-        """Answer rolltree's client."""
-        from rolltree.inference.transport import Answer
+        """HttpAnswer rolltree's client."""
+        from rolltree.inference.transport import HttpAnswer
 
-        return Answer(200, self.answer(content or b""))
+        return HttpAnswer(200, self.answer(content or b""))
 
     async def aclose(self) -> None:
         """Return: nothing is open."""

@@ -1,4 +1,4 @@
-"""`HttpServer` against servers that answer anything at all."""
+"""`HttpClient` against servers that answer anything at all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rolltree.errors import (
     ServerError,
 )
 from rolltree.inference import RetryPolicy
-from rolltree.inference.http import HttpServer, status_error
+from rolltree.inference.http import HttpClient, status_error
 from rolltree.inference.transport import proxy_of
 from rolltree.inference.wire import decode_response
 from rolltree.testing import DirectTransport, LoopbackServer, Reply, Request
@@ -30,9 +30,9 @@ FAST = RetryPolicy(max_retries=2, first_wait_s=0.001)
 GOOD = b'{"choices": [{"text": "hi"}]}'
 
 
-def server_of(handle: Any, **options: Any) -> HttpServer:
+def server_of(handle: Any, **options: Any) -> HttpClient:
     options.setdefault("retry", NEVER)
-    return HttpServer("http://mock/v1", transport=DirectTransport(handle), **options)
+    return HttpClient("http://mock/v1", transport=DirectTransport(handle), **options)
 
 
 @pytest.mark.parametrize(
@@ -83,11 +83,11 @@ async def test_body_path_and_headers_are_sent() -> None:
 
 
 def test_nothing_secret_is_shown() -> None:
-    assert repr(server_of(None, api_key="sk-1")) == "HttpServer('http://mock/v1')"
+    assert repr(server_of(None, api_key="sk-1")) == "HttpClient('http://mock/v1')"
 
 
 def test_a_closing_slash_makes_no_difference() -> None:
-    assert HttpServer("http://x/v1/").base_url == HttpServer("http://x/v1").base_url
+    assert HttpClient("http://x/v1/").base_url == HttpClient("http://x/v1").base_url
 
 
 async def test_the_server_decides_how_long_to_wait() -> None:
@@ -223,7 +223,7 @@ async def test_bytes_that_are_hardly_http(raw: bytes) -> None:
 
     listener = await asyncio.start_server(accept, "127.0.0.1", 0)
     port = listener.sockets[0].getsockname()[1]
-    server = HttpServer(f"http://127.0.0.1:{port}/v1", retry=NEVER)
+    server = HttpClient(f"http://127.0.0.1:{port}/v1", retry=NEVER)
     with pytest.raises(ModelError):
         await asyncio.wait_for(server.post("/x", {}, decode_response), 5)
     await server.aclose()
@@ -261,7 +261,7 @@ async def test_a_request_carries_what_servers_expect() -> None:
         return Reply(200, GOOD)
 
     with LoopbackServer(handle) as loopback:
-        server = HttpServer(
+        server = HttpClient(
             f"{loopback.url}/v1",
             api_key="k",
             headers={"X-Mine": "1", "user-agent": "mine"},

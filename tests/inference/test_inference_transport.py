@@ -1,4 +1,4 @@
-"""`HttpServer` over real sockets: servers that are silent, drip, flood, hang up; TLS, proxies."""
+"""`HttpClient` over real sockets: servers that are silent, drip, flood, hang up; TLS, proxies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rolltree.errors import (
     ServerError,
 )
 from rolltree.inference import RetryPolicy
-from rolltree.inference.http import HttpServer
+from rolltree.inference.http import HttpClient
 from rolltree.inference.transport import _KEEP_ALIVE_S, proxy_of, unpacked
 
 NEVER = RetryPolicy(max_retries=0)
@@ -96,7 +96,7 @@ async def serving(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def post(client: HttpServer, **options: Any) -> bytes:
+async def post(client: HttpClient, **options: Any) -> bytes:
     return (await client.post("/v1/x", {"a": 1}, bytes, **options)).value
 
 
@@ -128,7 +128,7 @@ async def drip_body(head: bytes, writer: Writer) -> None:
 @pytest.mark.parametrize("answer", [silent, drip_head, drip_body])
 async def test_a_call_ends_at_its_deadline_retries_included(answer: Answer) -> None:
     async with serving(answer) as server:
-        client = HttpServer(server.url, retry=OFTEN, timeout_s=0.2, deadline_s=0.7)
+        client = HttpClient(server.url, retry=OFTEN, timeout_s=0.2, deadline_s=0.7)
         with pytest.raises(CallTimeout, match=r"deadline_s = 0\.7 s.*asked \d times") as caught:
             await asyncio.wait_for(post(client), 60)
         assert "gave no answer in time" in str(caught.value)
@@ -146,7 +146,7 @@ async def test_an_attempt_has_a_time_limit_of_its_own(answer: Answer) -> None:
         writer.write(reply(GOOD))
 
     async with serving(second_time_right) as server:
-        client = HttpServer(server.url, retry=OFTEN, timeout_s=0.5, deadline_s=300.0)
+        client = HttpClient(server.url, retry=OFTEN, timeout_s=0.5, deadline_s=300.0)
         outcome = await asyncio.wait_for(client.post("/x", {}, bytes), 60)
         assert (outcome.value, outcome.num_retries) == (GOOD, 1)
         assert outcome.wait_s >= 0.5
@@ -155,7 +155,7 @@ async def test_an_attempt_has_a_time_limit_of_its_own(answer: Answer) -> None:
 
 async def test_a_wait_beyond_the_deadline_is_not_begun() -> None:
     async with serving(reply(b"busy", "Retry-After: 60", status="503 Busy")) as server:
-        client = HttpServer(server.url, retry=OFTEN, deadline_s=30.0)
+        client = HttpClient(server.url, retry=OFTEN, deadline_s=30.0)
         with pytest.raises(CallTimeout, match="answered 503: busy") as caught:
             await asyncio.wait_for(post(client), 20)
         assert isinstance(caught.value.__cause__, ServerError)
@@ -169,16 +169,16 @@ async def test_waiting_for_a_connection_is_not_the_calls_time() -> None:
         writer.write(reply(GOOD))
 
     async with serving(slow) as server:
-        client = HttpServer(server.url, retry=NEVER, deadline_s=30.0, max_connections=1)
+        client = HttpClient(server.url, retry=NEVER, deadline_s=30.0, max_connections=1)
         client.deadline_s = 1.5  # eight calls in a row take longer
         assert await asyncio.gather(*(post(client) for _ in range(8))) == [GOOD] * 8
         await client.aclose()
 
 
 def test_the_deadline_is_twice_the_time_limit_unless_given() -> None:
-    assert HttpServer("http://x").deadline_s == 1200
-    assert HttpServer("http://x", timeout_s=5).deadline_s == 10
-    assert HttpServer("http://x", timeout_s=5, deadline_s=7).deadline_s == 7
+    assert HttpClient("http://x").deadline_s == 1200
+    assert HttpClient("http://x", timeout_s=5).deadline_s == 10
+    assert HttpClient("http://x", timeout_s=5, deadline_s=7).deadline_s == 7
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_the_deadline_is_twice_the_time_limit_unless_given() -> None:
 )
 def test_limits_are_above_zero(limit: str) -> None:
     with pytest.raises(ConfigError, match=rf"{limit} = 0\b"):
-        HttpServer("http://x", **{limit: 0})
+        HttpClient("http://x", **{limit: 0})
 
 
 # Size
@@ -198,7 +198,7 @@ async def test_a_gzip_bomb_is_not_unpacked() -> None:
     bomb = b"".join(packer.compress(block) for _ in range(64)) + packer.flush()
     assert len(bomb) < 2**17  # 64 MiB in 64 KiB
     async with serving(reply(bomb, "Content-Encoding: gzip")) as server:
-        client = HttpServer(server.url, retry=OFTEN, max_answer_bytes=2**20)
+        client = HttpClient(server.url, retry=OFTEN, max_answer_bytes=2**20)
         tracemalloc.start()
         with pytest.raises(AnswerTooLarge, match=r"max_answer_bytes = 1,048,576"):
             await asyncio.wait_for(post(client), 60)
@@ -211,7 +211,7 @@ async def test_a_gzip_bomb_is_not_unpacked() -> None:
 
 async def test_an_answer_that_states_its_size_is_refused_unread() -> None:
     async with serving(reply(b"", size=10**12)) as server:
-        client = HttpServer(server.url, retry=OFTEN)
+        client = HttpClient(server.url, retry=OFTEN)
         with pytest.raises(AnswerTooLarge, match="67,108,864"):
             await asyncio.wait_for(post(client), 60)
         await until(lambda: server.num_closed == 1)
@@ -233,7 +233,7 @@ async def test_an_answer_without_end_is_read_up_to_the_limit(head: str) -> None:
             await writer.drain()
 
     async with serving(flood) as server:
-        client = HttpServer(server.url, retry=OFTEN, max_answer_bytes=2**20)
+        client = HttpClient(server.url, retry=OFTEN, max_answer_bytes=2**20)
         with pytest.raises(AnswerTooLarge):
             await asyncio.wait_for(post(client), 60)
         await until(lambda: server.num_closed == 1)
@@ -249,7 +249,7 @@ async def test_packed_answers_up_to_the_limit_are_unpacked(packing: str, size: i
     packer = zlib.compressobj(wbits=wbits)
     packed = body if packing == "identity" else packer.compress(body) + packer.flush()
     async with serving(reply(packed, f"Content-Encoding: {packing.split()[-1]}")) as server:
-        client = HttpServer(server.url, retry=NEVER, max_answer_bytes=max(size, len(packed)))
+        client = HttpClient(server.url, retry=NEVER, max_answer_bytes=max(size, len(packed)))
         assert await post(client) == body
         await client.aclose()
 
@@ -271,7 +271,7 @@ def test_a_damaged_packing_is_a_bad_response(body: bytes, packing: str) -> None:
 
 async def test_large_requests_arrive_whole() -> None:
     async with serving(reply(GOOD)) as server:
-        client = HttpServer(server.url, retry=NEVER)
+        client = HttpClient(server.url, retry=NEVER)
         body = {"prompt": "0" * (3 * 2**20)}
         assert (await client.post("/x", body, bytes)).value == GOOD
         assert b"content-length: 3145741" in server.heads[0].lower()
@@ -291,7 +291,7 @@ async def test_an_answer_cut_short_is_asked_for_again() -> None:
             writer.write(reply(GOOD))
 
     async with serving(cut_twice) as server:
-        client = HttpServer(server.url, retry=OFTEN)
+        client = HttpClient(server.url, retry=OFTEN)
         outcome = await asyncio.wait_for(client.post("/x", {}, bytes), 60)
         assert (outcome.value, outcome.num_retries) == (GOOD, 2)
         assert server.num_connections == 3
@@ -300,7 +300,7 @@ async def test_an_answer_cut_short_is_asked_for_again() -> None:
 
 async def test_connections_are_kept_and_used_again() -> None:
     async with serving(reply(GOOD)) as server:
-        client = HttpServer(server.url, retry=NEVER, max_connections=5)
+        client = HttpClient(server.url, retry=NEVER, max_connections=5)
         for _ in range(10):
             await post(client)
         assert server.num_connections == 1
@@ -324,7 +324,7 @@ async def test_a_cancelled_call_closes_its_connection() -> None:
         writer.write(reply(GOOD))
 
     async with serving(first_silent) as server:
-        client = HttpServer(server.url, retry=NEVER, max_connections=1)
+        client = HttpClient(server.url, retry=NEVER, max_connections=1)
         call = asyncio.create_task(post(client))
         await until(lambda: len(server.heads) == 1)
         call.cancel()
@@ -339,7 +339,7 @@ async def test_redirects_are_not_followed() -> None:
     async with serving(reply(GOOD)) as other:
         moved = reply(b"", f"Location: {other.url}/x", status="307 Moved")
         async with serving(moved) as server:
-            client = HttpServer(server.url, retry=OFTEN, api_key="sk-1")
+            client = HttpClient(server.url, retry=OFTEN, api_key="sk-1")
             with pytest.raises(ServerError, match="307"):
                 await post(client)
             assert other.num_connections == 0
@@ -349,14 +349,14 @@ async def test_redirects_are_not_followed() -> None:
 def test_a_client_that_is_never_closed_leaves_nothing_behind(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def ask(client: HttpServer, counts: list[int]) -> bytes:
+    async def ask(client: HttpClient, counts: list[int]) -> bytes:
         async with serving(reply(GOOD)) as server:
             client.base_url = server.url
             found = await post(client)
             counts.append(server.num_connections)
             return found
 
-    client = HttpServer("http://127.0.0.1:1", retry=NEVER)
+    client = HttpClient("http://127.0.0.1:1", retry=NEVER)
     counts: list[int] = []
     with caplog.at_level(logging.DEBUG):
         for _ in range(3):  # in three event loops
@@ -369,7 +369,7 @@ def test_a_client_that_is_never_closed_leaves_nothing_behind(
 
 async def test_a_client_that_nobody_holds_closes_its_connections() -> None:
     async with serving(reply(GOOD)) as server:
-        client = HttpServer(server.url, retry=NEVER)
+        client = HttpClient(server.url, retry=NEVER)
         await post(client)
         del client
         gc.collect()
@@ -413,13 +413,13 @@ async def test_tls_with_an_authority_of_ones_own(
     authority: Path, tls: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(reply(GOOD), tls) as server:
-        unknown = HttpServer(server.url, retry=OFTEN)
+        unknown = HttpClient(server.url, retry=OFTEN)
         with pytest.raises(ConnectionFailed, match="SSL_CERT_FILE"):  # and is not tried again
             await asyncio.wait_for(post(unknown), 60)
         assert not server.heads
         await unknown.aclose()
         monkeypatch.setenv("SSL_CERT_FILE", str(authority / "cert.pem"))
-        client = HttpServer(server.url, retry=NEVER)
+        client = HttpClient(server.url, retry=NEVER)
         for _ in range(3):
             assert await post(client) == GOOD
         assert server.num_connections == 1
@@ -431,14 +431,14 @@ async def test_certificates_that_are_missing_are_said(
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none.pem"))
     with pytest.raises(ConfigError, match=r"none\.pem"):
-        await post(HttpServer("https://127.0.0.1:1", retry=NEVER))
+        await post(HttpClient("https://127.0.0.1:1", retry=NEVER))
 
 
 async def test_a_proxy_of_the_environment_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(reply(GOOD)) as proxy:
         address = proxy.url.removeprefix("http://")
         monkeypatch.setenv("HTTP_PROXY", f"http://me:secret@{address}")
-        client = HttpServer("http://far.example:81", retry=NEVER, api_key="k")
+        client = HttpClient("http://far.example:81", retry=NEVER, api_key="k")
         assert await post(client) == GOOD
         await client.aclose()
         head = proxy.heads[0].decode().split("\r\n")
@@ -473,7 +473,7 @@ async def test_a_proxy_sees_nothing_of_tls_but_the_host(
     proxy = await asyncio.start_server(tunnel, "127.0.0.1", 0)
     monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}")
     async with serving(reply(GOOD), tls) as server:
-        client = HttpServer(server.url, retry=NEVER, api_key="k")
+        client = HttpClient(server.url, retry=NEVER, api_key="k")
         for _ in range(2):
             assert await post(client) == GOOD
         await client.aclose()

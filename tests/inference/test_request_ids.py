@@ -10,7 +10,7 @@ import pytest
 
 from rolltree.errors import BadResponse
 from rolltree.inference import OpenAIClient, RetryPolicy
-from rolltree.inference.http import HttpServer
+from rolltree.inference.http import HttpClient
 from rolltree.inference.request_ids import RequestIds
 from rolltree.testing import LoopbackServer, Reply, Request, ScriptedServer
 
@@ -54,7 +54,7 @@ async def test_a_connection_that_said_too_much_is_not_used_again(gap_s: float) -
         return Reply(200, json.dumps(len(answered)).encode(), num_copies=2, gap_s=gap_s)
 
     with LoopbackServer(handle) as loopback:
-        server = HttpServer(loopback.url, retry=ONCE)
+        server = HttpClient(loopback.url, retry=ONCE)
         got: list[Any] = []
         for _ in range(3):
             said_twice.clear()

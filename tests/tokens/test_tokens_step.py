@@ -149,10 +149,10 @@ def test_a_rewritten_history_starts_anew() -> None:
     step = record(trajectory, rewritten)
     assert step.head is None
     assert step["prompt"] == rewritten
-    assert step.words_after(trajectory[1]) is None
+    assert step.new_messages(trajectory[1]) is None
     after = record(trajectory, [*trajectory.conversation(), say("user", "u")])
     assert after.head is step
-    assert after.words_after(step) == [say("user", "u")]
+    assert after.new_messages(step) == [say("user", "u")]
 
 
 def test_a_changed_step_is_not_what_later_prompts_are_compared_with() -> None:
@@ -176,7 +176,7 @@ def test_reading_does_not_count_as_a_change() -> None:
     )
     step = record(trajectory, [*trajectory.conversation(), say("user", "u")])
     assert step.head is trajectory[1]
-    assert step.words_after(trajectory[1]) == [say("user", "u")]
+    assert step.new_messages(trajectory[1]) == [say("user", "u")]
 
 
 def test_text_prompts_share_their_beginning() -> None:

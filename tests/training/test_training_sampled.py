@@ -6,7 +6,7 @@ import rolltree as rt
 from rolltree.errors import TrainingError
 from rolltree.inference import OpenAIClient
 from rolltree.inference.client import sampling_from_args
-from rolltree.inference.request_fields import reshaping
+from rolltree.inference.request_fields import distribution_changes
 from rolltree.inference.vocabulary import Vocabulary
 from rolltree.rollouts import RolloutEngine
 from rolltree.testing import HOSTILE, ByteTokenizer, ScriptedClient, ScriptedServer
@@ -116,7 +116,7 @@ async def test_it_is_refused_when_it_comes_back_from_the_store(tmp_path):
 
 @pytest.mark.parametrize("args", NEUTRAL)
 def test_neutral_settings(args):
-    assert reshaping(sampling_from_args(args)) == {}
+    assert distribution_changes(sampling_from_args(args)) == {}
 
 
 @pytest.mark.parametrize("fault", [None, "swapped ids", "another prompt of the same length"])

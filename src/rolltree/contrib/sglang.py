@@ -17,7 +17,7 @@ from rolltree.inference.call import Answer
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client_base import TokenClient, check_model
 from rolltree.inference.engine import extra_of
-from rolltree.inference.http import MAX_ANSWER_BYTES, HttpServer
+from rolltree.inference.http import MAX_ANSWER_BYTES, HttpClient
 from rolltree.inference.parse import check_num_sampled, finish_reason_named, version_named
 from rolltree.inference.retry import RetryPolicy
 from rolltree.inference.transport import Transport
@@ -134,7 +134,7 @@ class SGLangClient(TokenClient):
     ) -> None:
         if not model:
             raise ConfigError("model is empty; name the model that the server runs.")
-        self._server = HttpServer(
+        self._server = HttpClient(
             base_url,
             api_key=api_key,
             retry=retry,
@@ -152,12 +152,12 @@ class SGLangClient(TokenClient):
         return self._model
 
     @property
-    def server(self) -> HttpServer:
+    def server(self) -> HttpClient:
         """The server behind this client."""
         return self._server
 
     async def check_health(self) -> None:
-        """Return if the server is well; raises as `HttpServer.check_health`."""
+        """Return if the server is well; raises as `HttpClient.check_health`."""
         await self._server.check_health()
 
     async def aclose(self) -> None:
@@ -169,7 +169,7 @@ class SGLangClient(TokenClient):
 
         Raises:
             UnsupportedSetting: the call names another model, or has fields that SGLang lacks.
-            ModelError: as `HttpServer.post` says.
+            ModelError: as `HttpClient.post` says.
         """
         check_model(request.model, self._model)
         sampling = request.sampling

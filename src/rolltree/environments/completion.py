@@ -23,7 +23,7 @@ def render_completion(
     parts: list[Messages] = [empty]
     last: TrajectoryStep | None = None
     for step in steps:
-        words = step.words_after(last) if isinstance(step, RecordedStep) else None
+        words = step.new_messages(last) if isinstance(step, RecordedStep) else None
         if words is None:
             before = prompt if last is None else conversation([last])
             words = appended_messages(before, peek(step, "prompt"))

@@ -26,7 +26,7 @@ from rolltree.environments.lifecycle import Mark, discover, failure_of, forget, 
 from rolltree.environments.openai_view import openai_view
 from rolltree.errors import ConfigError, PromptTooLong, record_error, refuse_unknown
 from rolltree.inference.client import as_client, policy_version, sampling_from_args
-from rolltree.inference.client_base import ClientBase, noted
+from rolltree.inference.client_base import ClientBase, annotate_sampling
 from rolltree.inference.parse import parse_response
 from rolltree.parsers import Parser
 from rolltree.rollouts import derive_seed, merge_args
@@ -355,7 +355,7 @@ class Environment(BatchRunner):
         made = parse_response(
             response, self.message_type, temperature=sampling.temperature, version=request[1]
         )
-        return noted(made, sampling)
+        return annotate_sampling(made, sampling)
 
     # What is written when a rollout ends
 

@@ -75,7 +75,7 @@ class Answer:
     # None: the session decodes the ids, and parses the text into a message.
     text: str | None = None
     message: ChatMessage | None = None
-    # The prompt's are None where the session rendered the prompt: it knows them.
+    # The prompt's are None if the session rendered the prompt: it knows them.
     prompt_ids: IntArray | None = None  # int32 [_P]
     completion_ids: IntArray | None = None  # int32 [_C], the end token included
     logprobs: FloatArray | None = None  # float32 [_C]

@@ -20,7 +20,7 @@ from rolltree.inference.call import DEFAULT_SAMPLING, Answer, ModelCall, record_
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client import ModelClient, policy_version
 from rolltree.inference.message_session import MessageSession, read_outcome
-from rolltree.inference.request_fields import TokenFields, outgoing, reshaping
+from rolltree.inference.request_fields import TokenFields, distribution_changes, outgoing
 from rolltree.inference.retry import Outcome
 from rolltree.inference.session import Prompt, TokenSession, check_message_type, without_ids
 from rolltree.types import (
@@ -137,7 +137,7 @@ class RootClient(ClientBase, Generic[MemoryT]):
 
     async def call(self, call: ModelCall) -> ModelResponse:
         """Make one call, with no memory of earlier ones."""
-        return noted(await self.respond(call, self.new_memory()), call.sampling)
+        return annotate_sampling(await self.respond(call, self.new_memory()), call.sampling)
 
     def recall(self, call: ModelCall, response: ModelResponse, memory: MemoryT) -> ModelResponse:
         """Take a call that was made elsewhere into a session's memory, see `Session.remember`."""
@@ -172,7 +172,7 @@ class Session(ClientBase, Generic[MemoryT]):
 
     async def call(self, call: ModelCall) -> ModelResponse:
         """Make one call, continuing an earlier one where it fits."""
-        return noted(await self._client.respond(call, self._memory), call.sampling)
+        return annotate_sampling(await self._client.respond(call, self._memory), call.sampling)
 
     def remember(self, call: ModelCall, response: ModelResponse) -> ModelResponse:
         """Take in a call that was made and answered elsewhere, such as a recorded one.
@@ -257,12 +257,12 @@ class MessageClient(RootClient[MemoryT]):
         return answer
 
 
-def noted(response: ModelResponse, sampling: SamplingParams) -> ModelResponse:
+def annotate_sampling(response: ModelResponse, sampling: SamplingParams) -> ModelResponse:
     """Return the response; `info["sampling"]` has what changed the distribution, if anything did.
 
     Training refuses such calls: it computes the probability of a token from all of them.
     """
-    changes = reshaping(sampling)
+    changes = distribution_changes(sampling)
     if not changes:
         return response
     plain = (bool, int, float, str)

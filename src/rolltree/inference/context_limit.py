@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from rolltree.errors import ModelError
-from rolltree.inference.http import HttpServer
+from rolltree.inference.http import HttpClient
 from rolltree.inference.wire import UNREADABLE, Response
 
 DEFAULT_MAX_TOKENS = 16
@@ -43,7 +43,7 @@ class ContextLimit:
     `is_needed`: the server has cut an answer that had no limit.
     """
 
-    def __init__(self, server: HttpServer) -> None:
+    def __init__(self, server: HttpClient) -> None:
         self.is_needed = False
         self._server = server
         self._contexts: dict[str, int] | None = None

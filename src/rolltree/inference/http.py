@@ -55,7 +55,7 @@ _ONCE = RetryPolicy(max_retries=0)
 _RETRYABLE = frozenset((408, 409, 425, 429))
 
 
-class HttpServer:
+class HttpClient:
     """Requests to one base URL, at most `max_connections` at a time.
 
     Args:
@@ -129,7 +129,7 @@ class HttpServer:
         self._slots = asyncio.Semaphore(max_connections)
 
     def __repr__(self) -> str:
-        return f"HttpServer({self.base_url!r})"
+        return f"HttpClient({self.base_url!r})"
 
     @property
     def root_url(self) -> str:

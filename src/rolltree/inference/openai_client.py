@@ -17,7 +17,7 @@ from rolltree.inference.call import ModelCall
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client_base import MessageClient
 from rolltree.inference.context_limit import DEFAULT_MAX_TOKENS, ContextLimit, cut_by_default
-from rolltree.inference.http import MAX_ANSWER_BYTES, HttpServer
+from rolltree.inference.http import MAX_ANSWER_BYTES, HttpClient
 from rolltree.inference.message_session import MessageSession, ask_for_tokens
 from rolltree.inference.parse import (
     begin_answer,
@@ -111,7 +111,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
     ) -> None:
         if not model:
             raise ConfigError("model is empty. Pass the name of a model that the server has.")
-        self._server = HttpServer(
+        self._server = HttpClient(
             base_url,
             api_key=api_key,
             admin_key=admin_key,
@@ -140,7 +140,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         return self._model
 
     @property
-    def server(self) -> HttpServer:
+    def server(self) -> HttpClient:
         """The server behind this client."""
         return self._server
 
@@ -196,7 +196,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         `content` is its messages or its prompt.
 
         Raises:
-            ModelError: as `HttpServer.post` says.
+            ModelError: as `HttpClient.post` says.
         """
         decode = memory.reader.decode
         return await self._ask_all(content, message_type, call.sampling, call.model, decode)
@@ -298,7 +298,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
 class TokenInEndpoint:
     """The token-in endpoint of one server, used while it is there."""
 
-    def __init__(self, server: HttpServer, mode: TokenEndpoint) -> None:
+    def __init__(self, server: HttpClient, mode: TokenEndpoint) -> None:
         check_choice("token_endpoint", mode, ("auto", "generate", "completions"))
         self._server, self._mode = server, mode
         self._known = mode == "generate"
@@ -314,7 +314,7 @@ class TokenInEndpoint:
         """Send ids; None if the server has no such endpoint.
 
         Raises:
-            ModelError: as `HttpServer.post` says.
+            ModelError: as `HttpClient.post` says.
         """
         body = {
             "model": model,

@@ -18,13 +18,13 @@ from typing import Any, Protocol
 import msgspec
 
 from rolltree.errors import BadResponse, ConfigError, ModelError, PublishFailed, ServerError
-from rolltree.inference.http import HttpServer
+from rolltree.inference.http import HttpClient
 from rolltree.inference.retry import RetryPolicy
 from rolltree.inference.wire import UNREADABLE
 
 RELOAD_METHOD = "reload_all_weights"
 """The worker's method that reloads every part: `rolltree serve` has it, vLLM by an extension."""
-Update = Callable[[HttpServer], Awaitable[None]]
+Update = Callable[[HttpClient], Awaitable[None]]
 """Something that is done to one server; it raises `ModelError` where that fails."""
 
 
@@ -34,7 +34,7 @@ class HasServer(Protocol):
     version: int
 
     @property
-    def server(self) -> HttpServer:
+    def server(self) -> HttpClient:
         """The server behind it."""
         ...
 
@@ -58,7 +58,7 @@ async def publish_weights(
     """
     body = {"method": method, "kwargs": {"weights_path": str(_weights_in(folder))}}
 
-    async def load(server: HttpServer) -> None:
+    async def load(server: HttpClient) -> None:
         try:
             await call(server, "/collective_rpc", body)
         except ServerError as error:
@@ -99,7 +99,7 @@ async def publish_adapter(
         )
     body = {"lora_name": name, "lora_path": str(folder), "load_inplace": True}
 
-    async def load(server: HttpServer) -> None:
+    async def load(server: HttpClient) -> None:
         await call(server, "/v1/load_lora_adapter", body, bytes)
 
     await publish_by(lambda server: update_server(server, load, version), clients, version)
@@ -139,7 +139,7 @@ async def publish_by(update: Update, clients: Sequence[HasServer], version: int)
 
 
 async def served_version(
-    server: HttpServer, *, timeout_s: float | None = None, retry: RetryPolicy | None = None
+    server: HttpClient, *, timeout_s: float | None = None, retry: RetryPolicy | None = None
 ) -> str:
     """Return the version that a server says its weights have (vLLM's first is "default").
 
@@ -164,7 +164,7 @@ def _weights_in(folder: Path) -> Path:
     return folder.resolve()
 
 
-async def update_server(server: HttpServer, load: Update, version: int) -> None:
+async def update_server(server: HttpClient, load: Update, version: int) -> None:
     """Give one server other weights, by `load`, while it is paused; ask it for the version.
 
     Raises:
@@ -193,7 +193,7 @@ async def update_server(server: HttpServer, load: Update, version: int) -> None:
 
 
 async def call(
-    server: HttpServer,
+    server: HttpClient,
     path: str,
     body: dict[str, Any] | None,
     decode: Callable[[bytes], Any] | None = None,
@@ -204,7 +204,7 @@ async def call(
     """Ask a path for administrators and return its answer, from JSON if `decode` is None.
 
     Raises:
-        ModelError: as `HttpServer.post`.
+        ModelError: as `HttpClient.post`.
     """
     try:
         outcome = await server.post(

@@ -11,7 +11,7 @@ from time import monotonic
 from typing import Any
 
 from rolltree.errors import ConnectionFailed, ModelError
-from rolltree.inference.http import HttpServer
+from rolltree.inference.http import HttpClient
 from rolltree.inference.publish import call, served_version
 from rolltree.inference.retry import RetryPolicy
 
@@ -37,7 +37,7 @@ async def check_servers(client: object, *, limit_s: float = FIRST_ANSWER_S) -> l
 
 
 def _with_server(client: object) -> Iterator[Any]:
-    if isinstance(getattr(client, "server", None), HttpServer):
+    if isinstance(getattr(client, "server", None), HttpClient):
         yield client
     for part in getattr(client, "clients", ()):
         yield from _with_server(part)
@@ -62,7 +62,7 @@ async def _answer(parts: list[Any], limit_s: float) -> None:
     ) from errors[0]
 
 
-async def _error(server: HttpServer, limit_s: float) -> ModelError | None:
+async def _error(server: HttpClient, limit_s: float) -> ModelError | None:
     try:
         await server.check_reachable(limit_s)
     except ConnectionFailed as error:
@@ -72,7 +72,7 @@ async def _error(server: HttpServer, limit_s: float) -> ModelError | None:
 
 async def _weights(part: Any) -> str | None:
     """Return what is unusual about a server's weights; None too where it does not say."""
-    server: HttpServer = part.server
+    server: HttpClient = part.server
     try:
         label = await served_version(server, timeout_s=_ASK_S, retry=_ONCE)
         paused = await call(server, "/is_paused", None, timeout_s=_ASK_S, retry=_ONCE)

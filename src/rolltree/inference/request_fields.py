@@ -134,12 +134,13 @@ def outgoing(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     ]
 
 
-def reshaping(sampling: SamplingParams) -> dict[str, Any]:
+def distribution_changes(sampling: SamplingParams) -> dict[str, Any]:
     """Return the settings that make a token's distribution another one than softmax(logits / T).
 
     A field of which it is not known what it does counts as one that does.
 
-    >>> reshaping(SamplingParams(temperature=0.7, top_p=0.9, extra={"min_p": 0, "user": "me"}))
+    >>> asked = SamplingParams(temperature=0.7, top_p=0.9, extra={"min_p": 0, "user": "me"})
+    >>> distribution_changes(asked)
     {'top_p': 0.9}
     """
     neutral = {**_NEUTRAL, "temperature": (sampling.temperature,)}
@@ -154,7 +155,7 @@ def reshaping(sampling: SamplingParams) -> dict[str, Any]:
 
 def samples_the_model(sampling: SamplingParams) -> bool:
     """Whether the distribution sampled from is the model's own, unchanged."""
-    return sampling.temperature == 1.0 and not reshaping(sampling)
+    return sampling.temperature == 1.0 and not distribution_changes(sampling)
 
 
 class TokenFields:

@@ -1,4 +1,4 @@
-"""Bytes to a server and back: what `HttpServer` needs of HTTP, and aiohttp as its implementation.
+"""Bytes to a server and back: what `HttpClient` needs of HTTP, and aiohttp as its implementation.
 
 No redirects, no cookies, no `.netrc`: an API with keys has no use for them.
 """
@@ -29,7 +29,7 @@ _LARGE_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpAnswer:
     """What a server sent: a status, the unpacked body, and its `Retry-After`."""
 
     status: int
@@ -40,7 +40,7 @@ class Answer:
 class Transport(Protocol):
     """Sends one request and returns the whole answer; used on one event loop."""
 
-    async def send(self, url: str, headers: Mapping[str, str], content: bytes | None) -> Answer:
+    async def send(self, url: str, headers: Mapping[str, str], content: bytes | None) -> HttpAnswer:
         """POST `content`, or GET where it is None.
 
         Raises:
@@ -87,7 +87,7 @@ class SocketTransport:
         )
         self._life = _life(self._session)
 
-    async def send(self, url: str, headers: Mapping[str, str], content: bytes | None) -> Answer:
+    async def send(self, url: str, headers: Mapping[str, str], content: bytes | None) -> HttpAnswer:
         """POST `content`, or GET where it is None.
 
         Raises:
@@ -116,7 +116,7 @@ class SocketTransport:
         packing = response.headers.get("Content-Encoding")
         if packing:
             body = unpacked(body, packing.strip().lower(), self._max_bytes)
-        return Answer(response.status, body, response.headers.get("Retry-After"))
+        return HttpAnswer(response.status, body, response.headers.get("Retry-After"))
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         if (response.content_length or 0) > self._max_bytes:

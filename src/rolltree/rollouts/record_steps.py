@@ -47,7 +47,7 @@ def _prompt_reference(step: Any, table: MessageTable, prompts: Mapping[int, Refe
     head = step.head if isinstance(step, RecordedStep) else None
     before = prompts.get(id(head))
     if head is not None and isinstance(before, int):
-        added = step.words_after(head)
+        added = step.new_messages(head)
         if isinstance(added, list):
             return table.add(added, table.add(peek(head, "completion"), before))
     return table.add(peek(step, "prompt"))

@@ -16,7 +16,7 @@ from http import HTTPStatus
 from types import TracebackType
 from urllib.parse import urlsplit
 
-from rolltree.inference.transport import Answer
+from rolltree.inference.transport import HttpAnswer
 
 _MAX_BODY_BYTES = 64 * 2**20
 
@@ -69,7 +69,7 @@ class DirectTransport:
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
 
-    async def send(self, url: str, headers: Mapping[str, str], content: bytes | None) -> Answer:
+    async def send(self, url: str, headers: Mapping[str, str], content: bytes | None) -> HttpAnswer:
         """Return the handler's reply; `reset` and a body cut short are a lost connection."""
         where = urlsplit(url)
         reply = await self._handler(
@@ -83,7 +83,7 @@ class DirectTransport:
         broken = reply.reset or reply.gone or reply.raw is not None
         if broken or reply.num_sent_bytes is not None:
             raise ConnectionResetError("the reply was cut short")
-        return Answer(reply.status, reply.body, reply.headers.get("Retry-After"))
+        return HttpAnswer(reply.status, reply.body, reply.headers.get("Retry-After"))
 
     async def aclose(self) -> None:
         """Return: nothing is open."""

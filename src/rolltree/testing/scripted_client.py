@@ -14,7 +14,7 @@ import numpy as np
 
 from rolltree.inference.call import Answer, ModelCall
 from rolltree.inference.chat import ChatRenderer
-from rolltree.inference.client_base import RootClient, noted
+from rolltree.inference.client_base import RootClient, annotate_sampling
 from rolltree.inference.session import Prompt, TokenSession
 from rolltree.testing.script import Script, ScriptSource, tokens_of
 from rolltree.testing.tokenizer import ByteTokenizer
@@ -83,7 +83,7 @@ class ScriptedClient(RootClient[_ScriptedMemory]):
     async def call(self, call: ModelCall) -> ModelResponse:
         """Give the next answer, with no memory of earlier calls."""
         response = await self.respond(call, _ScriptedMemory(self.renderer, self._script))
-        return noted(response, call.sampling)
+        return annotate_sampling(response, call.sampling)
 
     async def respond(self, call: ModelCall, memory: _ScriptedMemory) -> ModelResponse:
         """Give the script's next answer; a function is asked with messages or decoded ids."""

@@ -292,7 +292,7 @@ class RecordedStep(LazyDict):
         """Return prompt and completion as they were recorded; a list is a new one."""
         return self._build_prompt() + _unpacked(self._answer)  # type: ignore[operator]
 
-    def words_after(self, step: object) -> Messages | None:
+    def new_messages(self, step: object) -> Messages | None:
         """Return what this prompt adds to the conversation of `step`; None when that is not known.
 
         It is known where the prompt continues `step` and neither was changed since.
@@ -380,8 +380,8 @@ class RecordedStep(LazyDict):
 
     # -- in a copied or pickled trajectory ---------------------------------------------------
 
-    def taken_apart(self, places: Mapping[int, int]) -> tuple[Any, ...]:
-        """Return what `put_together` makes the step of; `places` are steps by `id`."""
+    def to_parts(self, places: Mapping[int, int]) -> tuple[Any, ...]:
+        """Return what `from_parts` makes the step of; `places` are steps by `id`."""
         place = None if self.head is None else places.get(id(self.head))
         added = self._build_prompt() if place is None else _unpacked(self._added)
         kept = {key: value for key, value in dict.items(self) if not self._is_unread(key, value)}
@@ -394,8 +394,8 @@ class RecordedStep(LazyDict):
         return self.call, self._response(), place, added, _unpacked(self._answer), kept, gone
 
     @staticmethod
-    def put_together(tree: TokenTree, parts: tuple[Any, ...], steps: list[Any]) -> RecordedStep:
-        """Return the step that `taken_apart` took apart; `steps` are those before it."""
+    def from_parts(tree: TokenTree, parts: tuple[Any, ...], steps: list[Any]) -> RecordedStep:
+        """Return the step that `to_parts` took apart; `steps` are those before it."""
         call, response, place, added, completion, kept, gone = parts
         head = None if place is None else steps[place]
         step = RecordedStep(tree, call, response, head, added, completion)

@@ -239,21 +239,21 @@ class Trajectory(list[TrajectoryStep]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Trajectory:
         tree = deepcopy(self.tree, memo)
-        steps = [deepcopy(step, memo) for step in self._taken_apart()]
+        steps = [deepcopy(step, memo) for step in self._to_parts()]
         memo[id(self)] = made = _rebuild(tree, steps, dict(self._handles))
         return made
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _rebuild, (self.tree, self._taken_apart(), self._handles)
+        return _rebuild, (self.tree, self._to_parts(), self._handles)
 
-    def _taken_apart(self) -> list[Any]:
+    def _to_parts(self) -> list[Any]:
         """Return the steps in a form that shares messages and tokens: parts, or a plain dict."""
         places: dict[int, int] = {}
         taken: list[Any] = []
         for index, step in enumerate(self):
             call = self.call_of(index)
             if isinstance(step, RecordedStep) and step.tree is self.tree:
-                taken.append(step.taken_apart(places))
+                taken.append(step.to_parts(places))
             elif call is not None:
                 tokens = peek(step, "tokens")
                 assigned = {key: tokens[key] for key in tokens.assigned}
@@ -329,11 +329,11 @@ def _plain_step(
 
 
 def _rebuild(tree: TokenTree, parts: list[Any], handles: dict[int, int]) -> Trajectory:
-    """Return the trajectory that `_taken_apart` took apart."""
+    """Return the trajectory that `_to_parts` took apart."""
     steps: list[Any] = []
     for part in parts:
         if isinstance(part, tuple):
-            steps.append(RecordedStep.put_together(tree, part, steps))
+            steps.append(RecordedStep.from_parts(tree, part, steps))
             continue
         if isinstance(part.get("tokens"), tuple):
             call, assigned = part["tokens"]

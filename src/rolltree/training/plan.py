@@ -18,7 +18,7 @@ from time import monotonic
 import numpy as np
 
 from rolltree.errors import INFRASTRUCTURE, ConfigError, TrainingError
-from rolltree.inference.request_fields import reshaping
+from rolltree.inference.request_fields import distribution_changes
 from rolltree.inference.retry import RetryPolicy
 from rolltree.rollouts import (
     GroupScorer,
@@ -56,7 +56,7 @@ def training_sampling(config: TrainConfig, source: RolloutSource) -> SamplingPar
             "algorithm."
         )
     sampling = resolve_sampling(source, config.sampling.as_args())
-    if settings := not_the_models_own(sampling.temperature, reshaping(sampling)):
+    if settings := not_the_models_own(sampling.temperature, distribution_changes(sampling)):
         raise ConfigError(
             f"{source.env_id!r} samples with {settings}. Training needs the full distribution "
             "(temperature above 0, nothing cut off, penalised or biased), because importance "

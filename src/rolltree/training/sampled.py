@@ -25,7 +25,7 @@ def not_the_models_own(temperature: float, changes: Mapping[str, Any]) -> str | 
 
     Args:
         temperature: what logits were divided by.
-        changes: see `rolltree.inference.request_fields.reshaping`.
+        changes: see `rolltree.inference.request_fields.distribution_changes`.
 
     >>> not_the_models_own(0.0, {"top_p": 0.9})
     'temperature = 0.0, top_p = 0.9'

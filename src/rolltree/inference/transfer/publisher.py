@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rolltree.errors import BadResponse, ConfigError, ConnectionFailed, ModelError, ServerError
-from rolltree.inference.http import HttpServer
+from rolltree.inference.http import HttpClient
 from rolltree.inference.publish import HasServer, call, publish_by, update_server
 from rolltree.inference.retry import RetryPolicy
 from rolltree.inference.transfer.buckets import Bucket, TensorSpec, fill_buckets, specs_to_data
@@ -89,7 +89,7 @@ class WeightTransfer:
                 f"device is {str(device)!r}, but the gloo backend always packs on the CPU. Leave "
                 "device out."
             )
-        self._channels: dict[HttpServer, Channel] = {}
+        self._channels: dict[HttpClient, Channel] = {}
 
     async def open(self) -> None:
         """Connect to every server that is not connected yet; `publish` does it, too.
@@ -129,11 +129,11 @@ class WeightTransfer:
         servers = [client.server for client in clients]
         sending = _Sending(servers, fill_buckets(specs, self._bucket_bytes), tensors, self._device)
 
-        async def update(server: HttpServer) -> None:
+        async def update(server: HttpClient) -> None:
             try:
                 channel = await self._channel_to(server)
 
-                async def load(server: HttpServer) -> None:
+                async def load(server: HttpClient) -> None:
                     await self._load(server, channel, sending, info)
 
                 await update_server(server, load, version)
@@ -157,12 +157,12 @@ class WeightTransfer:
         for server in list(self._channels):
             self._drop(server)
 
-    def _drop(self, server: HttpServer) -> None:
+    def _drop(self, server: HttpClient) -> None:
         channel = self._channels.pop(server, None)
         if channel is not None:
             channel.close()
 
-    async def _channel_to(self, server: HttpServer) -> Channel:
+    async def _channel_to(self, server: HttpClient) -> Channel:
         if server not in self._channels:
             try:
                 self._channels[server] = await self._meet(server)
@@ -172,7 +172,7 @@ class WeightTransfer:
                 ) from error
         return self._channels[server]
 
-    async def _meet(self, server: HttpServer) -> Channel:
+    async def _meet(self, server: HttpClient) -> Channel:
         answer = await call(server, "/get_world_size", None)
         num_workers = answer.get("world_size") if isinstance(answer, dict) else None
         if not isinstance(num_workers, int) or num_workers < 1:
@@ -221,7 +221,7 @@ class WeightTransfer:
             await asyncio.sleep(_POLL_S)
 
     async def _load(
-        self, server: HttpServer, channel: Channel, sending: _Sending, info: dict[str, Any]
+        self, server: HttpClient, channel: Channel, sending: _Sending, info: dict[str, Any]
     ) -> None:
         """Have one server receive what is sent to all, from start to finish."""
         await _start(server)
@@ -253,7 +253,7 @@ class _Sending:
 
     def __init__(
         self,
-        servers: Iterable[HttpServer],
+        servers: Iterable[HttpClient],
         buckets: Sequence[Bucket],
         tensors: Sequence[Tensor],
         device: torch.device,
@@ -265,14 +265,14 @@ class _Sending:
         self._channels: list[Channel] = []
         self._sent: asyncio.Future[dict[Channel, Exception]] | None = None
 
-    def leave(self, server: HttpServer) -> None:
+    def leave(self, server: HttpClient) -> None:
         """Wait for a server no longer."""
         self._awaited.discard(server)
         if not self._awaited:
             self._all_here.set()
 
     async def join(
-        self, server: HttpServer, channel: Channel
+        self, server: HttpClient, channel: Channel
     ) -> asyncio.Future[dict[Channel, Exception]]:
         """Take part; return what will say which channels failed, and why."""
         self._channels.append(channel)
@@ -302,7 +302,7 @@ def _listed(named_tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[str], lis
     return names, [tensor for _, tensor in pairs]
 
 
-async def _start(server: HttpServer) -> None:
+async def _start(server: HttpClient) -> None:
     """Begin an update; one that a killed trainer left open is abandoned first."""
     try:
         await call(server, "/start_weight_update", {}, retry=_ONCE)
