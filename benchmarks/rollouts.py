@@ -65,7 +65,7 @@ class ScriptedTransport:
         ]
 
     def answer(self, sent: bytes) -> bytes:
-        """HttpAnswer one request."""
+        """Answer one request."""
         started = time.thread_time()
         marker = sent.index(b"task-") + 5
         turn = sent.count(b'"assistant"')
@@ -76,7 +76,7 @@ class ScriptedTransport:
         return body
 
     async def send(self, url: str, headers: Any, content: bytes | None) -> Any:
-        """HttpAnswer rolltree's client."""
+        """Answer rolltree's client."""
         from rolltree.inference.transport import HttpAnswer
 
         return HttpAnswer(200, self.answer(content or b""))
