@@ -26,7 +26,7 @@ import numpy as np
 from verdict import Bar, conclude, make_parser
 
 import rolltree as rt
-from rolltree.records.auditing.parts import num_processes
+from rolltree.records.auditing.run import processes_for
 from rolltree.rollouts.decode import decode_rollout
 from rolltree.samples.resolve import resolve_tokens
 from rolltree.seeds import derive_seed
@@ -150,7 +150,7 @@ def main() -> int:
         began, cpu = time.monotonic(), cpu_time_s()
         report = rt.audit(path, tokenizer=source / "model" if has_model(source) else None)
         spent_s, cpu_s = time.monotonic() - began, cpu_time_s() - cpu
-        num = num_processes(report.num_rollouts)
+        num = processes_for(report.num_rollouts)
     figures = {
         "num_rollouts": report.num_rollouts,
         "num_findings": len(report.findings),

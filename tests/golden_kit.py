@@ -1,4 +1,4 @@
-"""The committed runs: `unpack("3/train", folder)`, `unpack("demo", folder)`."""
+"""The committed runs: `unpack("4/train", folder)`, `unpack("demo", folder)`."""
 
 import tarfile
 from pathlib import Path

@@ -1,15 +1,12 @@
 """The table `trained`: what a step knew of its tokens is stored with the step, and goes with it."""
 
-import shutil
 import sqlite3
 
 import numpy as np
 import pytest
 
 from rolltree.errors import StoreError
-from rolltree.store import Run, StoredRollout, TrainedRollout
-from rolltree.store.integrity import checksum
-from rolltree.store.schema import SCHEMA_VERSION
+from rolltree.store import Run, TrainedRollout
 
 
 def trained(request_id="a", step=1, index=0, *, calls=(2, 1), **arrays):
@@ -124,67 +121,3 @@ def test_damage_is_said(run, damage, said):
         pytest.raises(StoreError, match=f"is damaged: .*{said}"),
     ):
         list(reader.trained())
-
-
-# -- schema 3, which had no such table -----------------------------------------------------------
-
-
-def as_schema_3(path):
-    """Make a run what rolltree wrote before schema 4."""
-    with sqlite3.connect(path / "run.db", isolation_level=None) as raw:
-        raw.execute("DROP TABLE trained")
-        names = [row[1] for row in raw.execute("PRAGMA table_info(counts)")]
-        names = [name for name in names if name not in ("trained", "checksum")]
-        values = raw.execute(f"SELECT {', '.join(names)} FROM counts").fetchone()
-        raw.execute("DROP TABLE counts")
-        raw.execute(f"CREATE TABLE counts ({', '.join(f'{n} INTEGER' for n in names)}, checksum)")
-        marks = ", ".join("?" for _ in (*values, 0))
-        raw.execute(f"INSERT INTO counts VALUES ({marks})", (*values, checksum("counts", values)))
-        raw.execute("PRAGMA user_version = 3")
-    raw.close()
-
-
-def version(path):
-    with sqlite3.connect(f"file:{path}/run.db?mode=ro", uri=True) as raw:
-        return raw.execute("PRAGMA user_version").fetchone()[0]
-
-
-@pytest.fixture
-def old(tmp_path):
-    with Run.create(tmp_path / "old", config={"lr": 1.0}) as run:
-        run.add_rollouts([StoredRollout(request_id="a", reward=1.0)])
-        run.add_step(1, {"loss": 0.5})
-    as_schema_3(tmp_path / "old")
-    return tmp_path / "old"
-
-
-def test_schema_3_is_read_as_it_is(old):
-    with Run.open(old, "r") as run:
-        assert [row.request_id for row in run.rollouts()] == ["a"]
-        assert run.query("SELECT count(*) AS n FROM rollouts") == [{"n": 1}]
-        assert [row.step for row in run.steps()] == [1]
-        assert list(run.trained()) == []
-    assert version(old) == 3
-
-
-def test_a_writer_brings_schema_3_up_to_date(old):
-    with Run.open_or_create(old, config={"lr": 1.0}) as run:
-        assert [row.request_id for row in run.rollouts()] == ["a"]
-        run.add_step(2, {}, [trained("a", 2)])
-        assert [row.request_id for row in run.trained()] == ["a"]
-    assert version(old) == SCHEMA_VERSION
-    with Run.open(old, "r") as run:
-        assert [row.step for row in run.steps()] == [1, 2]
-        assert len(list(run.trained())) == 1
-
-
-def test_an_upgrade_that_fails_leaves_schema_3(old, monkeypatch):
-    from rolltree.store import schema
-
-    monkeypatch.setattr(schema, "_trained_table", lambda: ["CREATE TABLE nonsense"])
-    with pytest.raises(StoreError):
-        Run.open(old)
-    monkeypatch.undo()
-    assert version(old) == 3
-    with Run.open(shutil.copytree(old, old.with_name("copy"))) as run:
-        assert run.num_rollouts() == 1

@@ -13,11 +13,11 @@ import rolltree
 from golden_kit import SCHEMAS, unpack
 from rolltree.evaluation import build_report
 from rolltree.store import Run, StoredRollout
-from rolltree.store.metric_names import OLD_NAMES, OLD_STEMS, eval_numbers
+from rolltree.store.metric_names import eval_numbers
 from rolltree.training.metrics import rollout_metrics
 
 PAGE = docs_kit.text_of("metrics.md")
-LISTED, _, OLD = PAGE.partition("## Old names")
+LISTED = PAGE
 
 
 def names_in(text):
@@ -93,12 +93,6 @@ def test_the_metrics_of_an_evaluation_are_listed():
     assert [each for each in listed if not any(map(each.fullmatch, found))] == []
 
 
-def test_the_old_names_are_those_of_the_store():
-    rows = re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|", OLD, re.MULTILINE)
-    ends = {old.partition("<")[0]: new.partition("<")[0] for old, new in rows}
-    assert ends == OLD_NAMES | OLD_STEMS
-
-
 @pytest.mark.parametrize("version", SCHEMAS)
 def test_runs_of_every_schema_are_read_with_the_listed_names(version, tmp_path):
     listed = [pattern(name) for name in names_in(LISTED)]
@@ -107,20 +101,6 @@ def test_runs_of_every_schema_are_read_with_the_listed_names(version, tmp_path):
         names |= {name for done in run.evaluations() for name in done.numbers}
     assert {"reward/mean", "time/step", "eval/reward"} <= names
     assert [name for name in names if not any(each.fullmatch(name) for each in listed)] == []
-
-
-def test_no_old_name_is_used_any_more():
-    """In the package, examples, benchmarks and documents; readers find today's names everywhere."""
-    root = docs_kit.ROOT
-    files = [
-        path
-        for folder in ("src", "examples", "benchmarks", "docs", "environments")
-        for path in (root / folder).rglob("*")
-        if path.suffix in (".py", ".md", ".js")
-        and path.name not in ("metric_names.py", "metrics.md")
-    ]
-    whole = re.compile("|".join(rf"(?<![\w/]){re.escape(name)}(?![\w/])" for name in OLD_NAMES))
-    assert [(path.name, hit) for path in files for hit in whole.findall(path.read_text())] == []
 
 
 def test_a_tracker_that_makes_files_of_names_can_hold_all(logged):

@@ -39,7 +39,7 @@ def runs(tmp_path_factory):
     newest = golden_kit.SCHEMAS[-1]
     golden_kit.unpack(f"{newest}/train", root / "train")
     golden_kit.unpack(f"{newest}/agents", root / "deep" / "agents")
-    golden_kit.unpack("3/tools", root / "tools")
+    golden_kit.unpack("4/tools", root / "tools")
     return root
 
 

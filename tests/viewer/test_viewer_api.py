@@ -278,7 +278,7 @@ def test_another_run_in_the_same_place_is_read(start, tmp_path):
 
 
 def test_a_damaged_run_is_an_error_and_the_others_are_shown(start, runs, tmp_path):
-    golden_kit.unpack("3/tools", tmp_path / "good")
+    golden_kit.unpack("4/tools", tmp_path / "good")
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "run.db").write_bytes(b"no database" * 1000)
     page = start(tmp_path)

@@ -70,7 +70,7 @@ class ReplayStopped(asyncio.CancelledError):
 
 
 @dataclass(slots=True)
-class Track:
+class RecordedRollout:
     """One recorded rollout of the episode, and which of its calls have been made again."""
 
     index: int
@@ -96,7 +96,7 @@ class Track:
 
 
 @dataclass(slots=True)
-class Tape:
+class ReplaySession:
     """The recorded episode that one live episode is compared with, and how far it has come.
 
     Args:
@@ -117,18 +117,18 @@ class Tape:
     num_answered: int = 0
     num_continued: int = 0
     is_live: bool = False
-    tracks: list[Track] = field(init=False)
+    rollouts: list[RecordedRollout] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tracks = [
-            Track(index, state, [False] * len(state.get("trajectory") or ()))
+        self.rollouts = [
+            RecordedRollout(index, state, [False] * len(state.get("trajectory") or ()))
             for index, state in enumerate(self.recorded.states)
         ]
 
     @property
     def num_calls(self) -> int:
         """How many calls the recording has, of all its rollouts."""
-        return sum(len(track.is_used) for track in self.tracks)
+        return sum(len(rollout.is_used) for rollout in self.rollouts)
 
     def is_same(self, recorded: Any, live: Any) -> bool:
         """Whether both sides are equal as they are stored, what is ignored left out."""
@@ -143,11 +143,11 @@ class Tape:
         return text
 
     def find(
-        self, call: ModelCall, track: Track | None, *, in_session: bool = True
-    ) -> tuple[Track, int] | None:
+        self, call: ModelCall, rollout: RecordedRollout | None, *, in_session: bool = True
+    ) -> tuple[RecordedRollout, int] | None:
         """Return the recorded call that a live one is; None if a model has to answer it.
 
-        `track` is that of the call's session so far; `in_session` says whether it has a session.
+        `rollout` is that of the call's session so far; `in_session` says whether it has a session.
 
         Raises:
             ReplayStopped: it is none, or the replay is over; `difference` and `stopped` say why.
@@ -155,72 +155,80 @@ class Tape:
         """
         if self.is_live:
             return None
-        tracks = [track] if track is not None else sorted(self.tracks, key=lambda t: t.has_session)
-        ahead = [(each, each.unused()) for each in tracks]
+        rollouts = (
+            [rollout] if rollout is not None else sorted(self.rollouts, key=lambda t: t.has_session)
+        )
+        ahead = [(each, each.unused()) for each in rollouts]
         for each, unused in ahead:
-            for index in unused[: None if track is not None else 1]:
+            for index in unused[: None if rollout is not None else 1]:
                 if self._is_call(each.steps[index], call):
                     return self._found(each, index, call)
-        if not in_session and any(each.has_session for each in tracks):
+        if not in_session and any(each.has_session for each in rollouts):
             self._end("", Difference("extra call", "", 0, None, ASIDE, None, _last(call.prompt)))
             return None
-        silent = next((t for t in tracks if track is None and _was_asked(t, call)), None)
+        silent = next((t for t in rollouts if rollout is None and _was_asked(t, call)), None)
         if silent is not None:
             silent.has_session = True
             self._past_the_end([silent], call, is_own=True)
         waiting = [(each, unused[0]) for each, unused in ahead if unused]
         if not waiting:
-            self._past_the_end(tracks, call, is_own=track is not None)
+            self._past_the_end(rollouts, call, is_own=rollout is not None)
             return None
         each, index = waiting[0]
         self._end("", self._prompt_difference(each, index, call))
         return None
 
-    def _found(self, track: Track, index: int, call: ModelCall) -> tuple[Track, int] | None:
-        tools = track.state.get("oai_tools")
-        if tools is not None and "rollout_id" not in track.state:  # agents have tools of their own
+    def _found(
+        self, rollout: RecordedRollout, index: int, call: ModelCall
+    ) -> tuple[RecordedRollout, int] | None:
+        tools = rollout.state.get("oai_tools")
+        if (
+            tools is not None and "rollout_id" not in rollout.state
+        ):  # agents have tools of their own
             given = list(call.tools or ())
             if not self.is_same(tools, given):
                 names = [_names(tools), _names(given)]
                 sides = names if names[0] != names[1] else [tools, given]
                 where = "the tools that the model is offered"
-                found = Difference("tools", track.agent, track.index, index, where, *sides)
+                found = Difference("tools", rollout.agent, rollout.index, index, where, *sides)
                 self._end("", found)
                 return None
         if self.until is not None and self.num_answered >= self.until:
             self._end("")
             return None
-        track.is_used[index] = True
+        rollout.is_used[index] = True
         if self.on_answer is not None:
             self.on_answer(self.num_answered)
         self.num_answered += 1
-        return track, index
+        return rollout, index
 
-    def _past_the_end(self, tracks: list[Track], call: ModelCall, *, is_own: bool) -> None:
+    def _past_the_end(
+        self, rollouts: list[RecordedRollout], call: ModelCall, *, is_own: bool
+    ) -> None:
         """Do with a call after the last recorded one what became of it in the recording."""
-        for track in tracks:
-            error: ErrorRecord | None = track.state.get("error") or self.recorded.error
-            reason, phase = track.state.get("truncation_reason"), getattr(error, "phase", "")
+        for rollout in rollouts:
+            error: ErrorRecord | None = rollout.state.get("error") or self.recorded.error
+            reason, phase = rollout.state.get("truncation_reason"), getattr(error, "phase", "")
             if error is not None and phase in _CUT_BY_TIME:
                 return self._end(f"the recording ends here: {error.type}: {error.message}")
             if reason == TruncationReason.TIME_LIMIT:
                 return self._end("the recording ends here, at the time limit of its rollout")
             if self.goes_on:
                 continue
-            if error is not None and phase == "model" and not track.has_failed:
-                track.has_failed = True
+            if error is not None and phase == "model" and not rollout.has_failed:
+                rollout.has_failed = True
                 raise _failure(error)
             if reason == TruncationReason.MAX_SEQ_LEN:
                 raise PromptTooLong("this prompt did not fit the model when it was recorded")
-        if not self.tracks and self.recorded.error is not None:
+        if not self.rollouts and self.recorded.error is not None:
             return self._end(f"the recording has no calls: {self.recorded.error.message}")
         last = _last(call.prompt)
         if self.goes_on:
             return self._end("")
         if is_own:
-            track, where = tracks[0], "the model is asked once more"
+            rollout, where = rollouts[0], "the model is asked once more"
             found = Difference(
-                "extra call", track.agent, track.index, len(track.is_used), where, None, last
+                "extra call", rollout.agent, rollout.index, len(rollout.is_used), where, None, last
             )
         else:
             found = Difference("extra call", "", 0, None, ASIDE, None, last)
@@ -240,8 +248,10 @@ class Tape:
             return tokens is not None and np.array_equal(tokens["prompt_ids"], call.prompt)
         return self.is_same(peek(step, "prompt"), call.prompt)
 
-    def _prompt_difference(self, track: Track, index: int, call: ModelCall) -> Difference:
-        recorded: Any = peek(track.steps[index], "prompt")
+    def _prompt_difference(
+        self, rollout: RecordedRollout, index: int, call: ModelCall
+    ) -> Difference:
+        recorded: Any = peek(rollout.steps[index], "prompt")
         live: Any = call.prompt
         where = "the prompt"
         if isinstance(recorded, list) and isinstance(live, list):
@@ -250,7 +260,7 @@ class Tape:
             where = f"message {at} of the prompt ({role})"
         elif isinstance(live, np.ndarray):
             live = live.tolist()
-        return Difference("prompt", track.agent, track.index, index, where, recorded, live)
+        return Difference("prompt", rollout.agent, rollout.index, index, where, recorded, live)
 
     def first_message(
         self, recorded: list[ChatMessage], live: list[ChatMessage]
@@ -269,11 +279,11 @@ def _names(tools: Sequence[Any]) -> list[str]:
     return [str(tool.get("function", {}).get("name")) for tool in tools]
 
 
-def _was_asked(track: Track, call: ModelCall) -> bool:
+def _was_asked(rollout: RecordedRollout, call: ModelCall) -> bool:
     """Whether a call may be the one that failed in a rollout without a single answer."""
-    if track.has_session or track.is_used or track.state.get("error") is None:
+    if rollout.has_session or rollout.is_used or rollout.state.get("error") is None:
         return False
-    task = track.state.get("subtask")
+    task = rollout.state.get("subtask")
     last = _last(call.prompt)
     return task is None or (isinstance(last, dict) and last.get("content") == task)
 
@@ -328,17 +338,17 @@ def _said(completion: Messages) -> tuple[ChatMessage, str]:
 
 
 class ReplayClient(ClientBase):
-    """A `ModelClient` that answers with what was recorded, for all episodes that are on `tapes`.
+    """A `ModelClient` that answers with what was recorded, for all episodes that are on `sessions`.
 
     Args:
-        tapes: request id to tape.
+        sessions: request id to session.
         then: the model that answers after the recorded part.
     """
 
     answers_for_all = True
 
-    def __init__(self, tapes: dict[str, Tape], then: ModelClient | None = None) -> None:
-        self._tapes = tapes
+    def __init__(self, sessions: dict[str, ReplaySession], then: ModelClient | None = None) -> None:
+        self._sessions = sessions
         self._then = then
 
     @property
@@ -351,34 +361,34 @@ class ReplayClient(ClientBase):
         """The name of the model that answers later."""
         return "recorded" if self._then is None else self._then.model
 
-    def session(self) -> ReplaySession:
+    def session(self) -> _AgentClient:
         """Return a client for one rollout of the episode."""
         live = None if self._then is None else self._then.session()
-        return ReplaySession(self, self._tape(), live)
+        return _AgentClient(self, self._replayed(), live)
 
     async def call(self, call: ModelCall) -> ModelResponse:
         """Answer a call that no session remembers."""
-        return await ReplaySession(self, self._tape(), self._then, is_lasting=False).call(call)
+        return await _AgentClient(self, self._replayed(), self._then, is_lasting=False).call(call)
 
-    def _tape(self) -> Tape:
+    def _replayed(self) -> ReplaySession:
         episode = current_episode()
         if episode is None:
             raise ConfigError(
                 "the model is asked outside an episode, so it is unknown which recorded rollout "
                 "the call belongs to. Replay environments that ask the model in their rollouts."
             )
-        return self._tapes[episode.request.request_id]
+        return self._sessions[episode.request.request_id]
 
 
-class ReplaySession(ClientBase):
+class _AgentClient(ClientBase):
     """The calls of one agent: recorded ones, then the model's."""
 
     def __init__(
-        self, client: ReplayClient, tape: Tape, live: Any, *, is_lasting: bool = True
+        self, client: ReplayClient, session: ReplaySession, live: Any, *, is_lasting: bool = True
     ) -> None:
-        self._client, self._tape, self._live = client, tape, live
+        self._client, self._session, self._live = client, session, live
         self._is_lasting = is_lasting
-        self._track: Track | None = None
+        self._rollout: RecordedRollout | None = None
 
     @property
     def model(self) -> str:
@@ -391,16 +401,16 @@ class ReplaySession(ClientBase):
 
     async def call(self, call: ModelCall) -> ModelResponse:
         """Give the recorded answer, or the model's after the recorded part."""
-        found = self._tape.find(call, self._track, in_session=self._is_lasting)
+        found = self._session.find(call, self._rollout, in_session=self._is_lasting)
         if found is None:
-            self._tape.num_continued += 1
+            self._session.num_continued += 1
             response: ModelResponse = await call.to(self._live)
             return response
-        track, index = found
+        rollout, index = found
         if self._is_lasting:
-            self._track, track.has_session = track, True
+            self._rollout, rollout.has_session = rollout, True
         if self._live is None:
-            return recorded_response(track.steps[index])
+            return recorded_response(rollout.steps[index])
         if not isinstance(self._live, Session):
-            return recorded_response(track.steps[index], exact=False)
-        return self._live.remember(call, recorded_response(track.steps[index]))
+            return recorded_response(rollout.steps[index], exact=False)
+        return self._live.remember(call, recorded_response(rollout.steps[index]))

@@ -21,10 +21,10 @@ from rolltree.environments.code import META, code_hashes
 from rolltree.errors import ConfigError, did_you_mean
 from rolltree.inference.client import as_client
 from rolltree.records.outcomes import outcome_difference
-from rolltree.records.recorded import Difference, ReplayClient, Tape
-from rolltree.rollouts import GroupScorer, RolloutEngine, RolloutSource, derive_seed
+from rolltree.records.player import play_recorded
+from rolltree.records.recorded import Difference, ReplayClient, ReplaySession
+from rolltree.rollouts import GroupScorer, RolloutSource, derive_seed
 from rolltree.rollouts.decode import decode_results
-from rolltree.rollouts.record import run_stored
 from rolltree.store import Opaque, Run, to_plain
 from rolltree.tasks import run_sync
 from rolltree.types import INPUT_FIELDS, RolloutInput, RolloutRequest, RolloutResult
@@ -136,7 +136,7 @@ async def replay_async(
         raise ConfigError(f"until is {until}; it counts answered calls. Use 0 or more.")
     async with AsyncExitStack() as stack:
         replayer = await _opened(stack, run, env, options)
-        replayer.tape_settings |= {"until": until, "goes_on": client is not None}
+        replayer.session_settings |= {"until": until, "goes_on": client is not None}
         recorded = replayer.recorded(rollout)
         if client is None:
             return await replayer.one(recorded)
@@ -247,7 +247,7 @@ class _Replayer:
 
     run: Run
     source: RolloutSource
-    tape_settings: dict[str, Any]
+    session_settings: dict[str, Any]
     notes: tuple[str, ...]
     score: bool
 
@@ -259,10 +259,10 @@ class _Replayer:
             ignored = [re.compile(pattern) for pattern in options.get("ignore") or ()]
         except re.error as error:
             raise ConfigError(f"{error.pattern!r} is not a regular expression: {error}.") from error
-        self.tape_settings = {"ignored": ignored}
+        self.session_settings = {"ignored": ignored}
         on_answer = options.get("on_answer")
         if on_answer is not None:
-            self.tape_settings["on_answer"] = partial(on_answer, source)
+            self.session_settings["on_answer"] = partial(on_answer, source)
         if not self.score and isinstance(source, Environment):
             self.source = Unscored(source)
 
@@ -322,68 +322,71 @@ class _Replayer:
         self, recorded: Iterable[RolloutResult]
     ) -> AsyncGenerator[ReplayReport, None]:
         """Play rollouts and yield their reports, as they finish."""
-        tapes: dict[str, Tape] = {}
+        sessions: dict[str, ReplaySession] = {}
 
         def requests() -> Iterator[RolloutRequest]:
             for result in recorded:
                 request = playable(result.request)
-                tapes[request.request_id] = Tape(result, **self.tape_settings)
+                sessions[request.request_id] = ReplaySession(result, **self.session_settings)
                 yield request
 
-        engine = RolloutEngine(self.source, ReplayClient(tapes), max_concurrent=MAX_CONCURRENT)
-        async with aclosing(engine.run(requests())) as results:
-            async for live in results:
-                yield self._report(tapes.pop(live.request.request_id), live)
+        client = ReplayClient(sessions)
+        played = play_recorded(self.source, client, requests(), max_concurrent=MAX_CONCURRENT)
+        async with aclosing(played) as batches:
+            async for batch in batches:
+                for live in batch:
+                    yield self._report(sessions.pop(live.request.request_id), live)
 
     async def branches(
         self, recorded: RolloutResult, client: object, num: int, into: Run | None
     ) -> ReplayReport:
         """Play one rollout `num` times, each with a model from where the recorded part ends."""
-        original = playable(recorded.request)
         done = set() if into is None else into.finished_ids(BRANCH_PHASE)
-        until = self.tape_settings["until"]
-        requests = [
-            request
-            for request in branch_requests(original, until, num)
+        every = branch_requests(playable(recorded.request), self.session_settings["until"], num)
+        sessions = {
+            request.request_id: ReplaySession(recorded, **self.session_settings)
+            for request in every
             if request.request_id not in done
-        ]
-        if not requests:
+        }
+        if not sessions:
             raise ConfigError(
                 f"all {num} branches are in {into and into.path} already. Ask for more of them, or "
                 "for another rollout or step."
             )
-        tapes = {request.request_id: Tape(recorded, **self.tape_settings) for request in requests}
-        replayed = ReplayClient(tapes, as_client(client))
-        engine = RolloutEngine(self.source, replayed, max_concurrent=MAX_CONCURRENT)
+        requests = [request for request in every if request.request_id in sessions]
+        replayed = ReplayClient(sessions, as_client(client))
+        played = play_recorded(
+            self.source, replayed, requests, into=into, max_concurrent=MAX_CONCURRENT
+        )
         reports = {}
-        async with aclosing(run_stored(engine, requests, into)) as batches:
+        async with aclosing(played) as batches:
             async for batch in batches:
-                for live, _ in batch:
+                for live in batch:
                     request_id = live.request.request_id
-                    reports[request_id] = self._report(tapes[request_id], live)
-        played = [reports[request.request_id] for request in requests]
-        rewards = tuple(next((s.get("reward") for s in r.live.states), None) for r in played)
-        return replace(played[0], branch_rewards=rewards)
+                    reports[request_id] = self._report(sessions[request_id], live)
+        ordered = [reports[request.request_id] for request in requests]
+        rewards = tuple(next((s.get("reward") for s in r.live.states), None) for r in ordered)
+        return replace(ordered[0], branch_rewards=rewards)
 
-    def _report(self, tape: Tape, live: RolloutResult) -> ReplayReport:
-        difference, notes = tape.difference, list(self.notes)
-        cut = tape.until is not None and tape.num_answered >= tape.until
-        if difference is None and not tape.stopped and not tape.is_live:
-            is_whole = not cut or tape.num_answered == tape.num_calls
+    def _report(self, session: ReplaySession, live: RolloutResult) -> ReplayReport:
+        difference, notes = session.difference, list(self.notes)
+        cut = session.until is not None and session.num_answered >= session.until
+        if difference is None and not session.stopped and not session.is_live:
+            is_whole = not cut or session.num_answered == session.num_calls
             if is_whole and not _was_stopped(live):
-                difference = outcome_difference(tape, live, score=self.score)
-        stopped = tape.stopped
+                difference = outcome_difference(session, live, score=self.score)
+        stopped = session.stopped
         if difference is None and not stopped and cut and _was_stopped(live):
-            stopped = f"stopped after {tape.num_answered} calls, as asked"
+            stopped = f"stopped after {session.num_answered} calls, as asked"
         return ReplayReport(
-            request_id=tape.recorded.request.request_id,
-            num_calls=tape.num_calls,
-            num_replayed=tape.num_answered,
-            num_continued=tape.num_continued,
+            request_id=session.recorded.request.request_id,
+            num_calls=session.num_calls,
+            num_replayed=session.num_answered,
+            num_continued=session.num_continued,
             difference=difference,
             stopped=stopped,
             notes=tuple(notes),
-            recorded=tape.recorded,
+            recorded=session.recorded,
             live=live,
         )
 

@@ -1,23 +1,24 @@
 """What rescoring changed: rewards, group advantages, and the rollouts that changed most.
 
-Both runs are read from the store, a group or a training step at a time.
+Both runs are read from the store, a training step or a group at a time.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any, TypeAlias
 
 from rolltree.errors import ConfigError, RolltreeError, record_error
 from rolltree.evaluation import Comparison, compare_reports, stored_report
+from rolltree.records.credit_states import credit_state
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
 from rolltree.training import CreditPolicy, assign_credit, load_train_config
-from rolltree.types import RolloutResult, State
+from rolltree.types import RolloutResult
 
 NUM_KEPT = 100
 """Rollouts of a report: those whose reward changed most."""
@@ -189,12 +190,11 @@ def _credit_change(
 ) -> tuple[CreditChange | None, dict[Place, tuple[float | None, float | None]]]:
     """Return what changed in the advantages, and the advantages of the wanted rollouts."""
     name, policy = _credit_of(source)
-    units = _units(source, where)
-    old_units, new_units = (_read_units(run, units, where) for run in (source, target))
     found: dict[Place, tuple[float | None, float | None]] = {}
     num_groups = num_flat_before = num_flat_after = num_rollouts = num_turned = 0
     total = 0.0
-    for old, new in _together(old_units, new_units):
+    for unit in _units(source, where):
+        old, new = (_for_credit(run, {**where, **unit}) for run in (source, target))
         before, after = (_advantages(results, name, policy) for results in (old, new))
         groups: dict[str, list[Place]] = {}
         for result in old:
@@ -231,79 +231,35 @@ def _credit_of(run: Run) -> tuple[str, CreditPolicy]:
     return "grpo", CreditPolicy()
 
 
-Unit: TypeAlias = tuple[str, "int | str"]  # phase, and a training step or a group
+def _units(run: Run, where: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return filters of what credit is assigned to at once: training steps, or else groups.
+
+    A unit is read from the store when its turn comes, so memory holds one of both runs at a time.
+    """
+    steps: dict[tuple[str, int], None] = {}
+    groups: dict[tuple[str, str], None] = {}
+    for phase, step, group in run.columns(("phase", "train_step", "group_id"), **where):
+        if step is None:
+            groups[phase, group] = None
+        else:
+            steps[phase, step] = None
+    # Held-out evaluations of a training run have no credit: only what was trained counts there.
+    if steps:
+        return [{"phase": phase, "train_step": step} for phase, step in steps]
+    return [{"phase": phase, "group_id": group} for phase, group in groups]
 
 
-def _unit_of(phase: str, train_step: int | None, group_id: str) -> Unit:
-    """Return what credit is assigned to at once: a training step, or else a group."""
-    return phase, group_id if train_step is None else train_step
-
-
-def _units(run: Run, where: Mapping[str, Any]) -> dict[Unit, int]:
-    """Return how many requests each unit has; only those of training where there are any."""
-    names = ("phase", "train_step", "group_id", "trajectory_index")
-    units: dict[Unit, int] = {}
-    for phase, step, group, index in run.columns(names, **where):
-        unit = _unit_of(phase, step, group)
-        units[unit] = units.get(unit, 0) + (index == 0)
-    trained = {unit: number for unit, number in units.items() if isinstance(unit[1], int)}
-    return trained or units
-
-
-def _read_units(
-    run: Run, units: Mapping[Unit, int], where: Mapping[str, Any]
-) -> Iterator[tuple[Unit, list[RolloutResult]]]:
-    """Yield units with the results of all their requests, without tokens."""
-    missing = dict(units)
-    waiting: dict[Unit, list[RolloutResult]] = {}
-    for result in decode_results(run.rollouts(**where), tokens=False):
-        request = result.request
-        unit = _unit_of(request.phase, request.train_step, request.group_id)
-        if not missing.get(unit):
-            continue
-        waiting.setdefault(unit, []).append(_for_credit(result))
-        missing[unit] -= 1
-        if not missing[unit]:
-            yield unit, waiting.pop(unit)
-
-
-def _together(
-    one: Iterator[tuple[Unit, list[RolloutResult]]], other: Iterator[tuple[Unit, list[Any]]]
-) -> Iterator[tuple[list[RolloutResult], list[RolloutResult]]]:
-    """Pair the units of two runs, which may come in other orders."""
-    left: dict[Unit, list[RolloutResult]] = {}
-    right: dict[Unit, list[RolloutResult]] = {}
-    for unit, results in one:
-        left[unit] = results
-        while unit not in right:
-            found = next(other, None)
-            if found is None:
-                break
-            right[found[0]] = found[1]
-        if unit in right:
-            yield left.pop(unit), right.pop(unit)
-
-
-_READ_BY_CREDIT = (
-    *("agent", "rollout_id", "parent_rollout", "parent_step", "subtask", "reward", "error"),
-    *("has_step_rewards", "truncated", "truncation_reason", "bootstrap_value"),
-)
-
-
-def _for_credit(result: RolloutResult) -> RolloutResult:
-    """Return a result with what credit reads; a rollout that nothing scored counts as failed."""
+def _for_credit(run: Run, where: Mapping[str, Any]) -> list[RolloutResult]:
+    """Return results with what credit reads; a rollout that nothing scored counts as failed."""
     unscored = record_error(ValueError("no reward"), "scoring")
-    states = []
-    for state in result.states:
-        light = State({key: state[key] for key in _READ_BY_CREDIT if key in state})
-        light["trajectory"] = [
-            {"reward": step["reward"], "extras": step["extras"], "advantage": None}
-            for step in state["trajectory"]
-        ]
-        if light.get("error") is None and light.get("reward") is None:
-            light["error"] = unscored
-        states.append(light)
-    return RolloutResult(result.request, tuple(states), result.error)
+    results = []
+    for result in decode_results(run.rollouts(**where), tokens=False):
+        states = tuple(map(credit_state, result.states))
+        for state in states:
+            if state.get("error") is None and state.get("reward") is None:
+                state["error"] = unscored
+        results.append(RolloutResult(result.request, states, result.error))
+    return results
 
 
 def _advantages(

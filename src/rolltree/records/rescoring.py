@@ -30,16 +30,18 @@ from rolltree.evaluation import EvalProgress
 from rolltree.inference.call import ModelCall
 from rolltree.inference.client import sampling_to_args
 from rolltree.inference.client_base import ClientBase
+from rolltree.records.player import play_recorded
 from rolltree.records.rescored import RescoreReport, rescore_report
-from rolltree.rollouts import RolloutEngine, current_episode
+from rolltree.rollouts import current_episode
 from rolltree.rollouts.decode import decode_results
-from rolltree.rollouts.record import encode_result, run_stored
+from rolltree.rollouts.record import encode_result
 from rolltree.rubrics import PerAgentRubric, Rubric, reset_scores
 from rolltree.store import Run
 from rolltree.store.weights import note_weights
 from rolltree.tasks import run_sync
 from rolltree.types import ModelResponse, RolloutRequest, RolloutResult, State
 
+_READ_AT_ONCE = 256
 _BATCH_CALLS = 4096
 """Model calls whose rollouts are in memory at once; groups are never divided."""
 
@@ -113,7 +115,6 @@ async def rescore_async(
                 target,
                 plan,
                 scorer,
-                where,
                 on_progress=on_progress,
                 max_concurrent=max_concurrent,
                 deadline_s=deadline_s,
@@ -336,34 +337,26 @@ def _finished(target: Run, plan: _Plan, whole_groups: bool) -> tuple[set[str], s
     return done - again, again
 
 
-def _batches(
-    source: Run, plan: _Plan, done: set[str], where: Mapping[str, Any]
-) -> Iterator[list[RolloutResult]]:
+def _batches(source: Run, plan: _Plan, done: set[str]) -> Iterator[list[RolloutResult]]:
     """Yield stored results that are left to score, whole groups, a bounded number at a time."""
-    missing = {
-        group: sum(member not in done for member in members)
-        for group, members in plan.groups.items()
-    }
-    known = {member for members in plan.groups.values() for member in members}
-    waiting: dict[str, list[RolloutResult]] = {}
-    batch: list[RolloutResult] = []
+    batch: list[str] = []
     size = 0
-    for result in decode_results(source.rollouts(**where)):
-        request = result.request
-        if request.request_id in done or request.request_id not in known:
-            continue  # the source may be written meanwhile
-        waiting.setdefault(request.group_id, []).append(result)
-        missing[request.group_id] -= 1
-        if missing[request.group_id]:
-            continue
-        members = waiting.pop(request.group_id)
-        batch += members
-        size += sum(plan.num_calls[member.request.request_id] for member in members)
+    for members in plan.groups.values():
+        missing = [member for member in members if member not in done]
+        batch += missing
+        size += sum(plan.num_calls[member] for member in missing)
         if size >= _BATCH_CALLS:
-            yield batch
+            yield list(_read(source, batch))
             batch, size = [], 0
     if batch:
-        yield batch
+        yield list(_read(source, batch))
+
+
+def _read(source: Run, request_ids: Sequence[str]) -> Iterator[RolloutResult]:
+    # SQLite looks all names up again for every page of rows, so few names go into a query.
+    for at in range(0, len(request_ids), _READ_AT_ONCE):
+        part = request_ids[at : at + _READ_AT_ONCE]
+        yield from decode_results(source.rollouts(request_id=part))
 
 
 async def _score_all(
@@ -371,7 +364,6 @@ async def _score_all(
     target: Run,
     plan: _Plan,
     scorer: _Scorer,
-    where: Mapping[str, Any],
     *,
     on_progress: Callable[[EvalProgress], None] | None,
     **limits: Any,
@@ -379,8 +371,8 @@ async def _score_all(
     """Score what is missing in `target`, and store it there."""
     done, again = await asyncio.to_thread(_finished, target, plan, scorer.has_group_rewards)
     tally = _Tally(sum(len(members) for members in plan.groups.values()), len(done))
-    engine = RolloutEngine(scorer, _NoModel(scorer.model), **limits)
-    batches = _batches(source, plan, done, where)
+    client = _NoModel(scorer.model)
+    batches = _batches(source, plan, done)
     following = asyncio.create_task(asyncio.to_thread(next, batches, None))
     try:
         while (batch := await following) is not None:
@@ -392,9 +384,10 @@ async def _score_all(
             scorer.stored = {r.request.request_id: r for r in batch if r.states}
             requests = [result.request for result in scorer.stored.values()]
             tally.add(empty)
-            async with aclosing(run_stored(engine, requests, target, replaced=again)) as stored:
+            played = play_recorded(scorer, client, requests, into=target, replaced=again, **limits)
+            async with aclosing(played) as stored:
                 async for ready in stored:
-                    tally.add([result for result, _ in ready])
+                    tally.add(ready)
                     if on_progress is not None:
                         on_progress(tally.progress())
     finally:

@@ -8,6 +8,7 @@ a second reads `MAX_SAMPLED` rollouts of a longer run, and none of their tokens.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -88,6 +89,17 @@ class Facts:
     def series(self, name: str) -> list[tuple[int, float]]:
         """Return the steps at which a metric has a value, with the value."""
         return [(step, found[name]) for step, found in self.steps.items() if name in found]
+
+    def group_rewards(self) -> dict[int, dict[str, list[float]]]:
+        """Return the rewards of training by step and group, without those of delegated rollouts.
+
+        Groups, not rollouts, are what intervals count: the members of one share their question.
+        """
+        found: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for each in self.rollouts:
+            if each.train_step is not None and each.reward is not None and not each.parent_rollout:
+                found[each.train_step][each.group_id].append(each.reward)
+        return found
 
 
 def read_facts(run: Run, *, quick: bool = False) -> Facts:

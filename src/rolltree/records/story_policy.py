@@ -1,14 +1,13 @@
-"""What the narrator tells of the policy: drift of the engine, entropy, KL, staleness."""
+"""Conditions of the narrator on series of numbers: drift, entropy, KL, staleness, evaluations."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator
 from statistics import fmean, median
 
 from rolltree.records.story_facts import Facts
-from rolltree.records.story_words import Sentence, percent, says, steps_of
+from rolltree.records.story_rollouts import Cases
+from rolltree.records.story_words import interval_text, percent, short, steps_of
 from rolltree.records.trends import jump, mean_change, trend
 
 LEAST_DRIFT = 0.02
@@ -28,7 +27,7 @@ UNSOLVED = 0.9
 """Share of the rewards' range below which there is more to earn."""
 
 
-def drift(facts: Facts) -> Iterator[Sentence]:
+def drift(facts: Facts) -> Cases:
     """Engine and trainer disagree on what was sampled."""
     name = "train/sampling/sampling_logp_difference/mean"
     series = facts.series(name)
@@ -45,16 +44,16 @@ def drift(facts: Facts) -> Iterator[Sentence]:
         first, were, high = series[0][0], "", median(values)
     else:
         return
-    yield says(
-        f"The engine's logprobs drift from the trainer's since step {first}: they differ by "
-        f"{high:.2g} nats per token{were}. What is trained is not what was sampled.",
-        *("error", "curves"),
-        series=name,
-        steps=[first, series[-1][0]],
-    )
+    yield {
+        "first": first,
+        "size": high,
+        "before": were,
+        "series": name,
+        "steps": [first, series[-1][0]],
+    }
 
 
-def staleness(facts: Facts) -> Iterator[Sentence]:
+def staleness(facts: Facts) -> Cases:
     """How old tokens are when they are trained."""
     lags = [value for _, value in facts.series("train/lag_mean")]
     if not lags or fmean(lags) < 0.05:
@@ -62,15 +61,15 @@ def staleness(facts: Facts) -> Iterator[Sentence]:
     most = max((value for _, value in facts.series("async/lag_max")), default=None)
     stale = [value for _, value in facts.series("async/stale_share")]
     share = fmean(stale) if stale else 0.0
-    text = f"Tokens are trained {fmean(lags):.2g} versions after they were sampled on average"
-    text += "" if most is None else f", {most:g} at most"
-    text += f"; {percent(share)} were too old to be trained" if share else ""
-    yield says(
-        f"{text}.", "warning" if share >= 0.05 else "info", "curves", series="train/lag_mean"
-    )
+    yield {
+        "lag": fmean(lags),
+        "share": share,
+        "most": "" if most is None else f", {most:g} at most",
+        "stale": f"; {percent(share)} were too old to be trained" if share else "",
+    }
 
 
-def entropy(facts: Facts) -> Iterator[Sentence]:
+def entropy(facts: Facts) -> Cases:
     """The policy hardly varies any more, and there is more to earn."""
     name = "train/entropy" if facts.series("train/entropy") else "rollout/entropy"
     series = facts.series(name)
@@ -96,16 +95,17 @@ def entropy(facts: Facts) -> Iterator[Sentence]:
         for i, value in enumerate(values)
         if max(value, median(values[i : i + size])) <= LEAST_ENTROPY
     )
-    yield says(
-        f"The policy hardly varies since step {series[at][0]}: its entropy is {after:.2g} nats per "
-        f"token ({before:.2g} at first), so little else is tried.{said}",
-        *("warning", "curves"),
-        series=name,
-        steps=[series[at][0], series[-1][0]],
-    )
+    yield {
+        "first": series[at][0],
+        "after": after,
+        "before": before,
+        "rewards": said,
+        "series": name,
+        "steps": [series[at][0], series[-1][0]],
+    }
 
 
-def kl(facts: Facts) -> Iterator[Sentence]:
+def kl(facts: Facts) -> Cases:
     """The policy moves away from the reference, and earns no more or less for it."""
     series = facts.series("train/kl")
     size = len(series) // 4
@@ -121,39 +121,66 @@ def kl(facts: Facts) -> Iterator[Sentence]:
     first, last = parts[at], parts[3]
     falls = trend(mean_change(rewards[at], rewards[3])) == "falls"
     if falls and levels[3] >= max(LEAST_KL, 2 * levels[at]):
-        yield says(
-            "The policy moves away from the reference and earns less: the KL went from "
+        yield {
+            "text": "The policy moves away from the reference and earns less: the KL went from "
             f"{levels[at]:.2g} to {levels[3]:.2g} nats per token and the reward from "
             f"{means[at]:.3g} to {means[3]:.3g}, from {steps_of(first[0][0], first[-1][0])} to "
             f"{steps_of(last[0][0], last[-1][0])}.",
-            *("error", "curves"),
-            series="train/kl",
-            steps=[first[0][0], last[-1][0]],
-        )
+            "severity": "error",
+            "steps": [first[0][0], last[-1][0]],
+        }
         return
     for at in (0, 2):
         rises = trend(mean_change(rewards[at], rewards[3])) == "rises"
         if rises or levels[3] < max(RUNAWAY_KL, 1.5 * levels[at]):
             continue
         first = parts[at]
-        yield says(
-            f"The KL to the reference grows and the reward does not: {levels[at]:.2g} nats per "
-            f"token in {steps_of(first[0][0], first[-1][0])}, {levels[3]:.2g} in "
+        yield {
+            "text": f"The KL to the reference grows and the reward does not: {levels[at]:.2g} nats "
+            f"per token in {steps_of(first[0][0], first[-1][0])}, {levels[3]:.2g} in "
             f"{steps_of(last[0][0], last[-1][0])}.",
-            *("warning", "curves"),
-            series="train/kl",
-            steps=[first[0][0], last[-1][0]],
-        )
+            "severity": "warning",
+            "steps": [first[0][0], last[-1][0]],
+        }
         return
 
 
 def _rewards(facts: Facts, first: int, last: int) -> list[list[float]]:
-    """Return the rewards of each group of some steps; those of delegated rollouts do not count."""
-    groups: dict[tuple[int, str], list[float]] = defaultdict(list)
-    for each in facts.rollouts:
-        step, reward = each.train_step, each.reward
-        if step is None or reward is None or each.parent_rollout:
-            continue
-        if first <= step <= last:
-            groups[step, each.group_id].append(reward)
-    return list(groups.values())
+    """Return the rewards of each group of some steps."""
+    by_step = facts.group_rewards()
+    return [
+        rewards
+        for step, groups in by_step.items()
+        if first <= step <= last
+        for rewards in groups.values()
+    ]
+
+
+def held_out(facts: Facts) -> Cases:
+    """The first and the last held-out evaluation."""
+    found = [each for each in facts.evaluations if each.reward is not None]
+    if len(found) < 2 or found[0].step == found[-1].step:
+        return
+    sides = [(each.reward, *(each.interval or (None, None))) for each in (found[0], found[-1])]
+    (_, low, high), (_, new_low, new_high) = sides
+    # Intervals that do not touch: stricter than a test of the difference, and seen in the curve.
+    verb, severity = "does not clearly differ", "info"
+    if new_low is not None and high is not None and new_low > high:
+        verb, severity = "rose", "good"
+    if new_high is not None and low is not None and new_high < low:
+        verb, severity = "fell", "error"
+    began, ended = (interval_text(*side) for side in sides)
+    yield {
+        "verb": verb,
+        "severity": severity,
+        "began": began,
+        "ended": ended,
+        "first": found[0].step,
+        "last": found[-1].step,
+    }
+
+
+def ended(facts: Facts) -> Cases:
+    """The error that the run ended with."""
+    if facts.error is not None:
+        yield {"error": short(facts.error, 300)}

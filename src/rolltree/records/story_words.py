@@ -1,22 +1,13 @@
-"""The words of the narrator: sentences with their evidence, and numbers and names in them."""
+"""How the narrator writes numbers, names and links."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
-from rolltree.estimate import Estimate
 from rolltree.records.story_facts import StoryRollout
 
-Severity: TypeAlias = Literal["error", "warning", "good", "info"]
-Sentence: TypeAlias = dict[str, Any]
-
 NAME_LENGTH = 60
-
-
-def says(text: str, severity: Severity, view: str, **evidence: Any) -> Sentence:
-    """Return a sentence; `view` is the page's view that shows its evidence."""
-    return {"text": text, "severity": severity, "evidence": {"view": view, **evidence}}
 
 
 def steps_of(first: int, last: int) -> str:
@@ -24,11 +15,9 @@ def steps_of(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-def interval_text(found: Estimate) -> str:
-    """Return a mean with its interval: `0.5 [0.4, 0.6]`."""
-    if found.low is None or found.high is None:
-        return f"{found.mean:.3g}"
-    return f"{found.mean:.3g} [{found.low:.3g}, {found.high:.3g}]"
+def interval_text(mean: float | None, low: float | None, high: float | None) -> str:
+    """Return a mean with its interval if there is one: `0.5 [0.4, 0.6]`."""
+    return f"{mean:.3g}" if low is None or high is None else f"{mean:.3g} [{low:.3g}, {high:.3g}]"
 
 
 def percent(share: float) -> str:

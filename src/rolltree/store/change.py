@@ -14,9 +14,8 @@ from rolltree.store.integrity import (
     Counts,
     Totals,
     checksum,
-    read_totals,
     report_key,
-    with_own_rewards,
+    sum_rows,
 )
 from rolltree.store.rows import LIGHT, STORED, with_checksums
 from rolltree.store.trained import insert_trained
@@ -25,14 +24,6 @@ _INSERT = (
     f"INSERT INTO rollouts ({', '.join(STORED)}) VALUES ({', '.join('?' for _ in STORED)}) "
     "ON CONFLICT (request_id, trajectory_index) DO NOTHING"
 )
-_SUMS = """
-SELECT phase, coalesce(env_id, ''), min(id), count(DISTINCT request_id), count(*),
-       sum(status = 'error'), sum(truncated), count(reward) FILTER (WHERE depth = 0),
-       total(reward) FILTER (WHERE depth = 0),
-       coalesce(sum(num_prompt_tokens), 0), coalesce(sum(num_completion_tokens), 0),
-       coalesce(max(created_at), 0.0)
-FROM rollouts WHERE phase = ? GROUP BY coalesce(env_id, '')
-"""
 
 
 @dataclass(slots=True)
@@ -130,16 +121,9 @@ class Change:
         self._write_totals()
         gone = self.connection.execute("DELETE FROM totals WHERE phase = ?", (phase,)).rowcount
         self.counts.totals -= gone
-        for row in self.connection.execute(_SUMS, (phase,)).fetchall():
-            found = Totals(*row)
+        for found in sum_rows(self.connection, phase):
             self.totals[found.phase, found.env_id] = found
             self.counts.totals += 1
-
-    def upgrade_totals(self) -> None:
-        """Let the sums of schema 3 be those of today; no rollout changes, and reports stay."""
-        totals = read_totals(self.connection, self.counts)
-        if with_own_rewards(self.connection, totals):
-            self.totals = {(item.phase, item.env_id): item for item in totals}
 
     def finish(self) -> None:
         """Write sums and counts, drop old reports: the last statements of the transaction."""

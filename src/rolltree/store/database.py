@@ -36,12 +36,9 @@ from rolltree.store.integrity import (
 from rolltree.store.orders import Orders
 from rolltree.store.rows import SUMMED, verify
 from rolltree.store.schema import (
-    SCHEMA_VERSION,
-    TRAINED_SINCE,
     check_schema,
     create_schema,
     is_empty,
-    upgrade_schema,
 )
 from rolltree.store.trained import check_trained
 
@@ -104,7 +101,7 @@ class Database:
                     "Nothing is lost; start that command again, or delete the directory."
                 )
             self._connection.execute("PRAGMA trusted_schema = OFF")  # the file may be anybody's
-            self.version = check_schema(self._connection, path)
+            check_schema(self._connection, path)
             if not self.is_new:
                 self._compare(noted)
             if mode != "r":
@@ -112,11 +109,6 @@ class Database:
                 self._connection.execute("PRAGMA synchronous = FULL")
                 if not self.is_new:
                     self.check()
-                if self.version != SCHEMA_VERSION:
-                    with self.transaction() as change:
-                        upgrade_schema(change.connection)
-                        change.upgrade_totals()
-                    self.version = SCHEMA_VERSION
         except _SQL_ERRORS as error:
             self.close()
             raise _unreadable(path, error) from error
@@ -274,8 +266,7 @@ class Database:
                     number += 1
                 if number != counts.rollouts:
                     raise StoreError(f"it has {number} rollouts instead of {counts.rollouts}")
-                if self.version >= TRAINED_SINCE:
-                    check_trained(connection, counts.trained)
+                check_trained(connection, counts.trained)
         self._is_checked = True
 
     @contextlib.contextmanager

@@ -56,7 +56,7 @@ class Counts:
 
     @classmethod
     def read(cls, connection: sqlite3.Connection) -> Counts:
-        """Read the row; an older schema has no count of the tables that it lacks.
+        """Read the row.
 
         Raises:
             StoreError: it is damaged; the file is not named.
@@ -81,8 +81,8 @@ class Counts:
 class Totals:
     """One row of `totals`: the sums over the rollouts of one phase and environment.
 
-    `sum_reward` is over `num_scored` rows, which are those with a reward and, since schema 4, none
-    that another rollout delegated: a phase's reward is that of its episodes. `first_id` orders
+    `sum_reward` is over `num_scored` rows, which are those with a reward that no other rollout
+    delegated: a phase's reward is that of its episodes. `first_id` orders
     phases; `last_created_at` is seconds since the epoch.
     """
 
@@ -101,11 +101,19 @@ class Totals:
 
 
 TOTAL_NAMES = [item.name for item in fields(Totals)]
-_OWN_REWARDS = """
-SELECT phase, coalesce(env_id, ''), count(reward) FILTER (WHERE depth = 0),
-       total(reward) FILTER (WHERE depth = 0)
-FROM rollouts NOT INDEXED GROUP BY phase, coalesce(env_id, '') HAVING max(depth) > 0
+_SUMS = """
+SELECT phase, coalesce(env_id, ''), min(id), count(DISTINCT request_id), count(*),
+       sum(status = 'error'), sum(truncated), count(reward) FILTER (WHERE depth = 0),
+       total(reward) FILTER (WHERE depth = 0),
+       coalesce(sum(num_prompt_tokens), 0), coalesce(sum(num_completion_tokens), 0),
+       coalesce(max(created_at), 0.0)
+FROM rollouts WHERE phase = ? GROUP BY coalesce(env_id, '')
 """
+
+
+def sum_rows(connection: sqlite3.Connection, phase: str) -> list[Totals]:
+    """Return the sums of a phase from its rows, an environment each."""
+    return [Totals(*row) for row in connection.execute(_SUMS, (phase,))]
 
 
 def read_totals(connection: sqlite3.Connection, counts: Counts) -> list[Totals]:
@@ -124,18 +132,6 @@ def read_totals(connection: sqlite3.Connection, counts: Counts) -> list[Totals]:
     if len(found) != counts.totals or sum(t.num_rollouts for t in found) != counts.rollouts:
         raise StoreError("the totals of a phase are missing")
     return found
-
-
-def with_own_rewards(connection: sqlite3.Connection, totals: Sequence[Totals]) -> bool:
-    """Let the sums of a schema before 4 leave the rewards of delegated rollouts out.
-
-    Says whether there were any; the rows are read for it, and not compared with their checksums.
-    """
-    found = {row[:2]: row[2:] for row in connection.execute(_OWN_REWARDS)}
-    for item in totals:
-        if (item.phase, item.env_id) in found:
-            item.num_scored, item.sum_reward = found[item.phase, item.env_id]
-    return bool(found)
 
 
 def report_key(phase: str) -> str:

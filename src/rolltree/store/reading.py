@@ -11,8 +11,7 @@ from rolltree.store.codec import TAG, loads
 from rolltree.store.database import LIGHT_PAGE_ROWS, PAGE_ROWS, ROW_ERRORS, Database
 from rolltree.store.export import Render, export_rows, light_line
 from rolltree.store.filters import order_clause, where_clause
-from rolltree.store.integrity import TABLES, Totals, checked, damaged, report_key, with_own_rewards
-from rolltree.store.metric_names import renamed
+from rolltree.store.integrity import TABLES, Totals, checked, damaged, report_key, sum_rows
 from rolltree.store.rows import (
     COLUMNS,
     LIGHT,
@@ -26,7 +25,6 @@ from rolltree.store.rows import (
     from_sql,
     verify,
 )
-from rolltree.store.schema import OWN_REWARDS_SINCE, TRAINED_SINCE
 from rolltree.store.trained import TRAINED_COLUMNS, TrainedRollout, trained_from_sql
 
 T = TypeVar("T")
@@ -230,22 +228,22 @@ class StoredRun:
         """How many batches were ever stored: it grows with everything that is written."""
         return self._database.counts().commits
 
-    def totals(self, *, as_stored: bool = False) -> list[Totals]:
+    def totals(self) -> list[Totals]:
         """Return the sums over each phase and environment, in the order they began.
 
-        Sums of rewards leave delegated rollouts out, as reports do. Those that schema 3 stored
-        have them, and are summed again from the rows unless they are wanted `as_stored`.
+        Sums of rewards leave delegated rollouts out, as reports do.
         """
-        with self._database.snapshot() as connection:
-            found = self._database.totals()[1]
-            if not (as_stored or self.sums_own_rewards) and with_own_rewards(connection, found):
-                self._database.check()  # what was summed are the rows themselves
-        return found
+        return self._database.totals()[1]
 
-    @property
-    def sums_own_rewards(self) -> bool:
-        """Whether stored sums of rewards leave delegated rollouts out."""
-        return self._database.version >= OWN_REWARDS_SINCE
+    def totals_with_sums(self) -> list[tuple[Totals, Totals]]:
+        """Return the stored sums of each phase and environment beside those of its rows."""
+        with self._database.snapshot() as connection:  # a writer may add rows between the two
+            stored = self._database.totals()[1]
+            rows = [
+                each for phase in {t.phase for t in stored} for each in sum_rows(connection, phase)
+            ]
+        summed = {(each.phase, each.env_id): each for each in rows}
+        return [(t, summed.get((t.phase, t.env_id), Totals("", ""))) for t in stored]
 
     def finished_ids(self, phase: str | None = None, *, failed: bool = True) -> set[str]:
         """Return the ids of requests that are stored; without `failed`, only those that worked."""
@@ -265,14 +263,12 @@ class StoredRun:
         """Yield what training knew of the tokens of rollouts, in the order they were trained.
 
         All, or those of a step, a request, a trajectory. A run whose `train.record_tokens` is
-        false, or of a schema before 4, has none.
+        false has none.
 
         Raises:
             StoreError: a row is damaged or missing.
         """
         self._database.check()
-        if self._database.version < TRAINED_SINCE:
-            return
         filters = {"step": step, "request_id": request_id, "trajectory_index": trajectory_index}
         used = {name: value for name, value in filters.items() if value is not None}
         clause = " AND ".join(["1", *(f"{name} = ?" for name in used)])
@@ -286,7 +282,7 @@ class StoredRun:
         """Return the metrics of every step, in order, under the names of `docs/metrics.md`."""
         rows = self._database.table("steps")
         with self._database.naming():
-            return [StepRow(step, created, renamed(loads(text))) for step, created, text in rows]
+            return [StepRow(step, created, loads(text)) for step, created, text in rows]
 
     def last_step(self) -> tuple[int, float]:
         """Return the last step and when it was stored, without reading metrics; 0 without steps."""
@@ -300,7 +296,7 @@ class StoredRun:
         rows = self._database.all(sql)
         with self._database.naming():
             for step, created, text in checked("steps", rows, len(rows)):
-                return StepRow(step, created, renamed(loads(text)))
+                return StepRow(step, created, loads(text))
         return None
 
     def events(self, kind: str | None = None) -> list[Event]:

@@ -1,8 +1,4 @@
-"""The SQL schema of `run.db` and its versions.
-
-A reader takes every version of `SCHEMAS` as it is; a writer brings an older one up to date, in one
-transaction, when it opens it.
-"""
+"""The SQL schema of `run.db`: its tables and indexes, and the check that a file has no others."""
 
 from __future__ import annotations
 
@@ -17,11 +13,6 @@ from rolltree.store.rows import COLUMNS, STORED
 from rolltree.store.trained import TRAINED_COLUMNS
 
 SCHEMA_VERSION = 4
-SCHEMAS = (3, 4)
-"""The versions that can be read. 4 adds the table `trained`, and sums of rewards leave delegated
-rollouts out."""
-TRAINED_SINCE = 4
-OWN_REWARDS_SINCE = 4
 APPLICATION_ID = 0x726F6C74  # "rolt", in the header of every run.db
 
 
@@ -86,16 +77,8 @@ def create_schema(connection: sqlite3.Connection) -> None:
         connection.execute(statement)
 
 
-def upgrade_schema(connection: sqlite3.Connection) -> None:
-    """Make schema 3 the current one; the caller holds the transaction and writes the counts."""
-    connection.execute("DROP TABLE counts")
-    for statement in (_counts_table(), *_trained_table()):
-        connection.execute(statement)
-    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-
-
-def check_schema(connection: sqlite3.Connection, path: Path) -> int:
-    """Return the schema version of a run, and refuse what is not a run or one of another version.
+def check_schema(connection: sqlite3.Connection, path: Path) -> None:
+    """Refuse what is not a run, or one of another schema.
 
     Raises:
         StoreError: with what the file is instead, and what to do.
@@ -117,12 +100,10 @@ def check_schema(connection: sqlite3.Connection, path: Path) -> int:
             f"{path} has a {kind}, {name!r}, which rolltree never makes and which could act on "
             "what is read or written, so the file is not used. Ask for the run where it is from."
         )
-    if version not in SCHEMAS:
+    if version != SCHEMA_VERSION:
         newer = version > SCHEMA_VERSION
         advice = "upgrade rolltree" if newer else "open it with the version of rolltree it is from"
         raise StoreError(
-            f"{path} has run schema {version}; this rolltree reads {SCHEMAS[0]} to "
-            f"{SCHEMA_VERSION}. It was written by {'a newer' if newer else 'an older'} version: "
-            f"{advice}."
+            f"{path} has run schema {version}; this rolltree reads schema {SCHEMA_VERSION}. "
+            f"It was written by {'a newer' if newer else 'an older'} version: {advice}."
         )
-    return version

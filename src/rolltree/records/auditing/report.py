@@ -95,19 +95,19 @@ class AuditReport:
         return {"ok": self.ok, **asdict(self)}
 
 
+@dataclass(slots=True)
 class Ledger:
-    """Collects counts and findings during an audit; `report` makes the values of it.
+    """Collects counts and findings during an audit.
 
-    Ledgers of several processes are joined with `add`.
+    Several processes may audit parts of a run; `add` joins their ledgers.
     """
 
-    def __init__(self) -> None:
-        self.checked: Counter[str] = Counter()
-        self.problems: Counter[str] = Counter()
-        self.skipped: dict[str, str] = {}
-        self.findings: list[Finding] = []
-        self.breaks: Counter[str] = Counter()
-        self.num_sampled_tokens = 0
+    checked: Counter[str] = field(default_factory=Counter)
+    problems: Counter[str] = field(default_factory=Counter)
+    skipped: dict[str, str] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    breaks: Counter[str] = field(default_factory=Counter)
+    num_sampled_tokens: int = 0
 
     def count(self, check: str, number: int = 1) -> None:
         """Note that a check looked at `number` more things."""
@@ -130,6 +130,7 @@ class Ledger:
         self.num_sampled_tokens += other.num_sampled_tokens
         for check, why in other.skipped.items():
             self.skip(check, why)
+        # A ledger keeps `MAX_FINDINGS` of a check and counts them all: count the dropped ones too.
         hidden = other.problems - Counter(finding.check for finding in other.findings)
         for finding in other.findings:
             self.find(finding)

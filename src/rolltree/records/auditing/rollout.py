@@ -1,7 +1,6 @@
 """The checks of one stored rollout: its columns, tokens, sampler, versions and rewards.
 
-They read the record's data and the token tree as they lie in the store, so that a hundred thousand
-rollouts take no longer than decoding them.
+The store's own decoder reads the rollout, so an audit sees what replay, training and the page see.
 """
 
 from __future__ import annotations
@@ -10,130 +9,167 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from rolltree.errors import RolltreeError
-from rolltree.records.auditing.facts import CallFacts, RolloutFacts, credit_state
 from rolltree.records.auditing.report import Finding, Ledger
 from rolltree.records.auditing.text import TextCheck
-from rolltree.rollouts.decode import UNREADABLE
-from rolltree.rollouts.message_table import MessageReader
-from rolltree.samples.build import by_prefix, find_breaks
-from rolltree.samples.resolve import ResolvedRollout, ResolvedStep
-from rolltree.samples.truncation import TruncationEffect
+from rolltree.records.credit_states import credit_state
+from rolltree.rollouts.decode import UNREADABLE, decode_rollout
+from rolltree.rollouts.record import encode_result
+from rolltree.samples.build import trajectory_breaks
 from rolltree.seeds import derive_seed
 from rolltree.store import StoredRollout
-from rolltree.store.codec import unpack
-from rolltree.tokens import TokenTree
+from rolltree.tokens import StepTokens, peek
 from rolltree.training.sampled import not_the_models_own
+from rolltree.types import RolloutRequest, State
 
-_SIZES = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "completion_logprobs")
-_REQUEST_COLUMNS = ("request_id", "group_id", "index_in_group", "phase", "train_step", "env_id")
-_STATE_COLUMNS = (
-    *("reward", "parent_rollout", "depth", "terminated", "truncated", "truncation_reason"),
-    *("stop_condition", "is_completed"),
+_COMPARED = (
+    *("request_id", "group_id", "index_in_group", "phase", "train_step", "env_id"),
+    *("reward", "metrics", "parent_rollout", "depth", "status", "terminated", "truncated"),
+    *("truncation_reason", "stop_condition", "is_completed"),
+    *("num_calls", "num_prompt_tokens", "num_completion_tokens", "num_unique_tokens"),
+    *("min_version", "max_version"),
 )
-_parse = msgspec.json.Decoder().decode
-_EFFECT = TruncationEffect("keep", False, None, None)
+"""The columns that the record determines. Labels such as `agent` are left out: secrets are cut out
+of both sides, and a cut in one need not be a cut in the other."""
+_compared_of = attrgetter(*_COMPARED)
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a run says about its rollouts: `versions` by phase, the seed, and what is trained.
+    """What a run says about its rollouts."""
 
-    `run_seed` is None if seeds are not known to be derived; `is_training` says whether rollouts
-    of the phase `train` are trained by their own step.
-    """
-
-    versions: Mapping[str, int] = field(default_factory=dict)
-    run_seed: int | None = None
-    is_training: bool = False
+    versions: Mapping[str, int] = field(default_factory=dict)  # by phase
+    run_seed: int | None = None  # None: seeds are not known to be derived from it
+    is_training: bool = False  # whether rollouts of the phase `train` are trained by their own step
     is_async: bool = False
     end_ids: frozenset[int] = frozenset()
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A model call with tokens: its step's index in the trajectory, and a view on the tree."""
+
+    index: int
+    handle: int
+    tokens: StepTokens
+    step: Any
+    extras: Mapping[str, Any]
+
+    @property
+    def num_sampled(self) -> int:
+        """How many tokens it sampled."""
+        return self.tokens.tree.num_sampled(self.handle)
+
+    @property
+    def versions(self) -> Any:
+        """The policy version of each sampled token, int32."""
+        return self.tokens.tree.versions(self.handle)
+
+
+@dataclass(slots=True)
+class TrainedFacts:
+    """What the table `trained` says of one rollout in one step."""
+
+    step: int
+    advantages: list[float | None]  # one per call, None for a call without sampled tokens
+    mismatch: float | None = None  # mean distance of the engine's logprobs from the trainer's
+
+
+@dataclass(slots=True, kw_only=True)
+class RolloutFacts:
+    """What is left of a rollout when it was checked: enough for credit and for counting."""
+
+    request_id: str
+    trajectory_index: int
+    num_trajectories: int
+    group_id: str
+    phase: str
+    train_step: int | None
+    parent_rollout: str | None
+    reward: float | None
+    error_type: str | None
+    failed: bool
+    rollout_id: str | None = None
+    num_sampled: int = 0
+    advantage: float | None = None  # the rubric's; None if credit replaced it
+    fingerprint: tuple[Any, ...] | None = None  # equal for two rows only if one is a copy
+    state: dict[str, Any] | None = None  # what credit reads; None if nothing trains it
+    trained: list[TrainedFacts] = field(default_factory=list)
+
+
+_OF_ROW = (
+    *("request_id", "trajectory_index", "num_trajectories", "group_id", "phase", "train_step"),
+    *("parent_rollout", "reward", "error_type"),
+)
+
+
 class RolloutAudit:
-    """Checks the rows of one run, one after the other; what it finds goes to `ledger`."""
+    """The checks of one row; what they find goes to `ledger`."""
 
-    def __init__(self, expected: Expected, ledger: Ledger, text: TextCheck | None) -> None:
-        self.expected, self.ledger, self.text = expected, ledger, text
-
-    def check(self, row: StoredRollout) -> RolloutFacts:
-        """Check one row and return what the checks of the whole run need."""
-        facts = RolloutFacts(
-            request_id=row.request_id,
-            trajectory_index=row.trajectory_index,
-            num_trajectories=row.num_trajectories,
-            group_id=row.group_id,
-            index_in_group=row.index_in_group,
-            phase=row.phase,
-            train_step=row.train_step,
-            failed=row.status == "error",
-            reward=row.reward,
-            error_type=row.error_type,
+    def __init__(
+        self, expected: Expected, ledger: Ledger, text: TextCheck | None, row: StoredRollout
+    ) -> None:
+        self.expected, self.ledger, self.text, self.row = expected, ledger, text, row
+        self.facts = RolloutFacts(
+            **{name: getattr(row, name) for name in _OF_ROW}, failed=row.status == "error"
         )
-        one = _One(self, row, facts)
-        try:
-            one.check()
-        except RolltreeError as error:
-            one.find("tokens", "unreadable", str(error))
-        except UNREADABLE as error:
-            what = f"its record or its tokens cannot be read ({type(error).__name__}: {error})"
-            one.find("tokens", "unreadable", what)
-        return facts
-
-
-class _One:
-    """The checks of one row."""
-
-    def __init__(self, audit: RolloutAudit, row: StoredRollout, facts: RolloutFacts) -> None:
-        self.ledger, self.expected, self.text = audit.ledger, audit.expected, audit.text
-        self.row, self.facts = row, facts
+        self.calls: list[Call] = []
+        self.is_contradictory = False
+        self.is_trained = expected.is_training and row.phase == "train"
 
     def find(self, check: str, cause: str, message: str) -> None:
+        """Keep a finding of this rollout."""
         row = self.row
-        where = row.request_id, row.trajectory_index, row.train_step
-        self.ledger.find(Finding(check, cause, message, *where))
+        place = row.request_id, row.trajectory_index, row.train_step
+        self.ledger.find(Finding(check, cause, message, *place))
 
-    def check(self) -> None:
-        row, ledger = self.row, self.ledger
-        record = _parse(row.record)  # what is tagged in it is unpacked where it is read
-        state, request = record["state"], record["request"]
-        request["sampling"] = unpack(request["sampling"])
+    def run(self) -> None:
+        """Check the row; `facts` has what the checks of the whole run need then."""
+        try:
+            self._check()
+        except RolltreeError as error:
+            self.find("tokens", "unreadable", str(error))
+        except UNREADABLE as error:
+            # The row's checksum holds, so its writer meant these bytes: say so and go on.
+            what = f"its record or its tokens cannot be read ({type(error).__name__}: {error})"
+            self.find("tokens", "unreadable", what)
+
+    def _check(self) -> None:
+        row = self.row
         for name in ("columns", "rewards"):
-            ledger.count(name)
-        self._request(request)
+            self.ledger.count(name)
+        result = decode_rollout(row)
+        self._seeds(result.request)
+        state = result.states[0] if result.states else None
+        if state is not None:
+            self._calls(state["trajectory"])
+        # Encoding the decoded result says what every column should hold: one rule for writer and
+        # auditor, which cannot drift apart.
+        self._columns(encode_result(result, blobs=False)[0])
+        self._failure()
         if state is None:
-            self._failure(record["error"], {})
             return
-        fields, steps = unpack(state["fields"]), state["steps"]
-        state["fields"] = fields
-        self._columns(fields)
-        self._failure(record["error"], fields)
-        self._step_rewards(fields, steps)
-        tree = TokenTree.from_bytes(row.tokens)
-        handles = self._handles(tree, steps)
-        for step, handle in zip(steps, handles, strict=True):
-            self._step(tree, step, handle, request["sampling"])
-        self._totals(tree, steps, handles)
-        self._versions(tree, handles)
-        if len(handles) > 1:
-            self._breaks(tree, steps, handles)
+        self._step_rewards(state)
+        for call in self.calls:
+            self._call(call, result.request)
+        self._versions()
+        if len(self.calls) > 1 and not self.is_contradictory:
+            decode = None if self.text is None else self.text.tokenizer.decode
+            for found in trajectory_breaks(state, decode):
+                self.ledger.breaks[str(found.cause)] += 1
         if self.text is not None:
-            self.text.check(self, tree, steps, handles, MessageReader(record["table"]), request)
-        self._keep(record, fields, steps, tree, handles)
+            self.text.check(self, result.request.sampling.stop or ())
+        self._keep(state)
 
     # -- columns and rewards ---------------------------------------------------------------------
 
-    def _request(self, request: Mapping[str, Any]) -> None:
-        row = self.row
-        for name in _REQUEST_COLUMNS:
-            if getattr(row, name) != request[name]:
-                self._differs(name, getattr(row, name), request[name])
-        seed = self.expected.run_seed
+    def _seeds(self, request: RolloutRequest) -> None:
+        row, seed = self.row, self.expected.run_seed
         if seed is None or row.phase != "train":
             return
         self.ledger.count("sampler")
@@ -143,44 +179,34 @@ class _One:
         parts: tuple[str | int, ...] = ("replacement",) if group[0] == "x" else ()
         world = derive_seed(seed, "train", row.train_step, *parts, int(number))
         own = derive_seed(derive_seed(world, "sampling"), "member", row.index_in_group)
-        if (request["seed"], request["sampling_seed"]) != (world, own):
+        if (request.seed, request.sampling_seed) != (world, own):
             self.find(
                 *("sampler", "seed"),
-                f"it was played with the seeds {request['seed']} and {request['sampling_seed']}; "
+                f"it was played with the seeds {request.seed} and {request.sampling_seed}; "
                 f"the run's seed gives {world} and {own} for this place, so it is not the rollout "
                 "that was planned",
             )
 
-    def _differs(self, name: str, column: object, stored: object) -> None:
-        self.find(
-            *("columns", "column_differs"),
-            f"the column {name} is {column!r} and the rollout's own record says {stored!r}",
-        )
-
-    def _columns(self, fields: Mapping[str, Any]) -> None:
-        row = self.row
-        for name in _STATE_COLUMNS:
-            if name not in fields:
+    def _columns(self, again: StoredRollout) -> None:
+        values = _compared_of(self.row), _compared_of(again)
+        if values[0] == values[1]:
+            return
+        for name, column, stored in zip(_COMPARED, *values, strict=True):
+            if column == stored or (name == "reward" and _same(column, stored)):
                 continue
-            column, stored = getattr(row, name), fields[name]
-            if isinstance(column, bool):
-                stored = bool(stored)
-            elif name == "depth":
-                stored = int(stored or 0)
-            if column != stored and not (name == "reward" and _same(column, stored)):
-                self._differs(name, column, stored)
-        metrics = fields.get("metrics")
-        if isinstance(metrics, dict) and row.metrics != metrics:
-            names = [name for name, value in metrics.items() if row.metrics.get(name) != value]
-            if names:
-                self._differs(
-                    f"metrics[{names[0]!r}]", row.metrics.get(names[0]), metrics[names[0]]
-                )
+            if name == "metrics":
+                wrong = [each for each in stored if not _same(column.get(each), stored[each])]
+                if not wrong:
+                    continue
+                name = f"metrics[{wrong[0]!r}]"
+                column, stored = column.get(wrong[0]), stored[wrong[0]]
+            self.find(
+                *("columns", "column_differs"),
+                f"the column {name} is {column!r} and the rollout's own record says {stored!r}",
+            )
 
-    def _failure(self, error: Any, fields: Mapping[str, Any]) -> None:
+    def _failure(self) -> None:
         row = self.row
-        if (error is not None) != (row.status == "error") and row.status != "error":
-            self._differs("status", row.status, "an error")
         if row.status == "error" and row.parent_rollout is None and row.reward is not None:
             self.find(
                 *("rewards", "reward_of_failure"),
@@ -190,12 +216,12 @@ class _One:
         if row.reward is not None and not math.isfinite(row.reward):
             self.find("rewards", "not_finite", f"its reward is {row.reward}")
 
-    def _step_rewards(self, fields: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> None:
-        reward = self.row.reward
+    def _step_rewards(self, state: State) -> None:
+        reward, steps = self.row.reward, state["trajectory"]
         rewards = [step["reward"] for step in steps if step["reward"] is not None]
         if reward is None or not rewards or len(rewards) < len(steps):
             return
-        own = fields.get("has_step_rewards")
+        own = dict.get(state, "has_step_rewards")
         if own and not _same(sum(rewards), reward):
             self.find(
                 *("rewards", "step_rewards"),
@@ -207,49 +233,41 @@ class _One:
                 f"its reward is {reward:g} and a step says {rewards[0]:g}",
             )
 
-    # -- tokens ----------------------------------------------------------------------------------
+    # -- calls and their tokens ------------------------------------------------------------------
 
-    def _handles(self, tree: TokenTree, steps: Sequence[Mapping[str, Any]]) -> list[int | None]:
-        handles = [step["call"] for step in steps]
-        known = [handle for handle in handles if handle is not None]
-        self.ledger.count("tokens", len(known))
-        self.ledger.count("spans", len(known))
-        twice = [handle for handle, count in Counter(known).items() if count > 1]
-        if twice:
-            at = [index for index, handle in enumerate(handles) if handle == twice[0]]
+    def _calls(self, steps: Sequence[Any]) -> None:
+        """Collect the calls that have tokens, and check that none of them is there twice."""
+        names: list[Any] = []
+        for index, step in enumerate(steps):
+            extras, tokens = peek(step, "extras") or {}, peek(step, "tokens")
+            names.append(extras.get("call_id"))
+            if isinstance(tokens, StepTokens):
+                if not 0 <= tokens.call < tokens.tree.num_calls:
+                    raise ValueError(f"a step names call {tokens.call} of {tokens.tree.num_calls}")
+                self.calls.append(Call(index, tokens.call, tokens, step, extras))
+            elif tokens is not None:  # lists of its own, which fit no token tree
+                self.is_contradictory = True
+                what = "a step's token lists contradict themselves"
+                self.find("alignment", "contradiction", what)
+        for name in ("tokens", "spans"):
+            self.ledger.count(name, len(self.calls))
+        handles = [call.handle for call in self.calls]
+        if twice := _repeated(handles):
+            at = [call.index for call in self.calls if call.handle == twice[0]]
             self.find(
                 *("spans", "call_twice"),
                 f"steps {at} are one model call, so its tokens would be trained {len(at)} times",
             )
-        outside = [handle for handle in known if not 0 <= handle < tree.num_calls]
-        if outside:
-            raise ValueError(f"a step names call {outside[0]} of {tree.num_calls}")
-        ids = [(step["extras"] or {}).get("call_id") for step in steps]
-        again = [
-            name for name, count in Counter(i for i in ids if i is not None).items() if count > 1
-        ]
-        if again and not twice:
-            at = [index for index, name in enumerate(ids) if name == again[0]]
+        elif again := _repeated(name for name in names if name is not None):
+            at = [index for index, name in enumerate(names) if name == again[0]]
             self.find(
                 *("spans", "duplicated_span"),
                 f"steps {at} are the same answer of the engine (call_id {again[0]}), recorded "
                 f"{len(at)} times",
             )
-        return handles
 
-    def _step(
-        self,
-        tree: TokenTree,
-        step: Mapping[str, Any],
-        handle: int | None,
-        sampling: Mapping[str, Any],
-    ) -> None:
-        index = handle if handle is not None else "without ids"
-        if "loose_tokens" in step:
-            self.find("alignment", "contradiction", "a step's token lists contradict themselves")
-        if handle is None:
-            return
-        extras = step["extras"] or {}
+    def _call(self, call: Call, request: RolloutRequest) -> None:
+        tree, handle, extras = call.tokens.tree, call.handle, call.extras
         prompt, sampled = tree.prompt_len(handle), tree.num_sampled(handle)
         self.ledger.count("alignment")
         self.ledger.count("sampler")
@@ -258,142 +276,116 @@ class _One:
             if extras.get(name, size) != size:
                 self.find(
                     *("alignment", "count_differs"),
-                    f"call {index} says {name} = {extras[name]} and has {size}",
+                    f"call {handle} says {name} = {extras[name]} and has {size}",
                 )
-        if step.get("assigned"):
-            self._assigned(tree, handle, unpack(step["assigned"]))
-        if tree.prompt_mask(handle).any():
+        if call.tokens.assigned:
+            self._assigned(call)
+        marked = int((tree.prompt_mask(handle) != 0).sum())
+        if marked:
             self.find(
                 *("alignment", "prompt_marked"),
-                f"call {index} marks {int((tree.prompt_mask(handle) != 0).sum())} tokens of its "
-                "prompt as sampled; nobody sampled them",
+                f"call {handle} marks {marked} tokens of its prompt as sampled; nobody sampled "
+                "them",
             )
-        trains = self.expected.is_training and self.row.phase == "train"
-        if trains and sampled and tree.logprobs(handle) is None and tree.mask(handle).any():
+        if (
+            self.is_trained
+            and sampled
+            and tree.logprobs(handle) is None
+            and tree.mask(handle).any()
+        ):
             self.find(
                 *("alignment", "no_logprobs"),
-                f"call {index} sampled {sampled} tokens and has no logprobs, so it cannot be "
+                f"call {handle} sampled {sampled} tokens and has no logprobs, so it cannot be "
                 "trained",
             )
-        self._sampler(tree, handle, extras, sampling)
+        if sampled:
+            self._sampler(call, request.sampling.max_tokens)
+            self._ending(call)
 
-    def _assigned(self, tree: TokenTree, handle: int, assigned: Mapping[str, Any]) -> None:
+    def _assigned(self, call: Call) -> None:
         """Check what was put over a recorded call: a mask may change, what was sampled may not."""
-        given = {name: value for name, value in assigned.items() if value is not None}
-        lengths = {name: len(given[name]) for name in _SIZES if name in given}
+        tree, handle = call.tokens.tree, call.handle
+        given = {name: call.tokens[name] for name in call.tokens.assigned}
         recorded = {
-            "prompt_ids": tree.prompt_ids,
-            "completion_ids": tree.completion_ids,
-            "completion_logprobs": tree.logprobs,
+            "prompt_ids": tree.prompt_ids(handle),
+            "completion_ids": tree.completion_ids(handle),
+            "completion_logprobs": tree.logprobs(handle),
         }
-        for name, read in recorded.items():
-            if name not in given:
-                continue
-            values: Any = read(handle)
-            same = np.empty(0) if values is None else values
-            if not np.array_equal(np.asarray(given[name], same.dtype), same):
+        for name in recorded.keys() & {name for name, value in given.items() if value is not None}:
+            values: Any = recorded[name]
+            values = np.empty(0) if values is None else values
+            if not np.array_equal(np.asarray(given[name], values.dtype), values):
                 self.find(
                     *("spans", "changed_after_sampling"),
                     f"{name} of call {handle} were replaced after the engine had answered; what is "
                     "trained would not be what was sampled",
                 )
-        prompt = lengths.get("prompt_ids", tree.prompt_len(handle))
+        lengths = {name: len(value) for name, value in given.items() if value is not None}
         sampled = lengths.get("completion_ids", tree.num_sampled(handle))
-        wanted = {
-            "prompt_mask": prompt,
-            "completion_mask": sampled,
-            "completion_logprobs": sampled,
-        }
-        for name, size in wanted.items():
+        prompt = lengths.get("prompt_ids", tree.prompt_len(handle))
+        sizes = {"prompt_mask": prompt, "completion_mask": sampled, "completion_logprobs": sampled}
+        for name, size in sizes.items():
             if lengths.get(name, size) not in (size, 0):
                 self.find(
                     *("alignment", "length_differs"),
                     f"{name} of call {handle} has {lengths[name]} values for {size} tokens",
                 )
 
-    def _sampler(
-        self, tree: TokenTree, handle: int, extras: Mapping[str, Any], sampling: Mapping[str, Any]
-    ) -> None:
-        sampled = tree.num_sampled(handle)
-        if not sampled:
-            return
-        said, temperature = extras.get("temperature"), tree.temperature(handle)
+    def _sampler(self, call: Call, limit: int | None) -> None:
+        handle, extras = call.handle, call.extras
+        said, temperature = extras.get("temperature"), call.tokens.tree.temperature(handle)
+        # Trees hold float32: 0.7 of the request is another number there.
         if said is not None and (temperature != np.float32(said)).any():
             self.find(
                 *("sampler", "temperature"),
                 f"call {handle} says temperature {said:g} and its tokens {temperature[0]:g}",
             )
         changes = not_the_models_own(float(temperature.min()), extras.get("sampling") or {})
-        if changes and self.expected.is_training and self.row.phase == "train":
+        if changes and self.is_trained:
             self.find(
                 *("sampler", "not_the_models_own"),
                 f"call {handle} was sampled with {changes}; ratios of such tokens would be wrong",
             )
-        limit = sampling.get("max_tokens")
-        if limit is not None and sampled > limit and not extras.get("agent"):
+        # An agent of a protocol may have a limit of its own, which the request does not name.
+        if limit is not None and call.num_sampled > limit and not extras.get("agent"):
             self.find(
                 *("sampler", "too_long"),
-                f"call {handle} has {sampled} sampled tokens and was to have {limit} at most",
+                f"call {handle} has {call.num_sampled} sampled tokens and was to have {limit} at "
+                "most",
             )
-        ends = self.expected.end_ids
-        if ends:
-            ids = tree.completion_ids(handle)
-            ended = [at for at, token in enumerate(ids.tolist()) if token in ends]
-            if ended and ended[0] < sampled - 1:
-                self.find(
-                    *("spans", "after_the_end"),
-                    f"call {handle} goes on for {sampled - 1 - ended[0]} tokens after its end "
-                    f"token, at {ended[0]}: an engine stops there, so they were not sampled",
-                )
-            elif ended and extras.get("finish_reason") == "length":
-                self.find(
-                    *("sampler", "finish_reason"),
-                    f"call {handle} ends with its end token and says that it was cut by length",
-                )
 
-    def _totals(
-        self, tree: TokenTree, steps: Sequence[Mapping[str, Any]], handles: Sequence[int | None]
-    ) -> None:
+    def _ending(self, call: Call) -> None:
+        ends, handle, sampled = self.expected.end_ids, call.handle, call.num_sampled
+        if not ends:
+            return
+        ids = call.tokens.tree.completion_ids(handle).tolist()
+        at = next((at for at, token in enumerate(ids) if token in ends), None)
+        if at is not None and at < sampled - 1:
+            self.find(
+                *("spans", "after_the_end"),
+                f"call {handle} goes on for {sampled - 1 - at} tokens after its end token, at "
+                f"{at}: an engine stops there, so they were not sampled",
+            )
+        elif at is not None and call.extras.get("finish_reason") == "length":
+            self.find(
+                *("sampler", "finish_reason"),
+                f"call {handle} ends with its end token and says that it was cut by length",
+            )
+
+    def _versions(self) -> None:
         row = self.row
-        extras = [step["extras"] or {} for step in steps]
-        pairs = list(zip(handles, extras, strict=True))
-        prompt = sum(
-            int(e.get("num_prompt_tokens") or 0) if h is None else tree.prompt_len(h)
-            for h, e in pairs
-        )
-        sampled = sum(
-            int(e.get("num_completion_tokens") or 0) if h is None else tree.num_sampled(h)
-            for h, e in pairs
-        )
-        for name, stored in (
-            ("num_calls", len(steps)),
-            ("num_prompt_tokens", prompt),
-            ("num_completion_tokens", sampled),
-            ("num_unique_tokens", tree.num_tokens),
-        ):
-            if getattr(row, name) != stored:
-                self._differs(name, getattr(row, name), stored)
-
-    # -- versions and breaks -----------------------------------------------------------------------
-
-    def _versions(self, tree: TokenTree, handles: Sequence[int | None]) -> None:
-        row, facts = self.row, self.facts
-        found = [tree.versions(h) for h in handles if h is not None and tree.num_sampled(h)]
+        found = [call.versions for call in self.calls if call.num_sampled]
         if not found:
             return
-        low, high = min(int(v.min()) for v in found), max(int(v.max()) for v in found)
-        facts.min_version, facts.max_version = low, high
         self.ledger.count("versions")
-        if (row.min_version, row.max_version) != (low, high):
-            columns = f"{row.min_version} to {row.max_version}"
-            self._differs("min_version and max_version", columns, f"{low} to {high}")
-        if any((np.diff(v) < 0).any() for v in found):
+        if any((np.diff(versions) < 0).any() for versions in found):
             self.find(
                 *("versions", "went_back"),
                 "the policy version falls inside a call, and versions only rise",
             )
+        low, high = min(int(v.min()) for v in found), max(int(v.max()) for v in found)
         wanted = self.expected.versions.get(row.phase)
-        if row.phase == "train" and self.expected.is_training and not self.expected.is_async:
+        if self.is_trained and not self.expected.is_async:
             wanted = None if row.train_step is None else row.train_step - 1
         if wanted is not None and (low, high) != (wanted, wanted):
             span = f"{low}" if low == high else f"{low} to {high}"
@@ -404,56 +396,25 @@ class _One:
                 f"by version {wanted}",
             )
 
-    def _breaks(
-        self, tree: TokenTree, steps: Sequence[Mapping[str, Any]], handles: Sequence[int | None]
-    ) -> None:
-        calls = [
-            ResolvedStep(index, handle, extras.get("agent") or tree.agent(handle), None, None, None)
-            for index, (step, handle) in enumerate(zip(steps, handles, strict=True))
-            if handle is not None
-            for extras in (step["extras"] or {},)
-        ]
-        groups = by_prefix(tree, calls)
-        self.ledger.count("tokens", 0)
-        if len(groups) < 2:
-            return
-        whole = ResolvedRollout(
-            *(0, "", tree, tuple(calls), tuple(calls), None, False, False, None, False, _EFFECT)
-        )
-        for found in find_breaks(
-            whole, groups, None if self.text is None else self.text.tokenizer.decode
-        ):
-            self.ledger.breaks[str(found.cause)] += 1
-
-    # -- for the checks of the whole run -----------------------------------------------
-
-    def _keep(
-        self,
-        record: Mapping[str, Any],
-        fields: Mapping[str, Any],
-        steps: Sequence[Mapping[str, Any]],
-        tree: TokenTree,
-        handles: Sequence[int | None],
-    ) -> None:
+    def _keep(self, state: State) -> None:
+        """Keep what the checks of the whole run need."""
         row, facts = self.row, self.facts
-        facts.rollout_id, facts.parent_rollout = fields.get("rollout_id"), row.parent_rollout
-        facts.advantage = None if fields.get("credit") else fields.get("advantage")
+        facts.rollout_id = dict.get(state, "rollout_id")
+        facts.advantage = None if state.get("credit") else dict.get(state, "advantage")
         facts.num_sampled = row.num_completion_tokens
         if row.started_at is not None and facts.num_sampled:
+            # Two rollouts may have the same answer; two clocks do not agree to the microsecond.
             facts.fingerprint = (row.started_at, row.generation_ms, row.example_id, row.agent)
-        if row.phase != "train" or not self.expected.is_training:
-            return
-        facts.state = credit_state(record, steps, tree, handles)
-        facts.calls = tuple(
-            None
-            if handle is None
-            else CallFacts(handle, tree.versions(handle), tree.logprobs(handle), tree.mask(handle))
-            for handle in handles
-        )
+        if self.is_trained:
+            facts.state = credit_state(state)
+
+
+def _repeated(values: Any) -> list[Any]:
+    return [value for value, count in Counter(values).items() if count > 1]
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two numbers are equal but for rounding."""
-    if one is None or other is None or isinstance(other, str) or isinstance(one, str):
-        return one is other
-    return math.isclose(float(one), float(other), rel_tol=1e-6, abs_tol=1e-9)
+    """Whether two values are equal, numbers but for the rounding of a sum in another order."""
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
+    return bool(one == other)

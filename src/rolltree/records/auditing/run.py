@@ -3,29 +3,46 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rolltree.errors import StoreError
-from rolltree.records.auditing.facts import RolloutFacts
-from rolltree.records.auditing.parts import PHASE, RolloutPass
-from rolltree.records.auditing.report import CHECKS, AuditReport, Finding, Ledger, some
-from rolltree.records.auditing.training import TrainingAudit
-from rolltree.store import Run
-from rolltree.store.integrity import Totals
+import msgspec
 
+from rolltree.errors import ConfigError, StoreError
+from rolltree.records.auditing.report import CHECKS, AuditReport, Finding, Ledger, some
+from rolltree.records.auditing.rollout import Expected, RolloutAudit, RolloutFacts
+from rolltree.records.auditing.text import TextCheck
+from rolltree.records.auditing.training import TrainingAudit
+from rolltree.records.tokenizer import RunTokenizer, found_tokenizer
+from rolltree.store import Run
+from rolltree.training.config import load_train_config
+from rolltree.workers import WorkerCallError, WorkerPool
+
+PHASE = "train"
+LEAST_PART = 5_000
+"""Rollouts for which another process is worth starting: it takes a second to import numpy."""
+MAX_PROCESSES = 16
+_SECTIONS = ("run", "algorithm", "train")
 _SUMS = (
-    *("num_requests", "num_rollouts", "num_errors", "num_truncated", "num_scored", "sum_reward"),
+    *("num_rollouts", "num_errors", "num_truncated", "num_scored", "sum_reward"),
     *("num_prompt_tokens", "num_completion_tokens"),
 )
 
 
 def audit(
-    path: str | Path, *, recompute: int = 0, tokenizer: str | Path | None = None
+    path: str | Path,
+    *,
+    recompute: int = 0,
+    tokenizer: str | Path | None = None,
+    num_processes: int | None = None,
 ) -> AuditReport:
     """Check everything that a stored run says against everything else that it says.
 
@@ -39,6 +56,7 @@ def audit(
             began with) of a version that sampled them. 0: none.
         tokenizer: a folder with `tokenizer.json`, to compare text with ids; None looks into the
             run and for the model that its settings name, and asks no hub.
+        num_processes: how many processes share the rollouts; None: one per core if there are many.
 
     Raises:
         StoreError: there is no run at `path`, or it cannot be opened.
@@ -51,14 +69,15 @@ def audit(
         recomputed: Mapping[str, float] = {}
         num_rollouts = num_steps = 0
         try:
-            audited.check_rollouts()
+            audited.check_rollouts(num_processes)
             num_rollouts, num_steps = len(audited.facts), len(run.steps())
             audited.check_run()
             if recompute:
                 from rolltree.records.auditing.recompute import recompute_logprobs
 
                 recomputed = recompute_logprobs(run, ledger, recompute)
-        except StoreError as error:  # without the whole file nothing else can be believed
+        except StoreError as error:
+            # Without the whole file nothing else can be believed, what was found so far included.
             ledger.find(Finding("storage", "damaged", str(error)))
             for name in CHECKS:
                 ledger.skip(name, "the file is damaged")
@@ -75,27 +94,155 @@ def audit(
         )
 
 
+def processes_for(num_rollouts: int) -> int:
+    """Return how many processes share the rollouts of a run."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(num_cores or 1, MAX_PROCESSES, num_rollouts // LEAST_PART))
+
+
+@dataclass(slots=True)
+class _Part:
+    """What the pass over some rollouts of a run found."""
+
+    ledger: Ledger = field(default_factory=Ledger)
+    facts: list[RolloutFacts] = field(default_factory=list)
+
+
+def check_part(request: Mapping[str, Any]) -> str:
+    """Check a part of a run in a worker process; return a `_Part` as JSON."""
+    part = _Part()
+    with Run.open(request["path"], mode="r") as run:
+        audited = _Audit(run, part.ledger, request["tokenizer"])
+        audited.check_some(request["offset"], request["limit"])
+        part.facts = audited.facts
+    return msgspec.json.encode(part, enc_hook=_plain).decode()
+
+
+def _plain(value: Any) -> Any:
+    return len(value) if isinstance(value, range) else value.item()  # else numpy's
+
+
+def _counter(kind: type, value: dict[str, int]) -> Counter[str]:
+    return Counter(value)  # msgspec knows no other dict than dict
+
+
+def _with_tokens(facts: RolloutFacts) -> RolloutFacts:
+    """Give the steps of a rollout the ranges that JSON has as numbers."""
+    for step in (facts.state or {}).get("trajectory", ()):
+        if step["tokens"] is not None:
+            step["tokens"] = {name: range(size) for name, size in step["tokens"].items()}
+    return facts
+
+
 class _Audit:
     """The audit of one open run."""
 
     def __init__(self, run: Run, ledger: Ledger, tokenizer: str | Path | None) -> None:
         self.run, self.ledger = run, ledger
-        self.tokenizer = tokenizer
         self.facts: list[RolloutFacts] = []
-        self.totals: dict[tuple[str, str], Totals] = {}
-        self.training: TrainingAudit | None = None
+        self.training = self._training()
+        self.text = self._text(tokenizer)
+        self.expected = self._expected()
+
+    def _training(self) -> TrainingAudit | None:
+        meta = self.run.meta
+        if meta["kind"] != "train":
+            self._skip_training("the run trained nothing")
+            return None
+        known = meta.get("config") or {}
+        try:  # only what decides what is trained; a newer rolltree may refuse other settings
+            config = load_train_config({name: known.get(name, {}) for name in _SECTIONS})
+        except ConfigError as error:
+            self._skip_training(f"this rolltree cannot read the run's settings: {error}")
+            return None
+        first = int((meta.get("forked_from") or {}).get("step", 0))
+        training = TrainingAudit(self.run, config, self.ledger, first)
+        if not training.records_tokens:
+            self.ledger.skip("advantages", "trained tokens were not recorded; see steps")
+            self.ledger.skip("logprobs", "not recorded; see --recompute")
+        return training
+
+    def _skip_training(self, why: str) -> None:
+        for name in ("steps", "advantages"):
+            self.ledger.skip(name, why)
+        self.ledger.skip("logprobs", "not recorded; see --recompute")
+
+    def _text(self, tokenizer: str | Path | None) -> TextCheck | None:
+        if tokenizer is not None:
+            return TextCheck(RunTokenizer(Path(tokenizer)))
+        try:
+            found = found_tokenizer(self.run)
+        except ConfigError as error:
+            self.ledger.skip("text", str(error))
+            return None
+        if found is None:
+            self.ledger.skip("text", "no tokenizer found; see --tokenizer")
+            return None
+        return TextCheck(found)
+
+    def _expected(self) -> Expected:
+        ends = frozenset() if self.text is None else self.text.end_ids
+        if self.training is None:
+            return Expected(end_ids=ends)
+        versions = {
+            str(event.data["phase"]): int(event.step)
+            for kind in ("evaluation_begun", "evaluation")
+            for event in self.run.events(kind)
+            if event.step is not None
+        }
+        config = self.training.config
+        return Expected(versions, config.run.seed, True, config.train.async_steps > 0, ends)
 
     def find(self, check: str, cause: str, message: str, **where: Any) -> None:
         self.ledger.find(Finding(check, cause, message, **where))
 
-    def check_rollouts(self) -> None:
+    # -- every rollout on its own ------------------------------------------------------------------
+
+    def check_rollouts(self, num_processes: int | None) -> None:
         """Check every rollout on its own, after the checksums of all tables."""
         self.ledger.count("storage")
         self.run.query("SELECT 1")
-        rollouts = RolloutPass(self.run, self.ledger, self.tokenizer)
-        rollouts.check_all()
-        self.facts, self.totals = rollouts.facts, rollouts.totals
-        self.training = rollouts.training
+        size = self.run.num_rollouts()
+        num = processes_for(size) if num_processes is None else num_processes
+        if num == 1:
+            self.check_some()
+        else:
+            self._check_in_parts(size, num)
+
+    def check_some(self, offset: int = 0, limit: int | None = None) -> None:
+        """Check `limit` rollouts from the `offset`th on."""
+        training = self.training
+        for row in self.run.rollouts(offset=offset, limit=limit):
+            one = RolloutAudit(self.expected, self.ledger, self.text, row)
+            one.run()
+            if training is not None and training.records_tokens and row.phase == PHASE:
+                found = self.run.trained(
+                    request_id=row.request_id, trajectory_index=row.trajectory_index
+                )
+                training.check_trained(one.facts, one.calls, found)
+            self.facts.append(one.facts)
+
+    def _check_in_parts(self, size: int, num: int) -> None:
+        """Share the rollouts among processes; rows that are stored meanwhile are left out."""
+        edges = [size * part // num for part in range(num + 1)]
+        tokenizer = None if self.text is None else str(self.text.folder)
+        requests = [
+            {"path": str(self.run.path), "tokenizer": tokenizer, "offset": low, "limit": high - low}
+            for low, high in pairwise(edges)
+        ]
+        pool = WorkerPool(f"{__name__}:check_part", max_idle=0)
+        try:
+            with ThreadPoolExecutor(num) as threads:
+                found = list(threads.map(pool.call, requests))
+        except WorkerCallError as error:
+            # Frames hold the name of an exception only; damage is a finding, all else a mistake.
+            if error.kind != StoreError.__name__:
+                raise
+            raise StoreError(str(error)) from error
+        for text in found:
+            part = msgspec.json.decode(text, type=_Part, dec_hook=_counter)
+            self.ledger.add(part.ledger)
+            self.facts.extend(map(_with_tokens, part.facts))
 
     # -- the run -----------------------------------------------------------------------------------
 
@@ -110,13 +257,11 @@ class _Audit:
             self.training.check_steps([item for item in self.facts if item.phase == PHASE])
 
     def _sums(self) -> None:
-        for stored in self.run.totals(as_stored=True):
-            found = self.totals.pop((stored.phase, stored.env_id), Totals("", ""))
+        """Compare the stored sums of each phase with its rows."""
+        for stored, summed in self.run.totals_with_sums():
             self.ledger.count("storage")
             for name in _SUMS:
-                one, other = getattr(stored, name), getattr(found, name)
-                if name == "num_requests":
-                    continue  # of one phase, whatever the environment: `_trajectories` has them
+                one, other = getattr(stored, name), getattr(summed, name)
                 if not math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-6):
                     self.find(
                         *("storage", "sums_differ"),

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rolltree.records.tokenizer import RunTokenizer
-from rolltree.rollouts.message_table import MessageReader
-from rolltree.tokens import TokenTree
+from rolltree.tokens import peek
+from rolltree.types import ModelResponse
 
 if TYPE_CHECKING:
-    from rolltree.records.auditing.rollout import _One
+    from rolltree.records.auditing.rollout import Call, RolloutAudit
 
 _REMEMBERED = 4096
 _CUT = 160
@@ -35,70 +35,54 @@ class TextCheck:
             self._known[key] = text
         return text
 
-    def check(
-        self,
-        one: _One,
-        tree: TokenTree,
-        steps: Sequence[Mapping[str, Any]],
-        handles: Sequence[int | None],
-        messages: MessageReader,
-        request: Mapping[str, Any],
-    ) -> None:
+    def check(self, audit: RolloutAudit, stop: Sequence[str]) -> None:
         """Compare every call of a rollout with its messages."""
-        stop = request["sampling"].get("stop") or []
-        for index, (step, handle) in enumerate(zip(steps, handles, strict=True)):
-            if handle is None or (step.get("assigned") or {}).keys() & {"completion_ids"}:
+        for call in audit.calls:
+            if "completion_ids" in call.tokens.assigned:
                 continue
-            one.ledger.count("text")
-            completion = messages.get(step["completion"])
-            self._answer(one, tree, index, handle, completion, step.get("answer") or {}, stop)
-            self._prompt(one, tree, index, handle, messages.get(step["prompt"]))
+            audit.ledger.count("text")
+            self._answer(audit, call, stop)
+            self._prompt(audit, call)
 
-    def _answer(
-        self,
-        one: _One,
-        tree: TokenTree,
-        index: int,
-        handle: int,
-        completion: Any,
-        answer: Mapping[str, Any],
-        stop: Sequence[str],
-    ) -> None:
-        message = completion
-        if isinstance(completion, list):
-            message = completion[0] if len(completion) == 1 else {}
+    def _answer(self, audit: RolloutAudit, call: Call, stop: Sequence[str]) -> None:
+        message = peek(call.step, "completion")
+        if isinstance(message, list):
+            message = message[0] if len(message) == 1 else {}
         content = message.get("content") if isinstance(message, Mapping) else message
-        text = answer.get("text", content)
+        response = peek(call.step, "response")
+        text = response.text if isinstance(response, ModelResponse) else content
         if not isinstance(text, str):
             return
-        ids = tree.completion_ids(handle)
+        ids = call.tokens.tree.completion_ids(call.handle)
         while len(ids) and int(ids[-1]) in self.end_ids:
             ids = ids[:-1]
         sampled = _squeezed(self.tokenizer.decode(ids.tolist()))
         said = _squeezed(text)
+        # Engines leave out of the text the stop sequence that they sampled, and what follows.
         cut = bool(stop) and sampled.startswith(said)
         if sampled != said and not cut and said != self._without_special(ids):
-            one.find(
+            audit.find(
                 *("text", "answer_differs"),
-                f"call {index} sampled ids that read {_short(sampled)} and its answer says "
+                f"call {call.index} sampled ids that read {_short(sampled)} and its answer says "
                 f"{_short(said)}",
             )
             return
         if isinstance(message, Mapping):
-            parts = [message.get("reasoning_content"), content]
-            for part in parts:
+            for part in (message.get("reasoning_content"), content):
                 if isinstance(part, str) and _squeezed(part) not in said:
-                    one.find(
+                    audit.find(
                         *("text", "message_differs"),
-                        f"the message of call {index} says {_short(_squeezed(part))}, which is "
-                        f"not in the sampled text {_short(said)}",
+                        f"the message of call {call.index} says {_short(_squeezed(part))}, which "
+                        f"is not in the sampled text {_short(said)}",
                     )
 
     def _without_special(self, ids: Any) -> str:
         return _squeezed(self.tokenizer.decode_plain(ids.tolist()))
 
-    def _prompt(self, one: _One, tree: TokenTree, index: int, handle: int, prompt: Any) -> None:
-        shown = self._plain(tree.prompt_ids(handle))
+    def _prompt(self, audit: RolloutAudit, call: Call) -> None:
+        shown = self._plain(call.tokens.tree.prompt_ids(call.handle))
+        prompt = peek(call.step, "prompt")
+        # Templates may drop or rewrite what the assistant said, never what others did.
         parts = (
             [prompt]
             if isinstance(prompt, str)
@@ -114,11 +98,12 @@ class TextCheck:
         for part in parts:
             wanted = _squeezed(part)
             found = shown.find(wanted, at)
-            if found < 0 and shown.find(wanted) < 0:
-                one.find(
+            # Templates move system messages to the front: what is there at all is there.
+            if found < 0 and wanted not in shown:
+                audit.find(
                     *("text", "prompt_differs"),
-                    f"the prompt of call {index} has the message {_short(wanted)}, and the ids "
-                    "that the engine was given do not say it",
+                    f"the prompt of call {call.index} has the message {_short(wanted)}, and the "
+                    "ids that the engine was given do not say it",
                 )
                 return
             at = max(at, found + len(wanted)) if found >= 0 else at

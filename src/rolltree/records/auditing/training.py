@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median, pstdev
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 
 from rolltree.errors import RolltreeError
-from rolltree.records.auditing.facts import RolloutFacts, as_results
 from rolltree.records.auditing.report import Finding, Ledger, some
+from rolltree.records.auditing.rollout import Call, RolloutFacts, TrainedFacts
 from rolltree.store import Run, StepRow
 from rolltree.store.trained import TrainedRollout
 from rolltree.training.advantages import assign_credit
 from rolltree.training.batches import staleness_limit
 from rolltree.training.config import TrainConfig
+from rolltree.types import RolloutResult
 
 LEDGER = "batch"
 """The kind of event in which asynchronous training keeps which groups a step takes."""
 _LEAST_TOLERANCE = 1e-3
 _NOISE = 20.0
 _AVERAGE = "credit/average/"
-
-
-@dataclass(slots=True)
-class Trained:
-    """What the table `trained` says of one trajectory in one step: an advantage per call."""
-
-    step: int
-    advantages: list[float]
 
 
 @dataclass(slots=True)
@@ -46,14 +39,13 @@ class TrainingAudit:
     config: TrainConfig
     ledger: Ledger
     first: int = 0
-    taken: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    trained: dict[tuple[str, int], list[Trained]] = field(default_factory=dict)
-    mismatch: list[tuple[float, Finding]] = field(default_factory=list)
-    num_trained: int = 0
+    taken: dict[int, Mapping[str, Any]] = field(init=False)  # step -> its groups
+    records_tokens: bool = field(init=False)  # whether the run stored what it trained, by token
 
     def __post_init__(self) -> None:
         events = self.run.events(LEDGER)
         self.taken = {event.step: event.data for event in events if event.step is not None}
+        self.records_tokens = any(True for _ in self.run.trained())
 
     def find(self, check: str, cause: str, message: str, **where: Any) -> None:
         """Keep a finding."""
@@ -61,19 +53,20 @@ class TrainingAudit:
 
     # -- one rollout and what the table `trained` has of it ----------------------------------------
 
-    def check_trained(self, facts: RolloutFacts, rows: Iterable[TrainedRollout]) -> None:
+    def check_trained(
+        self, facts: RolloutFacts, calls: Sequence[Call], rows: Iterable[TrainedRollout]
+    ) -> None:
         """Compare the trained tokens of one trajectory with those that were sampled."""
+        sizes = [call.num_sampled for call in calls]
         for row in rows:
-            self.num_trained += 1
             self.ledger.count("advantages")
             where: dict[str, Any] = {
                 "request_id": facts.request_id,
                 "trajectory_index": facts.trajectory_index,
                 "step": row.step,
             }
-            calls = [call for call in facts.calls if call is not None]
-            sizes = [len(call.versions) for call in calls]
-            known = self.trained.setdefault((facts.request_id, facts.trajectory_index), [])
+            known = TrainedFacts(row.step, [])
+            facts.trained.append(known)
             if [n for n in row.num_sampled.tolist() if n] != [n for n in sizes if n]:
                 self.find(
                     *("advantages", "tokens_differ"),
@@ -81,17 +74,15 @@ class TrainingAudit:
                     f"sampled {sum(sizes)}",
                     **where,
                 )
-                known.append(Trained(row.step, []))
                 continue
-            known.append(Trained(row.step, self._of_calls(row, where)))
-            if not sum(sizes):
-                continue
-            versions = np.concatenate([call.versions for call in calls])
-            mask = np.concatenate([call.mask for call in calls])
-            self._weights(row, versions, mask, where)
-            self._against_engine(row, versions, calls, where)
+            known.advantages = self._of_calls(row, where)
+            if sum(sizes):
+                versions = np.concatenate([call.versions for call in calls])
+                self._weights(row, versions, calls, where)
+                known.mismatch = self._mismatch(row, versions, calls)
 
-    def _of_calls(self, row: TrainedRollout, where: Mapping[str, Any]) -> list[float]:
+    def _of_calls(self, row: TrainedRollout, where: Mapping[str, Any]) -> list[float | None]:
+        """Return the advantage of each call; credit gives all tokens of a call the same."""
         ends = np.cumsum(row.num_sampled)
         parts = np.split(row.advantage, ends[:-1]) if len(ends) else []
         for index, part in enumerate(parts):
@@ -102,11 +93,13 @@ class TrainingAudit:
                     f"{part.min():g} to {part.max():g}; credit gives a call one",
                     **where,
                 )
-        return [float(part[0]) if len(part) else math.nan for part in parts]
+        return [float(part[0]) if len(part) else None for part in parts]
 
     def _weights(
-        self, row: TrainedRollout, versions: Any, mask: Any, where: Mapping[str, Any]
+        self, row: TrainedRollout, versions: Any, calls: Sequence[Call], where: Mapping[str, Any]
     ) -> None:
+        mask = np.concatenate([call.tokens.tree.mask(call.handle) for call in calls])
+        # The weights before step n are version n - 1: a token of version v has the lag n - 1 - v.
         lag, used = row.step - 1 - versions, row.weight != 0
         if (used & (mask == 0)).any():
             self.find(
@@ -129,27 +122,16 @@ class TrainingAudit:
                 **where,
             )
 
-    def _against_engine(
-        self, row: TrainedRollout, versions: Any, calls: Sequence[Any], where: Mapping[str, Any]
-    ) -> None:
-        if any(call.logprobs is None for call in calls):
-            return
-        engine = np.concatenate([call.logprobs for call in calls]).astype(np.float64)
+    def _mismatch(self, row: TrainedRollout, versions: Any, calls: Sequence[Call]) -> float | None:
+        """Return how far the engine's logprobs are from the trainer's; None if unknown."""
+        logprobs: list[Any] = [call.tokens.tree.logprobs(call.handle) for call in calls]
+        # Only tokens of the version that trained them: older weights gave other logprobs rightly.
         fresh = (versions == row.step - 1) & np.isfinite(row.logprob)
-        if not fresh.any():
-            return
+        if any(each is None for each in logprobs) or not fresh.any():
+            return None
         self.ledger.count("logprobs")
-        size = float(np.abs(row.logprob[fresh] - engine[fresh]).mean())
-        self.mismatch.append(
-            (
-                size,
-                Finding(
-                    *("logprobs", "engine_differs"),
-                    f"its engine logprobs differ from the trainer's by {size:.2g} on average",
-                    **where,
-                ),
-            )
-        )
+        engine = np.concatenate(logprobs).astype(np.float64)
+        return float(np.abs(row.logprob[fresh] - engine[fresh]).mean())
 
     # -- all rollouts of a step -----------------------------------------------------
 
@@ -172,7 +154,7 @@ class TrainingAudit:
                 for name, value in row.metrics.items()
                 if name.startswith(_AVERAGE)
             }
-        self._check_mismatch()
+        self._check_mismatch(facts)
         self._check_taken(facts)
 
     def _contiguous(self, steps: Sequence[StepRow]) -> None:
@@ -243,7 +225,7 @@ class TrainingAudit:
         useful: list[list[RolloutFacts]] = []
         flat: list[list[RolloutFacts]] = []
         for group in groups:
-            report = assign_credit(as_results(group), section.resolve().credit, policy)
+            report = assign_credit(_results(group), section.resolve().credit, policy)
             (useful if report.has_signal else flat).append(group)
         missing = max(0, wanted - len(useful))
         return [item for group in (*useful, *flat[len(flat) - missing :]) for item in group]
@@ -259,7 +241,7 @@ class TrainingAudit:
         where = {"step": row.step}
         try:
             report = assign_credit(
-                as_results(trained),
+                _results(trained),
                 section.resolve().credit,
                 section.policy(self.config.train.max_seq_len),
                 averages,
@@ -268,29 +250,28 @@ class TrainingAudit:
             self.find("advantages", "no_credit", str(error), **where)
             return
         self._metrics(row, sampled, report.metrics)
-        if not self.trained:
+        if not self.records_tokens:
             return
         pairs = zip(report.trained, report.advantages, strict=True)
         chosen = {id(state): values.tolist() for state, values in pairs}
         for item in trained:
-            key = item.request_id, item.trajectory_index
-            rows = [known for known in self.trained.get(key, ()) if known.step == row.step]
-            if item.state is None:
+            if item.state is None or id(item.state) not in chosen:
                 continue
-            place = {**where, "request_id": key[0], "trajectory_index": key[1]}
-            if id(item.state) in chosen and not rows and item.num_sampled:
+            rows = [known for known in item.trained if known.step == row.step]
+            place = {**where, "request_id": item.request_id}
+            place["trajectory_index"] = item.trajectory_index
+            if not rows and item.num_sampled:
                 said = f"step {row.step} was to train it, and no token of it was"
                 self.find("counted_once", "not_trained", said, **place)
-            for known in rows if id(item.state) in chosen else ():
+            for known in rows:
                 self._compare(known, chosen[id(item.state)], place)
 
     def _compare(
-        self, known: Trained, wanted: Sequence[float | None], place: Mapping[str, Any]
+        self, known: TrainedFacts, wanted: Sequence[float], place: Mapping[str, Any]
     ) -> None:
         for index, (got, right) in enumerate(zip(known.advantages, wanted, strict=False)):
-            if math.isnan(got) or right is None:
-                continue
-            if not math.isclose(got, right, rel_tol=1e-4, abs_tol=1e-6):
+            # Stored advantages are float32, and a step may sum a group in another order.
+            if got is not None and not math.isclose(got, right, rel_tol=1e-4, abs_tol=1e-6):
                 self.find(
                     *("advantages", "advantage_differs"),
                     f"call {index} was trained with the advantage {got:g}, and the group's "
@@ -324,26 +305,39 @@ class TrainingAudit:
                     step=row.step,
                 )
 
-    def _check_mismatch(self) -> None:
-        if not self.mismatch:
+    def _check_mismatch(self, facts: Sequence[RolloutFacts]) -> None:
+        sizes = [
+            (known.mismatch, item, known.step)
+            for item in facts
+            for known in item.trained
+            if known.mismatch is not None
+        ]
+        if not sizes:
             return
-        noise = median(size for size, _ in self.mismatch)
+        # Half precision differs more than float32: what is usual in this run is the measure.
+        noise = median(size for size, _, _ in sizes)
         limit = min(max(_LEAST_TOLERANCE, _NOISE * noise), self.config.train.max_mismatch)
-        for size, finding in self.mismatch:
+        for size, item, step in sizes:
             if size > limit:
-                usual = f"{finding.message}; {noise:.2g} is usual in this run"
-                self.ledger.find(replace(finding, message=usual))
+                self.find(
+                    *("logprobs", "engine_differs"),
+                    f"its engine logprobs differ from the trainer's by {size:.2g} on average; "
+                    f"{noise:.2g} is usual in this run",
+                    request_id=item.request_id,
+                    trajectory_index=item.trajectory_index,
+                    step=step,
+                )
 
     def _check_taken(self, facts: Sequence[RolloutFacts]) -> None:
         """Check that nothing was trained by two steps, and nothing that is not there."""
-        for (request_id, index), rows in self.trained.items():
-            taken = sorted({row.step for row in rows})
+        for item in facts:
+            taken = sorted({known.step for known in item.trained})
             if len(taken) > 1:
                 self.find(
                     *("counted_once", "trained_twice"),
                     f"it was trained by the steps {some(taken)}",
-                    request_id=request_id,
-                    trajectory_index=index,
+                    request_id=item.request_id,
+                    trajectory_index=item.trajectory_index,
                 )
         steps_of: dict[str, list[int]] = {}
         for step, data in self.taken.items():
@@ -353,16 +347,29 @@ class TrainingAudit:
             if len(taken) > 1:
                 said = f"group {name} was trained by the steps {some(sorted(taken))}"
                 self.find("counted_once", "trained_twice", said, step=max(taken))
-        if not self.trained:
+        if not self.records_tokens:
             return
-        total = self.run.query("SELECT count(*) AS n FROM trained")[0]["n"]
-        if total > self.num_trained:
-            known = Counter(item.request_id for item in facts)
-            named = self.run.query("SELECT DISTINCT request_id FROM trained")
-            gone = [row["request_id"] for row in named if row["request_id"] not in known]
-            for request_id in gone or [None]:
+        known = {(item.request_id, item.trajectory_index) for item in facts}
+        sql = "SELECT DISTINCT request_id, trajectory_index FROM trained"
+        for row in self.run.query(sql):
+            if tuple(row.values()) not in known:
                 said = "a step trained tokens of it, and the rollout is not there"
-                self.find("counted_once", "missing_rollout", said, request_id=request_id)
+                self.find("counted_once", "missing_rollout", said, **row)
+
+
+def _results(facts: Sequence[RolloutFacts]) -> list[RolloutResult]:
+    """Return the results that credit is assigned to, from the facts of all their trajectories."""
+    by_request: dict[str, list[RolloutFacts]] = {}
+    for item in facts:
+        by_request.setdefault(item.request_id, []).append(item)
+    results = []
+    for request_id, members in by_request.items():
+        members.sort(key=lambda item: item.trajectory_index)
+        request = SimpleNamespace(request_id=request_id, group_id=members[0].group_id)
+        states = tuple(item.state for item in members if item.state is not None)
+        error = members[0].error_type if any(item.failed for item in members) else None
+        results.append(RolloutResult(cast(Any, request), cast(Any, states), cast(Any, error)))
+    return results
 
 
 def _number(group_id: str, kind: str) -> int | None:

@@ -1,0 +1,38 @@
+"""Of stored rollouts what credit reads: small enough to keep all of a training run in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rolltree.tokens import StepTokens, peek
+from rolltree.types import State
+
+_STATE_FIELDS = (
+    *("agent", "rollout_id", "parent_rollout", "parent_step", "subtask", "reward", "error"),
+    *("has_step_rewards", "truncated", "truncation_reason", "bootstrap_value"),
+)
+_EXTRAS = ("turn", "num_completion_tokens", "finish_reason", "truncated", "truncation_reason")
+
+
+def credit_state(state: State) -> State:
+    """Return a state with the fields that `assign_credit` reads; a call's tokens become ranges."""
+    # Own keys only: a column of the dataset row may have the name of a field that is not set.
+    own = dict(state)
+    light = State({name: own[name] for name in _STATE_FIELDS if name in own})
+    light["trajectory"] = [_step(step) for step in state["trajectory"]]
+    return light
+
+
+def _step(step: Any) -> dict[str, Any]:
+    extras, tokens = peek(step, "extras") or {}, peek(step, "tokens")
+    sizes = None
+    if isinstance(tokens, StepTokens):
+        # Credit asks how long a call is (`max_seq_len`), never which tokens it has.
+        prompt, sampled = tokens.tree.prompt_len(tokens.call), tokens.tree.num_sampled(tokens.call)
+        sizes = {"prompt_ids": range(prompt), "completion_ids": range(sampled)}
+    return {
+        "reward": step["reward"],
+        "advantage": None,
+        "extras": {name: extras[name] for name in _EXTRAS if name in extras},
+        "tokens": sizes,
+    }
