@@ -184,7 +184,7 @@ DETECTORS: Mapping[str, Detector] = {
         shows=_ROLLOUTS,
     ),
     "reward": Detector(
-        condition=story_rollouts.reward,
+        condition=story_rollouts.reward_trend,
         sentence="The reward {trend}: {began} in {first_steps}, {ended} in {last_steps}.{now}",
         severity=_as_found,
         view="curves",
@@ -192,7 +192,7 @@ DETECTORS: Mapping[str, Detector] = {
         link={"series": "reward/mean"},
     ),
     "held_out": Detector(
-        condition=story_policy.held_out,
+        condition=story_policy.held_out_change,
         sentence="Held out, the reward {verb}: {began} after {first} steps, {ended} after {last}.",
         severity=_as_found,
         view="curves",

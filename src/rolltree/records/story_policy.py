@@ -156,7 +156,7 @@ def _rewards(facts: Facts, first: int, last: int) -> list[list[float]]:
     ]
 
 
-def held_out(facts: Facts) -> Cases:
+def held_out_change(facts: Facts) -> Cases:
     """The first and the last held-out evaluation."""
     found = [each for each in facts.evaluations if each.reward is not None]
     if len(found) < 2 or found[0].step == found[-1].step:

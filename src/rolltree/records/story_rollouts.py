@@ -262,7 +262,7 @@ def breaks(facts: Facts) -> Cases:
 _SEVERITY: Mapping[Trend, str] = {"rises": "good", "is flat": "warning", "falls": "error"}
 
 
-def reward(facts: Facts) -> Cases:
+def reward_trend(facts: Facts) -> Cases:
     """Whether the reward of training rises, and still does."""
     by_step = facts.group_rewards()
     steps = sorted(by_step)
