@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from rolltree.types import ErrorRecord, Messages, RolloutTiming, ToolSchema, TrajectoryStep
 
 INPUT_FIELDS: tuple[str, ...] = ("prompt", "answer", "task", "info", "example_id")
 _FORWARDED = frozenset(INPUT_FIELDS)
@@ -67,6 +70,39 @@ class State(dict[str, Any]):
     `truncation_reason`, and whatever an environment adds. `advantage` is the reward minus the
     group's mean (spec 1) until training assigns credit, which `credit` then names.
     """
+
+    # The keys as typed attributes, for rolltree's own code: `state.reward` is `state["reward"]`.
+    # `_typed_keys` makes the properties. A key that is missing reads as None, as in a state that an
+    # author made by hand; of these four it is a KeyError.
+    prompt: Messages
+    task: str
+    example_id: int
+    trajectory: list[TrajectoryStep]
+
+    completion: Messages | None
+    reward: float | None
+    advantage: float | None
+    metrics: dict[str, float | None] | None
+    timing: RolloutTiming | None
+    error: ErrorRecord | None
+    oai_tools: list[ToolSchema] | None
+    seed: int | None
+    is_completed: bool | None
+    stop_condition: str | None
+    terminated: bool | None
+    truncated: bool | None
+    truncation_reason: str | None
+    # Set by an environment to end the rollout with a message of its own.
+    final_env_response: Messages | None
+    # The engine's answer to a prompt that does not fit; the call added no step.
+    prompt_too_long: bool | None
+    # Whether the steps have rewards of their own, and not the rollout's.
+    has_step_rewards: bool | None
+    # True once the `@cleanup` methods ran, so that they run once.
+    cleaned_up: bool | None
+    # Of a rollout of a protocol: its agent, and the rollout that delegated to it.
+    agent: str | None
+    parent_rollout: str | None
 
     INPUT_FIELDS = list(INPUT_FIELDS)
     reads_columns: ClassVar[bool] = True
@@ -181,6 +217,29 @@ class State(dict[str, Any]):
         if "client" in kept:
             kept["client"] = None
         return type(self), (kept,)
+
+
+def _typed_keys() -> None:
+    """Give `State` a property per key that it declares."""
+
+    def forwarded(key: str) -> property:
+        return property(
+            lambda state: state[key], lambda state, value: state.__setitem__(key, value)
+        )
+
+    def own(key: str) -> property:
+        # `dict` itself, because these keys are never the row's: half the time of `State.get`.
+        read = dict.__getitem__ if key == "trajectory" else dict.get
+        return property(
+            lambda state: read(state, key),
+            lambda state, value: dict.__setitem__(state, key, value),
+        )
+
+    for key in State.__annotations__.keys() - {"began_s", "unscored", "reads_columns"}:
+        setattr(State, key, forwarded(key) if key in _FORWARDED else own(key))
+
+
+_typed_keys()
 
 
 def tool_errors(state: Mapping[str, Any]) -> list[dict[str, str]]:

@@ -100,6 +100,7 @@ class Agent:
         self._model = model
         self._client = client
         self._sampling = sampling
+        # An agent can act right away; a protocol calls `reset` for each episode.
         self._begin(client, sampling, None, ())
 
     # -- an episode --------------------------------------------------------------------------
@@ -139,13 +140,15 @@ class Agent:
         self._session: ModelClient | None = None
         if client is not None:
             self._session = as_client(client, self._model).session()
-            if seed is not None:  # an agent's calls count apart from those of others
+            # An agent's calls count apart from those of others.
+            if seed is not None:
                 self._session = RolloutClient(self._session, seeds=CallSeeds(seed, sampling.seed))
         self.trajectory = Trajectory()
         self.steps: list[AgentStep] = []
         self.turn = 0
         self._num_tokens = 0
         self.history: list[ChatMessage] = list(messages)
+        # Two system messages are refused by some chat templates.
         has_own = bool(messages) and messages[0].get("role") == "system"
         if self.system_prompt is not None and not has_own:
             self.history.insert(0, {"role": "system", "content": self.system_prompt})
@@ -197,9 +200,13 @@ class Agent:
     async def _call(self) -> tuple[ModelResponse, TrajectoryStep]:
         """Ask the model for the next message, record the call, and append the message."""
         self.history = list(await self.context.prepare(self.history, self._num_tokens, self._ask))
+        # The history stays whole; a strategy changes what is shown, and the token tree has each
+        # call as it was made.
         shown = self.context.view(self.history)
         response, record = await self._sample(shown)
         self.history.append(response.message)
+        # What the next prompt will at least have: context strategies decide by it without a
+        # tokenizer.
         self._num_tokens = response.num_prompt_tokens + response.num_completion_tokens
         return response, record
 
@@ -251,14 +258,17 @@ class Agent:
         elif parsed is None:
             try:
                 parsed = self.parser(self._final_text(response.message))
-            except Exception:  # a mistake in the parser: it fails the episode, the call is kept
+            except Exception:
+                # A mistake in the parser: it fails the episode, the call is kept.
                 self._add_step(response, record, "env", ParseResult(None), tool_calls)
                 raise
+        # The model must be told something that it can do better by.
         if parsed.failed and parsed.obs is None:
             parsed = replace(parsed, obs=self.parse_feedback)
         if parsed.failed:
             info[PARSE_FEEDBACK] = parsed.obs
         self._add_step(response, record, "env", parsed, tool_calls, info=info)
+        # After the step was appended, which belongs to the turn that ends.
         self.turn += 1
 
     def _is_rejected(self, response: ModelResponse) -> bool:

@@ -135,6 +135,7 @@ class SlidingWindow(_Dialog):
         first, begin = history[starts[0]], starts[-self.num_turns]
         if not self.keep_first:
             return [*head, *history[begin:]]
+        # One message, because two user messages in a row are refused by some chat templates.
         text = f"{text_of(first)}\n\n[...]\n\n{text_of(history[begin])}"
         return [*head, {"role": "user", "content": text}, *history[begin + 1 :]]
 
@@ -181,6 +182,7 @@ class SummaryCompaction(_Dialog):
         if num_tokens < self.max_tokens:
             return history
         start = next((n for n, m in enumerate(history) if m.get("role") != "system"), 0)
+        # The question that is not answered yet must survive, word for word; it is not summed up.
         is_waiting = history[-1].get("role") == "user"
         said = list(history[:-1] if is_waiting else history)
         said.append({"role": "user", "content": self.request})

@@ -70,6 +70,7 @@ class ToolAgent(Agent):
             raise ConfigError(f"max_tool_rounds is {max_tool_rounds}; use 0 for no tool calls.")
         self.tools = _described(tools)
         self.external_tools = _described(external_tools)
+        # Calls name tools, so a name must say who answers.
         both = [name for name in self.tools if name in self.external_tools]
         if both:
             raise ConfigError(
@@ -90,6 +91,7 @@ class ToolAgent(Agent):
         self._num_rounds = 0
         schemas = [tool.schema for tool in (*self.tools.values(), *self.external_tools.values())]
         self.tool_schemas = self.tool_call_format.schemas(schemas)
+        # Without its stop string a model writes the observation itself.
         missing = [stop for stop in self.tool_call_format.stop if stop not in self.sampling.stop]
         if missing:
             self.sampling = replace(self.sampling, stop=(*self.sampling.stop, *missing))
@@ -129,7 +131,8 @@ class ToolAgent(Agent):
         step = self.steps[-1]
         left = [*step.tool_answers, *answers]
         ordered = []
-        for request in step.tool_calls:  # servers have been seen to give two calls one id
+        # Servers have been seen to give two calls one id.
+        for request in step.tool_calls:
             at = next(n for n, answer in enumerate(left) if answer.call_id == request.call_id)
             ordered.append(left.pop(at))
         step = replace(step, tool_answers=tuple(ordered))
@@ -172,6 +175,7 @@ class ToolAgent(Agent):
         response, record = await self._call()
         parsed_calls = self.tool_call_format.read(response.message)
         requests = tuple(self._request(call, n) for n, call in enumerate(parsed_calls.calls))
+        # First of all: half a call may parse as a whole one with other arguments.
         if self._is_rejected(response):
             self._refuse(requests)
             self._end_turn(response, record, requests)
@@ -179,6 +183,8 @@ class ToolAgent(Agent):
         if not requests and not parsed_calls.problems:
             self._end_turn(response, record, requests)
             return False
+        # It was told so with the last answer; a further call ends the turn, or the loop could go on
+        # for ever.
         if self._num_rounds >= self.max_tool_rounds:
             self._refuse(requests)
             parsed = ParseResult(None, self.bad_call_penalty, self.last_call)
@@ -206,11 +212,14 @@ class ToolAgent(Agent):
         problems: Sequence[str],
     ) -> bool:
         external = tuple(request for request in requests if _is_external(request))
+        # The agent's own calls are answered now, though others of the message wait: `answer` puts
+        # all into the order of the calls.
         own = [request for request in requests if not _is_external(request)]
         answers: tuple[ToolAnswer, ...] = ()
         try:
             answers = tuple(await self.tools.answer_all(own, self._answer_own))
-        finally:  # the call was made, whatever became of the tools
+        finally:
+            # The call was made, whatever became of the tools.
             num_bad = len(problems) + sum(request.problem is not None for request in requests)
             reward = self.bad_call_penalty * num_bad
             self._add_step(
@@ -232,6 +241,7 @@ class ToolAgent(Agent):
         return not external
 
     def _request(self, call: RawToolCall, number: int) -> ToolRequest:
+        # Text formats have no ids, and answers are matched by them.
         call = replace(call, call_id=call.call_id or f"call_{len(self.steps)}_{number}")
         if call.name in self.external_tools:
             return self.external_tools.read(call, scope="external")

@@ -140,6 +140,7 @@ class ReActCalls:
         text = text_of(message)
         found = _ACTION.search(text)
         final = text.find(_FINAL)
+        # After its final answer a model may go on to invent another round.
         if found is None or 0 <= final < found.start():
             return ParsedCalls()
         given = _INPUT.search(text, found.end())
@@ -149,9 +150,11 @@ class ReActCalls:
             )
         body = text[given.end() :].strip()
         try:
+            # What follows the arguments is the model's own idea of the observation.
             _, end = read_json_start(body)
         except ValueError:
-            end = len(body)  # reading the arguments reports what is wrong
+            # Reading the arguments reports what is wrong.
+            end = len(body)
         return ParsedCalls((RawToolCall("", found[1].strip(" \t"), body[:end]),))
 
     def write(self, answers: Sequence[ToolAnswer]) -> list[ChatMessage]:

@@ -79,7 +79,8 @@ def messages() -> Iterator[None]:
         tell(f"error: {message}", error=True)
         raise click.exceptions.Exit(2) from None
     except OSError as error:
-        if error.errno is None:  # not the operating system's: a library's own use of the class
+        # Not the operating system's: a library's own use of the class.
+        if error.errno is None:
             raise
         tell(f"error: {os_error_message(error)}", error=True)
         raise click.exceptions.Exit(1) from None
@@ -133,6 +134,8 @@ class ShownFormatter(logging.Formatter):
 
 def main() -> None:
     """Run the program; the console script."""
+    # Warnings quote what models and environments wrote, so they are cleaned like everything that is
+    # printed.
     handler = logging.StreamHandler()
     handler.setFormatter(ShownFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
@@ -150,6 +153,7 @@ def _drop_unwritten() -> None:
     """Drop output that cannot be written, so that Python's own attempt gives no other status."""
     for stream in (sys.stdout, sys.stderr):
         try:
+            # Python flushes at exit and would end with status 120 where nobody reads any more.
             stream.flush()
         except OSError:
             with open(os.devnull, "wb") as nowhere:

@@ -31,7 +31,8 @@ def tell(text: object, *, error: bool = False) -> None:
 
 
 def _print(text: str, file: TextIO) -> None:
-    with contextlib.suppress(BrokenPipeError):  # nobody reads any more: `| head`
+    # Nobody reads any more: `| head`.
+    with contextlib.suppress(BrokenPipeError):
         print(text, file=file, flush=True)
 
 
@@ -85,6 +86,8 @@ def secret(variable: str | None, flag: str) -> str | None:
     """
     if variable is None:
         return None
+    # A key that was pasted by mistake has other characters; it must not be looked up, or repeated
+    # in an error.
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
         raise ConfigError(
             f"{flag} takes the name of an environment variable, not the key itself, so that keys "

@@ -154,6 +154,8 @@ def evaluate_environment(
     from rolltree.rollouts.decode import decode_results
     from rolltree.store import Run
 
+    # First of all, and only by the name of a variable: a key on the command line would be in the
+    # history of the shell.
     api_key = secret(api_key_var, "-k")
     given = {"max_tokens": max_tokens, "temperature": temperature}
     sampling = json_object(sampling_args, "-S")
@@ -165,11 +167,13 @@ def evaluate_environment(
         from rolltree.inference.http import checked_url
 
         for url in base_url:
-            checked_url(url)  # before anything is stored
+            # Before anything is stored.
+            checked_url(url)
     else:
         from rolltree.models import check_loadable
 
-        check_loadable(model)  # before torch, and all that takes time, is imported
+        # Before torch, and all that takes time, is imported.
+        check_loadable(model)
     folder = run or default_run_dir("eval", env, model)
     where = ", ".join(base_url) or None
     errors = SafeConsole(stderr=True, only_shows=True)
@@ -219,6 +223,7 @@ def evaluate_environment(
                 )
 
     config = {
+        # What the run is: a start with another value is refused, except for those in `MAY_CHANGE`.
         "env": env,
         "env_args": env_arguments,
         "model": model,
@@ -243,6 +248,7 @@ def evaluate_environment(
         except KeyboardInterrupt:
             say(errors, f"stopped; the same command with --run {folder} continues it")
             raise
+        # With --json stdout has the JSON alone.
         out = errors if as_json else SafeConsole(only_shows=True)
         ids = dict.fromkeys(outcome.request_id for outcome in report.outcomes)
         with only_shows("the transcripts"):
@@ -267,6 +273,7 @@ def evaluate_environment(
             say(out, f"wrote {written / 'results.jsonl'} and metadata.json")
         if as_json:
             tell_json(report.as_dict())
+    # A script must see that nothing was measured.
     if report.num_failed == report.num_rollouts:
         raise click.exceptions.Exit(1)
 
@@ -295,7 +302,8 @@ async def open_client(
     else:
         from rolltree.models import check_loadable, load_model
 
-        check_loadable(model)  # before torch is imported
+        # Before torch is imported.
+        check_loadable(model)
         from rolltree.inference.local import local_client
 
         loaded, tokenizer = load_model(model)
@@ -303,6 +311,7 @@ async def open_client(
             loaded,
             tokenizer,
             name=model,
+            # Each row of a batch holds its cache in memory.
             max_batch=min(max_concurrent, 64),
             pack_weights=True,
             seed=seed,

@@ -69,6 +69,7 @@ def replay_rollouts(
     from rolltree.records import replay, replay_many, replay_with_debugger
     from rolltree.reports import SafeConsole, replay_lines, replays_summary, say
 
+    # Flags that would do nothing here are errors.
     single = {"--until": until is not None, "--pdb": pdb, "--continue": goes_on}
     many = {"--phase": phase is not None, "-n": num_rollouts is not None}
     live = {"-m": model is not None, "-b": base_url, "-k": api_key_var, "--into": into is not None}
@@ -104,6 +105,7 @@ def replay_rollouts(
         say(out, line)
     if as_json:
         tell_json([report.as_dict() for report in reports])
+    # A branch differs on purpose.
     if not goes_on and not all(report.is_equal for report in reports):
         raise click.exceptions.Exit(1)
 

@@ -90,6 +90,7 @@ def serve_model(
     admin_token = secret(admin_key_env, "--admin-key-env")
     from rolltree.models import check_loadable, load_model
 
+    # Before torch is imported, which takes seconds.
     check_loadable(model, dtype, device=device)
     from rolltree.inference.server import ServedModel, ServerOptions, serve
 
@@ -127,6 +128,8 @@ def serve_model(
 
     def announce(url: str, used_token: str, used_admin_token: str | None) -> None:
         tell(f"serving {name} at {url}")
+        # One that was given is in the environment and need not be shown; one that was made is seen
+        # nowhere else.
         if token is None:
             print(f"token: {used_token}", flush=True)
         if admin_token is None and used_admin_token is not None:

@@ -79,7 +79,8 @@ def show_run(
         from rolltree.rollouts.decode import decode_results
 
         console = SafeConsole()
-        if not (phase or chosen.words):  # who chooses rollouts wants to see these
+        # Who chooses rollouts wants to see these.
+        if not (phase or chosen.words):
             from rolltree.records.story import run_story
 
             for line in story_lines(run_story(rows_only, quick=True)["sentences"]):
@@ -97,6 +98,8 @@ def show_run(
             from rolltree.evaluation import stored_report
             from rolltree.reports import evaluation_facts, evaluation_table
 
+            # Aggregates that the evaluation left: reading all rows again would take seconds for a
+            # large run.
             report = stored_report(stored, phase, outcomes=False)
             console.print(evaluation_table(report), "", evaluation_facts(report))
         if chosen.words:

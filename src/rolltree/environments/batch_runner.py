@@ -103,8 +103,9 @@ class GenerateResults:
     @property
     def stop_conditions(self) -> list[str | None]:
         """The name of the stop condition that ended each rollout; None if none did."""
-        return [state.get("stop_condition") for state in self.state]
+        return [state.stop_condition for state in self.state]
 
+    # Columns are computed when they are read: most callers want one or two of them.
     def __getattr__(self, column: str) -> list[Any]:
         if column not in (*INPUT_FIELDS, "completion", "reward"):
             raise AttributeError(
@@ -136,8 +137,8 @@ _COLUMNS = (
 
 def metric_lists(states: Sequence[State]) -> dict[str, list[float | None]]:
     """Return one list per metric that some state has."""
-    names = dict.fromkeys(name for state in states for name in state.get("metrics") or ())
-    return {name: [(state.get("metrics") or {}).get(name) for state in states] for name in names}
+    names = dict.fromkeys(name for state in states for name in state.metrics or ())
+    return {name: [(state.metrics or {}).get(name) for state in states] for name in names}
 
 
 def mean_of_known(values: Sequence[float | None]) -> float | None:
@@ -161,12 +162,12 @@ def summarize_states(
         env_id=env_id,
         model=model,
         sampling_args=sampling_args,
-        num_examples=len({(state["task"], state["example_id"]) for state in states}),
+        num_examples=len({(state.task, state.example_id) for state in states}),
         rollouts_per_example=rollouts_per_example,
         num_rollouts=len(states),
-        num_failed=sum(state.get("error") is not None for state in states),
-        num_truncated=sum(bool(state.get("truncated")) for state in states),
-        avg_reward=mean_of_known([state["reward"] for state in states]),
+        num_failed=sum(state.error is not None for state in states),
+        num_truncated=sum(bool(state.truncated) for state in states),
+        avg_reward=mean_of_known([state.reward for state in states]),
         avg_metrics={name: mean_of_known(values) for name, values in metric_lists(states).items()},
         time_ms=time_ms,
         seed=seed,
@@ -262,6 +263,8 @@ class BatchRunner(ABC):
 
     async def play_request(self, request: RolloutRequest, client: ModelClient) -> list[State]:
         """Play one episode without scoring it."""
+        # The engine has made the episode, with its clock; other callers of `play_request` get one
+        # without a limit.
         episode = current_episode()
         if episode is not None and episode.request is request:
             return await self._play(episode, client)
@@ -282,21 +285,26 @@ class BatchRunner(ABC):
         request = episode.request
         seeds = call_seeds(request)
         client = seeded(client, seeds)
+        # Overrides of `rollout` know sampling arguments as spec 1 passes them, as OpenAI's fields.
         args = {**sampling_to_args(request.sampling), "seed": seeds.seed}
         states: list[State] | None = None
         try:
             states = await self.rollouts(request.input, OpenAIView(client), client.model, args)
-            for state in states:  # an override may have put a plain list there
-                state["trajectory"] = Trajectory.of(state.get("trajectory"))
+            # An override may have put a plain list there.
+            for state in states:
+                state.trajectory = Trajectory.of(state.get("trajectory"))
         except Exception as error:  # noqa: BLE001  an overridden rollout() may raise: it is data
+            # The steps that it made are kept, if it came as far as a state.
             states = [episode.states[-1] if episode.states else _empty_state(request)]
             if states[0].get("error") is None:
                 states[0]["error"] = failure_of(error)
             states[0]["reward"] = None
         finally:
+            # Also when cancelled: then nothing was returned, and the episode has what was begun.
             for made in states if states is not None else episode.states:
                 await self._cleanup(made)
         for state in states:
+            # Before scoring, so that a stored rollout can be scored again as if for the first time.
             state.unscored = UnscoredSnapshot.of(state)
         return states
 
@@ -347,11 +355,15 @@ class BatchRunner(ABC):
         args = merge_args(self.sampling_args, sampling_args)
         rows = self.rows(inputs)
         make = partial(self._requests, rows, args, seed, rollouts_per_example)
+        # Formatting rows and deriving seeds takes long for many, and a caller's event loop serves
+        # others meanwhile.
         is_long = len(rows) * rollouts_per_example > _MANY
         requests = await asyncio.to_thread(make) if is_long else make()
         if max_concurrent == -1:
             max_concurrent = max(1, len(requests))
         engine = RolloutEngine(
+            # `Unscored` has no `score_group`, so the engine holds no results back for a comparison
+            # either.
             self if score_rollouts else Unscored(self),
             asked,
             model=name,
@@ -405,6 +417,7 @@ class BatchRunner(ABC):
     ) -> list[State]:
         """Run the given inputs as one group and return the scored states."""
         first = group_inputs[0]["example_id"] if group_inputs else 0
+        # One example id makes them one group, whatever rows they are.
         rows = [dict(row, example_id=first) for row in group_inputs]
         results = await self.generate(rows, client, model, sampling_args, **settings)
         return results.state
@@ -425,6 +438,7 @@ class BatchRunner(ABC):
         self, rows: Rows, args: SamplingArgs, seed: int, rollouts_per_example: int
     ) -> list[RolloutRequest]:
         sampling = resolve_sampling(None, args)
+        # Rows with one example id are one group too, so members are counted across rows.
         met: Counter[str] = Counter()
         requests: list[RolloutRequest] = []
         for row in rows:
@@ -451,6 +465,8 @@ class Unscored:
         self.num_examples = environment.num_examples
         self.example = environment.example
         self.run_request = environment.play_request
+        # The engine checks that the chat template shows a row's tools; environments of `compat`
+        # have no such method.
         self.tools_for = getattr(environment, "tools_for", lambda row: ())
 
 
@@ -459,7 +475,7 @@ def states_of(result: RolloutResult) -> tuple[State, ...]:
     if result.states:
         return tuple(s for s in result.states if s.get("parent_rollout") is None)
     state = _empty_state(result.request)
-    state["error"] = result.error
+    state.error = result.error
     return (state,)
 
 
@@ -488,8 +504,10 @@ async def _fill_advantages(results: Sequence[RolloutResult]) -> None:
     groups: defaultdict[tuple[str, str], list[State]] = defaultdict(list)
     for result in results:
         for state in result.states:
-            if state.get("parent_rollout") is None:
-                groups[result.request.group_id, str(state.get("agent") or "")].append(state)
+            # Delegated rollouts were asked different things; a mean over them says nothing.
+            if state.parent_rollout is None:
+                groups[result.request.group_id, str(state.agent or "")].append(state)
     for states in groups.values():
+        # Ten thousand groups in one go would hold the loop.
         await yield_fairly()
         write_advantages(states)

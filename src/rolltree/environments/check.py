@@ -112,6 +112,7 @@ async def check_environment_async(
     unknown = [name for name in allow if name not in CHECKS]
     if unknown:
         raise ConfigError(f"there is no check {unknown[0]!r}.{did_you_mean(unknown[0], CHECKS)}")
+    # Two, because rows that are drawn without a seed look sound in one instance.
     first, second = make(), make()
     try:
         check = _Check(first, num_examples, reward_range)
@@ -171,6 +172,7 @@ def leak_rate(shown: Sequence[tuple[str, str]]) -> tuple[float, float]:
     """
     if not shown:
         return 0.0, 0.0
+    # Only the difference tells: "A, B, C or D?" holds every answer, its own too.
     own = sum(_contains(prompt, answer) for prompt, answer in shown) / len(shown)
     pairs = [
         _contains(prompt, other)
@@ -189,7 +191,8 @@ def shared_questions(env: Environment) -> tuple[list[str], int]:
     train = {_prompt(row) for row in train_rows[:_MAX_ROWS]}
     tested = [_prompt(row) for row in eval_rows[:_MAX_ROWS]]
     if len(train) == 1 and set(tested) == train:
-        return [], len(tested)  # worlds: the seed makes the difference, not the row
+        # Worlds: the seed makes the difference, not the row.
+        return [], len(tested)
     return [prompt for prompt in tested if prompt in train], len(tested)
 
 
@@ -266,12 +269,15 @@ class _Check:
             self.notes.append("the rows have no answers, so the reference answer was not tried")
             return
         best, name = float("-inf"), ""
+        # How this environment wants answers written is not declared, so the reference answer is
+        # tried in each way; the best is the one that probes use.
         for style_name, style in styles_of(self.env.parser).items():
             earned = await self._mean(
                 "reference", [style(answer) for answer in self.answers], keep=False
             )
             if earned > best:
                 best, name, self.best_style = earned, style_name, style
+            # Nothing can earn more, so the other styles need not be tried.
             if best >= self.high:
                 break
         self.means["reference"] = best
@@ -318,15 +324,15 @@ class _Check:
             if probe.prompts:
                 self._prompts.setdefault(index, _all_text(probe.prompts[0]))
             self._note(name, state)
-            if state["reward"] is not None:
-                earned.append(state["reward"])
+            if state.reward is not None:
+                earned.append(state.reward)
         mean = sum(earned) / len(earned) if earned else float("-inf")
         if keep and earned:
             self.means[name] = mean
         return mean
 
     def _note(self, name: str, state: State) -> None:
-        error, reward = state.get("error"), state["reward"]
+        error, reward = state.error, state.reward
         if error is not None and error.type == EndlessRollout.__name__:
             self._found("never-ends", f"{error.message}; set max_turns or a @stop condition")
         elif error is not None and error.phase == "scoring":
@@ -345,6 +351,7 @@ class _Check:
 
     def _found(self, check: str, message: str) -> None:
         finding = ContractFinding(check, message)
+        # Every probe may break the same promise; three examples say it.
         if sum(found.check == check for found in self.findings) < 3:
             self.findings += [] if finding in self.findings else [finding]
 
@@ -359,6 +366,7 @@ async def play(env: Environment, rows: Any, index: int, probe: Probe) -> State:
 
 async def _generate(env: Environment, row: Any, probe: Probe) -> State:
     """Play one row with the engine's own `generate`: compat's raises where this one records."""
+    # A fixed seed: a finding must come again when somebody looks into it.
     results = await Environment.generate(env, list(row), probe, seed=1)
     return results.state[0]
 
@@ -438,6 +446,7 @@ def counted(env: Environment) -> Iterator[Counter[str]]:
 
     try:
         env._cleanup_handlers = [counting(handler) for handler in handlers]
+        # An override of `rollout` may call its handler by name, past the list.
         for handler in env._cleanup_handlers:
             setattr(env, handler.__name__, handler)
         yield counts
@@ -450,6 +459,7 @@ def counted(env: Environment) -> Iterator[Counter[str]]:
 async def _cancelled(env: Environment, rows: Any) -> bool:
     """Cancel a rollout while the model is being asked; whether it came to that."""
     probe = Probe(hang=True)
+    # Past the engine, which would run the cleanup itself if the rollout did not.
     task = asyncio.ensure_future(env.rollout(env.example("eval", 0), probe, probe.model))
     asked = asyncio.ensure_future(probe.is_asked.wait())
     await asyncio.wait([task, asked], return_when=asyncio.FIRST_COMPLETED, timeout=_CANCEL_LIMIT_S)
@@ -471,7 +481,7 @@ def _count_findings(env: Environment, counts: Counter[str], name: str) -> list[C
 
 
 def _failure_findings(state: State) -> list[ContractFinding]:
-    if state.get("error") is not None and state["reward"] is None:
+    if state.error is not None and state.reward is None:
         return []
     return [
         ContractFinding(

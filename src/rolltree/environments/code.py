@@ -36,6 +36,7 @@ def changed_code(source: object, run: Run) -> str | None:
     if now == before:
         return None
     run.set_meta(META, now)
+    # Until the first rollout is stored nothing was played by the old code.
     if before is None or not run.is_bound:
         return None
     names = sorted(name for name in {*now, *before} if now.get(name) != before.get(name))

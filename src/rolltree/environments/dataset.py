@@ -56,6 +56,8 @@ class RowFormat:
         formatted["prompt"] = self._prompt(prompt, index)
         if self.answer_key != "answer" and self.answer_key in row:
             formatted["answer"] = row[self.answer_key]
+        # Arrow turns a missing id of some rows into None, and hub data sets have ids that are
+        # strings; results and groups count on integers.
         if not isinstance(row.get("example_id"), int):
             formatted["example_id"] = index
         if row.get("task") is None:
@@ -113,6 +115,8 @@ class Rows(Sequence[Row]):
             )
         if len(source) == 0:
             raise ConfigError("a data set has no rows, so there would be nothing to run.")
+        # A list is in memory, and all of it is looked at; of a file or a hub data set the first row
+        # must do.
         for index, row in enumerate(source if isinstance(source, list | tuple) else [source[0]]):
             if not isinstance(row, Mapping):
                 raise ConfigError(
@@ -159,6 +163,7 @@ class Rows(Sequence[Row]):
 
     def take(self, num: int, seed: int | None = None) -> Rows:
         """Return the first `num` rows (-1: all), after shuffling when there is a seed."""
+        # Another view, and never in place: rows are shared by everybody who has this environment.
         rows = self if seed is None else self.shuffle(seed)
         return rows if num < 0 else rows[:num]
 
@@ -230,6 +235,8 @@ def _read_file(path: Path) -> Any:
 
 def _read_jsonl(path: Path) -> list[Row]:
     rows: list[Row] = []
+    # Not `splitlines`: a row of JSON may hold characters such as U+2028 that it takes for ends of
+    # lines.
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
@@ -272,9 +279,11 @@ def hub_rows(dataset_id: str, config: str | None = None, split: str = "train") -
             "`pip install rolltree[envs]`, or pass the path of a .jsonl or .parquet file."
         ) from error
     try:
+        # Without a network its client retries for most of a minute before it looks into its cache.
         with nullcontext() if _hub_answers() else _offline():
             return load_dataset(dataset_id, config, split=split)
-    except Exception as error:  # it raises what its many back ends raise
+    except Exception as error:
+        # It raises what its many back ends raise.
         raise ConfigError(
             f"the split {split!r} of {dataset_id!r} could not be loaded from the Hugging Face hub "
             f"({type(error).__name__}: {error}). Pass the path of a .jsonl or .parquet file."
@@ -291,7 +300,8 @@ def _hub_answers() -> bool:
     try:
         with urlopen(Request(endpoint, method="HEAD"), timeout=5.0):
             return True
-    except HTTPError:  # an answer, if not the one that was hoped for
+    except HTTPError:
+        # An answer, if not the one that was hoped for.
         return True
     except (OSError, ValueError):
         return False

@@ -50,6 +50,7 @@ class EnvGroup(Environment):
         self.envs = list(envs)
         self.env_names = _names(self.envs, env_names)
         self.env_map = dict(zip(self.env_names, self.envs, strict=True))
+        # An environment for evaluation only may be in the group; it brings no training rows.
         trained = {n: e.dataset for n, e in self.env_map.items() if e.dataset is not None}
         tested = {n: e.get_eval_dataset() for n, e in self.env_map.items()}
         super().__init__(
@@ -94,18 +95,21 @@ class EnvGroup(Environment):
         env = self.get_env_for_task(task)
         own = cast(RolloutInput, {**input, "task": self.own_task(task)})
         episode = current_episode()
+        # The engine sees the states as the environment registers them, with its own task.
         made = episode.states if episode is not None else []
         before = len(made)
         try:
             states = await env.rollouts(own, client, model, sampling_args)
             for state in states:
-                state["task"] = task
-        finally:  # also the state of a rollout that was cancelled
+                state.task = task
+        finally:
+            # Also the state of a rollout that was cancelled.
             for begun in made[before:]:
-                begun["task"] = task
+                begun.task = task
         return states
 
     async def _cleanup(self, state: State) -> None:
+        # Its hooks may read `state["task"]`, which must be what it is without a group.
         with self.as_own(state) as env:
             await env._cleanup(state)
 
@@ -128,12 +132,12 @@ class EnvGroup(Environment):
     @contextmanager
     def as_own(self, state: State) -> Iterator[Environment]:
         """Give the state its environment's own task while the block lasts."""
-        task = state["task"]
-        state["task"] = self.own_task(task)
+        task = state.task
+        state.task = self.own_task(task)
         try:
             yield self.get_env_for_task(task)
         finally:
-            state["task"] = task
+            state.task = task
 
     def _name_of(self, task: str) -> str:
         fitting = [name for name in self.env_names if f"{task}/".startswith(f"{name}/")]
@@ -142,6 +146,7 @@ class EnvGroup(Environment):
                 f"no environment of the group has the task {task!r}."
                 f"{did_you_mean(task, self.env_names)}"
             )
+        # A name may begin with another environment's: "math/hard" is not a task of "math".
         return max(fitting, key=len)
 
     def _join(self, parts: Mapping[str, Rows]) -> Rows:
@@ -255,6 +260,7 @@ def _names(envs: Sequence[Environment], given: Sequence[str] | None) -> list[str
 
 def _common(envs: Sequence[Environment]) -> SamplingArgs:
     first = envs[0].sampling_args
+    # The engine resolves sampling arguments once per batch, before a row says whose it is.
     if any(env.sampling_args != first for env in envs):
         raise ConfigError(
             "the environments of a group want different sampling_args, and one request is sampled "

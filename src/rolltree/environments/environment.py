@@ -81,7 +81,9 @@ class Environment(BatchRunner):
         ConfigError: there is no data, or settings contradict each other.
     """
 
-    loaded_by: object = None  # the `load_environment` that made it
+    # The `load_environment` that made it; `code` finds the files of the environment by it.
+    # The `load_environment` that made it.
+    loaded_by: object = None
     state_type: ClassVar[type[State]] = State
 
     def __init__(
@@ -105,6 +107,8 @@ class Environment(BatchRunner):
         **unknown: Any,
     ) -> None:
         refuse_unknown(type(self).__name__, unknown, type(self))
+        # Every check of settings is here: one that fails in a rollout would fail in all of them,
+        # after the model was loaded.
         if dataset is None and eval_dataset is None:
             raise ConfigError(
                 f"{type(self).__name__} got neither dataset nor eval_dataset, so there is "
@@ -124,8 +128,11 @@ class Environment(BatchRunner):
         self.max_seq_len = max_seq_len
         self.max_workers, self.map_kwargs = max_workers, map_kwargs
         self.sampling_args: SamplingArgs = dict(sampling_args or {})
-        sampling_from_args(self.sampling_args)  # raises now rather than in every rollout
+        # Raises now rather than in every rollout.
+        sampling_from_args(self.sampling_args)
         self.rubric = as_rubric(rubric)
+        # A rubric with a parser of its own keeps it; only one that has none reads answers as the
+        # environment says.
         if parser is not None:
             self.rubric.adopt_parser(parser)
         self.parser = parser if parser is not None else self.rubric.parser
@@ -139,6 +146,7 @@ class Environment(BatchRunner):
         )
         self.dataset = None if dataset is None else self.rows(dataset)
         self.eval_dataset = None if eval_dataset is None else self.rows(eval_dataset)
+        # The last statements: `__post_init__` of a subclass may look at everything above.
         self._closed = False
         self.__post_init__()
 
@@ -160,6 +168,7 @@ class Environment(BatchRunner):
         }
         self._cleanup_handlers = [getattr(self, name) for name, _ in found["cleanup"]]
         self._teardown_handlers = [getattr(self, name) for name, _ in found["teardown"]]
+        # Only then: a registered environment is kept alive until the process ends.
         if self._teardown_handlers:
             register(self)
 
@@ -198,7 +207,11 @@ class Environment(BatchRunner):
         Raises:
             ConfigError: `info` is a string that is not JSON.
         """
+        # Signal handlers can be set in the main thread only, and an environment may have been built
+        # in another.
         watch()
+        # The row is the data set's, and shared by the members of a group: what one writes into it
+        # the others would read.
         row: dict[str, Any] = deepcopy(dict(input))
         info = row.get("info")
         if isinstance(info, str):
@@ -209,9 +222,11 @@ class Environment(BatchRunner):
                     f"info of example {row.get('example_id')} is a string but not JSON: {error}."
                 ) from error
         row.setdefault("task", self.env_id or "default")
+        # `init_state` may be called with a row that no `RowFormat` has seen.
         row.setdefault("example_id", 0)
         state = self.state_type(input=row)
         state.began_s = time.monotonic()
+        # All keys exist from the beginning, so that hooks can read them without a default.
         state.update(
             client=openai_view(client),
             model=model or getattr(client, "model", ""),
@@ -234,10 +249,14 @@ class Environment(BatchRunner):
         )
         episode = current_episode()
         if episode is not None:
-            state["seed"] = episode.request.seed
+            state.seed = episode.request.seed
+            # At once, so that an episode that is cancelled in `setup_state` has a state to clean up
+            # and to store.
             episode.states.append(state)
         else:
-            state["seed"] = derive_seed(0, self.env_id, str(row["example_id"]))
+            # Without an engine there is no request to have a seed; the example alone makes it, so
+            # that two calls play the same world.
+            state.seed = derive_seed(0, self.env_id, str(row["example_id"]))
         return state
 
     def tools_for(self, row: Mapping[str, object]) -> list[ToolSchema]:
@@ -253,6 +272,7 @@ class Environment(BatchRunner):
     async def _set_up(self, state: State) -> State:
         """Return the state after `setup_state`, which may change it in place and return nothing."""
         made = await maybe_await(self.setup_state, state)
+        # Spec 1 returns the state; many authors change it in place and forget to.
         if made is None or isinstance(made, State):
             return made or state
         raise ConfigError(
@@ -268,6 +288,8 @@ class Environment(BatchRunner):
         """
         for condition in self._stop_conditions:
             if await self._render_stop(state, condition):
+                # Here and not in the loop, because an override of `rollout` has no other place
+                # where it surely passes.
                 await self._render_timing(state)
                 await self._render_completion(state)
                 return True
@@ -275,7 +297,7 @@ class Environment(BatchRunner):
 
     async def get_prompt_messages(self, state: State) -> Messages:
         """Return the next prompt. The base class asks once, with the row's prompt."""
-        prompt: Messages = state["prompt"]
+        prompt: Messages = state.prompt
         return prompt
 
     async def get_model_response(
@@ -306,6 +328,8 @@ class Environment(BatchRunner):
                 model=model or None,
                 message_type=kind,
             )
+        # An answer of its own and not an exception: a prompt that is too long ends the rollout,
+        # which is then truncated and scored.
         except PromptTooLong as error:
             return ModelResponse.overlong_prompt(str(error))
 
@@ -329,24 +353,26 @@ class Environment(BatchRunner):
         """
         given = response.get("id") if isinstance(response, Mapping) else response
         if (given if isinstance(given, str) else getattr(given, "id", None)) == OVERLONG_PROMPT:
-            state["prompt_too_long"] = True
+            state.prompt_too_long = True
             known = getattr(response, "info", None) or {}
             state["overlong_prompt"] = known.get("problem")
             return
         answer = self.response_record(state, response)
         chat = self.message_type == "chat"
         record_call(
-            state["trajectory"],
+            state.trajectory,
             prompt=prompt_messages,
             completion=[answer.message] if chat else answer.text,
             response=answer,
-            turn=len(state["trajectory"]),
+            turn=len(state.trajectory),
         )
 
     def response_record(self, state: State, response: Any) -> ModelResponse:
         """Return the record of a response, whatever an override answered with."""
         if isinstance(response, ModelResponse):
             return response
+        # A loop that is not this class's may call `add_model_response` without having said what was
+        # asked.
         request = _REQUEST.get()
         if request is None:
             args = merge_args(self.sampling_args, state.get("sampling_args"))
@@ -364,26 +390,29 @@ class Environment(BatchRunner):
         if not await maybe_await(condition, state):
             return False
         mark = self._stop_marks.get(condition.__name__, Mark("stop"))
-        state["is_completed"] = True
-        state["stop_condition"] = condition.__name__
-        if mark.truncates is not None and not state.get("terminated"):
-            state["truncated"] = True
-            state["truncation_reason"] = state.get("truncation_reason") or mark.truncates.value
+        state.is_completed = True
+        state.stop_condition = condition.__name__
+        # A world that has said that it reached its end is not cut by a limit that holds as well.
+        if mark.truncates is not None and not state.terminated:
+            state.truncated = True
+            state.truncation_reason = state.truncation_reason or mark.truncates.value
         self._settle_ending(state)
         return True
 
     def _settle_ending(self, state: State) -> None:
         """Make the ending one of the two: truncated with a reason, or terminated."""
-        is_cut = state["truncated"] = bool(state.get("truncated"))  # a state made by hand has none
-        state["terminated"] = not is_cut
+        # A state made by hand has none.
+        is_cut = state.truncated = bool(state.truncated)
+        state.terminated = not is_cut
         if is_cut:
-            reason = state.get("truncation_reason") or TruncationReason.ENV.value
-            state["truncation_reason"] = reason
+            reason = state.truncation_reason or TruncationReason.ENV.value
+            state.truncation_reason = reason
 
     async def _render_timing(self, state: State) -> None:
         timing: RolloutTiming = state["timing"]
         began_s = getattr(state, "began_s", None)
-        if began_s is None:  # an environment made this state, or copied it
+        # An environment made this state, or copied it.
+        if began_s is None:
             timing["generation_ms"] = max(0.0, time.time() - timing["start_time"]) * 1000.0
         else:
             timing["generation_ms"] = (time.monotonic() - began_s) * 1000.0
@@ -391,15 +420,17 @@ class Environment(BatchRunner):
 
     async def _render_completion(self, state: State) -> None:
         """Set `state["completion"]` from the trajectory, also after rewritten histories."""
-        state["completion"] = render_completion(
-            state["prompt"], state["trajectory"], state.get("final_env_response")
+        state.completion = render_completion(
+            state.prompt, state.trajectory, state.final_env_response
         )
 
     def record_failure(self, state: State, error: Exception) -> None:
         """Write a failure into the state; the first one stays."""
-        if state.get("error") is None:
-            state["error"] = failure_of(error)
-        state["reward"] = None
+        # The first failure is the cause; what cleaning up makes of it comes later.
+        if state.error is None:
+            state.error = failure_of(error)
+        # None and never 0.0: a failure must not be trained as a bad answer.
+        state.reward = None
         logger.debug("a rollout of %s failed", self.env_id, exc_info=error)
 
     # Lifecycle
@@ -410,17 +441,23 @@ class Environment(BatchRunner):
         A handler that raises does not keep the others from running; what it raised is in
         `state["cleanup_errors"]`.
         """
-        if state.get("cleaned_up") or not self._cleanup_handlers:
+        if state.cleaned_up or not self._cleanup_handlers:
             return
-        state["cleaned_up"] = True
+        # Before the handlers run, since one that is cancelled must not be run a second time by the
+        # engine.
+        state.cleaned_up = True
+        # A cancelled rollout still has to give back its sandbox, container or connection.
         await run_shielded(self._run_cleanup(state))
 
     async def _run_cleanup(self, state: State) -> None:
         for handler in self._cleanup_handlers:
             try:
+                # Cancellation waits for cleanups, so one that hangs would keep the whole run from
+                # ending.
                 async with asyncio.timeout(CLEANUP_LIMIT_S):
                     await maybe_await(handler, state)
-            except (Exception, asyncio.CancelledError) as error:  # recorded; the others must run
+            except (Exception, asyncio.CancelledError) as error:
+                # Recorded; the others must run.
                 if being_cancelled():
                     raise
                 logger.warning("cleanup %s of %s failed: %s", handler.__name__, self.env_id, error)
@@ -432,13 +469,15 @@ class Environment(BatchRunner):
         for handler in self._teardown_handlers:
             try:
                 await maybe_await(handler)
-            except (Exception, asyncio.CancelledError):  # told; the other handlers must run
+            except (Exception, asyncio.CancelledError):
+                # Told; the other handlers must run.
                 if being_cancelled():
                     raise
                 logger.exception("teardown %s of %s failed", handler.__name__, self.env_id)
 
     async def aclose(self) -> None:
         """Run every `@teardown`, once. Called automatically when the process ends."""
+        # First, so that the handler at exit does not close it again while it is being closed.
         forget(self)
         if not self._closed:
             self._closed = True

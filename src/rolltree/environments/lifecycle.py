@@ -94,11 +94,13 @@ def mark_of(method: object) -> Mark | None:
 def discover(cls: type) -> dict[Role, tuple[tuple[str, Mark], ...]]:
     """Return the marked methods of a class by role, as (name, mark), in the order to call them."""
     found: dict[str, Mark] = {}
+    # Base classes first, so that an override replaces the mark of what it overrides.
     for base in reversed(cls.__mro__):
         for name, value in vars(base).items():
             mark = mark_of(value)
             if mark is not None:
                 found[name] = mark
+            # `time_limit_reached = None` in a class removes an inherited condition.
             elif value is None:
                 found.pop(name, None)
     ordered = sorted(found.items(), key=lambda item: -item[1].priority)
@@ -124,6 +126,7 @@ _open: dict[int, Closable] = {}
 
 def register(environment: Closable) -> None:
     """Close `environment` when the process ends, unless it was closed before."""
+    # Registered with the first environment: importing rolltree must change nothing in a program.
     if not _open:
         atexit.register(close_all)
     _open[id(environment)] = environment
@@ -134,7 +137,10 @@ def watch() -> None:
     """Handle SIGTERM if an environment is open and no handler is set. Only in the main thread."""
     if not _open or threading.current_thread() is not threading.main_thread():
         return
+    # A program with a handler of its own knows better when to end.
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        # SIGTERM ends Python without `atexit`; as SystemExit it passes through `finally` and closes
+        # what is open.
         signal.signal(signal.SIGTERM, _exit_on_signal)
 
 
@@ -145,11 +151,13 @@ def forget(environment: Closable) -> None:
 
 def close_all() -> None:
     """Close every registered environment; one that fails does not keep the others open."""
+    # A copy, because closing one removes it.
     for environment in list(_open.values()):
         forget(environment)
         try:
             asyncio.run(environment.aclose())
-        except Exception:  # told; the other environments must be closed
+        except Exception:
+            # Told; the other environments must be closed.
             logger.exception("the teardown of %s failed", type(environment).__name__)
 
 
@@ -173,6 +181,7 @@ class in_phase:  # noqa: N801  (a context manager that reads as a phrase)
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # The innermost block knows best where an error arose.
         if error is not None and not hasattr(error, _PHASE):
             setattr(error, _PHASE, self.phase)
 

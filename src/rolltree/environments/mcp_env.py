@@ -68,6 +68,8 @@ class MCPConnection:
 
     def __init__(self, server: MCPServer) -> None:
         self.server = server
+        # The SDK ties a connection to the task that opened it, and rollouts come from several
+        # loops.
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name=f"rolltree-mcp-{server.name}", daemon=True
@@ -138,6 +140,7 @@ class MCPConnection:
 
     def _submit(self, work: Any) -> Future[Any]:
         if self._task is None or self._task.done() or self._loop.is_closed():
+            # A coroutine that is never awaited would warn when it is collected.
             work.close()
             raise ToolUnavailable(
                 f"the connection to the MCP server {self.server.name!r} is closed."
@@ -153,6 +156,8 @@ class MCPConnection:
                 self._opened.set_result(client)
                 await self._closing.wait()
         except BaseException as error:
+            # The one who waits in `open` gets the error; later ones end the task, which `_submit`
+            # sees.
             if not self._opened.done():
                 self._opened.set_exception(error)
                 return
@@ -182,7 +187,8 @@ class MCPConnection:
         try:
             result = await self._guarded(client.call_tool(name, arguments), f"calling {name!r}")
         except MCPError as error:
-            if error.code in _PROTOCOL_ERRORS:  # the server lives and refuses the call
+            # The server lives and refuses the call.
+            if error.code in _PROTOCOL_ERRORS:
                 return str(error), True
             raise ToolUnavailable(
                 f"the MCP server {self.server.name!r} failed at {name!r}: {error}"
@@ -253,6 +259,7 @@ def _result_text(result: Any) -> str:
 
 
 def _reason(error: BaseException) -> str:
+    # The SDK's task groups wrap what happened, often several times.
     while isinstance(error, BaseExceptionGroup) and error.exceptions:
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -304,11 +311,13 @@ class MCPEnv(ToolEnv):
         self._shared = self._connect()
         try:
             for server, connection in self._shared.items():
-                for schema in connection.tools():  # the server checks what is beyond names
+                # The server checks what is beyond names.
+                for schema in connection.tools():
                     self.add_tool(Tool.of_schema(schema, _RemoteTool(server)))
         except BaseException:
             _close(self._shared)
             raise
+        # They were opened to learn the tools; every rollout opens its own.
         if isolated:
             _close(self._shared)
 

@@ -74,19 +74,19 @@ class MultiTurnEnv(Environment):
     @stop(priority=50)
     async def has_final_env_response(self, state: State) -> bool:
         """`final_env_response` is set."""
-        return state.get("final_env_response") is not None
+        return state.final_env_response is not None
 
     @stop(priority=-100, truncates=TruncationReason.MAX_STEPS)
     async def max_turns_reached(self, state: State) -> bool:
         """The model has had its turns."""
-        return len(state["trajectory"]) >= self.max_turns and self.max_turns > 0
+        return len(state.trajectory) >= self.max_turns and self.max_turns > 0
 
     @stop(priority=-100, truncates=TruncationReason.MAX_SEQ_LEN)
     async def max_seq_len_reached(self, state: State) -> bool:
         """The last call used up `max_seq_len`."""
-        if self.max_seq_len is None or not state["trajectory"]:
+        if self.max_seq_len is None or not state.trajectory:
             return False
-        return num_call_tokens(state["trajectory"][-1]) >= self.max_seq_len
+        return num_call_tokens(state.trajectory[-1]) >= self.max_seq_len
 
     @stop(priority=-100, truncates=TruncationReason.TIME_LIMIT)
     async def time_limit_reached(self, state: State) -> bool:
@@ -99,10 +99,10 @@ class MultiTurnEnv(Environment):
 
         Override it to rewrite history: what the model is sent is what this returns.
         """
-        if not state["trajectory"]:
-            prompt: Messages = state["prompt"]
+        if not state.trajectory:
+            prompt: Messages = state.prompt
             return prompt
-        messages = conversation(state["trajectory"])
+        messages = conversation(state.trajectory)
         answer = await maybe_await(self.env_response, messages, state)
         if not _follows(messages, answer):
             raise invalid_response_error(self, messages, answer)
@@ -120,25 +120,34 @@ class MultiTurnEnv(Environment):
         Call i samples with the seed of `sampling_args` for i = 0, and with one derived from it
         later. A failure is in `state["error"]`; cleanups have run.
         """
+        # Outside of the `try`: without a state there is nothing to record a failure in.
         state = await self._begin(input, client, model, sampling_args)
         try:
+            # A client that cannot be used is a failure of this rollout, like a world that cannot be
+            # made.
             with in_phase("setup"):
                 args = self._turn_args(sampling_args)
                 session = self._session(client, model, args.get("seed"))
                 state = await self._set_up(state)
             await self._play_turns(state, session, model, args)
-            state["trajectory"] = Trajectory.of(state["trajectory"])
+            # An environment may have put a plain list there, or steps that it made itself.
+            state.trajectory = Trajectory.of(state.trajectory)
         except Exception as error:  # noqa: BLE001  a failed rollout is data
             self.record_failure(state, error)
         finally:
+            # Before the completion is rendered: a cleanup may still write what belongs into the
+            # state.
             await self._cleanup(state)
             if not isinstance(state.get("trajectory"), list):
-                state["trajectory"] = Trajectory()
-            if state.get("completion") is None:  # failed or cancelled, or ended by an override
+                state.trajectory = Trajectory()
+            # Failed or cancelled, or ended by an override.
+            if state.completion is None:
                 await self._render_timing(state)
                 await self._render_completion(state)
-            if isinstance(state["trajectory"], Trajectory):
-                state["trajectory"].trim()
+            if isinstance(state.trajectory, Trajectory):
+                # Buffers grow by doubling; what is not used of them is given back, since a run
+                # keeps many rollouts.
+                state.trajectory.trim()
         return state
 
     def _turn_args(self, sampling_args: SamplingArgs | None) -> SamplingArgs:
@@ -153,7 +162,11 @@ class MultiTurnEnv(Environment):
 
     def _session(self, client: Any, model: str, seed: int | None) -> Any:
         """Return the rollout's client, with OpenAI's methods for an override that wants them."""
+        # A session remembers the tokens of this rollout, so that the next prompt continues them
+        # exactly.
         session = as_client(client, model or None).session()
+        # One stream of seeds per rollout, counted over all its calls: a seed per rollout would
+        # replay the same random numbers in every call.
         if seed is not None:
             session = seeded(session, CallSeeds(seed))
         is_own = type(self).get_model_response is Environment.get_model_response
@@ -162,40 +175,49 @@ class MultiTurnEnv(Environment):
     async def _play_turns(self, state: State, session: Any, model: str, args: SamplingArgs) -> None:
         # Only an override can answer with something that does not know its request.
         is_own = not isinstance(session, OpenAIView)
-        check_steps(state["trajectory"])
+        check_steps(state.trajectory)
         while not await self.is_completed(state):
-            before = self._snapshot(state)
+            before = self._stop_inputs(state)
             prompt = await self.get_prompt_messages(state)
-            check_steps(state["trajectory"])  # either hook may have put something else there
+            # Either hook may have put something else there.
+            check_steps(state.trajectory)
+            # A game that ends in `env_response` must not cost one more model call. Conditions are
+            # asked once per state, because an author's may count how often it is asked.
             may_have_ended = self.ends_in_env_response and (before is None or before.has_changed())
             if may_have_ended and await self.is_completed(state):
                 await self._keep_last_response(state, prompt)
                 break
             request = _NO_REQUEST if is_own else self.model_request(session, args)
+            # Noted for the failure's record: an error in here is the model's, one in the hooks the
+            # environment's.
             with in_phase("model"), request:
                 response = await self.get_model_response(
                     session,
                     model,
                     prompt,
-                    oai_tools=state["oai_tools"],
+                    oai_tools=state.oai_tools,
                     sampling_args=args,
                     message_type=self.message_type,
                 )
                 await self.add_model_response(state, prompt, response)
-        if not state["is_completed"]:  # an override of is_completed ended it
-            state["is_completed"] = True
+        # An override of is_completed ended it.
+        if not state.is_completed:
+            state.is_completed = True
             self._settle_ending(state)
 
-    def _snapshot(self, state: State) -> _Snapshot | None:
+    def _stop_inputs(self, state: State) -> _StopInputs | None:
+        # rolltree's own conditions only read the state, so nobody sees that they are asked twice.
         if self._asks_own_conditions or not self.ends_in_env_response:
             return None
-        return _Snapshot(self, state)
+        return _StopInputs(self, state)
 
     async def _keep_last_response(self, state: State, prompt: Messages) -> None:
         """Make what `env_response` said last part of the completion."""
-        if state["trajectory"] and state.get("final_env_response") is None:
-            said = conversation(state["trajectory"])
-            state["final_env_response"] = appended_messages(said, prompt)
+        # Otherwise the environment has set its last message itself, and `env_response` only repeats
+        # it.
+        if state.trajectory and state.final_env_response is None:
+            said = conversation(state.trajectory)
+            state.final_env_response = appended_messages(said, prompt)
             await self._render_completion(state)
 
 
@@ -235,7 +257,7 @@ class SingleTurnEnv(MultiTurnEnv):
     @stop
     async def answered(self, state: State) -> bool:
         """The model has answered."""
-        return bool(state["trajectory"])
+        return bool(state.trajectory)
 
     async def env_response(self, messages: Messages, state: State) -> Messages:
         """Never asked: the rollout ends with the answer."""
@@ -246,65 +268,75 @@ class SingleTurnEnv(MultiTurnEnv):
 
 
 _NO_REQUEST = nullcontext()
+# Objects that can be compared neither by value nor by content. Of the trajectory `_encode` takes
+# what `env_response` may change: its length, and the last step's reward and extras.
 _NOT_COMPARED = frozenset({"trajectory", "client", "timing"})
-_PLAIN = frozenset({str, int, float, bool, type(None)})
+_SCALARS = frozenset({str, int, float, bool, type(None)})
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _ENCODE = msgspec.msgpack.Encoder().encode
 
 
-class _Snapshot:
-    """What stop conditions may look at, to see whether it has changed since.
+class _StopInputs:
+    """What stop conditions may look at, as it is now, to see later whether it has changed.
 
     That is the state, the last step's reward and extras, the clock, and the environment's
     attributes, if they are set anew. A state that holds objects other than plain data counts as
     changed: they cannot be compared.
     """
 
-    __slots__ = ("_attributes", "_containers", "_data", "_env", "_ids", "_state", "_values")
+    __slots__ = ("_attributes", "_containers", "_encoded", "_env", "_state", "_values")
 
     def __init__(self, env: Environment, state: State) -> None:
         self._env, self._state = env, state
-        self._attributes = list(vars(env).values())
+        self._attributes = dict(vars(env))
         self._values = dict(state)
-        self._ids = list(map(id, self._values.values()))
         self._containers = [
             value
             for key, value in self._values.items()
-            if type(value) not in _PLAIN and key not in _NOT_COMPARED
+            if type(value) not in _SCALARS and key not in _NOT_COMPARED
         ]
+        # A list that is changed in place stays the same object, so its content is kept, as bytes.
         is_plain = all(isinstance(value, _CONTAINERS) for value in self._containers)
-        self._data = self._encode() if is_plain else None
+        self._encoded = self._encode() if is_plain else None
 
     def has_changed(self) -> bool:
         """Whether something is, or may be, another now."""
-        if self._data is None or self._state.keys() != self._values.keys():
-            return True
-        if list(map(id, dict.values(self._state))) != self._ids and self._has_other_values():
-            return True
-        attributes = vars(self._env).values()
-        if len(attributes) != len(self._attributes):
-            return True
-        if not all(map(operator.is_, attributes, self._attributes)):
-            return True
-        return self._encode() != self._data
-
-    def _has_other_values(self) -> bool:
-        for key, was in self._values.items():
-            now = dict.__getitem__(self._state, key)
-            if now is not was and not (type(now) is type(was) in _PLAIN and now == was):
-                return True
-        return False
+        return (
+            self._encoded is None
+            or _has_changed(self._state, self._values)
+            or _has_changed(vars(self._env), self._attributes)
+            or self._encode() != self._encoded
+        )
 
     def _encode(self) -> bytes | None:
         """Return everything that can change without being replaced; None for other objects."""
-        kept: list[Any] = [self._containers]
-        steps, episode = self._state["trajectory"], current_episode()
+        content: list[Any] = [self._containers]
+        steps, episode = self._state.trajectory, current_episode()
         if steps:
-            extras = dict.get(steps[-1], "extras")  # built when they are first read
-            last = extras if type(extras) is dict else None
-            kept.append([len(steps), steps[-1]["reward"], last])
-        kept.append(episode is not None and episode.clock.expired)
+            # `dict.get`, because a step builds its extras when somebody reads them; before that
+            # there is nothing in them that could change.
+            last: Any = steps[-1]
+            extras = dict.get(last, "extras")
+            content.append([len(steps), last["reward"], extras if type(extras) is dict else None])
+        # A limit that runs out during `env_response` must end the rollout before the next call.
+        content.append(episode is not None and episode.clock.expired)
         try:
-            return _ENCODE(kept)
+            return _ENCODE(content)
         except (TypeError, ValueError, RecursionError):
             return None
+
+
+def _has_changed(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Whether a dict has other keys or other values; equal scalars are the same value."""
+    if dict.keys(now) != before.keys():
+        return True
+    # Nearly always every value is the same object still, in the same order. That is seen without a
+    # loop in Python, once a turn of every rollout.
+    if all(map(operator.is_, dict.values(now), before.values())):
+        return False
+    for key, was in before.items():
+        value = dict.__getitem__(now, key)
+        is_equal_scalar = type(value) is type(was) in _SCALARS and value == was
+        if value is not was and not is_equal_scalar:
+            return True
+    return False

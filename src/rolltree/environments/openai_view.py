@@ -27,6 +27,7 @@ class OpenAIView:
         ...     return said.choices[0].message.content
     """
 
+    # A name that no SDK uses: every other attribute is looked up on the client behind.
     __slots__ = ("__rolltree_client__",)
 
     def __init__(self, client: ModelClient) -> None:

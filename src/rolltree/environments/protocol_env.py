@@ -7,7 +7,7 @@ trajectory, so evaluation, training and the store need to know only one shape.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any
 
 from rolltree.environments.environment import Environment
@@ -67,6 +67,7 @@ class ProtocolEnvironment(Environment):
         num_eval: int = 100,
         **settings: Any,
     ) -> None:
+        # An environment's tools and stop conditions would be silently without effect here.
         ignored = [name for name in ("oai_tools",) if settings.get(name)]
         ignored += [name for name, _ in discover(type(self))["stop"]]
         if settings.get("message_type", "chat") != "chat":
@@ -78,6 +79,7 @@ class ProtocolEnvironment(Environment):
                 "ends. Give tools to the agents; end the episode in the world."
             )
         if world is not None and not settings.get("dataset") and not settings.get("eval_dataset"):
+            # Rows only count worlds here: what differs between them is the seed.
             settings["dataset"] = [{"prompt": []}] * num_train or None
             settings["eval_dataset"] = [{"prompt": []}] * num_eval or None
         default = as_rubric(settings.pop("rubric", None))
@@ -124,6 +126,7 @@ class ProtocolEnvironment(Environment):
         except Exception as error:  # noqa: BLE001  a failed rollout is data
             self.record_failure(first, error)
         finally:
+            # Also when cancelled: what was played becomes states before the cancellation goes on.
             states = await self._states(first, recording)
             for state in states:
                 await self._cleanup(state)
@@ -132,11 +135,12 @@ class ProtocolEnvironment(Environment):
     def _context(
         self, state: State, client: Any, model: str, sampling_args: SamplingArgs | None
     ) -> EpisodeContext:
+        # The seed travels apart, since every agent derives its own from it.
         args = dict(merge_args(self.sampling_args, sampling_args))
         seed = args.pop("seed", None)
         episode = current_episode()
         return EpisodeContext(
-            seed=state["seed"],
+            seed=state.seed,
             # Apart from the rollout's own family: a world may ask `state["client"]`, too.
             sampling_seed=None if seed is None else derive_seed(seed, "agents"),
             client=as_client(client, model or None),
@@ -151,13 +155,15 @@ class ProtocolEnvironment(Environment):
         """Turn what was recorded into states, `first` for the first rollout."""
         builders = recording.ordered()
         failed = first.get("error")
+        # A copy from before the first rollout was written: the others begin with what `setup_state`
+        # made, and not with its reward.
         before = first.copy()
         states: list[State] = []
         for builder in builders:
             state = first if not states else _another(before)
             fill_state(state, builder)
             if failed is not None and builder.parent is None:
-                state["error"], state["reward"] = failed, None
+                state.error, state.reward = failed, None
             states.append(state)
         states = states or [first]
         for state in states:
@@ -173,8 +179,10 @@ class ProtocolEnvironment(Environment):
 def _another(first: State) -> State:
     """Return a state of the same episode, with its own row."""
     state = first.copy()
+    # A prompt is written into the input, so two states must not share one.
     dict.__setitem__(state, "input", deepcopy(dict(dict.__getitem__(first, "input"))))
-    state["timing"] = dict(first["timing"])
+    state.timing = copy(first.timing)
+    # Each state has its own cleanup.
     state.pop("cleaned_up", None)
     return state
 
@@ -186,11 +194,12 @@ def fill_state(state: State, builder: RolloutBuilder) -> None:
     answers without an action and answers that were cut off.
     """
     rollout = builder.build()
-    state["trajectory"] = Trajectory.of(builder.agent.trajectory)
+    state.trajectory = Trajectory.of(builder.agent.trajectory)
     _write_step_rewards(rollout)
+    # What a world gave an agent before its first turn has no step to belong to but the first.
     early = float(rollout.meta.get("early_reward", 0.0))
-    if early and state["trajectory"]:
-        state["trajectory"][0]["reward"] += early
+    if early and state.trajectory:
+        state.trajectory[0]["reward"] += early
     failed = rollout.error is not None
     state.update(
         agent=rollout.agent,
@@ -214,16 +223,17 @@ def fill_state(state: State, builder: RolloutBuilder) -> None:
         last = rollout.environment_steps[-1]
         state["world_info"] = dict(last.info)
         if last.terminated or last.truncated:
-            state["final_env_response"] = [{"role": "user", "content": last.next_obs}]
+            state.final_env_response = [{"role": "user", "content": last.next_obs}]
     for key in ("subtask", "result", "seat"):
         if key in rollout.meta:
             state[key] = rollout.meta[key]
-    if state["trajectory"]:
-        state["prompt"] = list(state["trajectory"][0]["prompt"])
+    if state.trajectory:
+        state.prompt = list(state.trajectory[0]["prompt"])
 
 
 def _write_step_rewards(rollout: Rollout) -> None:
     """Give each call what the agent gave it, and the turn's last call what the world gave."""
+    # Agents' rewards first, then the worlds' on top: each is given once (`steps`).
     for step in rollout.steps:
         if isinstance(step, AgentStep):
             step.record["reward"] = step.reward

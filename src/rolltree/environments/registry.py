@@ -32,7 +32,8 @@ GROUP = "rolltree.environments"
 FOLDER = "environments"
 Factory = Callable[..., Any]
 
-_beside: set[str] = set()  # folders of loaded files, on sys.path for what those files import
+# Folders of loaded files, on sys.path for what those files import.
+_beside: set[str] = set()
 
 
 def load_environment(
@@ -49,6 +50,7 @@ def load_environment(
             an environment, or was made with the real verifiers package.
     """
     name = os.fspath(env_id)
+    # Before the environment is imported: its `import verifiers` is looked up then.
     provide(force=compat)
     try:
         factory = find_environment(name)
@@ -285,7 +287,10 @@ def _load_file(file: Path) -> ModuleType:
     stem = file.parent.name if is_package else file.stem
     beside = str(file.parent.parent if is_package else file.parent)
     if beside not in sys.path:
+        # At the end: what lies beside an environment must not hide an installed package.
         sys.path.append(beside)
+        # Remembered, because such a neighbour would otherwise count as installed under its plain
+        # name.
         _beside.add(beside)
     name = f"rolltree_environment_{_module_name(stem)}"
     spec = importlib.util.spec_from_file_location(
@@ -297,6 +302,7 @@ def _load_file(file: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
+    # A module that failed half way must not be found by the next import.
     except BaseException:
         del sys.modules[name]
         raise

@@ -47,6 +47,7 @@ class SandboxEnv(StatefulToolEnv):
         super().__init__(tools=tools, **settings)
         self.backend = backend_of(sandbox)
         self.limits = limits or Limits()
+        # Not in the state, which is stored: a state has the name only.
         self._sandboxes: dict[str, Sandbox] = {}
         self._inside: set[str] = set()
         if shell:
@@ -95,9 +96,9 @@ class SandboxEnv(StatefulToolEnv):
         self, state: State, prompt_messages: Messages, response: Any
     ) -> None:
         """Append the step, with the level that its tool calls ran at."""
-        before = len(state["trajectory"])
+        before = len(state.trajectory)
         await super().add_model_response(state, prompt_messages, response)
-        for step in state["trajectory"][before:]:
+        for step in state.trajectory[before:]:
             step["extras"]["sandbox_level"] = state["sandbox_level"]["name"]
 
     def update_tool_args(
@@ -114,6 +115,8 @@ class SandboxEnv(StatefulToolEnv):
         Raises:
             SandboxError: the sandbox could not run the code.
         """
+        # Tools turn exceptions into answers. A sandbox that broke is not the model's doing, so it
+        # is looked for among them and raised.
         known = len(state.get("tool_errors") or ())
         answer = await super().answer_call(request, state)
         for error in (state.get("tool_errors") or ())[known:]:
@@ -133,6 +136,7 @@ class SandboxEnv(StatefulToolEnv):
         """Close the sandboxes of rollouts that never reached their cleanup."""
         left = list(self._sandboxes.values())
         self._sandboxes.clear()
+        # One that cannot be closed must not leave the others open.
         ends = await asyncio.gather(*(sandbox.close() for sandbox in left), return_exceptions=True)
         failures = [end for end in ends if isinstance(end, Exception)]
         if failures:
@@ -171,6 +175,8 @@ class PythonEnv(SandboxEnv):
         """
         if not self.stateful:
             return (await sandbox.run_python(code)).text() or "(no output)"
+        # Begun with the first call: an interpreter takes a while to start, and many rollouts never
+        # use it.
         session = self._python_sessions.get(sandbox.id)
         if session is None:
             session = self._python_sessions[sandbox.id] = sandbox.python_session()

@@ -21,9 +21,9 @@ async def score_episode(rubric: Rubric, states: Sequence[State]) -> None:
     episode = current_episode()
     with nullcontext() if episode is None else episode.clock.excluded():
         for state in states:
-            if state.get("error") is not None:
+            if state.error is not None:
                 continue
             try:
                 await rubric.score_rollout(state)
             except Exception as error:  # noqa: BLE001  an overridden rubric may raise: it is data
-                state["error"], state["reward"] = record_error(error, "scoring"), None
+                state.error, state.reward = record_error(error, "scoring"), None

@@ -85,7 +85,7 @@ class ToolEnv(MultiTurnEnv):
     @stop
     async def no_tools_called(self, state: State) -> bool:
         """The model has answered without calling a tool."""
-        steps = state["trajectory"]
+        steps = state.trajectory
         return bool(steps) and not _calls_of(steps[-1]["completion"])
 
     async def env_response(self, messages: Messages, state: State) -> Messages:
@@ -103,6 +103,8 @@ class ToolEnv(MultiTurnEnv):
             return _message(request.problem, request.call_id)
         tool, arguments = self.tool_map[request.name], dict(request.arguments or {})
         complete = await maybe_await(self.complete_arguments, tool, arguments, state)
+        # `call_tool` has verifiers' signature, without the state; a context variable is each task's
+        # own, so calls that run side by side do not mix.
         before = _STATE.set(state)
         try:
             message: ChatMessage = await maybe_await(
@@ -209,7 +211,8 @@ class StatefulToolEnv(ToolEnv):
         Raises:
             ConfigError: it returned no dict, or an argument without a default is still missing.
         """
-        messages = conversation(state["trajectory"])
+        # The conversation up to the call, as spec 1 passes it to `update_tool_args`.
+        messages = conversation(state.trajectory)
         updated = await maybe_await(self.update_tool_args, tool.name, arguments, messages, state)
         if not isinstance(updated, dict):
             raise ConfigError(

@@ -55,6 +55,8 @@ class WorldEnv(ProtocolEnvironment):
             )
         self.max_turns = max_turns
         protocol = SingleAgentProtocol(
+            # A new agent per episode, since many run at once. A cut answer still goes to the world:
+            # whether it is a move is the parser's to say.
             lambda: Agent(parser=action_parser, reject_incomplete_completions=False),
             max_steps=max_turns if max_turns > 0 else _NO_LIMIT,
         )
@@ -93,6 +95,8 @@ class GymEnv(WorldEnv):
         **settings: Any,
     ) -> None:
         make = gym_maker(world, world_args or {})
+        # Made once here, because a world that does not exist, or whose actions text cannot express,
+        # should fail now and not in every rollout.
         probe = make()
         try:
             reader = to_action or action_reader(probe.action_space, tuple(action_names))

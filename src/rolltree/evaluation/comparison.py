@@ -211,7 +211,8 @@ def compare_values(
     assert before is not None, "a common example has a value"
     assert after is not None, "a common example has a value"
     difference = paired_difference(rows_a, rows_b, same_runs=same_runs, confidence=confidence)
-    if in_unit:  # then so are the means, and a change is at most 1
+    # Then so are the means, and a change is at most 1.
+    if in_unit:
         before, after = before.within(0.0, 1.0), after.within(0.0, 1.0)
         difference = difference.within(-1.0, 1.0)
     num_only_a, num_only_b = (

@@ -71,7 +71,9 @@ def paired_difference(
 
 def _resampled(points: Values, shares: Values, size: int) -> Values:
     """Return the means of `NUM_RESAMPLES` samples with replacement; the same in every call."""
+    # A fixed seed: the same two runs must not differ in their verdict from one call to the next.
     random = np.random.default_rng(0)
+    # In parts, since all draws of a long evaluation at once would be gigabytes.
     rows = max(1, _DRAWS_AT_ONCE // len(points))
     sums = [
         random.multinomial(size, shares, size=min(rows, NUM_RESAMPLES - first)) @ points
@@ -87,10 +89,12 @@ def _over_runs(
     layouts = [b - a] if same_runs and len(a) == len(b) else [a, b]
     spreads = [(_run_variances(layout), 1 / len(layout)) for layout in layouts]
     known = [(found, share) for found, share in spreads if found is not None]
-    if len(known) == 1:  # an arm with one run has the other's spread
+    # An arm with one run has the other's spread.
+    if len(known) == 1:
         known = [(known[0][0], sum(share for _, share in spreads))]
     num = len(change)
-    parts = [(float(change.var(ddof=1)) / num, num - 1)]  # variance, degrees of freedom
+    # Variance, degrees of freedom.
+    parts = [(float(change.var(ddof=1)) / num, num - 1)]
     parts += [(between * share, degrees) for (between, _, degrees), share in known]
     runs = sum(part for part, _ in parts[1:])
     rest = sum(left * share for (_, left, _), share in known)

@@ -59,7 +59,8 @@ class EpisodeOutcome:
 
 
 _OWN = frozenset(("example", "error_message", "scoring_errors"))
-_make_class: Callable[..., Any] = namedtuple  # mypy wants its names written out
+# Mypy wants its names written out.
+_make_class: Callable[..., Any] = namedtuple
 _Row = _make_class(
     "_Row",
     [
@@ -68,7 +69,8 @@ _Row = _make_class(
     ],
 )
 """What of a `StoredRollout` goes into an outcome, under its names."""
-_UNKNOWN = float("nan")  # in a column; rewards and metrics are finite
+# In a column; rewards and metrics are finite.
+_UNKNOWN = float("nan")
 _NUMBERS = (
     *("num_prompt_tokens", "num_completion_tokens"),
     *("generation_ms", "scoring_ms", "total_ms"),
@@ -120,7 +122,8 @@ class Outcomes(Sequence[EpisodeOutcome]):
         for request_id, adjacent in groupby(rows, attrgetter("request_id")):
             if ids is None or request_id in made._place:
                 trajectories = list(adjacent)
-                if made.has(request_id):  # written apart from each other
+                # Written apart from each other.
+                if made.has(request_id):
                     again = run.columns(_Row._fields, request_id=request_id, **where)
                     trajectories = [_Row._make(row) for row in again]
                 made._add(trajectories)
@@ -137,6 +140,7 @@ class Outcomes(Sequence[EpisodeOutcome]):
             place = self._place[row.request_id] = len(self._ids)
             self._ids.append(row.request_id)
             self._labels.append(None)
+            # Every column has one entry per request, so that a place is an index into all.
             for column in (self._rewards, *self._numbers.values(), *self._metrics.values()):
                 column.append(_UNKNOWN)
         self._num += self._labels[place] is None
@@ -152,6 +156,7 @@ class Outcomes(Sequence[EpisodeOutcome]):
             row.num_calls,
             raised_by_rewards(row.errors),
         )
+        # Most outcomes differ in numbers only, so their labels are one shared tuple.
         self._labels[place] = self._known.setdefault(labels, labels)
         for name, column in self._numbers.items():
             column[place] = getattr(row, name)
@@ -162,6 +167,7 @@ class Outcomes(Sequence[EpisodeOutcome]):
                 if name not in self._metrics:
                     self._metrics[name] = self._column()
                 self._metrics[name][place] = value
+        # A reward that a failed episode happens to have does not count.
         is_scored = not failed and _is_number(row.reward)
         self._rewards[place] = row.reward if is_scored else _UNKNOWN  # type: ignore[assignment]
         return place
@@ -273,6 +279,7 @@ def _merged(rows: Sequence[StoredRollout]) -> Any:
     """Return the row that says of one trajectory what these say of all of an episode."""
     first = rows[0]
     failed = next((row for row in rows if row.status == "error"), None)
+    # What was delegated has rewards for its subtask, not for the episode.
     own = [row for row in rows if not row.depth]
     rewards = [row.reward for row in own if _is_number(row.reward)]
     metrics: dict[str, list[float]] = {}
@@ -360,6 +367,7 @@ def passes(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[int, 
         example: (len(rewards), sum(reward >= threshold for reward in rewards))
         for example, rewards in rewards_by_example(outcomes).items()
     }
+    # A product of many factors, and examples share a few (n, c, k).
     shares = cache(pass_at_k)
     most = max((num for num, _ in counts.values()), default=0)
     found: dict[int, Estimate] = {}
@@ -367,6 +375,7 @@ def passes(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[int, 
         clusters = {
             example: [shares(num, num_passed, k)]
             for example, (num, num_passed) in counts.items()
+            # pass@k has no unbiased estimate from fewer than k rollouts.
             if num >= k
         }
         result = estimate(clusters, confidence=settings.confidence, are_shares=True)

@@ -148,10 +148,13 @@ def stored_report(
     evaluation ended with the same settings and nothing of its phase has changed since.
     """
     model = run.config.get("model", "")
-    name = model.get("name", "") if isinstance(model, Mapping) else model  # of a training run
+    # Of a training run.
+    name = model.get("name", "") if isinstance(model, Mapping) else model
     options = {"model": str(name), "run_path": str(run.path), **options}
     if not outcomes:
         kept = _kept(run, phase, options)
+        # Without outcomes in either case: what is returned must not depend on whether a report was
+        # kept.
         return kept or replace(stored_report(run, phase, **options), outcomes=())
     return build_report(Outcomes.stored(run, phase), phase=phase, **options)
 
@@ -173,6 +176,7 @@ def keep_report(run: Run, report: EvalReport) -> None:
         **{name: getattr(report, name) for name in _KEPT_COUNTS},
         "results": {name: _plain(value) for name, value in report.results.items()},
     }
+    # The kept report only saves time.
     with contextlib.suppress(StoreError):
         run.keep_report(report.phase, data, num_requests=report.num_rollouts)
 
@@ -260,6 +264,7 @@ def write_results(
     """
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
+    # Written beside and renamed: a reader never sees half a file.
     with (
         whole_file(target / "results.jsonl") as part,
         part.open("w", encoding="utf-8") as file,

@@ -121,6 +121,8 @@ async def evaluate_async(
             seed=seed,
             group_size=rollouts_per_example if _compares_groups(source) else None,
         )
+        # Noted before the first rollout, so that a reader of a killed run knows how much is
+        # missing.
         run.plan(f"phase/{phase}", len(plan))
         note_weights(source, run)
     found, again = await asyncio.to_thread(_finished, run, phase, plan, retry_failed, source)
@@ -130,12 +132,15 @@ async def evaluate_async(
     engine = RolloutEngine(
         source,
         model,
+        # The engine begins as many workers as it may, and a resumed evaluation may have one rollout
+        # left.
         max_concurrent=min(max_concurrent, max(1, len(plan) - num_resumed)),
         time_limit_s=time_limit_s,
         deadline_s=deadline_s,
         retries=retries,
     )
     todo = plan.without(found.has)
+    # A finished evaluation needs no server to be read again.
     if num_resumed < len(plan):
         for notice in await check_servers(model):
             if run is None:
@@ -145,6 +150,7 @@ async def evaluate_async(
     async with aclosing(run_stored(engine, todo, run, replaced=again)) as batches:
         async for batch in batches:
             for result, rows in batch:
+                # Results come in batches, and callbacks may be slow.
                 await yield_fairly()
                 tally.add(rows)
                 if on_result is not None:
@@ -169,6 +175,7 @@ def _reported(
 ) -> EvalReport:
     """Build the report; its aggregates stay in the run, unless they are the caller's own."""
     report = build_report(found, reducers=reducers, **options)
+    # Kept under the usual names, so a caller's own reducers must not be taken for them.
     if run is not None and reducers == REDUCERS:
         keep_report(run, report)
     return report
@@ -192,11 +199,15 @@ def _finished(
     again = {
         request_id
         for request_id, kind in kinds
+        # What a server failed says nothing of the model. Other failures are results; running them
+        # until they succeed would bias the mean.
         if kind in INFRASTRUCTURE or (retry_failed and kind is not None)
     }
     if _compares_groups(source):
         for group in plan.groups():
             members = {request_id for request_id in group if found.has(request_id)}
+            # Its rewards compare the members, so a group with a missing one is played anew as a
+            # whole.
             if len(members - again) < len(group):
                 again |= members
     for request_id in again:
@@ -215,7 +226,8 @@ def _check_same_evaluation(run: Run, phase: str, request: RolloutRequest, **sett
     named = {f"sampling.{name}": value for name, value in redact(sampling).items()}
     now = to_plain({"env_id": request.env_id, **settings, **named})
     before = run.meta.get(key)
-    if before is None or not run.num_rollouts(phase=phase):  # settings bind with the first rollout
+    # Settings bind with the first rollout.
+    if before is None or not run.num_rollouts(phase=phase):
         run.set_meta(key, now)
         return
     different = [name for name in now if before.get(name) != now[name]]

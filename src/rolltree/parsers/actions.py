@@ -56,6 +56,7 @@ def by_function(
         said = feedback
         try:
             action = func(text)
+        # Any other error is a mistake in `func`, which must show and not pass for a bad answer.
         except NOT_READABLE as error:
             action, said = None, feedback or shorten(str(error), 500)
         return ParseResult(None, penalty, said) if action is None else ParseResult(action, reward)
@@ -107,6 +108,7 @@ def one_of(names: Sequence[str], **verdict: Any) -> ActionParser:
     if not names:
         raise ConfigError("one_of needs at least one name; without one every text fails.")
     known = {name.lower(): name for name in names}
+    # The longest first, or "up" would be found in "up left".
     words = sorted(known, key=len, reverse=True)
     pattern = re.compile("|".join(rf"(?<!\w){re.escape(word)}(?!\w)" for word in words))
     verdict.setdefault("feedback", f"Say one of: {', '.join(names)}.")

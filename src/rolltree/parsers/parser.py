@@ -105,6 +105,7 @@ class ThinkParser(Parser):
 
     def parse(self, text: str) -> Any:
         """Return `extract_fn` of the text behind the reasoning."""
+        # The last tag: a model may quote "</think>" while it thinks.
         _, found, answer = text.rpartition(CLOSE)
         return self.extract_fn(answer.strip() if found else "")
 
@@ -143,6 +144,7 @@ def extract_boxed_answer(text: str) -> str:
         return text
     begin = start + len("\\boxed{")
     depth = 1
+    # A scan in linear time: a model may write a million braces.
     for brace in _BRACES.finditer(text, begin):
         depth += 1 if brace[0] == "{" else -1
         if depth == 0:

@@ -63,6 +63,7 @@ class XMLParser(Parser):
 
         The first occurrence of a tag counts, with `last` the last one.
         """
+        # Every name is an attribute, so that a rubric can ask for a field that the model left out.
         found = SimpleNamespace()
         for name, tags in self._tags.items():
             matches = between(text, *tags)

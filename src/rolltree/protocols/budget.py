@@ -69,6 +69,7 @@ class BudgetedClient(DelegatingClient):
             BudgetSpent: there is nothing left for it.
         """
         response = await super().call(replace(call, sampling=self._begin(call.sampling)))
+        # Sampled tokens only: the prompt is restated in every call.
         self._spent.tokens += response.num_completion_tokens
         return response
 
@@ -83,6 +84,7 @@ class BudgetedClient(DelegatingClient):
                     f"all {limit} {name} of this agent's budget are spent. Raise its Budget, or "
                     "give it smaller tasks."
                 )
+        # Before the call, so that calls that run at once cannot all take the last one.
         spent.calls += 1
         if budget.max_tokens is None:
             return sampling

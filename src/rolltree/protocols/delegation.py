@@ -164,11 +164,14 @@ class _Delegator(Player):
         kind = self.family.protocol.children.get(request.name)
         if kind is None or request.problem is not None:
             return await super().answer_one(request, position)
+        # An answer and not an error: the model can go on by itself.
         refusal = self._refusal()
         if refusal:
             return ToolAnswer(request.call_id, request.name, refusal)
+        # Before anything is awaited, since calls of one message run side by side.
         self.family.num_children += 1
-        if self.builder.depth:  # a child that waits for its own must not hold the place they need
+        # A child that waits for its own must not hold the place they need.
+        if self.builder.depth:
             return await self._run(kind, request, position)
         async with self.family.running:
             return await self._run(kind, request, position)
@@ -186,6 +189,7 @@ class _Delegator(Player):
     ) -> tuple[_Delegator, Clock]:
         arguments = dict(request.arguments or {})
         step = len(self.builder.steps) - 1
+        # By place and not by a counter: ids and seeds must not depend on which child was faster.
         name = f"{request.name}.{step}.{position}"
         agent = kind.make()
         clock = Clock(kind.budget.time_limit_s, GRACE_S)
@@ -201,6 +205,7 @@ class _Delegator(Player):
                 "arguments": arguments,
             },
         )
+        # Before it acts, so that a child that is cancelled is kept.
         self.family.recording.begin(builder)
         client = self.context.client
         context = replace(
@@ -208,6 +213,7 @@ class _Delegator(Player):
             seed=self.context.derive_seed("world", name),
             sampling_seed=self.context.derive_seed("child", name),
             messages=(),
+            # The parent's limits hold for the child, too.
             clocks=(*self.context.clocks, clock),
             client=None if client is None else RolloutClient(as_client(client), clock),
         )

@@ -73,6 +73,7 @@ class RolloutBuilder:
         """
         if not reward:
             return
+        # The reward belongs to what the agent did last, though others have moved since.
         for index in range(len(self.steps) - 1, -1, -1):
             step = self.steps[index]
             if isinstance(step, EnvironmentStep):
@@ -89,6 +90,8 @@ class RolloutBuilder:
         last step `truncated` and `info["truncation_reason"]`. The flags are also in the extras of
         the last model call, where training reads them.
         """
+        # The first end is the true one: a protocol ends all its agents once more when the world is
+        # over.
         if self.over:
             return
         self.over = True
@@ -151,6 +154,7 @@ class Recording:
             found: list[RolloutBuilder] = []
             for builder in builders:
                 found.append(builder)
+                # By identity: two rollouts may have one agent and one name.
                 children = below.get(id(builder), [])
                 found += walk(sorted(children, key=lambda c: (c.parent_step or 0, c.position)))
             return found
@@ -204,4 +208,5 @@ async def opened(make: Callable[[], Any] | None) -> AsyncIterator[Any]:
         yield world
     finally:
         if world is not None:
+            # A world may hold a process or a file; it is closed though the episode is cancelled.
             await run_shielded(drive(world.close))

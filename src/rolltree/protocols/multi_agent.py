@@ -50,6 +50,7 @@ class MultiAgentSyncProtocol(InteractionProtocol):
             seen[name] = obs
             players[name].agent.observe(obs)
         for _ in range(self.max_steps):
+            # In the world's order of names, so that a round is the same whoever answered first.
             live = [name for name in names if name in world.agents and not players[name].over]
             if not live:
                 break
@@ -66,6 +67,7 @@ class MultiAgentSyncProtocol(InteractionProtocol):
                         players[name], turns[name], actions.get(name), seen[name], outcome
                     )
                 else:
+                    # An agent that is out may still win or lose by what the others do.
                     players[name].builder.add_reward(outcome.reward)
         for player in players.values():
             player.builder.end(reason=TruncationReason.MAX_STEPS)
@@ -141,6 +143,7 @@ class TurnProtocol(InteractionProtocol):
         )
         models = {n: a for n, a in self.agents.items() if not isinstance(a, Opponent)}
         scripted = {
+            # Of the world's seed: members of a group must meet the same opponent.
             name: agent.make(derive_seed(context.seed or 0, "opponent", name))
             for name, agent in self.agents.items()
             if isinstance(agent, Opponent)
@@ -188,7 +191,8 @@ class TurnProtocol(InteractionProtocol):
         outcome = outcomes.get(player.builder.meta["seat"], StepOutcome(""))
         player.record_outcome(parsed.action, obs, outcome)
         if BAD_ACTION in outcome.info:
-            player.notice = outcome.obs  # the turn stays, and the board says nothing about it
+            # The turn stays, and the board says nothing about it.
+            player.notice = outcome.obs
         return outcomes
 
     @staticmethod

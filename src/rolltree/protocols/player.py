@@ -78,7 +78,8 @@ class Player:
         self.handler = handler
         self.max_external_calls = max_external_calls
         self.budget = budget
-        self.notice = ""  # what the agent is told with its next observation
+        # What the agent is told with its next observation.
+        self.notice = ""
         self._num_external = 0
         self._was_refused = False
         self._turn_steps: tuple[int, ...] = ()
@@ -94,6 +95,7 @@ class Player:
         Recorded answers (a replay) are the context's for all agents.
         """
         context, client = self.context, self.agent.client
+        # The context's client is timed already; an agent's own is put under the same clocks here.
         if client is None or answers_for_all(context.client):
             client = context.client
         else:
@@ -117,6 +119,8 @@ class Player:
         """
         first = len(self.builder.steps)
         while True:
+            # Between calls and not during one: the share of waiting in a call is known only when it
+            # returns.
             self._check_limits()
             try:
                 await self.agent.act()
@@ -129,6 +133,7 @@ class Player:
                 self.builder.fail(record_error(error, "model" if is_model else "environment"))
                 raise
             finally:
+                # Also when the turn failed: calls that were made are kept and trained.
                 self.builder.take()
                 self._turn_steps = tuple(range(first, len(self.builder.steps)))
             last = self.builder.steps[-1]
@@ -148,6 +153,7 @@ class Player:
         left = self.max_external_calls - self._num_external
         self._num_external += len(requests)
         refused = requests[max(left, 0) :]
+        # Told once that no more calls are answered, it asked again and would for ever.
         if refused and self._was_refused:
             raise EpisodeCut(TruncationReason.BUDGET)
         self._was_refused = bool(refused)
@@ -189,6 +195,7 @@ class Player:
         self.builder.add_environment_step(
             EnvironmentStep(
                 agent=self.agent.name,
+                # The agent has ended its turn, and counts the next one already.
                 turn=self.agent.turn - 1,
                 prev_obs=prev_obs,
                 action=action,

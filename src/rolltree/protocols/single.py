@@ -67,6 +67,7 @@ class InteractionProtocol(ABC):
         try:
             await self.play(world, context or EpisodeContext(), recording)
         except Exception as error:
+            # Children have told their parents; only the episode's own agents fail with it.
             own = [builder for builder in recording.builders if builder.parent is None]
             if not own:
                 raise
@@ -88,6 +89,8 @@ class InteractionProtocol(ABC):
         name: str | None = None,
     ) -> Player:
         """Return a player for the agent. One with a `name` has its own rollout id and seed."""
+        # A function makes one for each episode: an agent has a history, and many episodes run at
+        # once.
         agent = source if isinstance(source, Agent) else source()
         rollout_id, meta = context.episode_id, {}
         if name is not None:
@@ -161,6 +164,7 @@ async def play_alone(
     player.begin(player.context.messages)
     obs = ""
     if task is not None:
+        # The task comes first: the world's observation is read in its light.
         player.agent.observe(task)
         obs = task
     if world is not None:

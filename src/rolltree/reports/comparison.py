@@ -144,5 +144,6 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], align: str) -> l
 
 def _code(text: str) -> str:
     """Return text that Markdown shows as it is, also in a table."""
+    # Both would end the code span or the cell, and what follows would be read as Markdown.
     line = " ".join(shown(text).split()).replace("`", "'").replace("|", "¦")
     return f"`{line}`" if line else ""

@@ -54,6 +54,8 @@ def terminal_curve(curve: Curve, *, width: int = 64, height: int = 12) -> str:
     if not values:
         return f"{shown(curve.title)}: no steps yet"
     low, high = min(0.0, *values), max(values)
+    # Rewards in [0, 1] are drawn on that scale, so that curves of several runs can be compared by
+    # eye.
     high = 1.0 if 0.5 < high <= 1.0 else high if high > low else low + 1.0
     first, last = min(steps), max(steps)
 

@@ -86,6 +86,7 @@ def _print_grid(table: Table, limit: int) -> None:
     if is_whole and num_columns > 8:
         first = _FIRST.get(table.name, " ".join(table.column_names[:8])).split()
         table = table.select(first)
+    # One more than is shown, to know whether there are more without counting a table of millions.
     rows = list(islice(table.rows(), limit + 1))
     grid = RichTable(box=None, pad_edge=False)
     for column in table.columns:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger("rolltree.reports")
 
 
-@functools.cache  # each problem once, not once a step
+# Each problem once, not once a step.
+@functools.cache
 def _warn(message: str) -> None:
     _LOGGER.warning("%s", shown(message))
 
@@ -72,6 +73,8 @@ class SafeConsole(Console):
     ) -> Iterable[Segment]:
         """Render, with control characters in texts made visible."""
         for segment in super().render(renderable, options):
+            # Control segments are rich's own, such as a live display's cursor; text of others never
+            # is one.
             if segment.control or (segment.text.isascii() and segment.text.isprintable()):
                 yield segment
             else:
@@ -100,6 +103,7 @@ def interval(estimate: Estimate) -> str:
 
 def meter(value: float, width: int = 20) -> str:
     """Return a bar for a value in [0, 1]; values outside fill or empty it, NaN has none."""
+    # A number that cannot be drawn must not fail what draws it.
     value = 0.0 if math.isnan(value) else value
     eighths = round(max(0.0, min(1.0, value)) * width * 8)
     full, rest = divmod(eighths, 8)

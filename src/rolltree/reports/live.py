@@ -145,7 +145,8 @@ class TrainView:
         self._status = "loading the model"
         self._num_steps = self._step = 0
         self._evaluated_steps: tuple[int, ...] = ()
-        self._start = self._last = clock()  # of the last step or evaluation
+        # Of the last step or evaluation.
+        self._start = self._last = clock()
         self._step_s: deque[float] = deque(maxlen=_LATEST)
         self._eval_s: list[float] = []
         self._live: Live | None = None

@@ -32,7 +32,7 @@ def replay_lines(report: ReplayReport) -> list[str]:
 
 
 def _recorded_reward(report: ReplayReport) -> str:
-    return _number(next((state.get("reward") for state in report.recorded.states), None))
+    return _number(next((state.reward for state in report.recorded.states), None))
 
 
 def _number(value: float | None) -> str:

@@ -96,7 +96,8 @@ def story_lines(sentences: Sequence[Mapping[str, Any]]) -> list[Text]:
 
 def headlines(run: Run) -> list[Text]:
     """Return what matters most of what happened in a run, at most three lines of its story."""
-    from rolltree.records import RunData  # it loads numpy, and `show --phase` has no story
+    # It loads numpy, and `show --phase` has no story.
+    from rolltree.records import RunData
 
     return story_lines(RunData(run).story()[:3])
 
@@ -140,8 +141,8 @@ def transcript(
 
 def _speaker(state: State) -> Text:
     """Return the agent of a rollout, and its subtask if another agent delegated it."""
-    name = str(state.get("agent") or "agent")
-    if state.get("parent_rollout") is None:
+    name = str(state.agent or "agent")
+    if state.parent_rollout is None:
         return safe_text(name)
     return safe_text(f"{name}, asked by {state['parent_rollout']}: {state.get('subtask', '')}")
 
@@ -179,12 +180,12 @@ def _number(value: float | None) -> str:
 
 
 def _ending(state: State, paid: Mapping[str, Any] | None) -> Text:
-    parts = [f"reward {state['reward']:.3f}" if _is_number(state.get("reward")) else "no reward"]
-    metrics = (state.get("metrics") or {}) if paid is None else paid["metrics"]
+    parts = [f"reward {state['reward']:.3f}" if _is_number(state.reward) else "no reward"]
+    metrics = (state.metrics or {}) if paid is None else paid["metrics"]
     parts += [f"{name} {value:.3g}" for name, value in metrics.items() if _is_number(value)]
-    if state.get("stop_condition"):
+    if state.stop_condition:
         parts.append(f"ended by {state['stop_condition']}")
-    if state.get("truncated"):
+    if state.truncated:
         parts.append(f"truncated: {state.get('truncation_reason')}")
     if paid is not None and metrics and not paid["is_recorded"]:
         parts.append("(weights not recorded)")

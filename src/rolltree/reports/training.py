@@ -83,7 +83,8 @@ def next_commands(
     num_steps = int((config.get("train") or {}).get("num_steps", len(run.steps())))
     more = f"train.num_steps={max(num_steps, len(run.steps())) * 2}"
     if (config.get("optim") or {}).get("schedule", "constant") != "constant":
-        further = ["rolltree", "fork", path, f"--set={more}"]  # a horizon of its own
+        # A horizon of its own.
+        further = ["rolltree", "fork", path, f"--set={more}"]
     elif train_command is not None:
         kept = (w for w in train_command if "train.num_steps=" not in w)
         further = [*kept, f"--set={more}" if "fork" in train_command[:2] else more]

@@ -14,10 +14,10 @@ def conversation_of(state: State) -> tuple[list[Mapping[str, Any]], list[Mapping
     A rollout that failed before its completion was rendered has what its last call saw and said.
     """
     prompt = _messages(state.get("prompt"), "user")
-    found = _messages(state.get("completion"), "assistant")
+    found = _messages(state.completion, "assistant")
     if found or not state.get("trajectory"):
         return prompt, found
-    last = state["trajectory"][-1]
+    last = state.trajectory[-1]
     seen = _messages(last["prompt"], "user")[len(prompt) :]
     return prompt, [*seen, *_messages(last["completion"], "assistant")]
 

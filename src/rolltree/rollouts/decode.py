@@ -57,6 +57,7 @@ def decode_rollout(row: StoredRollout, *, tokens: bool = True) -> RolloutResult:
 
 def _decode(row: StoredRollout, tokens: bool) -> RolloutResult:
     record = loads(row.record)
+    # Before anything is read: a later version may have other fields under the same names.
     if record["version"] != VERSION:
         raise StoreError(
             f"rollout {row.request_id!r} has record version {record['version']}; this rolltree "
@@ -79,6 +80,7 @@ def decode_results(
     Rows come adjacent from `run.rollouts()`. `tokens` is that of `decode_rollout`.
     """
     pending: RolloutResult | None = None
+    # Rows of one request are adjacent, so one pending result is all that is kept in memory.
     for row in rows:
         result = decode_rollout(row, tokens=tokens)
         if pending is not None and pending.request.request_id == row.request_id:
@@ -103,7 +105,7 @@ def export_line(row: StoredRollout, *, tokens: bool = True) -> dict[str, Any]:
     line["prompt"] = result.request.input["prompt"]
     for state in result.states:
         line["prompt"] = state.get("prompt")
-        line["completion"] = state.get("completion")
+        line["completion"] = state.completion
         if not tokens:
             continue
         line["trajectory"] = [
@@ -112,14 +114,15 @@ def export_line(row: StoredRollout, *, tokens: bool = True) -> dict[str, Any]:
                 "response": _exported_response(step["response"]),
                 "tokens": dict(step["tokens"].items()) if step["tokens"] else None,
             }
-            for step in state["trajectory"]
+            for step in state.trajectory
         ]
     return line
 
 
 def _exported_response(response: Any) -> Any:
     if not isinstance(response, ModelResponse):
-        return response  # what is kept of somebody else's, a dict
+        # What is kept of somebody else's, a dict.
+        return response
     (choice,) = response.choices
     answer = {
         "index": choice.index,
@@ -167,9 +170,11 @@ def _decode_state(
             for step in data["steps"]
         ]
     else:
+        # Imported here, so that listing messages needs neither numpy nor the token tree.
         from rolltree.rollouts.record_steps import decode_trajectory
 
         trajectory = decode_trajectory(data["steps"], tree, messages)
+    # Only keys that the state had are put back: a missing key and None differ for its readers.
     apart = {
         "trajectory": trajectory,
         "completion": messages.get(data["completion"]),
@@ -185,6 +190,7 @@ def _decode_state(
     own.update({key: apart[key] for key in data["has"]})
     state = State(own)
     if "played" in data:
+        # The name in the file is older than the class, and stays.
         state.unscored = _decode_unscored(data["played"], state)
     return state
 
@@ -194,7 +200,7 @@ def _decode_unscored(data: dict[str, Any], state: State) -> UnscoredSnapshot:
         keys=frozenset(dict.keys(state) - set(data.get("added", ()))),
         reward=data.get("reward"),
         metrics=data.get("metrics"),
-        step_rewards=data.get("step_rewards", (None,) * len(state["trajectory"])),
+        step_rewards=data.get("step_rewards", (None,) * len(state.trajectory)),
         has_step_rewards=data.get("has_step_rewards"),
     )
 

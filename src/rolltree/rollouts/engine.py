@@ -123,6 +123,8 @@ def batch_of(
     dropped: list[DroppedGroup] = []
     kept = [result for result in results if result.error is None]
     if whole_groups:
+        # A group that lost a member has another baseline than it was meant to have, and the members
+        # that are left are the easier ones (design/0014-dying-servers.md).
         kept = [result for result in kept if result.request.group_id not in failed]
         sizes = [result.request.group_id for result in results]
         dropped = [DroppedGroup(g, sizes.count(g), tuple(e)) for g, e in failed.items()]
@@ -130,7 +132,8 @@ def batch_of(
     for result in kept:
         for state in result.states:
             state.setdefault("request_id", result.request.request_id)
-    if credit is None:  # a delegated rollout may have failed alone
+    # A delegated rollout may have failed alone.
+    if credit is None:
         states = [s for result in kept for s in result.states if s.get("error") is None]
         batch = build_samples(states, scope, truncation=truncation, max_seq_len=max_seq_len)
     else:
@@ -223,7 +226,10 @@ class RolloutEngine:
     async def run_all(self, requests: Iterable[RolloutRequest]) -> list[RolloutResult]:
         """Run all requests and return their results in the order of the requests."""
         listed = list(requests)
+        # Results come as episodes finish; callers pair them with their requests by position.
         by_id: dict[str, RolloutResult] = {}
+        # An async generator that is only dropped ends when the garbage collector finds it, and its
+        # episodes run on until then.
         async with aclosing(self.run(listed)) as results:
             async for result in results:
                 by_id[result.request.request_id] = result
@@ -286,6 +292,8 @@ class RolloutEngine:
         groups = _Groups(self.source, self.deadline_s)
         total: int | None = None
         is_distinct = isinstance(requests, DistinctRequests)
+        # A group can only be held back until its last member if it is known how many it has, so an
+        # iterator is read to its end first.
         if isinstance(requests, list | tuple) or groups.active:
             requests = list(requests)
             total = len(requests)
@@ -295,6 +303,8 @@ class RolloutEngine:
         num_workers = self.max_concurrent if total is None else min(self.max_concurrent, total)
         workers: list[asyncio.Task[None]] = []
 
+        # Workers are started by a task of their own, so that results of the first ones can be taken
+        # while ten thousand are still being made.
         async def start() -> None:
             for index in range(num_workers):
                 await yield_fairly()
@@ -304,6 +314,7 @@ class RolloutEngine:
         starting = asyncio.create_task(start(), name="rollout-workers")
         num_done = num_failed = num_ended = 0
         try:
+            # The collector looks at everything that rollouts in flight keep (design/0018-scale.md).
             with ShortCollections(num_workers) as collections:
                 while num_ended < num_workers:
                     results, ended = await done.take()
@@ -316,16 +327,20 @@ class RolloutEngine:
                     collections.ended(len(results))
                     if results:
                         yield results
-            for worker in workers:  # all have ended; ten thousand in a `gather` hold the loop
-                worker.result()  # raises what it raised: a bad request iterator
+            # All have ended; ten thousand in a `gather` hold the loop.
+            for worker in workers:
+                # Raises what it raised: a bad request iterator.
+                worker.result()
         finally:
+            # In this order: no new worker may begin after the list of those to cancel was made.
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
             unfinished = [worker for worker in workers if not worker.done()]
             for worker in unfinished:
                 worker.cancel()
             await asyncio.gather(*unfinished, return_exceptions=True)
-            for worker in workers:  # the first failure is raised; asyncio would log the others
+            # The first failure is raised; asyncio would log the others.
+            for worker in workers:
                 if not worker.cancelled():
                     worker.exception()
 
@@ -343,14 +358,19 @@ class RolloutEngine:
     async def _run_one(self, request: RolloutRequest) -> RolloutResult:
         attempt, left_s, began = 1, self.deadline_s, monotonic()
         while True:
-            if being_cancelled():  # an episode caught it, and the next one must not begin
+            # An episode caught it, and the next one must not begin.
+            if being_cancelled():
                 raise asyncio.CancelledError
+            # A new clock for each attempt: a server that failed the last one must not have used up
+            # its time.
             clock = Clock(self.time_limit_s, self.grace_s, left_s)
             result = await self._attempt(request, attempt, clock)
             error = result.error
             if error is None or attempt > self.retries or error.type not in INFRASTRUCTURE:
                 return result
             if self.deadline_s is not None:
+                # The deadline is the rollout's and not the attempt's: a retry gets what is left of
+                # it.
                 left_s = began + self.deadline_s - monotonic()
                 if left_s <= 0:
                     return result
@@ -358,6 +378,8 @@ class RolloutEngine:
 
     async def _attempt(self, request: RolloutRequest, attempt: int, clock: Clock) -> RolloutResult:
         episode = Episode(request, clock)
+        # Seeds are counted per episode and from its start, so a retry replays the same random
+        # numbers.
         client = RolloutClient(self.client, clock, seeds=call_seeds(request), model=self.model)
         error: ErrorRecord | None = None
         try:
@@ -366,19 +388,23 @@ class RolloutEngine:
                     states = tuple(await self.source.run_request(request, client))
         except TimeoutError as failure:
             states = tuple(episode.states)
+            # The guard's own timeout and a TimeoutError that user code raised are the same class.
             if scope.expired():
                 error = self._timed_out(states, clock.past_deadline)
             else:
                 error = _broken_source(failure, states)
         except asyncio.CancelledError as failure:
             if being_cancelled():
-                raise  # this run is being cancelled, not just something inside the episode
+                # This run is being cancelled, not just something inside the episode.
+                raise
+            # The source returned nothing, so what it registered on the way is all there is.
             states = tuple(episode.states)
             error = _broken_source(failure, states)
         except Exception as failure:  # noqa: BLE001  one failed episode is data, never a lost run
             states = tuple(episode.states)
             error = _broken_source(failure, states)
         finally:
+            # A call that outlives its episode must not be limited by what the episode had left.
             clock.stop()
         if error is None:
             error = _error_in(states)
@@ -395,8 +421,8 @@ class RolloutEngine:
         error = record_error(RolloutTimeout(why), "timeout")
         _mark_failed(states, error)
         for state in states:
-            state["truncated"] = True
-            state["truncation_reason"] = TruncationReason.TIME_LIMIT.value
+            state.truncated = True
+            state.truncation_reason = TruncationReason.TIME_LIMIT.value
         return error
 
 
@@ -417,12 +443,14 @@ def _broken_source(failure: BaseException, states: tuple[State, ...]) -> ErrorRe
 
 def _mark_failed(states: tuple[State, ...], error: ErrorRecord) -> None:
     for state in states:
-        if state.get("error") is None:
-            state["error"] = error
-        state["reward"] = None
+        if state.error is None:
+            state.error = error
+        state.reward = None
 
 
 def _unique(requests: Iterable[RolloutRequest]) -> Iterator[RolloutRequest]:
+    # Only for requests that came from elsewhere: those of a plan are distinct by construction, and
+    # a hundred thousand names are tens of megabytes.
     seen: set[str] = set()
     for request in requests:
         if request.request_id in seen:
@@ -442,6 +470,8 @@ class _Done:
     """Finished results on their way to the consumer, who may be slower than the episodes are."""
 
     def __init__(self) -> None:
+        # The queue itself has no bound, because `end` must never wait: a worker that is cancelled
+        # says there that it has ended.
         self._room = asyncio.Semaphore(MAX_READY)
         self._queue: asyncio.Queue[list[RolloutResult] | None] = asyncio.Queue()
         self._num_taken = 0
@@ -461,6 +491,8 @@ class _Done:
 
         What was taken before is done with: there is room for as much again.
         """
+        # Room is given back only now, when the consumer has come for more: what it holds counts
+        # too, or a slow one would have twice as many results in memory.
         for _ in range(self._num_taken):
             self._room.release()
         ready = [await self._queue.get()]
@@ -499,11 +531,16 @@ class _Groups:
         self._missing[group] -= 1
         if self._missing[group]:
             return []
+        # In the order of the group and not of their ends, so that a scorer sees the same list in
+        # every run.
         members = sorted(self._members.pop(group), key=lambda r: r.request.index_in_group)
+        # A failed member has no completion to compare; it keeps its error and no reward.
         states = [s for member in members if member.error is None for s in member.states]
         failure: ErrorRecord | None = None
         try:
             if states:
+                # The members have spent their deadlines; the comparison begins when the last of
+                # them ended, so it has one of its own.
                 async with asyncio.timeout(self._deadline_s) as deadline:
                     await self._scorer.score_group(states)
         except TimeoutError as error:
@@ -512,7 +549,8 @@ class _Groups:
                 broken = RolloutTimeout(_past_deadline("the group's scoring", self._deadline_s))
             failure = record_error(broken, "scoring")
             _mark_failed(tuple(states), failure)
-        except (Exception, asyncio.CancelledError) as error:  # recorded with the group
+        except (Exception, asyncio.CancelledError) as error:
+            # Recorded with the group.
             if being_cancelled():
                 raise
             failure = record_error(error, "scoring")
@@ -530,5 +568,6 @@ def _with_state_error(result: RolloutResult) -> RolloutResult:
 
 def _error_in(states: tuple[State, ...]) -> ErrorRecord | None:
     """Return what an episode failed with. A delegated rollout that failed is not the episode's."""
-    own = (state for state in states if state.get("parent_rollout") is None)
-    return next((state["error"] for state in own if state.get("error") is not None), None)
+    # A parent is told of a child's failure and goes on, so the episode has not failed by it.
+    own = (state for state in states if state.parent_rollout is None)
+    return next((state.error for state in own if state.error is not None), None)

@@ -29,7 +29,8 @@ class MessageTable:
     """
 
     def __init__(self) -> None:
-        self._texts: list[str] = []  # the JSON of each unique message
+        # The JSON of each unique message.
+        self._texts: list[str] = []
         self._by_text: dict[str, int] = {}
         self._by_identity: dict[int, int] = {}
         self._nodes: dict[tuple[int, int], int] = {}
@@ -65,6 +66,8 @@ class MessageTable:
         return node
 
     def _add_message(self, message: Any) -> int:
+        # By identity first: T prompts of T messages would be T^2 messages to write as JSON. An id
+        # is unique only while its object lives, which the class asks for.
         index = self._by_identity.get(id(message))
         if index is None:
             text = dumps(message)
@@ -77,6 +80,7 @@ class MessageTable:
     def _add_string(self, text: str) -> int:
         if text in self._strings:
             return self._strings[text]
+        # The newest first: a prompt most likely continues the last one.
         known = next((s for s in reversed(self._strings) if text.startswith(s)), "")
         self._pieces.append((self._strings[known], text[len(known) :]))
         self._strings[text] = len(self._pieces) - 1
@@ -117,10 +121,14 @@ class MessageReader:
         path = []
         while reference != _EMPTY:
             parent, message = self._nodes[reference]
+            # A node is written after its parent, so anything else is a circle that somebody made by
+            # hand and that would never end.
             if not _EMPTY <= parent < reference:
                 raise ValueError("a history begins with itself")
             path.append(self._messages[message])
             reference = parent
+        # Histories share messages, so a small file can unfold to all memory: the sum is bounded,
+        # not each.
         self._num_messages += len(path)
         if self._num_messages > MAX_MESSAGES:
             raise ValueError(f"its histories have more than {MAX_MESSAGES:,} messages")

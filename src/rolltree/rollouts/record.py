@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from rolltree.rollouts.engine import RolloutEngine
 
 _STATE_APART = ("input", "trajectory", "completion", "error")
-_NOT_STORED = ("client", "model", "sampling_args")  # the request has what of them is data
+# The request has what of them is data.
+_NOT_STORED = ("client", "model", "sampling_args")
 
 
 def encode_result(result: RolloutResult, *, blobs: bool = True) -> list[StoredRollout]:
@@ -60,7 +61,10 @@ async def run_stored(
     """
     async with aclosing(engine.run_ready(requests)) as batches:
         async for batch in batches:
+            # Encoding and SQLite would hold the event loop, which all other episodes need.
             store = asyncio.to_thread(_store, batch, run, replace_failed, replaced)
+            # A write that has begun is finished: half of a batch on disk, yielded to nobody, would
+            # count as done after a restart.
             yield list(zip(batch, await run_shielded(store), strict=True))
 
 
@@ -72,6 +76,7 @@ def _store(
 ) -> list[list[StoredRollout]]:
     encoded = [encode_result(result, blobs=run is not None) for result in batch]
     if run is not None:
+        # One transaction per batch: a kill leaves all of it or nothing.
         together = (row for rows in encoded for row in rows)
         run.add_rollouts(together, replace_failed=replace_failed, replaced=replaced)
     return [[replace(row, record=b"", tokens=b"") for row in rows] for rows in encoded]
@@ -113,40 +118,43 @@ def _encode(result: RolloutResult, index: int, state: State | None, blobs: bool)
     }
     if state is not None:
         record["state"] = _state_data(state, trajectory, request_data["input"], table)
+    # The table is complete only after the record has been made, and is written first for the
+    # reader; joined as text, because its messages are JSON already.
     text = f'{{"table":{table.to_json()},{dumps(record)[1:]}'
     tokens = b"" if state is None else trajectory.tree.to_bytes()
     return replace(row, record=text.encode(), tokens=tokens)
 
 
 def _columns(state: State, trajectory: Trajectory, row: StoredRollout) -> dict[str, Any]:
-    timing = state.get("timing") or {}
+    timing: Mapping[str, Any] = state.timing or {}
     extras = [peek(step, "extras") or {} for step in trajectory]
     tree = trajectory.tree
     handles = [trajectory.call_of(index) for index in range(len(trajectory))]
     calls = [call for call in handles if call is not None]
     versions = [tree.versions(call) for call in calls if tree.num_sampled(call)]
+    # The tree knows the sizes of calls that have ids; a server's own counts stand in for the
+    # others.
     sizes = [
         (int(extra.get("num_prompt_tokens") or 0), int(extra.get("num_completion_tokens") or 0))
         if call is None
         else (tree.prompt_len(call), tree.num_sampled(call))
         for call, extra in zip(handles, extras, strict=True)
     ]
-    error = state.get("error")
+    error = state.error
     own: list[Mapping[str, Any]] = []
     if error is not None:
+        # An environment may put anything under `error`; a row has its text.
         loose = {"type": type(error).__name__, "message": str(error), "phase": "environment"}
         own = [error.as_dict() if isinstance(error, ErrorRecord) else loose]
     scoring = state.get("scoring_errors") or {}
     # What failed in a delegated rollout is in `errors`; the episode has not failed by it.
-    status_of = [] if state.get("parent_rollout") is not None else own
+    status_of = [] if state.parent_rollout is not None else own
     return {
-        "agent": str(
-            state.get("agent") or next((e["agent"] for e in extras if e.get("agent")), "")
-        ),
-        "parent_rollout": state.get("parent_rollout"),
+        "agent": str(state.agent or next((e["agent"] for e in extras if e.get("agent")), "")),
+        "parent_rollout": state.parent_rollout,
         "depth": int(state.get("depth") or 0),
         "task": str(state.get("task") or row.task),
-        "reward": _number(state.get("reward")),
+        "reward": _number(state.reward),
         "status": "error" if status_of else row.status,
         "error_type": status_of[0]["type"] if status_of else row.error_type,
         "error_phase": status_of[0]["phase"] if status_of else row.error_phase,
@@ -154,11 +162,11 @@ def _columns(state: State, trajectory: Trajectory, row: StoredRollout) -> dict[s
             *(own or row.errors),
             *({"function": name, **item} for name, item in scoring.items()),
         ),
-        "stop_condition": state.get("stop_condition"),
-        "is_completed": bool(state.get("is_completed")),
-        "terminated": bool(state.get("terminated")),
-        "truncated": bool(state.get("truncated")),
-        "truncation_reason": state.get("truncation_reason"),
+        "stop_condition": state.stop_condition,
+        "is_completed": bool(state.is_completed),
+        "terminated": bool(state.terminated),
+        "truncated": bool(state.truncated),
+        "truncation_reason": state.truncation_reason,
         "finish_reason": extras[-1].get("finish_reason") if extras else None,
         "num_calls": len(trajectory),
         "num_prompt_tokens": sum(n for n, _ in sizes),
@@ -170,7 +178,7 @@ def _columns(state: State, trajectory: Trajectory, row: StoredRollout) -> dict[s
         "scoring_ms": _number(timing.get("scoring_ms")) or 0.0,
         "total_ms": _number(timing.get("total_ms")) or 0.0,
         "started_at": _number(timing.get("start_time")),
-        "metrics": dict(state.get("metrics") or {}),
+        "metrics": dict(state.metrics or {}),
     }
 
 
@@ -212,6 +220,7 @@ def _as_trajectory(value: Any) -> Trajectory:
         for index, step in enumerate(steps)
     ):
         return value
+    # Rebuilt on a copy of each step: encoding must not change what an environment still holds.
     trajectory = Trajectory()
     for step in steps:
         copied: Any = dict(step)
@@ -229,6 +238,7 @@ def _as_trajectory(value: Any) -> Trajectory:
 
 def _graft(tokens: StepTokens, tree: TokenTree) -> StepTokens:
     """Copy one call, with all that rides along, from the view's tree into another."""
+    # By id and never by text: logprobs, versions and streams travel with the call.
     grafted = StepTokens(tree, tree.copy_call(tokens.tree, tokens.call))
     for key in tokens.assigned:
         grafted[key] = tokens[key]
@@ -256,6 +266,7 @@ def _state_data(
     source = own.get("input")
     if isinstance(source, Mapping):
         found = _input_data(source, table)
+        # Nearly every state has its request's row unchanged, which is stored once.
         data["input"] = None if dumps(found) == dumps(request_input) else found
     return data
 

@@ -26,7 +26,8 @@ _STEP_FIELDS = ("prompt", "completion", "response", "tokens", "reward", "advanta
 
 def trajectory_data(trajectory: Trajectory, table: MessageTable) -> list[dict[str, Any]]:
     """Return the record data of each step; the messages go to `table`."""
-    prompts: dict[int, Reference] = {}  # by the identity of the step
+    # By the identity of the step.
+    prompts: dict[int, Reference] = {}
     return [_step_data(trajectory, index, table, prompts) for index in range(len(trajectory))]
 
 
@@ -36,6 +37,8 @@ def decode_trajectory(
     """Return the trajectory of what `trajectory_data` returned and of its tree's bytes."""
     tree = TokenTree.from_bytes(tokens)
     trajectory = Trajectory([_decode_step(step, tree, messages) for step in data], tree=tree)
+    # Tokens that contradict themselves were refused by the tree when they were recorded. They are
+    # put back as they were, outside of it, for an audit to find.
     for step, stored in zip(trajectory, data, strict=True):
         if "loose_tokens" in stored:
             step["tokens"] = stored["loose_tokens"]
@@ -44,6 +47,8 @@ def decode_trajectory(
 
 def _prompt_reference(step: Any, table: MessageTable, prompts: Mapping[int, Reference]) -> Any:
     """Return a prompt's reference: O(new messages) where it continues a step seen before."""
+    # A recorded step knows which step its prompt continues; without that each prompt is compared
+    # from its beginning, O(T^2) in turns.
     head = step.head if isinstance(step, RecordedStep) else None
     before = prompts.get(id(head))
     if head is not None and isinstance(before, int):
@@ -68,7 +73,8 @@ def _step_data(
     }
     prompts[id(step)] = data["prompt"]
     if isinstance(completion, str) and isinstance(data["prompt"], dict):
-        table.add(peek(step, "prompt") + completion)  # the next prompt most likely begins so
+        # The next prompt most likely begins so.
+        table.add(peek(step, "prompt") + completion)
     response = step.response_record if isinstance(step, RecordedStep) else step.get("response")
     if isinstance(response, ModelResponse):
         data["answer"] = _answer_data(response, completion, extras or {})
@@ -142,6 +148,7 @@ def _decode_answer(
 
 def _response_data(response: Any) -> dict[str, Any]:
     if isinstance(response, Mapping):
+        # A raw response of an SDK repeats every id and logprob, which the tree has.
         return {name: response[name] for name in _RESPONSE_FIELDS if name in response}
     found = {name: getattr(response, name, None) for name in _RESPONSE_FIELDS}
     return {name: value for name, value in found.items() if value is not None}

@@ -26,7 +26,8 @@ class Episode:
 
     request: RolloutRequest
     clock: Clock = field(default_factory=Clock)
-    states: list[State] = field(default_factory=list)  # registered as they are made
+    # Registered as they are made, so that an episode that is cancelled keeps its steps.
+    states: list[State] = field(default_factory=list)
 
 
 _CURRENT: ContextVar[Episode | None] = ContextVar("rolltree_episode", default=None)
@@ -145,6 +146,8 @@ def example_request(
         env_id=env_id,
         input=input,
         seed=seed,
+        # Not the world's seed itself: a world and a sampler with one seed would draw the same
+        # numbers.
         sampling_seed=derive_seed(seed, "sampling"),
         group_id=group_id,
         index_in_group=0,
@@ -160,6 +163,8 @@ def call_seeds(request: RolloutRequest) -> CallSeeds:
     A seed that the caller wants, in `request.sampling`, is one for many rollouts.
     """
     own, wanted = request.sampling_seed, request.sampling.seed
+    # The wanted seed is mixed with the rollout's own, or the members of a group would all sample
+    # the same text.
     return CallSeeds(own if wanted is None else derive_seed(wanted, own), own, wanted)
 
 
@@ -182,6 +187,7 @@ def repeat(request: RolloutRequest, num: int) -> list[RolloutRequest]:
         replace(
             request,
             request_id=f"{request.request_id}/{index}",
+            # Unlike the members of a group, repeats face different worlds.
             seed=derive_seed(request.seed, "repeat", index),
             sampling_seed=derive_seed(request.sampling_seed, "repeat", index),
             index_in_group=index,
@@ -199,6 +205,7 @@ def resolve_sampling(
     used; a caller who passes a dict has decided the fields it names. `extra_body` is merged key
     by key. Neither mapping is changed.
     """
+    # Its fields have defaults, so one that the caller set cannot be told from one left alone.
     if isinstance(sampling, SamplingParams):
         return sampling
     return sampling_from_args(merge_args(getattr(source, "sampling_args", None), sampling))
@@ -209,6 +216,8 @@ def merge_args(
 ) -> dict[str, Any]:
     """Return `base` with the fields of `override` on top, a new dict; `extra_body` key by key."""
     merged = {**(base or {}), **(override or {})}
+    # vLLM's fields live in `extra_body`: a caller who sets one there must not lose the
+    # environment's others.
     bodies = [args["extra_body"] for args in (base, override) if args and args.get("extra_body")]
     if len(bodies) == 2:
         merged["extra_body"] = {**bodies[0], **bodies[1]}
@@ -269,6 +278,8 @@ class RequestPlan(Sequence[RolloutRequest]):
 
     def _without(self, is_done: Callable[[str], bool]) -> Iterator[RolloutRequest]:
         for group, index in enumerate(self._indices):
+            # Made once per example and shared by its members: a row may be large, and formatting it
+            # slow.
             request: RolloutRequest | None = None
             for member in range(self._size):
                 if not is_done(self.request_ids[group * self._size + member]):
@@ -341,8 +352,11 @@ def build_requests(
             f"examples 0 to {available - 1}."
         )
     params = resolve_sampling(source, sampling)
+    # The ids name what was run, so that a started-again run finds what it has.
     stem = phase if train_step is None else f"{phase}/{train_step}"
     stem += f"/{source.env_id}" if phase.startswith(split) else f"/{source.env_id}/{split}"
+    # Training sees an example in other worlds at every step; an evaluation must not, or two of them
+    # would differ by their worlds.
     when: tuple[str | int, ...] = () if train_step is None or split == "eval" else (train_step,)
 
     def request(stem: str, index: int) -> RolloutRequest:
@@ -368,6 +382,7 @@ def with_tools(
         ConfigError: the client's chat template leaves out the tools that a row has.
     """
     tools_for = getattr(source, "tools_for", None)
+    # Rows share a few sets of tools, and rendering a template to look for them takes a while.
     known: set[tuple[str, ...]] = set()
     for request in requests:
         tools = tools_for(request.input) if tools_for is not None else ()

@@ -75,6 +75,7 @@ class RewardFunction:
         """
         plain = _unwrapped(func)
         name = str(getattr(func, "__name__", getattr(plain, "__name__", type(func).__name__)))
+        # A NaN would turn every reward into NaN, long after the mistake.
         if not math.isfinite(weight):
             raise ConfigError(f"the weight of {name!r} is {weight}; it must be finite.")
         parameters = inspect.signature(func).parameters.values()
@@ -88,6 +89,7 @@ class RewardFunction:
         names = tuple(p.name for p in by_name)
         if kind is None:
             kind = "group" if _asks_for_group(func, names) else "rollout"
+        # A callable object is asynchronous if its `__call__` is.
         target = plain if inspect.isroutine(plain) else getattr(plain, "__call__", plain)  # noqa: B004
         return cls(
             func=func,
@@ -148,9 +150,12 @@ def _place(func: RewardFunc, error: Exception) -> str:
     code = getattr(plain, "__code__", getattr(type(plain).__call__, "__code__", None))
     if code is None:
         return ""
+    # The function's own line, and not that of a library it called: it is where the author has to
+    # look.
     lines = [at for frame, at in walk_tb(error.__traceback__) if frame.f_code is code]
     path = Path(code.co_filename)
-    with suppress(OSError, ValueError):  # it is elsewhere
+    # It is elsewhere.
+    with suppress(OSError, ValueError):
         path = path.relative_to(Path.cwd())
     return f", {path}:{(lines or [code.co_firstlineno])[-1]}"
 
@@ -169,13 +174,17 @@ def rollout_arguments(state: State, objects: Mapping[str, Any]) -> dict[str, Any
     has no argument of that name.
     """
     known = {k: v for k, v in state.columns.items() if not dict.__contains__(state, k)}
+    # The order says who wins: a column of the row, what the rubric offers, and last what a rollout
+    # always has.
     known.update(objects)
-    known["prompt"] = state["prompt"]
+    known["prompt"] = state.prompt
     known["state"] = state
-    known["example_id"] = state["example_id"]
+    known["example_id"] = state.example_id
     for name, empty in _EMPTY.items():
         value = state.get(name)
         known[name] = empty if value is None else value
+    # A missing answer is left out and not None, so that a function that asks for it is an error
+    # instead of a comparison with nothing.
     if state.get("answer") is not None:
         known["answer"] = state["answer"]
     return known
@@ -203,6 +212,7 @@ def without_semaphore(method: Callable[..., Any]) -> Callable[..., Any]:
     the semaphore; they get one without a limit.
     """
     parameter = inspect.signature(method).parameters.get("score_sem")
+    # Only overrides with verifiers' signature need it.
     if parameter is None or not inspect.iscoroutinefunction(method):
         return method
 
@@ -238,6 +248,8 @@ async def call_all(calls: Sequence[FunctionCall]) -> list[RawScore]:
             outcomes[index] = await _settle(_call(call), call)
         else:
             blocking.append(index)
+    # All of them in one thread, one after another: a thread per function would cost more than most
+    # functions, and they may share what is not safe for threads.
     if blocking:
         results = await run_in_pool(lambda: [_call(calls[index]) for index in blocking])
         for index, outcome in zip(blocking, results, strict=True):
@@ -259,6 +271,7 @@ def as_number(value: Any) -> float:
     if isinstance(value, str) or value is None:
         raise ValueError(f"a reward function returned {value!r}, which is not a number")
     try:
+        # A bool, a numpy scalar or a one-element tensor counts, too.
         number = float(value)
     except OverflowError:
         raise ValueError("a reward function returned an integer beyond all floats") from None
@@ -281,6 +294,8 @@ def _failure(error: Exception, call: FunctionCall) -> ErrorRecord:
     record = scoring_error(function.func, function.name, error)
     states = known.get("states") or [known["state"]]
     empty = next((state for state in states if not state.get("trajectory")), None)
+    # A function that indexes an empty completion raises an IndexError that says nothing of its
+    # cause.
     if empty is None or isinstance(error, ConfigError):
         return record
     kind, why = record.type, f"ended before it ({empty.get('stop_condition')})"

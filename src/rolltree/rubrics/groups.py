@@ -109,6 +109,8 @@ async def _scores_of(rubric: Rubric, states: Sequence[State]) -> list[Scores]:
     kind = type(rubric)
     if kind.score_rollout is Rubric.score_rollout and kind.score_group is Rubric.score_group:
         return await rubric.evaluate(states)
+    # An override may write what it likes into a state; on a copy, nothing of it is lost or added
+    # twice.
     copies = [_copy(state) for state in states]
     if kind.score_group is not Rubric.score_group:
         await rubric.score_group(copies)
@@ -119,10 +121,10 @@ async def _scores_of(rubric: Rubric, states: Sequence[State]) -> list[Scores]:
 
 
 def _copy(state: State) -> State:
+    # Without rewards, so that what is read afterwards is what this rubric gave.
     copy = state.copy()
     copy["trajectory"] = [
-        cast(TrajectoryStep, dict(step, reward=None, advantage=None))
-        for step in state["trajectory"]
+        cast(TrajectoryStep, dict(step, reward=None, advantage=None)) for step in state.trajectory
     ]
     copy["reward"], copy["metrics"], copy["error"] = None, None, None
     copy["scoring_errors"] = {}
@@ -131,26 +133,28 @@ def _copy(state: State) -> State:
 
 def _read(state: State) -> Scores:
     step_rewards: list[Any] | None = None
-    if state.get("has_step_rewards"):
-        step_rewards = [step["reward"] or 0.0 for step in state["trajectory"]]
+    if state.has_step_rewards:
+        step_rewards = [step["reward"] or 0.0 for step in state.trajectory]
     return Scores(
-        reward=state["reward"],
-        metrics=dict(state["metrics"] or {}),
+        reward=state.reward,
+        metrics=dict(state.metrics or {}),
         step_rewards=step_rewards,
-        failed=state["error"],
-        scored=state["reward"] is not None or state["error"] is not None,
+        failed=state.error,
+        scored=state.reward is not None or state.error is not None,
     )
 
 
 def _add(total: Scores, part: Scores) -> None:
     total.metrics.update(part.metrics)
     total.errors.update(part.errors)
+    # The first failure explains the missing reward.
     total.failed = total.failed or part.failed
     if part.step_rewards is not None:
         before = total.step_rewards or [0.0] * len(part.step_rewards)
         total.step_rewards = [a + b for a, b in zip(before, part.step_rewards, strict=True)]
     if part.scored:
         total.scored = True
+        # A sum with an unknown part is unknown.
         both = total.reward is not None and part.reward is not None
         total.reward = total.reward + part.reward if both else None  # type: ignore[operator]
 
@@ -175,10 +179,10 @@ class PerAgentRubric(CompositeRubric):
 
     def of(self, state: State) -> Rubric:
         """Return the rubric that scores this rollout."""
-        found = self.rubrics.get(str(state.get("agent") or ""))
+        found = self.rubrics.get(str(state.agent or ""))
         if found is not None:
             return found
-        return self.default if state.get("parent_rollout") is None else _NOTHING
+        return self.default if state.parent_rollout is None else _NOTHING
 
     def parts(self) -> Sequence[Rubric]:
         """Return the default rubric and the agents' own."""
@@ -213,13 +217,15 @@ class PerAgentRubric(CompositeRubric):
         members: dict[tuple[str, int], list[State]] = {}
         for state in states:
             rubric = self.of(state)
-            if rubric.has_group_rewards and state.get("parent_rollout") is not None:
+            if rubric.has_group_rewards and state.parent_rollout is not None:
                 raise ConfigError(
                     f"the rubric of {state.get('agent')!r} compares the members of a group, but "
                     "delegated rollouts were asked different things. Score each on its own; "
                     "comparing them is credit's part."
                 )
-            members.setdefault((str(state.get("agent") or ""), id(rubric)), []).append(state)
+            # Agents with one rubric are still compared among themselves only: they have different
+            # roles.
+            members.setdefault((str(state.agent or ""), id(rubric)), []).append(state)
         for group in members.values():
             rubric = self.of(group[0])
             if rubric.has_group_rewards:
@@ -240,7 +246,7 @@ _NOTHING = Rubric()
 
 def _add_up(state: State) -> None:
     """Let the steps' rewards add up to the rollout's, the last step taking the difference."""
-    steps, reward = state["trajectory"], state["reward"]
+    steps, reward = state.trajectory, state.reward
     if steps and reward is not None:
         rest = reward - sum(step["reward"] or 0.0 for step in steps)
         steps[-1]["reward"] = (steps[-1]["reward"] or 0.0) + rest

@@ -122,8 +122,10 @@ class JudgeRubric(Rubric):
             try:
                 return await self._judged(prompt, _end_of(response, limit), answer, state)
             except PromptTooLong:
-                if limit < 2000 or len(response) < 1000:  # the question alone is too long
+                # The question alone is too long.
+                if limit < 2000 or len(response) < 1000:
                     raise
+                # The end of a response holds its answer, so the beginning is given up.
                 limit = min(limit, len(response)) // 2
 
     async def _judged(self, prompt: Messages, response: str, answer: Any, state: State) -> str:
@@ -133,6 +135,8 @@ class JudgeRubric(Rubric):
         replies: dict[str, str] = state.setdefault("judge_response", {})
         if said in replies:
             return replies[said]
+        # Functions run side by side and ask the same before the first reply is there: they await
+        # one call. By rollout, because two rollouts with one answer are two samples of the judge.
         key = (id(state), said)
         task = self._asked.get(key)
         if task is None:
@@ -143,6 +147,7 @@ class JudgeRubric(Rubric):
         return replies[said]
 
     async def _ask(self, said: str) -> str:
+        # A session for each question: a judge must not see what it was asked before.
         verdict = await self._client.session().chat(
             [{"role": "user", "content": said}], sampling=self._sampling, model=self.judge_model
         )

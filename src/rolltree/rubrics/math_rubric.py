@@ -71,17 +71,22 @@ class MathRubric(Rubric):
         gold = str(answer).strip()
         if not said:
             return 0.0
+        # Most right answers are written as the reference is, and need no worker.
         if said == gold:
             return 1.0
+        # No answer to a question is that long, and sympy would spend the whole time limit on it.
         if len(said) > MAX_ANSWER_CHARS:
             state["math_gave_up"] = True
             return 0.0
         try:
             reply = self._pool.call([gold, said])
-        except (WorkerDied, WorkerCallError):  # killed, or sympy cannot make sense of the answer
+        except (WorkerDied, WorkerCallError):
+            # Killed, or sympy cannot make sense of the answer.
             state["math_gave_up"] = True
             return 0.0
         if "unreadable" in reply:
+            # The reference is at fault and not the model: None for everybody instead of 0 for this
+            # answer.
             raise ValueError(reply["unreadable"])
         return float(reply["equal"])
 
@@ -102,6 +107,7 @@ def boxed_answers_are_equal(gold: str, said: str, *, time_limit_s: float = 15.0)
 
 @functools.cache
 def _pool(time_limit_s: float, function: str = "answer") -> WorkerPool:
+    # Comparisons are short; each process holds sympy in memory.
     num_workers = min(4, os.cpu_count() or 1)
     return WorkerPool(
         f"rolltree.rubrics.math_worker:{function}",

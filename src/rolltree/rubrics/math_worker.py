@@ -47,6 +47,8 @@ def _in_math(text: str) -> str:
     return text if "$" in text or "\\boxed" in text else f"\\boxed{{{text}}}"
 
 
-for _name in ("math_verify", "latex2sympy2_extended"):  # they warn of every odd answer
+# They warn of every odd answer.
+for _name in ("math_verify", "latex2sympy2_extended"):
     logging.getLogger(_name).setLevel(logging.CRITICAL)
-compare_answers("1", "1")  # load what a comparison needs before its time limit counts
+# Load what a comparison needs before its time limit counts.
+compare_answers("1", "1")

@@ -65,6 +65,7 @@ class Scores:
         """Add what one function gave for each step; the metric is the sum over the steps."""
         self.scored = True
         weight = function.weight
+        # One number that failed makes the sum unknown, not smaller.
         values = [self._number(function, outcome) for outcome in outcomes]
         known = [value for value in values if value is not None]
         self.metrics[function.name] = sum(known) if len(known) == len(values) else None
@@ -80,8 +81,11 @@ class Scores:
             try:
                 return as_number(outcome)
             except (TypeError, ValueError) as error:
+                # A score that is not a number is the function's mistake, like an exception.
                 outcome = scoring_error(function.func, function.name, error)
         self.errors[function.name] = outcome
+        # A metric that fails costs nothing but itself; a reward with a missing part would compare
+        # unequal things.
         if function.weight:
             self.reward = None
             self.failed = self.failed or outcome
@@ -204,6 +208,7 @@ class Rubric:
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
+        # At the definition of a subclass, so that calling a rubric costs no inspection.
         for name in ("score_rollout", "score_group"):
             if name in vars(cls):
                 setattr(cls, name, without_semaphore(vars(cls)[name]))
@@ -234,8 +239,11 @@ class Rubric:
     async def evaluate(self, states: Sequence[State]) -> list[Scores]:
         """Return the scores of the rollouts of one group, without writing them."""
         scores = [Scores() for _ in states]
+        # All calls of the group are collected first, because asynchronous ones then run side by
+        # side across its rollouts.
         calls: list[FunctionCall] = []
-        targets: list[tuple[RewardFunction, int]] = []  # which scores each call belongs to
+        # Which scores each call belongs to.
+        targets: list[tuple[RewardFunction, int]] = []
         kinds: dict[Kind, list[RewardFunction]] = {"rollout": [], "step": [], "group": []}
         for function in self.functions:
             kinds[function.kind].append(function)
@@ -244,7 +252,7 @@ class Rubric:
             for function in kinds["rollout"]:
                 calls.append((function, known, state))
                 targets.append((function, index))
-            for position, step in enumerate(state["trajectory"] if kinds["step"] else ()):
+            for position, step in enumerate(state.trajectory if kinds["step"] else ()):
                 here = {**known, "step": step, "step_index": position}
                 for function in kinds["step"]:
                     calls.append((function, here, state))
@@ -304,29 +312,33 @@ def write_scores(state: State, scores: Scores, elapsed_s: float) -> None:
     as a whole earned, so that the steps add up to the reward. Without them, every step that has no
     reward yet gets the rollout's (spec 1). `state["has_step_rewards"]` tells the two apart.
     """
-    steps = state["trajectory"]
-    own = state.get("has_step_rewards")
+    steps = state.trajectory
+    # A world may have given steps their rewards; without step functions these stay.
+    own = state.has_step_rewards
     if own is None:
         own = any(step["reward"] is not None for step in steps)
     if scores.scored:
-        state["reward"] = scores.reward
-    state["metrics"] = {**(state.get("metrics") or {}), **scores.metrics}
+        state.reward = scores.reward
+    state.metrics = {**(state.metrics or {}), **scores.metrics}
     if scores.errors:
         state["scoring_errors"] = {name: e.as_dict() for name, e in scores.errors.items()}
-    if scores.failed is not None and state.get("error") is None:
-        state["error"] = scores.failed
-    state["has_step_rewards"] = own or scores.step_rewards is not None
+    if scores.failed is not None and state.error is None:
+        state.error = scores.failed
+    state.has_step_rewards = own or scores.step_rewards is not None
     if scores.step_rewards is not None and scores.reward is not None and steps:
         rewards = list(scores.step_rewards)
+        # What the rollout earned as a whole is known only at its end; given to the last step, the
+        # steps add up to the reward.
         rewards[-1] += scores.reward - sum(scores.step_rewards)
         for step, reward in zip(steps, rewards, strict=True):
             step["reward"] = reward
     elif scores.step_rewards is None:
         for step in steps:
             if step["reward"] is None or not own:
-                step["reward"] = state["reward"]
-    timing = state.get("timing")
+                step["reward"] = state.reward
+    timing = state.timing
     if timing is not None:
+        # A group is scored at once, so each member has the time of the whole.
         timing["scoring_ms"] = elapsed_s * 1000.0
         timing["total_ms"] = timing["generation_ms"] + timing["scoring_ms"]
 
@@ -339,19 +351,21 @@ def reset_scores(state: State) -> None:
     and metrics stay, and are overwritten where they are scored.
     """
     before = state.unscored or _guess(state)
+    # Reward functions write into the state too (`judge_response`), and must find it as it was.
     for key in [key for key in dict.keys(state) if key not in before.keys]:
         dict.__delitem__(state, key)
     for key, value in (("reward", before.reward), ("metrics", before.metrics), ("advantage", None)):
         if key in before.keys:
             state[key] = dict(value) if isinstance(value, Mapping) else value
     if before.has_step_rewards is not None:
-        state["has_step_rewards"] = before.has_step_rewards
-    error = state.get("error")
+        state.has_step_rewards = before.has_step_rewards
+    error = state.error
+    # A rollout that failed while it was played cannot be repaired by other rewards.
     if isinstance(error, ErrorRecord) and error.phase == "scoring":
-        state["error"] = None
-    for step, reward in zip(state["trajectory"], before.step_rewards, strict=True):
+        state.error = None
+    for step, reward in zip(state.trajectory, before.step_rewards, strict=True):
         step["reward"], step["advantage"] = reward, None
-    timing = state.get("timing")
+    timing = state.timing
     if timing is not None:
         timing["scoring_ms"], timing["total_ms"] = 0.0, timing["generation_ms"]
 
@@ -362,7 +376,8 @@ _ADDED = frozenset(("has_step_rewards", "scoring_errors", "judge_response"))
 def _guess(state: State) -> UnscoredSnapshot:
     """Return what a state most likely was that was stored without a note of it."""
     now = UnscoredSnapshot.of(state)
-    if now.has_step_rewards and "environment_steps" in state:  # a world gave them
+    # A world gave them.
+    if now.has_step_rewards and "environment_steps" in state:
         return replace(now, keys=now.keys - (_ADDED - {"has_step_rewards"}))
     nothing = (None,) * len(now.step_rewards)
     return UnscoredSnapshot(now.keys - _ADDED, None, None, nothing, None)
@@ -376,6 +391,8 @@ def centred_rewards(
     `weights` add up to 1; without them all count the same. Equal rewards give exactly 0.
     """
     values = np.asarray(rewards, np.float64)
+    # In floats the mean of equal numbers may differ from them in the last bit, and a group without
+    # a signal would get one after normalisation.
     if not len(values) or values.max() == values.min():
         return np.zeros_like(values)
     shares = np.float64(1.0 / len(values)) if weights is None else weights
@@ -387,11 +404,12 @@ def write_advantages(states: Sequence[State]) -> None:
 
     Rollouts without a reward have none and do not count. Training's credit does not read them.
     """
-    known = [state for state in states if state["reward"] is not None]
-    advantages = centred_rewards([state["reward"] for state in known]).tolist()
-    for state, advantage in zip(known, advantages, strict=True):
-        state["advantage"] = advantage
-        for step in state["trajectory"]:
+    known = [(state, state.reward) for state in states if state.reward is not None]
+    advantages = centred_rewards([reward for _, reward in known]).tolist()
+    for (state, _), advantage in zip(known, advantages, strict=True):
+        state.advantage = advantage
+        for step in state.trajectory:
+            # An environment may have assigned its own.
             if step["advantage"] is None:
                 step["advantage"] = advantage
 

@@ -36,6 +36,7 @@ class FaultRow(Generic[FaultT]):
 
     def next(self) -> FaultT | None:
         """Return the next call's fault."""
+        # A scripted server runs in a thread of its own, and several clients may share one row.
         with self._lock:
             number = self.num_calls
             self.num_calls += 1

@@ -80,6 +80,8 @@ class DirectTransport:
                 content or b"",
             )
         )
+        # Without a socket there is nothing to cut or to send raw; the client sees what it would see
+        # of a lost connection.
         broken = reply.reset or reply.gone or reply.raw is not None
         if broken or reply.num_sent_bytes is not None:
             raise ConnectionResetError("the reply was cut short")
@@ -107,6 +109,7 @@ class LoopbackServer:
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     def __enter__(self) -> LoopbackServer:
+        # A thread of its own: the server answers although the test's loop is busy or blocked.
         self._thread.start()
         try:
             asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
@@ -140,11 +143,13 @@ class LoopbackServer:
 
     async def _start(self) -> None:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", self._port)
+        # Port 0 takes a free one, so that tests that run side by side do not meet.
         self._port = self._server.sockets[0].getsockname()[1]
 
     async def _stop(self) -> None:
         if self._server is not None:
             self._server.close()
+        # Kept connections would wait for their next request for ever.
         for task in list(self._connections):
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
@@ -166,7 +171,8 @@ class LoopbackServer:
                 if is_last or not (is_open or request.method == "HEAD"):
                     break
         except (ConnectionError, asyncio.CancelledError):
-            pass  # the client left, or the server stops
+            # The client left, or the server stops.
+            pass
         finally:
             self._connections.pop(task, None)
             writer.close()

@@ -113,11 +113,13 @@ def _environments() -> dict[int, Any]:
 def replayed(request: pytest.FixtureRequest, _environments: dict[int, Any]) -> ReplayReport:
     """Replay a recorded rollout; a difference fails the test and is shown."""
     recorded = recorded_of(request.node)
+    # By marker, because one of a class or module covers many tests.
     key = id(request.node.get_closest_marker(MARKER))
     if key not in _environments:
         _environments[key] = recorded.source()
     options = {"score": recorded.score, "ignore": recorded.ignore}
     report = replay(recorded.run, request.param, _environments[key], **options)
     if not report.is_equal:
+        # Both sides are shown; a traceback of this file would say nothing.
         pytest.fail("\n".join(replay_lines(report)), pytrace=False)
     return report

@@ -58,6 +58,7 @@ class Script:
         Raises:
             BadResponse: all answers in the row have been given.
         """
+        # Taken before anything is awaited: calls that run at once get different answers.
         number, self.num_answers = self.num_answers, self.num_answers + 1
         if callable(self.source):
             given = self.source(prompt)
@@ -122,6 +123,7 @@ def tokens_of(
     if given is None:
         given = renderer.encode_text(answer.text, start=False).tolist()
         if answer.finish_reason in (FinishReason.STOP, FinishReason.TOOL_CALLS):
+            # An engine reports the end token that it sampled; an answer that was cut has none.
             given = [*given, renderer.end_ids[0]]
     ids, reason, num_stop = _ended(list(given), answer.finish_reason, renderer, sampling)
     text = renderer.decode_answer(ids[: len(ids) - num_stop] if num_stop == 1 else ids)
@@ -129,7 +131,8 @@ def tokens_of(
         text = text.partition(stop)[0]
     logprobs = answer.logprobs
     values = scripted_logprobs(ids) if logprobs is None else np.array(logprobs, np.float32)
-    if logprobs is None or len(values) == len(given):  # a wrong number stays wrong
+    # A wrong number stays wrong.
+    if logprobs is None or len(values) == len(given):
         values = values[: len(ids)]
     return ScriptedTokens(np.array(ids, np.int32), values, reason, text)
 
@@ -139,6 +142,7 @@ def _ended(
 ) -> tuple[list[int], FinishReason, int]:
     """Cut `ids` where sampling would have ended; the last number is 1 after a stop token id."""
     for index, token in enumerate(ids):
+        # A stop string may span tokens, so all of them are decoded each time; scripts are short.
         text = renderer.decode(ids[: index + 1]) if sampling.stop else ""
         if token in sampling.stop_token_ids and token not in renderer.end_ids:
             return ids[: index + 1], FinishReason.STOP, 1

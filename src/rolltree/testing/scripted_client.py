@@ -97,9 +97,12 @@ class ScriptedClient(RootClient[_ScriptedMemory]):
             prompt = memory.prepare(
                 call.prompt, call.tools, message_type=call.message_type, model=call.model
             )
+        # What a test looks at is how the prompt was continued; ids that were given were not
+        # rendered.
         rendered = None if isinstance(call.prompt, np.ndarray) else prompt
         tools, model = tuple(call.tools or ()), call.model or self._model
         self.calls.append(ScriptedCall(asked, tools, call.sampling, model, rendered))
+        # Also for 0 s: a model that answers without giving up the loop hides what a real one shows.
         await asyncio.sleep(self.delay_s)
         said = tokens_of(await memory.script.next(asked), self.renderer, call.sampling)
         answer = Answer(

@@ -132,7 +132,8 @@ class ScriptedServer:
         except ValueError:
             return _error(400, "the body is not JSON")
         path = request.path.partition("?")[0]
-        if path == "/weight_info":  # asked before evaluations, and no part of a script
+        # Asked before evaluations, and no part of a script.
+        if path == "/weight_info":
             return _error(404, "this server's weights have no version")
         self.requests.append(ServedRequest(request.method, path, body, request.headers))
         if self._api_key and request.headers.get("authorization") != f"Bearer {self._api_key}":
@@ -293,7 +294,8 @@ def _ids_only(completion: dict[str, Any]) -> dict[str, Any]:
     """Return a text completion as the token-in endpoint answers it."""
     choice = completion["choices"][0]
     content = [{"logprob": value} for value in choice["logprobs"]["token_logprobs"]]
-    for entry, token in zip(content, choice["token_ids"], strict=False):  # a script's numbers stay
+    # A script's numbers stay.
+    for entry, token in zip(content, choice["token_ids"], strict=False):
         entry["token"] = f"token_id:{token}"
     choice["logprobs"] = {"content": content}
     del choice["text"], choice["prompt_token_ids"], completion["object"]

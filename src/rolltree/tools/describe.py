@@ -145,7 +145,9 @@ class Tool:
             checked = msgspec.convert(
                 given, self.arguments_type, strict=False, dec_hook=_decode_pydantic
             )
-        except Exception as error:  # a type's own validation may raise anything
+        except Exception as error:
+            # A type's own validation may raise anything.
+            # The message goes into the prompt, and may quote all that the model wrote.
             what = shorten(message_of(error), 500)
             raise ToolArgumentError(f"wrong arguments for {self.name}: {what}") from error
         fields = self.arguments_type.__struct_fields__
@@ -235,6 +237,8 @@ def _arguments_type(
         if parameter.default is parameter.empty:
             fields.append((parameter.name, kind))
         else:
+            # Unset and not the default: the function's own default applies, also one that JSON
+            # cannot hold.
             fields.append((parameter.name, kind | msgspec.UnsetType, msgspec.UNSET))
     return msgspec.defstruct(
         f"{name}_arguments", fields, kw_only=True, forbid_unknown_fields=strict

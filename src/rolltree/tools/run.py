@@ -82,10 +82,12 @@ async def call_function(
             result = await run_in_thread(work, limit_s=limit_s, name=f"rolltree-tool-{tool.name}")
         except TimeoutError as error:
             if limit_s is None or time.monotonic() - began < limit_s:
-                raise  # the tool's own
+                # The tool's own.
+                raise
             raise _late(tool, limit_s) from error
     if not inspect.isawaitable(result):
         return result
+    # A plain function may return something to await; both parts share one limit.
     left_s = None if limit_s is None else max(limit_s - (time.monotonic() - began), 0.0)
     return await _limited(tool, result, limit_s, left_s)
 
@@ -147,6 +149,7 @@ async def run_all(
 
     What one raises cancels the others and is raised.
     """
+    # Synchronous tools may share state, so they keep the order of the model's calls.
     free = [index for index, item in enumerate(items) if not in_order(item)]
     found = await side_by_side([run(items[index]) for index in free])
     done = dict(zip(free, found, strict=True))
@@ -162,6 +165,8 @@ async def side_by_side(jobs: Sequence[Awaitable[R]]) -> list[R]:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_coroutine(job)) for job in jobs]
     except BaseExceptionGroup as failures:
+        # Callers handle one exception; the others are cancellations that it caused, or came too
+        # late to matter.
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]
 
@@ -174,6 +179,8 @@ async def _limited(
     tool: Tool, result: Awaitable[Any], limit_s: float | None, left_s: float | None
 ) -> Any:
     """Await `result` in a task of its own, which is cancelled when the caller stops waiting."""
+    # In a task of its own, because a tool may catch the cancellation: the caller goes on all the
+    # same.
     task = asyncio.ensure_future(_guarded(tool, result))
     try:
         await asyncio.wait({task}, timeout=left_s)
@@ -197,10 +204,13 @@ async def _guarded(tool: Tool, result: Awaitable[Any]) -> Any:
 
 
 async def _cancel(task: asyncio.Future[Any]) -> None:
+    # It gets a second to end; what ignores that is left behind, since waiting longer would give it
+    # the episode's time.
     task.cancel()
     await asyncio.wait({task}, timeout=_GRACE_S)
     if task.done() and not task.cancelled():
-        task.exception()  # it was late anyhow; do not report it as never retrieved
+        # It was late anyhow; do not report it as never retrieved.
+        task.exception()
 
 
 def _late(tool: Tool, limit_s: float) -> ToolTimeLimit:
@@ -263,6 +273,7 @@ async def call_in_process(func: Callable[..., Any], arguments: Mapping[str, Any]
 
 def _call_by_name(order: dict[str, Any]) -> str:
     """Make one call, in the worker process."""
+    # The worker began before the program changed its path, or in another one's.
     sys.path[:] = order["path"]
     module = importlib.import_module(order["module"])
     func: Any = reduce(getattr, order["name"].split("."), module)

@@ -38,6 +38,7 @@ def raw_tool_calls(message: ChatMessage) -> list[RawToolCall]:
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
         arguments = function.get("arguments")
+        # Some servers give the arguments as an object, against OpenAI's API.
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments or {})
         calls.append(

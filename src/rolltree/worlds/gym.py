@@ -78,6 +78,7 @@ def _discrete(space: Any, names: tuple[str, ...]) -> ActionReader:
         if not found:
             what = f"one of: {', '.join(names)}" if names else "an integer"
             raise ValueError(f"say {what}")
+        # `int` refuses more than 4,300 digits with an error that a model could cause.
         if len(found[-1]) > _MAX_DIGITS:
             raise ValueError(f"actions are {first} to {first + int(space.n) - 1}")
         action = numbers[found[-1]] if names else int(found[-1])
@@ -92,7 +93,8 @@ def _box(space: Any, names: tuple[str, ...]) -> ActionReader:
     shape = space.shape
     is_whole = np.issubdtype(space.dtype, np.integer)
     limits = np.iinfo(space.dtype) if is_whole else np.finfo(space.dtype)
-    most = np.nextafter(float(limits.max), 0.0)  # what no cast overflows at
+    # What no cast overflows at.
+    most = np.nextafter(float(limits.max), 0.0)
     low, high = np.maximum(space.low, -most), np.minimum(space.high, most)
 
     def read(text: str) -> Any:
@@ -116,6 +118,7 @@ def _multi_discrete(space: Any, names: tuple[str, ...]) -> ActionReader:
 
     def read(text: str) -> Any:
         numbers = _last_numbers(text, int(np.prod(space.shape)))
+        # A cast of a float beyond the integer's range is undefined.
         small = np.clip(np.array(numbers, np.float64), -(2.0**31), 2.0**31)
         action = small.reshape(space.shape).astype(space.dtype)
         if action not in space or not np.array_equal(action.ravel(), numbers):

@@ -115,6 +115,7 @@ async def drive(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     world = getattr(method, "__self__", None)
     if inspect.iscoroutinefunction(method):
         return await method(*args, **kwargs)
+    # By default in a thread: a world that blocks would hold every other rollout.
     if not getattr(world, "in_thread", True):
         result = method(*args, **kwargs)
     else:
@@ -200,6 +201,7 @@ def copy_world(world: Any) -> Any:
     from the arguments that they were made with, which forgets the episode. That is passed over.
     """
     inner = _wrapped(world, {})
+    # Filled in two steps, since worlds refer to each other.
     memo: dict[int, Any] = {key: object.__new__(type(each)) for key, each in inner.items()}
     for key, each in inner.items():
         vars(memo[key]).update(copy.deepcopy(vars(each), memo))

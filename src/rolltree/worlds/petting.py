@@ -177,6 +177,7 @@ class TurnGame(_Game):
             action = self._action(action, agent)
         except ValueError as error:
             return {agent: bad_action(error)}
+        # Before the step: the agents that it ends have outcomes, too.
         playing = list(self.env.agents)
         self.env.step(action)
         outcomes = {
@@ -197,6 +198,7 @@ class TurnGame(_Game):
         while env.agents and (
             env.terminations[env.agent_selection] or env.truncations[env.agent_selection]
         ):
+            # PettingZoo wants None from each agent that is out before the next one may act.
             env.step(None)
 
 

@@ -96,6 +96,8 @@ class TextArenaWorld(Adapter):
             player, observation = self.env.get_observation()
             text = _text(observation)
             if player == 0:
+                # The agent has the rest in its history, and a prompt that restates it would be
+                # O(T^2).
                 said = text.removeprefix(self._read).strip()
                 self._read = text
                 return StepOutcome(said)
@@ -117,6 +119,7 @@ class TextArenaWorld(Adapter):
     @contextmanager
     def _own_random(self) -> Iterator[None]:
         """Let the global `random` be the game's own stream."""
+        # One lock for all games: the stream that is swapped is the process's.
         with _RANDOM:
             before = random.getstate()
             random.setstate(self._stream)
