@@ -47,7 +47,7 @@ def train(
         rt.train("examples/demo/demo.toml")
         rt.train(environment=env, model="tiny", num_steps=2, run_dir="runs/first")
 
-    The same call continues a run that was stopped or killed. It also works where an event loop
+    The same call continues a run that was stopped or killed. It also works if an event loop
     runs already, as in a notebook. Under torchrun every rank makes the call and gets the report.
 
     Args:
@@ -141,7 +141,7 @@ async def train_async(
     checked = load_train_config(config, **settings)
     if model is None:
         check_loadable(checked.model.name, device=checked.model.device)
-    # From here on torch is needed, which takes long to import: mistakes were told before.
+    # From here on torch is needed, which takes long to import: mistakes were reported before.
     from rolltree.training import TrainParts, build_parts, open_run, run_training
     from rolltree.training.given import accept_given, begin
     from rolltree.training.rank0 import follow
@@ -325,7 +325,7 @@ async def _environment(
 
 
 def _hint_at_shared_questions(source: RolloutSource, run: Run, reporter: Reporter) -> None:
-    """Say that the held-out evaluation will ask what was trained, where that is so."""
+    """Say that the held-out evaluation will ask what was trained, if it will."""
     shared, num_tested = shared_questions(source) if isinstance(source, Environment) else ([], 0)
     if shared:
         message = (

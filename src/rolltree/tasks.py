@@ -87,10 +87,10 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def yield_fairly() -> None:
-    """Return when this task may work on: at once, unless this round of the loop is used up.
+    """Give other tasks their turn: return at once, unless this round of the loop is used up.
 
-    Call it where many tasks become ready together, in front of some work: an answer has come, an
-    episode begins. They go on in the order in which they came, as many in a round of the event
+    Await it before some work that many tasks may begin together: an answer has come, an episode
+    starts. They go on in the order in which they came, as many in a round of the event
     loop as take about `ROUND_S`, and everything else in the loop has its turn between two rounds.
     """
     loop = asyncio.get_running_loop()
@@ -165,7 +165,7 @@ class ShortCollections:
     process has grown by `GROWTH_BYTES`; it finds the garbage in cycles that lived longer than a
     moment. What there is at the start is set aside until the end (`gc.freeze`).
 
-    Nothing happens for fewer than `FEW` rollouts at a time, where the program has frozen objects or
+    Nothing happens for fewer than `FEW` rollouts at a time, if the program has frozen objects or
     set thresholds itself, and in a second one at the same time. It needs a running loop.
     """
 

@@ -59,7 +59,7 @@ class Agent:
         parser: from the text of an answer to an action.
         context: which of its history the model is shown.
         sampling: how to sample; `reset` may say otherwise.
-        model: the model to ask for, where the client has several.
+        model: the model to ask for, if the client has several.
         reject_incomplete_completions: an answer that was cut off (`finish_reason` "length", "abort"
             or "content_filter") counts as one without an action. It stays in the history; the
             feedback follows it.

@@ -32,7 +32,7 @@ _NOT_MADE = "This call was not made."
 
 
 class ToolAgent(Agent):
-    """An agent that calls tools as often as it likes, up to a limit, and then acts.
+    """An agent that may call tools, up to a limit, before it acts.
 
     Args:
         client: the model.
@@ -269,7 +269,7 @@ class ToolAgent(Agent):
         return f"{text}\n\n{self.last_call}" if is_last else text
 
     def _refuse(self, requests: Sequence[ToolRequest]) -> None:
-        """Answer calls that are not made, where the spelling wants an answer to each."""
+        """Answer calls that are not made, if the format wants an answer to each."""
         if requests and self.tool_call_format.needs_answers:
             answers = [ToolAnswer(each.call_id, each.name, _NOT_MADE) for each in requests]
             self.history.extend(self.tool_call_format.write(answers))

@@ -153,7 +153,7 @@ def _drop_unwritten() -> None:
     """Drop output that cannot be written, so that Python's own attempt gives no other status."""
     for stream in (sys.stdout, sys.stderr):
         try:
-            # Python flushes at exit and would end with status 120 where nobody reads any more.
+            # Python flushes at exit and would end with status 120 if nobody reads any more.
             stream.flush()
         except OSError:
             with open(os.devnull, "wb") as nowhere:

@@ -1,6 +1,6 @@
 """`rolltree eval`: measure a model on an environment.
 
-The flags are those of verifiers' `vf-eval` where it has them. The API key is read from the
+The flags are those of verifiers' `vf-eval` if it has them. The API key is read from the
 environment variable that `-k` names; it is neither stored nor printed.
 """
 

@@ -53,11 +53,7 @@ _MANY = 200
 
 @dataclass(frozen=True, slots=True)
 class GenerateMetadata:
-    """What was run, and the means over it.
-
-    `avg_reward` is the mean over the rollouts that have a reward, None when none has. A failed
-    rollout counts in `num_failed` and never as 0.
-    """
+    """What was run, and the means over it."""
 
     env_id: str
     model: str
@@ -67,6 +63,7 @@ class GenerateMetadata:
     num_rollouts: int
     num_failed: int
     num_truncated: int
+    # Over the rollouts that have a reward, None if none has. A failed rollout never counts as 0.
     avg_reward: float | None
     avg_metrics: dict[str, float | None]
     time_ms: float
@@ -74,7 +71,7 @@ class GenerateMetadata:
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.__slots__:
-            raise KeyError(f"metadata have no {name!r}.{did_you_mean(name, self.__slots__)}")
+            raise KeyError(f"the metadata has no {name!r}.{did_you_mean(name, self.__slots__)}")
         return getattr(self, name)
 
 
@@ -221,7 +218,7 @@ class BatchRunner(ABC):
         return self.dataset.take(n, seed)
 
     def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> Rows:
-        """Return `n` evaluation rows (-1: all); the training rows where there are no others."""
+        """Return `n` evaluation rows (-1: all); the training rows if there are no others."""
         if self.eval_dataset is None:
             return self.get_dataset(n, seed)
         return self.eval_dataset.take(n, seed)

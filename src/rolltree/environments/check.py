@@ -283,7 +283,7 @@ class _Check:
         self.means["reference"] = best
         if best <= self._share(GUESS_LIMIT):
             self.notes.append(
-                f"the reference answer earns {best:.2f} at best (written {name}); fine where more "
+                f"the reference answer earns {best:.2f} at best (written {name}); fine if more "
                 "than an answer is asked for"
             )
 

@@ -42,7 +42,7 @@ class RowFormat:
     answer_key: str = "answer"
 
     def __call__(self, row: Mapping[str, Any], index: int) -> Row:
-        """Return the row with `prompt`, `example_id`, `task` and, where there is one, `answer`."""
+        """Return the row with `prompt`, `example_id`, `task` and, if there is one, `answer`."""
         formatted = dict(row)
         prompt = row.get("prompt")
         if prompt is None:

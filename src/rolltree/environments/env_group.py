@@ -24,7 +24,7 @@ from rolltree.types import RolloutInput, SamplingArgs, State, ToolSchema
 class EnvGroup(Environment):
     """Train on, or evaluate, several environments at once.
 
-    A row's `task` is the name of its environment, followed by `/` and the row's own task where it
+    A row's `task` is the name of its environment, followed by `/` and the row's own task if it
     has one (so groups can hold groups); its `example_id` is its place in the group. An environment
     plays, and its rubric scores, with the row's own task, as if it were alone.
 

@@ -67,12 +67,12 @@ class Environment(BatchRunner):
         parser: how rewards read answers; the rubric's parser when left out.
         rubric: what scores a rollout: a rubric, or reward functions. Without one the reward is what
             the environment sets.
-        sampling_args: OpenAI fields, used where the caller of a rollout sets none.
+        sampling_args: OpenAI fields, used if the caller of a rollout sets none.
         message_type: "chat", or "completion" for prompts that are one string.
         oai_tools: tools offered in every rollout; a row's `info["oai_tools"]` wins.
         env_id: the name in results, requests and seeds.
         max_seq_len: no call begins once a call had this many tokens, prompt and completion.
-        question_key, answer_key: the columns to read where a row has no `prompt` or `answer`.
+        question_key, answer_key: the columns to read if a row has no `prompt` or `answer`.
         max_workers, map_kwargs: do nothing. Environments written for verifiers 0.1.8 pass them to
             configure the threads and the `Dataset.map` that format rows there; here a row is
             formatted when it is read.
@@ -288,8 +288,7 @@ class Environment(BatchRunner):
         """
         for condition in self._stop_conditions:
             if await self._render_stop(state, condition):
-                # Here and not in the loop, because an override of `rollout` has no other place
-                # where it surely passes.
+                # Here and not in the loop, since an override of `rollout` asks this method, too.
                 await self._render_timing(state)
                 await self._render_completion(state)
                 return True
@@ -349,7 +348,7 @@ class Environment(BatchRunner):
 
         `response` is what `get_model_response` returns, an OpenAI response, a dict of its shape or
         a mock of one. The latter are recorded with the temperature and the policy version of the
-        request that the loop made, or with the state's where there is no loop.
+        request that the loop made, or with the state's if there is no loop.
         """
         given = response.get("id") if isinstance(response, Mapping) else response
         if (given if isinstance(given, str) else getattr(given, "id", None)) == OVERLONG_PROMPT:

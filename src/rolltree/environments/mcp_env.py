@@ -28,18 +28,18 @@ logger = logging.getLogger("rolltree.environments")
 
 @dataclass(frozen=True, slots=True)
 class MCPServer:
-    """How to reach one server: by `command` (stdio), or by `url` (streamable HTTP).
-
-    A server started by `command` sees only the variables in `env` and the few harmless ones that
-    the SDK passes on (PATH, HOME, ...). `timeout_s` limits each call.
-    """
+    """How to reach one server: by `command` (stdio), or by `url` (streamable HTTP)."""
 
     name: str
+    # A program that speaks MCP on stdin and stdout, and its arguments.
     command: str | None = None
     args: tuple[str, ...] = ()
+    # All that the program sees, besides the few harmless variables that the SDK passes on (PATH,
+    # HOME, ...): the keys of this process are not for somebody else's server.
     env: Mapping[str, str] = field(default_factory=dict)
     url: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    # Of each call.
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:

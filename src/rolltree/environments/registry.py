@@ -5,7 +5,7 @@ It runs the Python code that it finds: load only what you trust.
 A name is looked up in this order: the entry point group `rolltree.environments`; an installed
 module of that name (dashes become underscores) with a function `load_environment`; the folder
 `environments/<name>/` of the working directory with `<name>.py` or a package `<name>/`. Anything
-with a separator or the ending `.py` is a path; where there is none, `owner/name` is the installed
+with a separator or the ending `.py` is a path; if there is none, `owner/name` is the installed
 environment `name`. Code that imports `verifiers` gets `rolltree.compat`'s.
 """
 
@@ -42,7 +42,7 @@ def load_environment(
     """Return the environment named `env_id`, made by its `load_environment(**args)`.
 
     With `compat`, an environment that imports `verifiers` gets rolltree's, from now on and in this
-    whole process, even where the real package is installed; without, only when it is not.
+    whole process, even if the real package is installed; without, only if it is not.
 
     Raises:
         UnknownName: there is no such environment; the message names the nearest one.

@@ -14,7 +14,7 @@ from rolltree.types import State
 async def score_episode(rubric: Rubric, states: Sequence[State]) -> None:
     """Score the rollouts of one episode that have not failed, each alone, in place.
 
-    Nothing is done where the rubric compares the members of a group: `score_group` comes later.
+    Nothing is done if the rubric compares the members of a group: `score_group` comes later.
     """
     if rubric.has_group_rewards:
         return

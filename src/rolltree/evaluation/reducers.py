@@ -87,7 +87,7 @@ class Outcomes(Sequence[EpisodeOutcome]):
 
     `report.outcomes[3]` is an `EpisodeOutcome`, made when it is read; `values("reward")` are those
     of all of them. It is as long as the number of requests whose rows were added, and in the order
-    of `request_ids`, or of the rows where those come first.
+    of `request_ids`, or of the rows without them.
     """
 
     def __init__(self, request_ids: Iterable[str] = ()) -> None:

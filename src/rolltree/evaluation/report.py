@@ -31,26 +31,25 @@ from rolltree.types import RolloutResult, State
 
 @dataclass(frozen=True, slots=True)
 class EvalReport:
-    """One evaluation.
-
-    `num_rollouts` counts episodes, `num_failed` those that ended with an error, `num_unscored`
-    those that finished without a reward, `num_truncated` those that were cut before their true
-    end, `num_examples` the different examples they played. `num_resumed` were stored by an earlier
-    start of the same run. `outcomes` is empty if only aggregates were read. `results` holds
-    what each reducer returned; the properties name the usual ones.
-    """
+    """One evaluation; the properties name the usual results."""
 
     env_id: str
     model: str
     phase: str
+    # Episodes, and how many different examples they played.
     num_rollouts: int
     num_examples: int
+    # Episodes that ended with an error, and those that finished without a reward.
     num_failed: int
     num_unscored: int
+    # Episodes that were cut before their true end.
     num_truncated: int
+    # Empty if only aggregates were read.
     outcomes: Sequence[EpisodeOutcome]
+    # What each reducer returned, by its name.
     results: Mapping[str, Any]
     settings: Settings = field(default_factory=Settings)
+    # Episodes that an earlier start of the same run had stored.
     num_resumed: int = 0
     elapsed_s: float = 0.0
     run_path: str | None = None

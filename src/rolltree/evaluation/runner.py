@@ -37,10 +37,12 @@ class EvalProgress:
 
     num_done: int
     num_total: int
+    # What an earlier start had stored; the others were played by this one.
     num_resumed: int
     num_failed: int
     num_truncated: int
     num_scored: int
+    # Over the scored ones; None if there are none yet.
     mean_reward: float | None
     num_completion_tokens: int
 

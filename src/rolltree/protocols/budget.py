@@ -19,15 +19,17 @@ from rolltree.types import ModelResponse, SamplingParams
 class Budget:
     """What one delegated agent may spend; None means unlimited.
 
-    `max_calls` model calls, `max_tokens` sampled tokens, `time_limit_s` seconds of its own, waiting
-    for the server excluded. What it delegates itself has budgets of its own.
+    What it delegates itself has budgets of its own.
 
     Raises:
         ConfigError: a limit under which nothing could be done.
     """
 
+    # Model calls.
     max_calls: int | None = 16
+    # Sampled tokens: prompts are not counted.
     max_tokens: int | None = None
+    # Seconds of its own, waiting for the server excluded.
     time_limit_s: float | None = None
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
 """`DelegatingProtocol`: an agent hands subtasks to other agents through external tools.
 
-A call of a registered tool starts a child agent with its own history, its own budget and, where it
+A call of a registered tool starts a child agent with its own history, its own budget and, if it
 has one, its own world. Calls of one message run side by side. The child's result is the tool's
 answer; so is its failure or a spent budget. All rollouts are returned: each names its parent's
 rollout and the step there that asked for it. Credit between them is assigned in training.
@@ -62,23 +62,20 @@ def task_text(arguments: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SubAgent:
-    """One kind of agent that can be asked.
+    """One kind of agent that can be asked."""
 
-    Fields:
-        make: a new agent for each subtask, because several may run at once.
-        world: from the call's arguments to the child's own world; it is opened and closed here.
-            None: the child's first answer that holds an action is its result.
-        max_steps: most turns of a child.
-        budget: what one child may spend.
-        task_of: from the call's arguments to what the child is told.
-        max_external_calls: how many external tool calls of a child are answered.
-    """
-
+    # A new agent for each subtask, because several may run at once.
     make: Callable[[], Agent]
+    # From the call's arguments to the child's own world, which is opened and closed here. None: the
+    # child's first answer that holds an action is its result.
     world: Callable[[Mapping[str, Any]], World] | None = None
+    # Most turns of a child.
     max_steps: int = 4
+    # What one child may spend.
     budget: Budget = field(default_factory=Budget)
+    # From the call's arguments to what the child is told.
     task_of: Callable[[Mapping[str, Any]], str] = task_text
+    # How many external tool calls of a child are answered.
     max_external_calls: int = 8
 
     def __post_init__(self) -> None:

@@ -168,26 +168,23 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeContext:
-    """What one episode is played with; every field has a default for playing by hand.
+    """What one episode is played with; every field has a default for playing by hand."""
 
-    Fields:
-        seed: of the world.
-        sampling_seed: of all sampling; every agent derives its own. None: nothing is seeded.
-        client: the model for agents that bring none; its calls are timed by `clocks` already.
-        sampling: fields that override the agents' own.
-        messages: what a row of a dataset asks, put into the history of the episode's own agents.
-        clocks: when one of them is over, the episode ends at its next turn boundary.
-        max_seq_len: no call begins once one had this many tokens, prompt and completion.
-        episode_id: the first part of the rollouts' ids.
-    """
-
+    # Of the world.
     seed: int | None = None
+    # Of all sampling; every agent derives its own. None: nothing is seeded.
     sampling_seed: int | None = None
+    # The model for agents that bring none; its calls are timed by `clocks` already.
     client: Any = None
+    # Fields that override the agents' own.
     sampling: SamplingParams | SamplingArgs | None = None
+    # What a row of a dataset asks, put into the history of the episode's own agents.
     messages: Sequence[ChatMessage] = ()
+    # When one of them is over, the episode ends at its next turn boundary.
     clocks: tuple[Clock, ...] = ()
+    # No call begins once one had this many tokens, prompt and completion.
     max_seq_len: int | None = None
+    # The first part of the rollouts' ids.
     episode_id: str = "episode"
 
     def derive_seed(self, *parts: str | int) -> int | None:

@@ -58,7 +58,7 @@ class InteractionProtocol(ABC):
     ) -> list[Rollout]:
         """Play one episode and return its rollouts, parents before their children.
 
-        A failure is in `Rollout.error`: of the rollout that failed or, where that is not known, of
+        A failure is in `Rollout.error`: of the rollout that failed or, if that is not known, of
         all the episode's own agents. Only cancellation and failures before any
         rollout has begun are raised; `recording`, when given, keeps what was played. The caller
         makes and closes the world.

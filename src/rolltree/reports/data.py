@@ -25,7 +25,7 @@ _FIRST = {
     "tokens": "request_id call position token_id author logprob version advantage trainer_logprob",
     "breaks": "request_id call previous_call agent position cause",
 }
-"""What a terminal shows of a table where no columns were chosen; else the first eight."""
+"""What a terminal shows of a table if no columns were chosen; else the first eight."""
 
 
 def print_columns(data: RunData, *, as_json: bool) -> None:

@@ -103,7 +103,7 @@ def _curve(run: Run) -> list[RenderableType]:
 
 
 def _held_out(run: Run) -> list[RenderableType]:
-    """Return the first and the last evaluation, compared where both have rewards."""
+    """Return the first and the last evaluation, compared if both have rewards."""
     found, model = evaluations(run), (run.config.get("model") or {}).get("name", "")
     reports = [
         stored_report(run, phase, model=f"{model}, {phase}")

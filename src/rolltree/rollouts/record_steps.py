@@ -46,7 +46,7 @@ def decode_trajectory(
 
 
 def _prompt_reference(step: Any, table: MessageTable, prompts: Mapping[int, Reference]) -> Any:
-    """Return a prompt's reference: O(new messages) where it continues a step seen before."""
+    """Return a prompt's reference: O(new messages) if it continues a step seen before."""
     # A recorded step knows which step its prompt continues; without that each prompt is compared
     # from its beginning, O(T^2) in turns.
     head = step.head if isinstance(step, RecordedStep) else None
@@ -116,8 +116,8 @@ def _alike(prompt: Any, completion: Any) -> bool:
     return type(prompt) is type(completion) and isinstance(prompt, str | list)
 
 
-def _said(completion: Any) -> tuple[Any, Any]:
-    """Return the message and the text that a completion says, where it is one answer."""
+def _message_and_text(completion: Any) -> tuple[Any, Any]:
+    """Return the message and the text that a completion says, if it is one answer."""
     if isinstance(completion, str):
         return {"role": "assistant", "content": completion}, completion
     message = completion[0] if isinstance(completion, list) and len(completion) == 1 else None
@@ -128,11 +128,11 @@ def _answer_data(
     response: ModelResponse, completion: Any, extras: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return what of a response neither the completion, the extras nor the token tree say."""
-    message, text = _said(completion)
-    told = {"message": message, "text": text, **{name: extras.get(name) for name in _IN_EXTRAS}}
-    values = {name: getattr(response, name) for name in told}
+    message, text = _message_and_text(completion)
+    implied = {"message": message, "text": text, **{name: extras.get(name) for name in _IN_EXTRAS}}
+    values = {name: getattr(response, name) for name in implied}
     values["finish_reason"] = response.finish_reason.value
-    data = {name: value for name, value in values.items() if value != told[name]}
+    data = {name: value for name, value in values.items() if value != implied[name]}
     rest = {name: getattr(response, name) for name in _REST}
     return data | {name: value for name, value in rest.items() if value}
 
@@ -140,9 +140,9 @@ def _answer_data(
 def _decode_answer(
     data: Mapping[str, Any], completion: Any, extras: Mapping[str, Any]
 ) -> ModelResponse:
-    message, text = _said(completion)
-    told = {"message": message, "text": text, **{name: extras.get(name) for name in _IN_EXTRAS}}
-    values = {**told, **data}
+    message, text = _message_and_text(completion)
+    implied = {"message": message, "text": text, **{name: extras.get(name) for name in _IN_EXTRAS}}
+    values = {**implied, **data}
     return ModelResponse(**{**values, "finish_reason": FinishReason(values["finish_reason"])})
 
 

@@ -59,7 +59,7 @@ Split: TypeAlias = Literal["train", "eval"]
 class RolloutSource(Protocol):
     """Examples, and one episode of one example.
 
-    Optional: an attribute `sampling_args` (OpenAI fields) with what the source wants where the
+    Optional: an attribute `sampling_args` (OpenAI fields) with what the source wants if the
     caller says nothing; `rolltree.rollouts.resolve_sampling` merges it under the caller's fields.
     """
 
@@ -225,7 +225,7 @@ def merge_args(
 
 
 RequestOfExample: TypeAlias = Callable[[str, int], RolloutRequest]
-"""From the begin of a group's id and the index of an example to the group's request."""
+"""From the beginning of a group's id and the index of an example to the group's request."""
 
 
 class DistinctRequests(Iterator[RolloutRequest]):

@@ -48,20 +48,19 @@ def run_inline(func: F) -> F:
 
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
-    """A function of a rubric, with its signature read once.
-
-    `names` are the arguments it can be given by name, `optional` those with a default, and
-    `takes_all` says that it has `**kwargs`.
-    """
+    """A function of a rubric, with its signature read once."""
 
     func: RewardFunc
     name: str
     weight: float
     kind: Kind
+    # The arguments it can be given by name, and those of them with a default.
     names: tuple[str, ...]
     optional: frozenset[str]
+    # Whether it has `**kwargs`.
     takes_all: bool
     is_async: bool
+    # In the event loop and not in a thread.
     runs_inline: bool
 
     @classmethod
@@ -170,7 +169,7 @@ def _unwrapped(func: Any) -> Any:
 def rollout_arguments(state: State, objects: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a rollout's reward functions can ask for, beside the state's own keys.
 
-    That is the row's columns too, where the state has no key of that name. A row without an answer
+    That is the row's columns too, if the state has no key of that name. A row without an answer
     has no argument of that name.
     """
     known = {k: v for k, v in state.columns.items() if not dict.__contains__(state, k)}

@@ -53,7 +53,7 @@ class CompositeRubric(Rubric):
         self.parts()[0].add_step_reward_func(func, weight, run_inline=run_inline)
 
     def _check_new(self, func: RewardFunc) -> None:
-        """Raise where the parts cannot take a function of this name."""
+        """Raise if the parts cannot take a function of this name."""
 
 
 class RubricGroup(CompositeRubric):

@@ -36,7 +36,7 @@ Reply with one word: "yes" if it agrees, "no" if it does not."""
 MAX_RESPONSE_CHARS = 32_000
 """What a judge sees of a response, its end: a model must not fill the judge's context window."""
 DEFAULT_MODEL = "gpt-4.1-nano"
-"""The judge where neither a client nor a model is named."""
+"""The judge if neither a client nor a model is named."""
 _FIELDS = ("question", "answer", "response")
 
 
@@ -56,7 +56,7 @@ class JudgeRubric(Rubric):
     Args:
         funcs, weights: as in `Rubric`.
         parser: the response that the judge sees is what it makes of the completion: the last
-            32,000 characters, and fewer where the judge says that its prompt is too long.
+            32,000 characters, and fewer if the judge says that its prompt is too long.
         judge_client: a model client, or an `openai.AsyncOpenAI`. When left out it is
             `AsyncOpenAI()`, if that package is installed and $OPENAI_API_KEY is set.
         judge_model: asked by this name; the client's own when left out.

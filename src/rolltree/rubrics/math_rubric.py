@@ -55,7 +55,7 @@ class MathRubric(Rubric):
 
     @staticmethod
     def require_package() -> None:
-        """Raise ConfigError where the `math-verify` package is missing."""
+        """Raise ConfigError if the `math-verify` package is missing."""
         if find_spec("math_verify") is None:
             raise ConfigError(
                 "a MathRubric needs the `math-verify` package. Install it with "

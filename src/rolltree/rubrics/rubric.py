@@ -40,17 +40,17 @@ from rolltree.types import ErrorRecord, Messages, State
 
 @dataclass(slots=True)
 class Scores:
-    """What a rubric found for one rollout, before anything is written to its state.
+    """What a rubric found for one rollout, before anything is written to its state."""
 
-    `reward` is None when a weighted function failed. `step_rewards` is None when no function
-    scores steps. `scored` is False for a rubric without functions: it leaves the reward alone.
-    """
-
+    # None if a weighted function failed.
     reward: float | None = 0.0
     metrics: dict[str, float | None] = field(default_factory=dict)
+    # None if no function scores steps.
     step_rewards: list[float] | None = None
+    # What functions raised, by their names, and the first of them that has a weight.
     errors: dict[str, ErrorRecord] = field(default_factory=dict)
     failed: ErrorRecord | None = None
+    # False for a rubric without functions, which leaves the reward alone.
     scored: bool = False
 
     def add(self, function: RewardFunction, outcome: RawScore) -> None:
@@ -348,9 +348,9 @@ def reset_scores(state: State) -> None:
 
     What scoring added is gone, also what reward functions left in the state. A failure stays unless
     scoring failed. In a state that does not say what it was (`State.unscored`), a world's rewards
-    and metrics stay, and are overwritten where they are scored.
+    and metrics stay, and are overwritten if they are scored.
     """
-    before = state.unscored or _guess(state)
+    before = state.unscored or _assumed_snapshot(state)
     # Reward functions write into the state too (`judge_response`), and must find it as it was.
     for key in [key for key in dict.keys(state) if key not in before.keys]:
         dict.__delitem__(state, key)
@@ -373,8 +373,10 @@ def reset_scores(state: State) -> None:
 _ADDED = frozenset(("has_step_rewards", "scoring_errors", "judge_response"))
 
 
-def _guess(state: State) -> UnscoredSnapshot:
+def _assumed_snapshot(state: State) -> UnscoredSnapshot:
     """Return what a state most likely was that was stored without a note of it."""
+    # A `RolloutSource` that is not an environment takes no snapshots, and its rollouts can be
+    # scored again all the same.
     now = UnscoredSnapshot.of(state)
     # A world gave them.
     if now.has_step_rewards and "environment_steps" in state:

@@ -50,25 +50,26 @@ class FaultRow(Generic[FaultT]):
 
 @dataclass(frozen=True, slots=True)
 class HttpFault:
-    """How a server fails one request; the fields combine.
+    """How a server fails one request; the fields combine."""
 
-    `status` answers with that error (0: answers normally), `retry_after_s` adds the header. `body`
-    spoils a normal answer: `"broken"` is complete and no JSON, `"truncated"` ends before its stated
-    length. `spoil` takes the answer, as JSON data that it may change, and returns what is sent in
-    its place: bytes, or data (NaN, integers of any size and lone surrogates are written as Python
-    does); without it `headers` are added to the normal answer. `drip_s`, `raw`,
-    `num_copies`, `gap_s` and `gone` are those of `Reply`. `reset` drops the connection without an
-    answer. `delay_s` passes first.
-    """
-
+    # Answers with this error; 0 answers normally.
     status: int = 0
     message: str = "scripted fault"
+    # Adds the header `Retry-After`.
     retry_after_s: float | None = None
+    # Passes before anything else.
     delay_s: float = 0.0
+    # Drops the connection without an answer.
     reset: bool = False
+    # Spoils a normal answer: "broken" is complete and not JSON, "truncated" ends before its stated
+    # length.
     body: Literal["whole", "broken", "truncated"] = "whole"
+    # From the answer, as JSON data that it may change, to what is sent in its place: bytes, or data
+    # (NaN, integers of any size and lone surrogates are written as Python does).
     spoil: Callable[[dict[str, Any]], object] | None = None
+    # Added to the answer.
     headers: Mapping[str, str] = field(default_factory=dict)
+    # These are fields of `Reply`.
     drip_s: float = 0.0
     raw: bytes | None = None
     num_copies: int = 1

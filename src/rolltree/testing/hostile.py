@@ -60,7 +60,7 @@ def _broken_off(reason: object) -> HttpFault:
 
 
 def _keep(choice: dict[str, Any], ids: list[int]) -> None:
-    """Set the sampled ids, and a logprob for each, where the choice has them."""
+    """Set the sampled ids, and a logprob for each, if the choice has them."""
     if "token_ids" in choice:
         choice["token_ids"] = ids
     found = choice.get("logprobs") or {}
@@ -80,7 +80,7 @@ def _sampled(change: Callable[[list[int]], list[Any]]) -> HttpFault:
 
 
 def _prompt(change: Callable[[list[int]], list[Any]]) -> HttpFault:
-    """Return a fault that changes the prompt's ids, where the answer has them."""
+    """Return a fault that changes the prompt's ids, if the answer has them."""
 
     def spoil(answer: Answer) -> None:
         for holder in (answer, answer["choices"][0]):

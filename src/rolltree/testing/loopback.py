@@ -33,23 +33,23 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer, or what comes instead.
-
-    `num_sent_bytes` cuts the body short, and the connection is closed; `drip_s` passes after every
-    byte of it. `raw` is sent as it is, in the place of head and body. `num_copies` answers are sent
-    for one request, `gap_s` apart. `reset` drops the connection instead, `gone` the whole server
-    with it: later connections are refused.
-    """
+    """An answer, or what comes instead."""
 
     status: int
     body: bytes
     headers: Mapping[str, str] = field(default_factory=dict)
+    # Cuts the body short, and the connection is closed.
     num_sent_bytes: int | None = None
+    # Passes after every byte of the body.
     drip_s: float = 0.0
+    # Sent as it is, in the place of head and body.
     raw: bytes | None = None
+    # So many answers are sent for one request, so far apart.
     num_copies: int = 1
     gap_s: float = 0.0
+    # Drops the connection instead.
     reset: bool = False
+    # Drops the whole server: later connections are refused.
     gone: bool = False
 
 

@@ -6,7 +6,7 @@
     def test_the_environment_answers_as_recorded(replayed):
         assert replayed.live.states[0]["reward"] == 1.0
 
-The test runs once for each recorded rollout, and fails with both sides where the environment says
+The test runs once for each recorded rollout, and fails with both sides if the environment says
 something else.
 """
 
@@ -34,23 +34,20 @@ _HELP = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """The arguments of `@pytest.mark.recorded`.
+    """The arguments of `@pytest.mark.recorded`."""
 
-    Fields:
-        run: the run's directory, relative to the test's file.
-        rollouts: the names of the rollouts; None: all of them.
-        num: at most so many.
-        where: only rollouts with these columns, such as `{"phase": "eval"}`.
-        env: the environment: its name or path (from the working directory), or a function that
-            makes it. None: the name in the run.
-        env_args, compat, score, ignore: `rolltree.records.replay_async`'s.
-    """
-
+    # The run's directory, relative to the test's file.
     run: Path
+    # The names of the rollouts; None: all of them.
     rollouts: Sequence[str] | None = None
+    # At most so many.
     num: int | None = None
+    # Only rollouts with these columns, such as `{"phase": "eval"}`.
     where: Mapping[str, Any] | None = None
+    # The environment: its name or path (from the working directory), or a function that makes it.
+    # None: the name in the run.
     env: Any = None
+    # These four are `rolltree.records.replay_async`'s.
     env_args: Mapping[str, Any] | None = None
     compat: bool = False
     score: bool = True

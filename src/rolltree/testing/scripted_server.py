@@ -55,7 +55,7 @@ class ScriptedServer:
         script: answers in the order of the requests, or a function from the messages (from the
             decoded prompt, for text completions) to the answer.
         faults: what goes wrong with the first completion request, the second, ...
-        token_ids: `"vllm"` returns ids and logprobs where they are asked for, `"ignore"` ignores
+        token_ids: `"vllm"` returns ids and logprobs if they are asked for, `"ignore"` ignores
             the request for them, `"reject"` answers it with status 400, as OpenAI does.
         token_in: also serve vLLM's `/inference/v1/generate`.
         api_key: requests must carry it as a bearer token.

@@ -1,6 +1,6 @@
 """Tools: Python functions that a model can call, described and checked by their type hints.
 
-JSON schemas come from msgspec, or from pydantic where a hint is one of its models.
+JSON schemas come from msgspec, or from pydantic if a hint is one of its models.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from rolltree.types import Info
 class World(Protocol):
     """A world for one agent. Methods may be asynchronous.
 
-    `in_thread`, where a world has it, says whether its methods block and run in a thread (default:
+    `in_thread`, if a world has it, says whether its methods block and run in a thread (default:
     yes). An action that the world does not understand is answered with an observation that says
     so; it is not an exception.
     """
