@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
-if TYPE_CHECKING:
-    from rolltree.types import ErrorRecord, Messages, RolloutTiming, ToolSchema, TrajectoryStep
-
+_Messages: TypeAlias = str | list[dict[str, Any]]
 INPUT_FIELDS: tuple[str, ...] = ("prompt", "answer", "task", "info", "example_id")
 _FORWARDED = frozenset(INPUT_FIELDS)
 OWN_KEYS = frozenset(
@@ -73,19 +71,23 @@ class State(dict[str, Any]):
 
     # The keys as typed attributes, for rolltree's own code: `state.reward` is `state["reward"]`.
     # `_typed_keys` makes the properties. A key that is missing reads as None, as in a state that an
-    # author made by hand; of these four it is a KeyError.
-    prompt: Messages
+    # author made by hand; of these four it is a KeyError. `rolltree.types` imports this module, so
+    # its values are Any here.
+    prompt: _Messages
     task: str
     example_id: int
-    trajectory: list[TrajectoryStep]
+    # `TrajectoryStep`s, usually in a `rolltree.tokens.Trajectory`.
+    trajectory: list[Any]
 
-    completion: Messages | None
+    completion: _Messages | None
     reward: float | None
     advantage: float | None
     metrics: dict[str, float | None] | None
-    timing: RolloutTiming | None
-    error: ErrorRecord | None
-    oai_tools: list[ToolSchema] | None
+    # `RolloutTiming`, in milliseconds.
+    timing: Any
+    # `ErrorRecord`, or whatever an author put there; None if nothing failed.
+    error: Any
+    oai_tools: list[dict[str, Any]] | None
     seed: int | None
     is_completed: bool | None
     stop_condition: str | None
@@ -93,7 +95,7 @@ class State(dict[str, Any]):
     truncated: bool | None
     truncation_reason: str | None
     # Set by an environment to end the rollout with a message of its own.
-    final_env_response: Messages | None
+    final_env_response: _Messages | None
     # The engine's answer to a prompt that does not fit; the call added no step.
     prompt_too_long: bool | None
     # Whether the steps have rewards of their own, and not the rollout's.

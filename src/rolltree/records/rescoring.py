@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from rolltree.records.rescored import RescoreReport, rescore_report
 from rolltree.rollouts import current_episode
 from rolltree.rollouts.decode import decode_results
 from rolltree.rollouts.record import encode_result
-from rolltree.rubrics import PerAgentRubric, Rubric, reset_scores
+from rolltree.rubrics import PerAgentRubric, Rubric, as_rubric, reset_scores
 from rolltree.store import Run
 from rolltree.store.weights import note_weights
 from rolltree.tasks import run_sync
@@ -173,7 +174,7 @@ def _scorer(
                 "was given, so they would be ignored. Leave them out."
             )
         name = rubric if isinstance(rubric, str) else _name_of(rubric)
-        found = _as_rubric(load_object(rubric) if isinstance(rubric, str) else rubric, name)
+        found = _given_rubric(load_object(rubric) if isinstance(rubric, str) else rubric)
         knows = isinstance(found, PerAgentRubric)
         return _Scorer(found, name, {"rubric": name}, knows_agents=knows)
     if isinstance(environment, str):
@@ -200,25 +201,16 @@ def _name_of(rubric: object) -> str:
     return str(getattr(rubric, "__name__", type(rubric).__name__))
 
 
-def _as_rubric(found: Any, name: str) -> Rubric:
-    """Return a rubric from what a caller or a module has.
-
-    Raises:
-        ConfigError: it is neither a rubric nor something that makes or becomes one.
-    """
-    if isinstance(found, Rubric):
-        return found
-    if callable(found):
-        function = None if isinstance(found, type) else Rubric([found]).functions[0]
-        if function is not None and (function.names or function.takes_all):
-            return Rubric([found])
+def _given_rubric(found: Any) -> Rubric:
+    """Return a rubric from what a caller or a module has: it may also be what makes one."""
+    # A reward function asks for something; without an argument it can only be a factory.
+    is_factory = callable(found) and not hasattr(found, "score_group")
+    if isinstance(found, type) or (is_factory and not signature(found).parameters):
         found = found()
-        if isinstance(found, Rubric):
-            return found
-    raise ConfigError(
-        f"{name} is a {type(found).__name__}, which cannot score. It should be a Rubric, a reward "
-        "function, or a function without arguments that returns a Rubric."
-    )
+        if found is None:
+            raise ConfigError("what makes the rubric returned None, which cannot score. Return it.")
+    rubric: Rubric = as_rubric(found)
+    return rubric
 
 
 @dataclass(slots=True)
