@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import wraps
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 from rolltree.compat.datasets import repeated
 from rolltree.compat.helpers import maybe_semaphore
 from rolltree.compat.model_calls import Nobody, async_client, is_direct
-from rolltree.compat.results import GenerateOutputs, make_dataset, outputs_of, save_rollout_results
-from rolltree.environments.batch_runner import BatchRunner, Unscored, states_of
+from rolltree.compat.results import (
+    GenerateMetadata,
+    GenerateOutputs,
+    get_results_path,
+    make_dataset,
+    save_rollout_results,
+)
+from rolltree.environments.batch_runner import (
+    BatchRunner,
+    Unscored,
+    mean_of_known,
+    metric_lists,
+    states_of,
+)
 from rolltree.environments.dataset import Data
 from rolltree.inference.client import as_client
 from rolltree.rollouts import RolloutEngine, derive_seed
@@ -149,6 +163,20 @@ def as_sent(args: SamplingArgs, message_type: MessageType) -> SamplingArgs:
     return {**rest, "max_completion_tokens": args["max_tokens"]}
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def blocking(method: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, R]:
+    """Return a method for callers without an event loop (or with a running one)."""
+
+    @wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        return run_sync(method(*args, **kwargs))
+
+    return run
+
+
 class Batches(BatchRunner):
     """The methods of an environment that run many rollouts."""
 
@@ -225,16 +253,37 @@ class Batches(BatchRunner):
         gen_sampling_args: SamplingArgs,
         start_time: float,
     ) -> GenerateOutputs:
-        return outputs_of(
-            all_states,
+        states = list(all_states)
+        ids = [state.get("example_id", 0) for state in states]
+        num_examples = len(set(ids))
+        rewards = [state.get("reward", 0.0) for state in states]
+        metrics = metric_lists(states)
+        metadata = GenerateMetadata(
             env_id=self.env_id,
             env_args=self.env_args,
             model=model,
-            client=client,
+            base_url=str(getattr(client, "base_url", "")),
+            num_examples=num_examples,
+            rollouts_per_example=len(states) // num_examples if num_examples else 1,
             sampling_args=gen_sampling_args,
-            state_columns=state_columns,
-            results_path=results_path,
+            date=datetime.now().isoformat(),
             time_ms=(time.time() - start_time) * 1000.0,
+            avg_reward=mean_of_known(rewards) or 0.0,
+            avg_metrics={name: mean_of_known(values) or 0.0 for name, values in metrics.items()},
+            state_columns=state_columns or [],
+            path_to_save=results_path or get_results_path(self.env_id, model),
+        )
+        return GenerateOutputs(
+            prompt=[state["prompt"] for state in states],
+            completion=[state.get("completion") for state in states],
+            answer=[state.get("answer", "") for state in states],
+            state=states,
+            task=[state.get("task", "default") for state in states],
+            info=[state.get("info", {}) for state in states],
+            example_id=ids,
+            reward=rewards,
+            metrics=metrics,
+            metadata=metadata,
         )
 
     def generate_sync(self, inputs: Data, client: Any, **kwargs: Any) -> GenerateOutputs:
@@ -283,34 +332,6 @@ class Batches(BatchRunner):
             **kwargs,
         )
 
-    def evaluate_sync(
-        self,
-        client: Any,
-        model: str,
-        sampling_args: SamplingArgs | None = None,
-        num_examples: int = -1,
-        rollouts_per_example: int = 1,
-        max_concurrent: int | None = -1,
-        max_concurrent_generation: int | None = None,
-        max_concurrent_scoring: int | None = None,
-        results_path: Path | None = None,
-        state_columns: list[str] | None = None,
-        save_results: bool = False,
-        save_every: int = -1,
-    ) -> GenerateOutputs:
-        """`evaluate` for callers without an event loop (or with a running one)."""
-        return self.generate_sync(
-            self.get_eval_inputs(num_examples, rollouts_per_example),
-            client=client,
-            model=model,
-            sampling_args=sampling_args,
-            max_concurrent=max_concurrent,
-            max_concurrent_generation=max_concurrent_generation,
-            max_concurrent_scoring=max_concurrent_scoring,
-            results_path=results_path,
-            state_columns=state_columns,
-            save_results=save_results,
-            save_every=save_every,
-        )
-
+    # Theirs calls `generate_sync`, not an overridden `evaluate`; so does this.
+    evaluate_sync = blocking(evaluate)
     make_dataset = staticmethod(make_dataset)

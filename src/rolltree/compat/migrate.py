@@ -11,7 +11,7 @@ import difflib
 import inspect
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,24 +42,16 @@ _EXTRAS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Remark:
-    """Something that was not edited: where (`file:line`), and what to do."""
-
-    where: str
-    what: str
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.what}"
-
-
-@dataclass(frozen=True, slots=True)
 class Migration:
-    """The new texts of the files that change, beside the old ones, and what is left to do."""
+    """The new texts of the files that change, beside the old ones, and what is left to do.
+
+    A remark is something that was not edited: its place (`file:line`), and what to do.
+    """
 
     folder: Path
     before: dict[Path, str]
     after: dict[Path, str]
-    remarks: tuple[Remark, ...]
+    remarks: tuple[str, ...]
 
     def diff(self) -> str:
         """Return the edits as a unified diff."""
@@ -103,7 +95,7 @@ def migrate(path: Path) -> Migration:
         raise ConfigError(f"there is no Python file in {path}. Pass the environment's folder.")
     before: dict[Path, str] = {}
     after: dict[Path, str] = {}
-    remarks: list[Remark] = []
+    remarks: list[str] = []
     extras: set[str] = set()
     for file in files:
         before[file] = _read(file)
@@ -147,7 +139,7 @@ class _File:
     source: str
     name: str
     text: str = ""
-    remarks: list[Remark] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
     extras: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -163,9 +155,12 @@ class _File:
         self.names: dict[str, str] = {}  # local name -> public name
         self.wanted: dict[str, str] = {}  # names that need an import of their own -> module
         self.last_import: ast.stmt | None = None
-        for node in ast.walk(self.tree):
+        nodes = list(ast.walk(self.tree))
+        # In `vf.types.State`, `vf.types` is an attribute too; the outermost one is edited.
+        self.inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+        for node in nodes:
             self._import(node)
-        for node in ast.walk(self.tree):
+        for node in nodes:
             self._use(node)
         self._import_wanted()
         self.text = self.source
@@ -192,8 +187,7 @@ class _File:
         return start, self._offset(at.end_lineno, at.end_col_offset)
 
     def _remark(self, node: ast.AST, what: str) -> None:
-        line = getattr(node, "lineno", 1)
-        self.remarks.append(Remark(f"{self.name}:{line}", what))
+        self.remarks.append(f"{self.name}:{getattr(node, 'lineno', 1)}: {what}")
 
     # Imports
 
@@ -283,7 +277,7 @@ class _File:
 
     def _attribute(self, node: ast.Attribute) -> None:
         path = _dotted(node)
-        if path is None or path[0] not in self.aliases or self._is_inner(node):
+        if path is None or path[0] not in self.aliases or id(node) in self.inner:
             return
         modules = [n for n in range(1, len(path)) if ".".join(path[1 : n + 1]) in MODULES]
         skip = max(modules, default=0) if len(path) > 2 else 0
@@ -304,12 +298,6 @@ class _File:
         else:
             self.wanted[name] = home
             self.edits.append((*self._span(outer), name))
-
-    def _is_inner(self, node: ast.Attribute) -> bool:
-        """Whether this attribute is the left side of another one: the outermost is edited."""
-        if not hasattr(self, "_inner"):
-            self._inner = {id(n.value) for n in ast.walk(self.tree) if isinstance(n, ast.Attribute)}
-        return id(node) in self._inner
 
     def _call(self, node: ast.Call) -> None:
         path = _dotted(node.func)
@@ -335,9 +323,11 @@ class _File:
             elif keyword.arg in WITHOUT_EFFECT:
                 self._leave_out(node, keyword)
             else:
+                known_by = f"see help(rolltree.{target.__name__})"
                 self._remark(
                     keyword.value,
-                    f"{path[-1]} has no argument {keyword.arg!r} in rolltree; {_help(target)}",
+                    f"{path[-1]} has no argument {keyword.arg!r} in rolltree; {known_by}, or keep "
+                    "this environment on rolltree.compat",
                 )
 
     def _leave_out(self, call: ast.Call, keyword: ast.keyword) -> None:
@@ -399,35 +389,21 @@ def _what_instead(name: str) -> str:
     return "see docs/compat.md"
 
 
-def _help(target: Any) -> str:
-    return f"see help(rolltree.{target.__name__}), or keep this environment on rolltree.compat"
-
-
-def _project(text: str, extras: set[str]) -> tuple[str, list[Remark]]:
+def _project(text: str, extras: set[str]) -> tuple[str, list[str]]:
     """Return pyproject.toml with rolltree in the place of verifiers."""
     try:
         project = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        return text, [Remark("pyproject.toml:1", f"it is not valid TOML ({error})")]
-    lines = [
-        *project.get("project", {}).get("dependencies", ()),
-        *(
-            x
-            for e in project.get("project", {}).get("optional-dependencies", {}).values()
-            for x in e
-        ),
-    ]
+        return text, [f"pyproject.toml:1: it is not valid TOML ({error})"]
+    about = project.get("project", {})
+    lists = [about.get("dependencies", []), *about.get("optional-dependencies", {}).values()]
     asked = f"[{','.join(sorted(extras))}]" if extras else ""
     remarks = []
-    for line in {line for line in lines if re.match(r"verifiers\b", line)}:
+    for line in {x for lines in lists for x in lines if re.match(r"verifiers\b", x)}:
         for quote in ('"', "'"):
             text = text.replace(f"{quote}{line}{quote}", f"{quote}rolltree{asked}>=0.1{quote}")
     text = re.sub(r"(?m)^\[tool\.verifiers\.eval\]", "[tool.rolltree.eval]", text)
-    for number, line in _lines(text):
+    for number, line in enumerate(text.splitlines(), start=1):
         if re.search(r"\bverifiers\b", line) and not line.lstrip().startswith(("#", "description")):
-            remarks.append(Remark(f"pyproject.toml:{number}", "this line still names verifiers"))
+            remarks.append(f"pyproject.toml:{number}: this line still names verifiers")
     return text, remarks
-
-
-def _lines(text: str) -> Iterator[tuple[int, str]]:
-    return enumerate(text.splitlines(), start=1)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import logging
 import os
+import runpy
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from uuid import uuid4
 
@@ -22,7 +20,6 @@ from rolltree.compat.helpers import (
     sanitize_tool_calls,
 )
 from rolltree.compat.packages import load_environment
-from rolltree.environments.batch_runner import mean_of_known, metric_lists
 from rolltree.errors import ConfigError, did_you_mean
 from rolltree.files import whole_file, write_whole
 from rolltree.types import SamplingArgs, State
@@ -99,53 +96,6 @@ class GenerateOutputs(_Columns):
     def stop_conditions(self) -> list[str | None]:
         """What ended each rollout."""
         return [state.get("stop_condition") for state in self["state"]]
-
-
-def outputs_of(
-    states: Sequence[State],
-    *,
-    env_id: str,
-    env_args: dict[str, Any],
-    model: str,
-    client: Any,
-    sampling_args: SamplingArgs,
-    state_columns: list[str] | None,
-    results_path: Path | None,
-    time_ms: float,
-) -> GenerateOutputs:
-    """Return finished states by column, with their metadata."""
-    states = list(states)
-    ids = [state.get("example_id", 0) for state in states]
-    num_examples = len(set(ids))
-    rewards = [state.get("reward", 0.0) for state in states]
-    metrics = metric_lists(states)
-    metadata = GenerateMetadata(
-        env_id=env_id,
-        env_args=env_args,
-        model=model,
-        base_url=str(getattr(client, "base_url", "")),
-        num_examples=num_examples,
-        rollouts_per_example=len(states) // num_examples if num_examples else 1,
-        sampling_args=sampling_args,
-        date=datetime.now().isoformat(),
-        time_ms=time_ms,
-        avg_reward=mean_of_known(rewards) or 0.0,
-        avg_metrics={name: mean_of_known(values) or 0.0 for name, values in metrics.items()},
-        state_columns=state_columns or [],
-        path_to_save=get_results_path(env_id, model) if results_path is None else results_path,
-    )
-    return GenerateOutputs(
-        prompt=[state["prompt"] for state in states],
-        completion=[state.get("completion") for state in states],
-        answer=[state.get("answer", "") for state in states],
-        state=states,
-        task=[state.get("task", "default") for state in states],
-        info=[state.get("info", {}) for state in states],
-        example_id=ids,
-        reward=rewards,
-        metrics=metrics,
-        metadata=metadata,
-    )
 
 
 def result_columns(results: Any) -> dict[str, list[Any]]:
@@ -329,8 +279,8 @@ def load_endpoints(endpoints_path: str) -> dict[str, Any]:
     path = Path(endpoints_path)
     file = path / "endpoints.py" if path.is_dir() else path
     try:
-        return dict(_module_of(file).ENDPOINTS)
-    except (ImportError, AttributeError, FileNotFoundError) as error:
+        return dict(runpy.run_path(str(file))["ENDPOINTS"])
+    except (ImportError, KeyError, FileNotFoundError) as error:
         logger.warning(
             "there is no endpoint registry at %s (%s). Name the model (-m), the base URL (-b) and "
             "the variable with the API key (-k).",
@@ -338,15 +288,6 @@ def load_endpoints(endpoints_path: str) -> dict[str, Any]:
             error,
         )
         return {}
-
-
-def _module_of(file: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("endpoints", file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 async def run_evaluation(config: Any) -> GenerateOutputs:
