@@ -46,7 +46,8 @@ class Batch:
     sampling_args: SamplingArgs
     scoring: AbstractAsyncContextManager[Any]
     client: Any
-    is_own: bool  # the environment gets the client itself: it is not a rolltree client
+    # Not a rolltree client. Overrides may use it in any way, so they get the caller's very object.
+    is_own: bool
     failures: list[Exception] = field(default_factory=list)  # the first one
 
 
@@ -89,7 +90,8 @@ async def run_batch(
     if not len(inputs):
         return []
     requests = env._requests(env.rows(inputs), args, 0, 1)
-    if args.get("seed") is None:  # theirs samples anew in every `generate`
+    # The engine's seeds follow from the rows, so a second `generate` would repeat the first.
+    if args.get("seed") is None:
         anew = secrets.randbits(31)
         requests = [
             replace(request, sampling_seed=derive_seed(anew, request.sampling_seed))
@@ -98,7 +100,9 @@ async def run_batch(
     first: dict[str, int] = {}
     for request in requests:
         first.setdefault(request.group_id, len(first))
-    requests.sort(key=lambda request: first[request.group_id])  # a group's members come together
+    # Rows of one example may stand apart (`get_eval_inputs` repeats the whole list), and a group
+    # can only be scored when all of it is there.
+    requests.sort(key=lambda request: first[request.group_id])
     limit = max_concurrent if max_concurrent and max_concurrent > 0 else len(requests)
     asked = as_client(Nobody() if client is None else client, model)
     source = env if score else Unscored(env)
@@ -115,7 +119,10 @@ async def run_batch(
     finally:
         _BATCH.reset(token)
     ordered = [found[request.request_id] for request in requests]
+    # verifiers sorts by `example_id` at the end, and the sort is stable.
     ordered.sort(key=lambda result: result.request.input["example_id"])
+    # One failure is data here, where verifiers loses the whole call. If nothing worked the cause is
+    # most likely a typo or a server that is down, and the caller should see it.
     if batch.failures and all(result.error is not None for result in ordered):
         raise batch.failures[0]
     return [state for result in ordered for state in states_of(result)]
@@ -150,6 +157,7 @@ def args_of_rollout(env_args: SamplingArgs, given: SamplingArgs | None) -> Sampl
     Elsewhere (evaluation, training) the request says how to sample.
     """
     batch = _BATCH.get()
+    # Requests of `generate` carry a derived seed; verifiers sends none unless the caller asked.
     if batch is not None and current_episode() is not None:
         return deepcopy(batch.sampling_args)
     return {**deepcopy(env_args), **(given or {})}
@@ -158,6 +166,7 @@ def args_of_rollout(env_args: SamplingArgs, given: SamplingArgs | None) -> Sampl
 def as_sent(args: SamplingArgs, message_type: MessageType) -> SamplingArgs:
     """Return sampling arguments with the name that chat requests have for `max_tokens`."""
     if message_type != "chat" or args.get("max_tokens") is None:
+        # Text completions keep the name; None means that the server decides, and is not sent.
         return {key: value for key, value in args.items() if key != "max_tokens" or value}
     rest = {key: value for key, value in args.items() if key != "max_tokens"}
     return {**rest, "max_completion_tokens": args["max_tokens"]}
@@ -207,6 +216,8 @@ class Batches(BatchRunner):
             Exception: what the first rollout failed with, when all have failed.
         """
         started = time.time()
+        # verifiers replaces whole keys, also `extra_body`: it is not merged between environment and
+        # call.
         args = deepcopy(self.sampling_args)
         args.update(sampling_args or {})
         done: list[State] = []
@@ -225,6 +236,7 @@ class Batches(BatchRunner):
             if save_results and save_every > 0 and num_groups % save_every == 0:
                 save_rollout_results(outputs(done))
 
+        # `max_concurrent` is only the default of the other two, as in verifiers.
         scoring, playing = max_concurrent_scoring, max_concurrent_generation
         states = await run_batch(
             self,
@@ -294,6 +306,7 @@ class Batches(BatchRunner):
         self, num_examples: int = -1, rollouts_per_example: int = 1
     ) -> list[RolloutInput]:
         """Return the inputs of an evaluation: every row, `rollouts_per_example` times in turn."""
+        # verifiers asks `get_dataset` itself here; an override of `get_eval_dataset` is not asked.
         if self.eval_dataset is None:
             rows = self.get_dataset(n=num_examples)
         else:

@@ -17,6 +17,7 @@ from rolltree.types import ChatMessage
 
 def is_hub_dataset(data: object) -> bool:
     """Whether `data` is a Hugging Face `Dataset`."""
+    # Without importing `datasets`, which is slow.
     return type(data).__module__.partition(".")[0] == "datasets" and hasattr(data, "column_names")
 
 
@@ -43,6 +44,7 @@ def format_dataset(
 def with_example_ids(dataset: Any) -> Any:
     """Return a Hugging Face data set whose rows are numbered."""
     names = dataset.column_names
+    # The first row decides, as in verifiers.
     if "example_id" in names and not isinstance(dataset[0]["example_id"], int):
         dataset, names = dataset.rename_column("example_id", "src_id"), ["src_id"]
     if "example_id" in names:
@@ -59,6 +61,7 @@ def with_prompts(
     map_kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
     """Return a Hugging Face data set whose rows have a prompt."""
+    # Also with a system prompt: verifiers adds it to questions only.
     if "prompt" in dataset.column_names:
         return dataset
     head: list[ChatMessage] = []
@@ -95,6 +98,7 @@ def opened(data: Data, row_format: RowFormat) -> Rows:
         made = dict(row)
         if isinstance(made["prompt"], str) and row_format.message_type == "chat":
             made["prompt"] = [{"role": "user", "content": made["prompt"]}]
+        # Groups are made by it, and verifiers fails without; a number by position is what it wants.
         if not isinstance(made.get("example_id"), int):
             made["example_id"] = index
         made.setdefault("task", row_format.env_id or "default")
@@ -147,6 +151,8 @@ def _mmlu_pro(row: Mapping[str, Any]) -> Row:
 
 def _gpqa(row: Mapping[str, Any]) -> Row:
     letters = ["A", "B", "C", "D"]
+    # The global generator and this order of calls, so that a seeded script gets the same letters as
+    # on verifiers.
     random.shuffle(letters)
     texts = [row["Correct Answer"], *(row[f"Incorrect Answer {number}"] for number in (1, 2, 3))]
     options = dict(zip(letters, texts, strict=True))
@@ -252,6 +258,8 @@ def load_example_dataset(
 
     if example.keep is not None:
         rows = rows.filter(example.keep)
+    # After the filter and before the conversion, as verifiers does: the same rows for the same
+    # seed.
     if n is not None and n > 0:
         rows = rows.shuffle(seed=seed).select(range(min(n, len(rows))))
     return Dataset.from_list([example.convert(row) for row in rows])

@@ -23,9 +23,11 @@ class EnvGroupRubric(Rubric):
     def __init__(self, env_map: Mapping[str, rooms.Environment]) -> None:
         super().__init__()
         self.env_map = env_map
+        # Metrics of all environments in every state, 0 where not played: columns have one length.
         names = {name for env in env_map.values() for name in _names_of(env.rubric)}
         self.all_reward_names = sorted(names)
 
+    # verifiers calls the private method, and authors override it; rolltree calls the public one.
     def _get_reward_func_names(self) -> list[str]:
         return self.all_reward_names
 
@@ -63,6 +65,7 @@ class EnvGroupRubric(Rubric):
     def _complete(self, state: State, is_scored: bool) -> None:
         if not is_scored:
             self.logger.warning("No environment found for task %r", state.get("task"))
+            # As in verifiers. rolltree's own group raises here: 0 is a claim about the answer.
             state["reward"] = 0.0
         found = (state.get("metrics") or {}) if is_scored else {}
         state["metrics"] = {name: found.get(name, 0.0) for name in self.all_reward_names}
@@ -85,6 +88,7 @@ class EnvGroup(Environment, rooms.EnvGroup):
         if len(self.env_names) != len(self.envs):
             raise ConfigError("Number of env_names must match number of envs")
         self.env_map = dict(zip(self.env_names, self.envs, strict=True))
+        # verifiers calls `get_dataset`, which raises for an environment with evaluation data only.
         trained = [(n, e.dataset) for n, e in self.env_map.items() if e.dataset is not None]
         tested = [(n, e.get_eval_dataset()) for n, e in self.env_map.items()]
         Environment.__init__(
@@ -111,6 +115,8 @@ class EnvGroup(Environment, rooms.EnvGroup):
             settings = (system_prompt, few_shot, question_key, answer_key, map_kwargs)
             rows = super().format_dataset(dataset, *settings)
             return Rows(rows, lambda row, index: {**row, "example_id": index})
+        # Numbers are given anew after joining, else rows of two environments would be one group;
+        # the task stays, since it says which environment plays.
         dataset = self._ensure_prompt(
             dataset, system_prompt, few_shot, question_key, answer_key, map_kwargs
         )
@@ -167,6 +173,7 @@ def _joined(parts: Sequence[tuple[str, Any]], map_kwargs: dict[str, Any]) -> Any
 
     named = []
     for name, rows in parts:
+        # The group routes by `task`, so an environment's own tasks are lost here, as in verifiers.
         if "task" in rows.column_names:
             rows = rows.remove_columns(["task"])
         named.append(rows.add_column("task", [name] * len(rows)))

@@ -71,6 +71,8 @@ def teardown(func: Method | None = None, *, priority: int = 0) -> Any:
 
 
 def _marked(func: Method | None, role: Role, priority: int) -> Any:
+    # Attributes on the function, as verifiers does: an author's `hasattr(method, "stop")` sees
+    # them.
     def decorate(target: Method) -> Any:
         setattr(target, role, True)
         setattr(target, f"{role}_priority", priority)
@@ -82,6 +84,7 @@ def _marked(func: Method | None, role: Role, priority: int) -> Any:
 def marked_methods(environment: object, role: Role) -> list[Method]:
     """Return an environment's methods of one role, in the order in which they are called."""
     found: list[tuple[int, str, Method]] = []
+    # On the instance and not the class, so that methods an author binds to it are found.
     for _, method in inspect.getmembers(environment, inspect.ismethod):
         mark = lifecycle.mark_of(method)
         if hasattr(method, role):  # also what was marked by hand
@@ -91,6 +94,7 @@ def marked_methods(environment: object, role: Role) -> list[Method]:
     return [method for _, _, method in sorted(found, key=lambda item: item[:2])]
 
 
+# What verifiers adds to every request; a server sees `n` and `extra_body` and may refuse others.
 _DEFAULT_ARGS: SamplingArgs = {"n": 1, "extra_body": {}}
 
 
@@ -129,10 +133,13 @@ class Environment(OwnNames, Batches, rooms.Environment):
         self.few_shot = few_shot  # type: ignore[assignment]
         self.parser = parser or Parser()
         self.rubric = as_rubric(rubric, Rubric)
+        # verifiers compares classes, so two parsers of one class with other fields pass.
         if type(self.parser) is not type(self.rubric.parser):
             self.logger.warning(
                 "The parser and rubric parser are different. This may cause unexpected behavior."
             )
+        # An empty name, not "default": verifiers puts "default" into `task` only, and results show
+        # "".
         self.env_id = env_id or ""
         self.env_args = env_args or {}
         self.max_seq_len = max_seq_len
@@ -144,10 +151,12 @@ class Environment(OwnNames, Batches, rooms.Environment):
             )
         self.dataset = self._formatted(dataset, map_kwargs)
         self.eval_dataset = self._formatted(eval_dataset, map_kwargs)
+        # Authors change these in place, also `extra_body`, so the environment owns copies of both.
         self.sampling_args = deepcopy(_DEFAULT_ARGS)
         for name, value in (sampling_args or {}).items():
             self.sampling_args[name] = dict(value) if name == "extra_body" else value
         self.max_workers = max_workers
+        # verifiers sets keywords that it does not know as attributes, and environments read them.
         for name, value in kwargs.items():
             set_for_author(self, name, value)
         if self.dataset is None and self.eval_dataset is None:
@@ -168,6 +177,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
             condition.__name__: _inherited_mark(type(self), condition.__name__)
             for condition in self._stop_conditions
         }
+        # verifiers asks every condition before every call; some count how often they are asked.
         self._asks_own_conditions = False
         if self._teardown_handlers:
             register(self)
@@ -180,6 +190,8 @@ class Environment(OwnNames, Batches, rooms.Environment):
     # Data
 
     def _formatted(self, dataset: Any, map_kwargs: dict[str, Any]) -> Any:
+        # verifiers formats chat data only: rows of text completions reach the author's code
+        # untouched.
         if dataset is None or self.message_type == "completion":
             return dataset if dataset is None or is_hub_dataset(dataset) else self.rows(dataset)
         return self.format_dataset(
@@ -206,6 +218,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
         )
         return self._ensure_task(dataset, map_kwargs)
 
+    # The three `_ensure_*` methods are private in verifiers, but environments override them.
     def _ensure_example_id(self, dataset: Any) -> Any:
         return with_example_ids(dataset)
 
@@ -273,12 +286,18 @@ class Environment(OwnNames, Batches, rooms.Environment):
     ) -> State:
         """Return the state before the first turn. Tools in a row's `info` win over its own."""
         state = await super().init_state(input, client, model, sampling_args)
-        state["oai_tools"] = state["oai_tools"] or self.oai_tools  # which may be None
+        # verifiers reads `info.oai_tools` with hasattr, which never holds for a dict, and so
+        # ignores it; here a row's own tools win. Without any, verifiers has None and not an empty
+        # list.
+        state["oai_tools"] = state["oai_tools"] or self.oai_tools
+        # In verifiers these keys come into being at the end: `"completion" in state` says that it
+        # is over.
         for key in AT_THE_END:
             dict.pop(state, key, None)
         return state
 
     async def _set_up(self, state: State) -> State:
+        # verifiers takes whatever `setup_state` returns; authors return plain dicts, or nothing.
         made = await maybe_await(self.setup_state, state)
         if made is None or isinstance(made, State):
             return state if made is None else made
@@ -307,8 +326,12 @@ class Environment(OwnNames, Batches, rooms.Environment):
         self, state: State, prompt_messages: Messages, response: Any
     ) -> None:
         """Append the step of one model call; tokens beyond `max_seq_len` are cut from it."""
+        # Outside of an engine's rollout an author drives the loop and looks at the arguments as
+        # passed.
         if current_episode() is not None:
             self._note_sent(state)
+        # Unlike rolltree's own environments verifiers keeps the step of a prompt that did not fit,
+        # with the text "Prompt too long.", and reward functions read it.
         if getattr(response, "id", None) == OVERLONG_PROMPT:
             state["prompt_too_long"] = True
         answer = self._recorded(state, response)
@@ -328,6 +351,8 @@ class Environment(OwnNames, Batches, rooms.Environment):
         args = state.get("sampling_args")
         if isinstance(args, dict):
             sent = as_sent(args, self.message_type)
+            # verifiers renames `max_tokens` in the caller's dict itself, and states and metadata
+            # show that.
             args.clear()
             args.update(sent)
 
@@ -336,13 +361,18 @@ class Environment(OwnNames, Batches, rooms.Environment):
         if isinstance(response, ModelResponse):
             return response
         made = self.response_record(state, response)
+        # verifiers has tokens with logprobs or none at all.
         if made.logprobs is None and made.completion_ids is not None:
             made = replace(made, prompt_ids=None, completion_ids=None, versions=None)
         message = {**made.message}
+        # verifiers keeps role, content and tool calls of an answer; a parser must not find more
+        # text here.
         message.pop("reasoning_content", None)
         return replace(made, message=message)
 
     async def _render_completion(self, state: State) -> None:
+        # As in verifiers: the last prompt and answer without the row's prompt, by number of
+        # messages.
         steps, prompt = state["trajectory"], state["prompt"]
         if steps:
             said = concat_messages([steps[-1]["prompt"], steps[-1]["completion"]])
@@ -352,6 +382,8 @@ class Environment(OwnNames, Batches, rooms.Environment):
 
     async def is_completed(self, state: State, **kwargs: Any) -> bool:
         """Ask the stop conditions in order; the first that is true ends the rollout."""
+        # verifiers runs the cleanups inside `is_completed`, before scoring: what `@cleanup` methods
+        # put into the state is there when reward functions run.
         if not await super().is_completed(state, **kwargs):
             return False
         await self._cleanup(state)
@@ -359,6 +391,8 @@ class Environment(OwnNames, Batches, rooms.Environment):
 
     def record_failure(self, state: State, error: Exception) -> None:
         """Write a failure into the state and raise it."""
+        # verifiers has no failed states: a caller of `rollout` gets the exception itself, and
+        # `rollouts` below turns it into data for the engine.
         super().record_failure(state, getattr(error, "rolltree_error", error))
         raise error
 
@@ -372,6 +406,8 @@ class Environment(OwnNames, Batches, rooms.Environment):
         """Play one episode and return the state of its rollout."""
         args = args_of_rollout(self.sampling_args, sampling_args)
         batch = current_batch()
+        # `generate` was given the author's own client: hand on that one, not the engine's view of
+        # it.
         client = batch.client if batch is not None and batch.is_own else client
         try:
             state = await self.run_rollout(NullAsyncContext(), input, client, model, args)
@@ -379,6 +415,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
             note_failure(error)
             raise
         state = adopted(state)
+        # A `rollout` written by hand may end without it, and verifiers reads it by `get`.
         state.setdefault("completion", None)
         return [state]
 
@@ -408,6 +445,8 @@ class Environment(OwnNames, Batches, rooms.Environment):
     async def score_group(self, states: Sequence[State]) -> None:
         """Score the finished rollouts of one group, in place."""
         batch = current_batch()
+        # Training and evaluation limit scoring by the engine; only `generate` has a limit of its
+        # own.
         limit = NullAsyncContext() if batch is None else batch.scoring
         await self.rubric.score_group(list(states), score_sem=limit)
 
@@ -422,6 +461,8 @@ class Environment(OwnNames, Batches, rooms.Environment):
         **kwargs: Any,
     ) -> list[State]:
         """Play and score the given inputs as one group."""
+        # An override of `run_group` calls this one, and it asks `run_rollout` with these very
+        # arguments.
         playing = (
             self.run_rollout(gen_sem, given, client, model, gen_sampling_args)
             for given in group_inputs
@@ -437,7 +478,9 @@ class MultiTurnEnv(Environment, rooms.MultiTurnEnv):
     Stop conditions are asked before each model call only, after `env_response` has spoken.
     """
 
+    # rolltree's own loop also stops right after `env_response`; verifiers does not ask there.
     ends_in_env_response: ClassVar[bool] = False
+    # Stop conditions that verifiers does not have: None takes them out of the inherited ones.
     has_final_env_response = max_seq_len_reached = None  # type: ignore[assignment]
 
     def __init__(self, max_turns: int = -1, **kwargs: Any) -> None:
@@ -468,6 +511,8 @@ class MultiTurnEnv(Environment, rooms.MultiTurnEnv):
         messages = conversation(state["trajectory"])
         answer = await maybe_await(self.env_response, messages, state)
         joined = concat_messages([messages, answer])
+        # verifiers fails inside the model call with an AttributeError on a tuple or None. The class
+        # of the error is kept, since authors catch it; the text says what to return.
         if self._is_sent_as_it_is() and not is_sendable(joined):
             error = invalid_response_error(self, messages, answer)
             raise AttributeError(str(error))  # which the model call would raise, and theirs does
@@ -491,6 +536,7 @@ class MultiTurnEnv(Environment, rooms.MultiTurnEnv):
         Raises:
             Exception: what it failed with; the state has it too, and cleanups have run.
         """
+        # `_note_sent` writes into it, and a caller's dict serves many rollouts.
         own = None if sampling_args is None else dict(sampling_args)
         state = await super().rollout(input, client, model, own)
         self._note_sent(state)
@@ -500,6 +546,7 @@ class MultiTurnEnv(Environment, rooms.MultiTurnEnv):
         return dict(sampling_args or {})  # `generate` adds the environment's own, as it did
 
     def _session(self, client: Any, model: str, seed: int | None) -> Any:
+        # A session numbers calls and holds tokens; the author's client has none of that.
         is_own = client is None or is_direct(client)
         return client if is_own else super()._session(client, model, seed)
 
@@ -508,6 +555,9 @@ class MultiTurnEnv(Environment, rooms.MultiTurnEnv):
     ) -> State:
         settings = {"client": client, "model": model, "sampling_args": sampling_args}
         signature = inspect.signature(self.init_state)
+        # Authors override `init_state` with names of their own, with positional parameters, or with
+        # the input alone. The first form that the signature takes is the one that verifiers would
+        # have used.
         for args, named in (((), settings), (tuple(settings.values()), {}), ((), {})):
             try:
                 signature.bind(input, *args, **named)
@@ -520,6 +570,7 @@ class MultiTurnEnv(Environment, rooms.MultiTurnEnv):
 class SingleTurnEnv(MultiTurnEnv, rooms.SingleTurnEnv):
     """One question, one answer."""
 
+    # rolltree's own stop condition of one question; verifiers uses max_turns=1.
     answered = None  # type: ignore[assignment]
 
     def __init__(self, **kwargs: Any) -> None:
@@ -533,6 +584,7 @@ class SingleTurnEnv(MultiTurnEnv, rooms.SingleTurnEnv):
 
 def _taken(data: Any, n: int, seed: int | None) -> Any:
     if seed is not None:
+        # On a copy: verifiers shuffles the data set of everybody who asks later (docs/compat.md).
         data = data.shuffle(seed=seed)
     return data.select(range(min(n, len(data)))) if n > 0 else data
 

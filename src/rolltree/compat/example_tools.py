@@ -16,6 +16,7 @@ from typing import Any
 from rolltree.sandbox import Limits, LocalBackend
 from rolltree.tasks import run_sync
 
+# A model can write 9**9**9, which would hold the event loop.
 _MAX_BITS = 2**20
 _HOST = "https://api.deepinfra.com/v1/openai"
 _MODEL = "Qwen/Qwen2.5-7B-Instruct"
@@ -30,6 +31,7 @@ def calculator(expression: str) -> str:
     Returns:
         The result, or what is wrong.
     """
+    # The same characters and words as verifiers does: the model reads them.
     if not set(expression) <= set("0123456789+-*/.() "):
         return "Error: Invalid characters in expression"
     try:
@@ -98,6 +100,7 @@ def _cell(code: str) -> str:
 
 
 async def _run(code: str) -> str:
+    # verifiers runs the code in this interpreter, so models expect its packages.
     packages = [path for path in sys.path if path.endswith("site-packages")]
     backend = LocalBackend(read_only=packages, env={"PYTHONPATH": os.pathsep.join(packages)})
     sandbox = await backend.create(limits=Limits(wall_s=10.0, cpu_s=20.0, memory_bytes=2 * 2**30))
@@ -108,6 +111,7 @@ async def _run(code: str) -> str:
     if result.ended == "wall":
         return "Error: Code execution timed out after 10 seconds"
     ending = "" if result.ended in ("exit", "signal") else result.text()
+    # Errors alone when there are some, cut at 1,000 characters, as verifiers does.
     return (result.stderr.strip() or ending or result.stdout.strip())[:1000]
 
 
@@ -121,6 +125,7 @@ def ask(question: str, url: str) -> str:
     Returns:
         The model's answer, or what went wrong.
     """
+    # The limit of verifiers: a page must fit the model's context.
     page = _page(url)[:50_000]
     if page.startswith("Error:"):
         return "Error: Failed to fetch URL contents."

@@ -90,6 +90,7 @@ def message_to_printable(message: ChatMessage) -> ChatMessage:
 def _printable(part: Any) -> str | None:
     if isinstance(part, str):
         return part
+    # Parts of other kinds are left out, as in verifiers.
     kind = str(part["type"])
     if kind == "text":
         return str(part["text"])
@@ -129,6 +130,7 @@ async def parse_response_messages(response: Any, message_type: MessageType) -> M
     Raises:
         AssertionError: it is not a response of this type.
     """
+    # verifiers reads an answer without choices as an empty one.
     if read(response, "choices") == []:
         return [{"role": "assistant", "content": ""}] if message_type == "chat" else ""
     try:
@@ -137,6 +139,7 @@ async def parse_response_messages(response: Any, message_type: MessageType) -> M
         else:
             message, text = extract_message(response, message_type)
     except BadResponse as error:
+        # verifiers asserts the response's class; authors' tests expect an AssertionError.
         raise AssertionError(str(error)) from error
     said = {name: value for name, value in message.items() if name != "reasoning_content"}
     return [said] if message_type == "chat" else text
@@ -158,6 +161,7 @@ async def parse_response_tokens(
         return None
     prompt_ids, completion_ids, logprobs = found
     num_tokens = len(prompt_ids) + len(completion_ids)
+    # Cut here and not refused: `is_truncated` lets a trainer drop it.
     limit = num_tokens if max_seq_len is None else min(num_tokens, max_seq_len)
     prompt = prompt_ids[:limit]
     room = max(0, limit - len(prompt_ids))
@@ -177,15 +181,18 @@ def _tokens_of(
 ) -> tuple[list[int], list[int], list[float]] | None:
     """Return prompt ids, sampled ids and logprobs as the server gave them."""
     if isinstance(response, ModelResponse):
+        # verifiers has prompt, completion and logprobs together, or no tokens.
         kept = (response.prompt_ids, response.completion_ids, response.logprobs)
         return None if any(x is None for x in kept) else tuple(x.tolist() for x in kept)  # type: ignore
     chat, choices = message_type == "chat", read(response, "choices")
     assert isinstance(choices, list | tuple), f"{response!r:.80} has no choices"
     assert choices, "the response has no choice"
+    # Tokens of several choices cannot be told apart in one step.
     assert not chat or len(choices) == 1, "Response should always have one choice"
     assert hasattr(choices[0], "message" if chat else "text") or isinstance(choices[0], dict)
     said = read(choices[0], "logprobs")
     sampled = read(choices[0], "token_ids")
+    # A server that does not know `return_token_ids` may still spell ids in its logprobs.
     if not isinstance(sampled, list | tuple):
         texts = sampled_entries(said, message_type, "token", "tokens") or []
         spelled = spelled_ids(texts)
@@ -224,6 +231,7 @@ def get_overlong_prompt_dummy_response(message_type: MessageType) -> Any:
     except ImportError:
         message: ChatMessage = {"role": "assistant", "content": text}
         return ModelResponse(message, text, FinishReason.LENGTH, id=OVERLONG_PROMPT)
+    # An object of the openai package, because environments read it like any other response.
     return (ChatCompletion if chat else Completion).model_validate(fields)
 
 
@@ -314,6 +322,7 @@ def write_to_stderr(
     form = log_format or "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
     handler.setFormatter(logging.Formatter(form, date_format or "%Y-%m-%d %H:%M:%S"))
     logger = logging.getLogger(name)
+    # Replaced and not added: a second call must not print every line twice.
     logger.handlers = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False

@@ -44,6 +44,7 @@ class VerifiersFinder(MetaPathFinder, Loader):
             return None if not self.is_forced and real_verifiers() else self._spec(fullname, True)
         if not is_ours():
             return None
+        # Named here, since `No module named verifiers.rl` would send people to reinstall.
         if rest.partition(".")[0] == "rl":
             raise ModuleNotFoundError(
                 f"{fullname} is verifiers' trainer, which is not part of rolltree. Train with "
@@ -62,6 +63,7 @@ class VerifiersFinder(MetaPathFinder, Loader):
         """Return rolltree's module; importing is done."""
         path = spec.name.removeprefix(_THEIRS)
         module = import_module(SCRIPTS.get(path[1:]) or _OURS + path)
+        # The import system writes the spec of the second name into the module.
         spec.loader_state = module.__spec__
         return module
 
@@ -83,8 +85,11 @@ def provide(*, force: bool = False) -> None:
         finder = next((each for each in sys.meta_path if isinstance(each, VerifiersFinder)), None)
         if finder is None:
             finder = VerifiersFinder()
+            # In front, because a folder `verifiers/` in the working directory would be found first.
+            # See design/0020-import-verifiers.md.
             sys.meta_path.insert(0, finder)
         if force:
+            # Classes of both in one process fail isinstance far from the cause.
             if _THEIRS in sys.modules and not is_ours():
                 raise ConfigError(
                     "the verifiers package has been imported already, so environments would get "
@@ -123,6 +128,7 @@ def real_verifiers() -> str | None:
     """Return where the real package is, or None. A folder of that name without code is not it."""
     for finder in sys.meta_path:
         find: Any = getattr(finder, "find_spec", None)
+        # Asked finder by finder, as `importlib.util.find_spec` would come back to this hook.
         if find is None or isinstance(finder, VerifiersFinder):
             continue
         spec = find(_THEIRS, None)

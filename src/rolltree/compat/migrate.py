@@ -69,6 +69,7 @@ class Migration:
             return self
         file = (loads or list(self.after))[0]
         text = self.after[file]
+        # Below `#!` and encoding lines, which only count at the top.
         head = re.match(r"(#.*\n)*", text)
         assert head is not None
         comments = "".join(f"# {' '.join(line.split())}\n" for line in lines)
@@ -149,6 +150,8 @@ class _File:
             raise ConfigError(
                 f"{self.name} is not valid Python ({error}); nothing was edited."
             ) from error
+        # Not `splitlines`, which also splits at form feeds and other marks that Python does not
+        # count.
         self.lines = re.findall(r"[^\n]*\n|[^\n]+", self.source)  # as Python counts lines
         self.edits: list[tuple[int, int, str]] = []
         self.aliases: set[str] = set()  # names of the package itself
@@ -164,6 +167,7 @@ class _File:
             self._use(node)
         self._import_wanted()
         self.text = self.source
+        # From the end, so that places further up stay valid.
         for start, end, new in sorted(self.edits, reverse=True):
             self.text = self.text[:start] + new + self.text[end:]
 
@@ -177,6 +181,7 @@ class _File:
 
     def _offset(self, line: int, column: int | None) -> int:
         """Return the index in the text of a place; columns count UTF-8 bytes, None is the end."""
+        # `ast` counts columns in bytes of UTF-8, and the text is edited by characters.
         before = sum(map(len, self.lines[: line - 1]))
         text = self.lines[line - 1] if line <= len(self.lines) else ""
         return before + (len(text) if column is None else len(text.encode()[:column].decode()))
@@ -207,6 +212,7 @@ class _File:
         package, _, rest = alias.name.partition(".")
         if package != "verifiers":
             return
+        # `import verifiers.utils.tools as t` has no module to point to: names are in several here.
         if rest and (rest not in MODULES or alias.asname):
             self._remark(node, f"import the names of {alias.name} from rolltree, one by one")
             return
@@ -233,6 +239,7 @@ class _File:
         start, end = self._span(node)
         if len(homes) == 1:
             (home,) = homes
+            # Only the module's name changes, so comments and line ends of the list of names stay.
             found = re.compile(r"from\s+([\w.]+)").match(self.source, start)
             assert found is not None
             self.edits.append((*found.span(1), home))
@@ -247,6 +254,7 @@ class _File:
     def _blocking_client(self, node: ast.ImportFrom) -> None:
         """Replace `OpenAI` by `AsyncOpenAI` where the file only makes clients and asks none."""
         uses = [n for n in ast.walk(self.tree) if isinstance(n, ast.Name) and n.id == "OpenAI"]
+        # The file asks the client itself: every such call would need an `await`.
         if "completions.create(" in self.source:
             what = "OpenAI blocks the event loop; use AsyncOpenAI, and await what it returns"
             self._remark(node, what)
@@ -293,6 +301,7 @@ class _File:
                 self.edits.append((*self._span(outer), f"{path[0]}.{name}"))
         elif home is None:
             self._remark(node, f"rolltree has no {name}; {_what_instead(name)}")
+        # A new import would be shadowed by the file's own name, or has no place to stand.
         elif self.last_import is None or name in _bound(self.tree):
             self._remark(node, f"take {name} from {home}")
         else:
@@ -311,6 +320,7 @@ class _File:
         target = getattr(rolltree, name, None) if name and home_of(name) == "rolltree" else None
         known = _keywords(target) if inspect.isclass(target) else None
         if path[-1] in ("evaluate", "evaluate_sync", "generate", "generate_sync"):
+            # By the method's name alone: the type of what it is called on is not known.
             known = _arguments(rolltree.Environment, path[-1])
             target = rolltree.Environment
         for keyword in node.keywords if known is not None else ():
@@ -332,6 +342,7 @@ class _File:
 
     def _leave_out(self, call: ast.Call, keyword: ast.keyword) -> None:
         start, end = self._span(keyword)
+        # With the comma and the line end after it, or before it for the last argument.
         after = re.compile(r"\s*,[ \t]*\n?[ \t]*").match(self.source, end)
         before = re.compile(r",?\s*$").search(self.source, self._span(call.func)[1], start)
         if after is not None:

@@ -28,6 +28,7 @@ logger = logging.getLogger("rolltree.compat")
 
 def is_blocking(client: Any) -> bool:
     """Return whether it is a client of the openai package that is not asynchronous."""
+    # By module, without importing openai: the client may be a subclass, and the package absent.
     ours = any(kind.__module__.partition(".")[0] == "openai" for kind in type(client).__mro__)
     return ours and not hasattr(client, "__aenter__") and hasattr(client, "chat")
 
@@ -64,6 +65,7 @@ class ThreadedOpenAI:
 
     def __init__(self, client: Any) -> None:
         self.blocking_client = client
+        # Authors reach for `client.chat.completions.create` and await it, whatever the client is.
         self.chat = _Chat(client.chat)
         self.completions = _Endpoint(client.completions)
 
@@ -91,6 +93,7 @@ class _Chat(_Endpoint):
 
 def is_direct(client: Any) -> bool:
     """Whether `client` is asked by its own methods."""
+    # By shape and not by class: authors pass mocks and wrappers of clients.
     return not isinstance(client, OpenAIView) and hasattr(
         getattr(client, "chat", None), "completions"
     )
@@ -133,9 +136,11 @@ async def ask(
         ConfigError: tools are offered to a text completion.
         Exception: what the client raised.
     """
+    # Checked before asking, as verifiers does: a server would ignore the tools silently.
     if message_type == "completion" and tools:
         raise ConfigError("oai_tools are not supported for completion tasks.")
     messages, args = for_model(prompt, sampling_args)
+    # verifiers accepts None for environments that answer without a model.
     client = Nobody() if client is None else client
     client = async_client(client) if is_blocking(client) else client
     if is_direct(client):
@@ -148,6 +153,7 @@ async def ask(
             model=model or None,
             message_type=message_type,
         )
+    # The environment ends by its stop condition `prompt_too_long` rather than fail.
     except PromptTooLong:
         return get_overlong_prompt_dummy_response(message_type)
 
@@ -160,8 +166,10 @@ async def _ask_directly(
     args: SamplingArgs,
     message_type: MessageType,
 ) -> Any:
+    # verifiers drops None, so `max_tokens: None` from the command line means the server's default.
     args = {key: value for key, value in args.items() if value is not None}
     if message_type == "chat":
+        # OpenAI's newer models refuse `max_tokens` in chats.
         if "max_tokens" in args:
             args["max_completion_tokens"] = args.pop("max_tokens")
         if tools:
@@ -171,6 +179,7 @@ async def _ask_directly(
         call = client.completions.create(model=model, prompt=messages, **args)
     episode = current_episode()
     try:
+        # Waiting for the author's own client is waiting for the server: time limits exclude it.
         with nullcontext() if episode is None else episode.clock.excluded():
             return await call
     except Exception as error:
@@ -180,6 +189,8 @@ async def _ask_directly(
 
 
 def _is_overlong(error: Exception) -> bool:
+    # By attribute, since clients that look like openai's raise classes of their own. rolltree's
+    # reader knows more phrasings of a full context than the six of verifiers.
     status = getattr(error, "status_code", None)
     if status != 400:
         return False
@@ -202,6 +213,7 @@ def for_model(
     if isinstance(prompt, str):
         return prompt, args
     parts = [p for m in prompt if isinstance(m.get("content"), list) for p in m["content"]]
+    # Audio models answer with sound unless told otherwise, and parsers need text.
     if args.get("modalities") is None and any(_is_audio(part) for part in parts):
         args["modalities"] = ["text"]
     return [_without_nones(message) for message in prompt], args
@@ -220,6 +232,7 @@ def _without_nones(message: ChatMessage) -> ChatMessage:
             else part
             for part in content
         ]
+    # Nothing to leave out: the same dict, so that histories keep sharing messages.
     elif all(value is not None or key == "content" for key, value in message.items()):
         return message
     kept = {key: value for key, value in message.items() if value is not None}

@@ -39,10 +39,13 @@ class OwnNames:
         super().__init_subclass__(**settings)
         if _is_ours(cls.__module__):
             return
+        # Only names that rolltree uses and verifiers does not: overriding one of verifiers is
+        # meant.
         for name in [name for name in vars(cls) if _is_reserved(cls, name)]:
             setattr(cls, name, _Shared(cls, name, vars(cls)[name]))
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # Who assigns decides, and only the caller's frame tells who that is.
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if not _is_ours(caller) and _is_reserved(type(self), name):
             set_for_author(self, name, value)
@@ -53,6 +56,7 @@ class OwnNames:
 def set_for_author(env: OwnNames, name: str, value: Any) -> None:
     """Set an attribute as the environment's own code would."""
     if _is_reserved(type(env), name):
+        # A descriptor works on the class only, so the first assignment puts one there.
         if not any(isinstance(vars(base).get(name), _Shared) for base in type(env).__mro__):
             setattr(type(env), name, _Shared(type(env), name))
         _stored(env)[name] = value
@@ -67,6 +71,7 @@ class _Shared:
         self.owner, self.name, self.theirs = owner, name, theirs
 
     def __get__(self, env: Any, cls: type | None = None) -> Any:
+        # Read by the author: the author's value. Read by rolltree: rolltree's own.
         if not _is_ours(sys._getframe(1).f_globals.get("__name__", "")):
             if env is not None and self.name in _stored(env):
                 return _stored(env)[self.name]
@@ -75,6 +80,7 @@ class _Shared:
                 return self.theirs if bind is None else bind(self.theirs, env, cls)
         if env is not None and self.name in vars(env):
             return vars(env)[self.name]
+        # Past the author's class, to what rolltree inherits.
         return getattr(super(self.owner, cls if env is None else env), self.name)
 
     def __set__(self, env: Any, value: Any) -> None:

@@ -56,6 +56,7 @@ def install_package(where: str, *, editable: bool = False, install: Install | No
     path = Path(where)
     target = str(path.resolve()) if path.exists() else where
     install = install or pip_install
+    # Without dependencies first: only then is there metadata to read the rest from.
     install(["--no-deps", *(["--editable"] if editable else []), target])
     invalidate_caches()
     needed = requirements(name)
@@ -85,6 +86,7 @@ def pip_install(words: Sequence[str]) -> None:
         ConfigError: there is neither.
         InstallFailed: it failed.
     """
+    # Environments made by uv have no pip.
     if find_spec("pip") is not None:
         command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
     elif shutil.which("uv") is not None:
@@ -155,6 +157,8 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
     try:
         return load(env_id, **env_args)
     except (ImportError, UnknownName) as error:
+        # verifiers imports the module and fails on the missing function, a RuntimeError; a name
+        # that does not exist is a ValueError.
         if isinstance(error, UnknownName) and _is_module(env_id):
             raise RuntimeError(
                 f"Failed to load environment '{env_id}': the module of that name is another one, "

@@ -57,6 +57,7 @@ class Parser(rooms.Parser):
         """
         if isinstance(completion, str):
             return self.parse(completion)
+        # An IndexError without an answer, as verifiers does; the rubric turns it into 0.0.
         return self.parse(str(self.get_assistant_messages(completion)[-1].get("content", "")))
 
     def get_format_reward_func(self) -> Callable[..., float]:
@@ -69,6 +70,7 @@ class Parser(rooms.Parser):
 
 
 def _of(completion: list[ChatMessage], role: str) -> list[ChatMessage]:
+    # A KeyError for a message without a role, as verifiers does.
     return [message for message in completion if message["role"] == role]
 
 
@@ -81,11 +83,14 @@ class ThinkParser(Parser, rooms.ThinkParser):
 
     def parse(self, text: str) -> Any:
         """Return `extract_fn` of the text behind the reasoning."""
+        # The last tag: what stands between two of them is still reasoning.
         _, found, answer = text.rpartition(CLOSE)
         return self.extract_fn(answer.strip() if found else "")
 
     def score_format(self, text: str) -> float:
         """Return 1 for reasoning at the start, closed once, with anything behind it; else 0."""
+        # verifiers strips for the beginning only: white space behind the last tag counts as an
+        # answer.
         opens = text.strip().startswith(OPEN) and text.count(OPEN) == 1
         return float(opens and text.count(CLOSE) == 1 and not text.endswith(CLOSE))
 
@@ -97,6 +102,7 @@ class ThinkParser(Parser, rooms.ThinkParser):
 
         def format_reward_func(completion: list[ChatMessage], **kwargs: Any) -> float:
             messages = self.get_assistant_messages(completion)
+            # No messages: a ZeroDivisionError, which the rubric scores 0.0, as verifiers does.
             return sum(self.score_format(message["content"]) for message in messages) / len(
                 messages
             )
@@ -152,10 +158,14 @@ class XMLParser(Parser, rooms.XMLParser):
         """
         found = SimpleNamespace()
         for name in self._names():
+            # `between` is linear; the regular expression of verifiers takes quadratic time on
+            # `<a><a><a>...`, which a model can write.
             matches = between(text, f"<{name}>", f"</{name}>")
             value = next(matches, None)
             if last and value is not None:
                 value = [value, *matches][-1]
+            # verifiers has white space in its pattern outside the group, so `strip=False` strips as
+            # well.
             setattr(found, name, None if value is None else value.strip())
         return found
 
@@ -168,6 +178,7 @@ class XMLParser(Parser, rooms.XMLParser):
         Its first occurrence in a message counts, the last one in a string; without `extract_fn`.
         """
         if isinstance(completion, str):
+            # A string is read from its end, messages from their beginnings: so does verifiers.
             return getattr(self.parse(completion, last=True), self.answer_field, None)
         for message in reversed(self.get_assistant_messages(completion)):
             value = getattr(self.parse(_content(message)), self.answer_field, None)
@@ -218,6 +229,7 @@ class XMLParser(Parser, rooms.XMLParser):
         body = text.strip()
         starts = any(body.startswith(f"<{name}>") for name in self._fields[0][1])
         ends = any(body.endswith(f"</{name}>") for name in self._fields[-1][1])
+        # Added in this order, because floats are compared to the digit with verifiers.
         score = 0.0
         for share in (
             0.4 * (sum(met) / len(met)) if complete else 0.0,

@@ -20,6 +20,7 @@ except ImportError as error:
         "`pip install rolltree[worlds]`."
     ) from error
 
+# A default in the constructor's signature, so the package is needed at import, as in verifiers.
 DEFAULT_SYSTEM_PROMPT = str(SYSTEM_PROMPTS["default"])
 
 
@@ -49,6 +50,7 @@ class ReasoningGymEnv(SingleTurnEnv):
             completion: Messages, answer: str, **kwargs: Any
         ) -> float:
             """Return the task's own score of the answer."""
+            # Tasks score by more than the answer, so the row holds the entry's number.
             entry = self.rg_dataset[int(answer)]
             text = str(parser.parse_answer(completion)).strip()
             return float(self.rg_dataset.score_answer(answer=text, entry=entry))

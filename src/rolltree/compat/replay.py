@@ -29,6 +29,7 @@ from rolltree.environments.check_probes import Probe, Style, styles_of
 from rolltree.errors import ConfigError
 from rolltree.types import ModelResponse
 
+# Each row is played with about a dozen answers.
 NUM_ROWS = 4
 TIME_LIMIT_S = 600
 NEW_METRICS = {
@@ -56,6 +57,7 @@ class TokenProbe(Probe):
             answer.message["tool_calls"] = [_call(tools[0]["function"])]
         self.tools = tools or ()
         prompt = json.dumps(messages, sort_keys=True, default=str)
+        # Tokens that follow from the text: equal messages have equal tokens.
         ids = np.frombuffer(json.dumps(answer.message).encode(), np.uint8).astype(np.int32)
         return replace(
             answer,
@@ -80,7 +82,9 @@ async def play(env: Environment) -> list[dict[str, Any]]:
     ]
     told = []
     for name, probe, row in _plays(env, rows):
+        # Environments draw from the global generator, and both plays must draw the same.
         random.seed(1)
+        # rolltree's own, also for an old environment, whose `generate` raises when all have failed.
         results = await Environment.generate(env, [row], probe, seed=1)
         about = {"answer": name, "example_id": row["example_id"], "tools": probe.tools}
         told.append(about | _told(results.state[0]))
@@ -186,6 +190,7 @@ def compare(
             capture_output=True,
             text=True,
             timeout=TIME_LIMIT_S,
+            # Sets of strings would come in another order in each process.
             env={**os.environ, "PYTHONHASHSEED": "0"},
         )
         if done.returncode != 0:
@@ -197,6 +202,8 @@ def compare(
     if len(before) != len(after):
         found.append(f"{len(before)} rollouts before, {len(after)} after")
     for one, other in zip(before, after, strict=False):
+        # rolltree words tools in another way: apart from the rest, or every tool environment would
+        # differ (design/0020-import-verifiers.md).
         if one["tools"] != other["tools"]:
             notes["the tools are described to the model in other words"] = None
         scores = _by_new_names(one["metrics"] or {}, other["metrics"] or {}, notes)

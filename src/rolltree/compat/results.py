@@ -27,6 +27,8 @@ from rolltree.types import SamplingArgs, State
 
 def get_results_path(env_id: str, model: str, base_path: Path = Path("./outputs")) -> Path:
     """Return a new folder for the results of one evaluation."""
+    # vf-tui takes the folder's name apart at the first `--`, so an organisation's slash becomes
+    # one, too.
     name = f"{env_id}--{model.replace('/', '--')}"
     return base_path / "evals" / name / uuid4().hex[:8]
 
@@ -112,6 +114,7 @@ def result_columns(results: Any) -> dict[str, list[Any]]:
     }
     for name in ("generation_ms", "scoring_ms", "total_ms"):
         columns[name] = [(state.get("timing") or {}).get(name) for state in states]
+    # Columns without content are left out, as in verifiers.
     if any(info != {} for info in results["info"]):
         columns["info"] = results["info"]
     if any(answer != "" for answer in results["answer"]):
@@ -150,6 +153,7 @@ def make_dataset(results: Any, **kwargs: Any) -> Any:
             "Install it with `pip install rolltree[envs]`; results.jsonl is written without it."
         ) from error
     try:
+        # pyarrow infers one type per column from its first values and raises on the others.
         return Dataset.from_dict(result_columns(results))
     except (TypeError, ValueError, OverflowError) as error:  # what pyarrow raises
         raise ConfigError(
@@ -252,6 +256,8 @@ def setup_client(config: Any) -> Any:
             "setup_client returns an AsyncOpenAI, which needs the `openai` package. Install it "
             "with `pip install rolltree[openai]`."
         ) from error
+    # The openai package brings its own httpx (`httpx` or `httpx2`); a client of the other one is
+    # refused, so the classes come from the module that its own client inherits from.
     kinds = {kind.__name__: kind for kind in DefaultAsyncHttpxClient.__mro__}
     httpx: Any = importlib.import_module(kinds["AsyncClient"].__module__.partition(".")[0])
     limits = httpx.Limits(
@@ -260,6 +266,8 @@ def setup_client(config: Any) -> Any:
     )
     http_client = httpx.AsyncClient(
         limits=limits,
+        # An hour for an answer, as verifiers does, but a server that is not there is noticed at
+        # once.
         timeout=Timeout(config.timeout, connect=5.0),
         headers=config.extra_headers,
     )

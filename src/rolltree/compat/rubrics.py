@@ -27,6 +27,7 @@ from rolltree.types import Messages, SamplingArgs, State
 Semaphore = AbstractAsyncContextManager[Any]
 F = TypeVar("F", bound=RewardFunc)
 V = TypeVar("V")
+# How verifiers tells a group function: one of these parameters, or `list` as the annotation.
 _PLURALS = {"states", "prompts", "completions", "answers", "tasks", "infos"}
 
 
@@ -55,6 +56,8 @@ class Rubric(rooms.Rubric):
         parser: Any = None,
     ) -> None:
         self.logger = logging.getLogger(f"verifiers.rubrics.{type(self).__name__}")
+        # The author's own lists: verifiers let them be changed at any time, and `weights` grows
+        # with them.
         self.funcs = funcs or []
         self.weights = weights or [1.0] * len(self.funcs)
         if len(self.weights) != len(self.funcs):
@@ -65,6 +68,7 @@ class Rubric(rooms.Rubric):
         self.parser = parser or Parser()
         self.class_objects: dict[str, Any] = {"parser": self.parser}
 
+    # In verifiers a rubric and its environment each have a parser, and they may differ.
     def adopt_parser(self, parser: Any) -> None:
         """Keep its own parser: an environment does not hand on its one."""
 
@@ -143,11 +147,14 @@ class Rubric(rooms.Rubric):
 
     def _is_group_func(self, func: RewardFunc) -> bool:
         signature = inspect.signature(func)
+        # `is list`, so that `list[float]` and a string annotation do not count, as in verifiers.
         return not _PLURALS.isdisjoint(signature.parameters) or signature.return_annotation is list
 
     async def _call_individual_reward_func(
         self, func: RewardFunc, state: State, score_sem: Semaphore
     ) -> float:
+        # These six names and `class_objects`, nothing else: rolltree's own rubrics also offer the
+        # keys of the state, and a default of an author's parameter would be overwritten.
         known = {
             "prompt": state["prompt"],
             "completion": state["completion"],
@@ -159,6 +166,8 @@ class Rubric(rooms.Rubric):
         }
         async with score_sem:
             try:
+                # `float` inside the try: a function that returns None or a text scores 0.0, as in
+                # verifiers.
                 return float(await _called(func, known))
             except Exception as error:  # noqa: BLE001  as it was
                 self._note(func, error, [state])
@@ -187,6 +196,7 @@ class Rubric(rooms.Rubric):
     def _note(self, func: RewardFunc, error: Exception, states: Sequence[State]) -> None:
         name = _name(func)
         self.logger.error("Error calling reward function %s: %s", name, error)
+        # A 0.0 from a typo looks like a bad answer; `rolltree eval` and `show` print this record.
         record = scoring_error(func, name, error).as_dict()
         for state in states:
             state["scoring_errors"] = {**(state.get("scoring_errors") or {}), name: record}
@@ -198,6 +208,7 @@ class Rubric(rooms.Rubric):
             AssertionError: there is none, or one that scores groups.
         """
         is_group = [self._is_group_func(func) for func in self.funcs]
+        # AssertionErrors, as in verifiers.
         assert self.funcs, "score_rollout needs at least one function of a rollout"
         assert not any(is_group), "score_rollout cannot ask functions of a group"
         started = time.perf_counter()
@@ -205,6 +216,7 @@ class Rubric(rooms.Rubric):
         for func, weight in zip(self.funcs, self.weights):  # noqa: B905  as they may differ
             score = await self._call_individual_reward_func(func, state, score_sem)
             _add(scores, func, weight, score)
+        # verifiers scores states made by hand, also without steps.
         state.setdefault("trajectory", [])
         _write(state, scores, started)
 
@@ -219,6 +231,8 @@ class Rubric(rooms.Rubric):
             if self._is_group_func(func):
                 values = await self._call_group_reward_func(func, states, score_sem)
             else:
+                # Function by function over the whole group: a later one reads what an earlier one
+                # wrote.
                 values = await asyncio.gather(
                     *(self._call_individual_reward_func(func, s, score_sem) for s in states)
                 )
@@ -226,6 +240,7 @@ class Rubric(rooms.Rubric):
                 _add(scores, func, weight, _score_of(func, values, index))
         for state, scores in zip(states, found, strict=True):
             _write(state, scores, started)
+        # The first caller wins in a step: verifiers fills only what is None there.
         write_advantages(states)
 
 
@@ -241,6 +256,7 @@ async def _called(func: RewardFunc, known: dict[str, Any]) -> Any:
 def _name(func: RewardFunc) -> str:
     """Return a function's name; of a partial without one, that of what it calls."""
     named = func
+    # verifiers fails on a partial only after it has scored; here it has the name of its function.
     while not hasattr(named, "__name__") and hasattr(named, "func"):
         named = named.func
     return str(getattr(named, "__name__", type(named).__name__))
@@ -248,6 +264,7 @@ def _name(func: RewardFunc) -> str:
 
 def _add(scores: Scores, func: RewardFunc, weight: float, value: Any) -> None:
     """Add one score. Functions of one name share a metric, which is the last one's score."""
+    # In verifiers the values of a group function stay what they are; JSON needs plain numbers.
     scores.metrics[_name(func)] = value if type(value) in (bool, int, float) else float(value)
     scores.reward = (scores.reward or 0.0) + float(value) * weight
 
@@ -328,6 +345,8 @@ class _Sum:
         self.state = state
         self.scores = Scores(scored=True)
         state.setdefault("trajectory", [])
+        # Each rubric writes into the state as if it were alone, and the next one must find it as it
+        # was.
         kept = ("reward", "metrics", "advantage", "has_step_rewards", "scoring_errors")
         self._before = {key: state[key] for key in kept if key in state}
         self._before["metrics"] = dict(state.get("metrics") or {})
@@ -413,6 +432,7 @@ class MathRubric(Rubric, rooms.MathRubric):
     ) -> None:
         rooms.MathRubric.require_package()
         super().__init__(funcs, weights, parser or MaybeThinkParser(extract_boxed_answer))
+        # After the author's functions, as in verifiers, so `funcs[0]` is the author's.
         self.add_reward_func(self.correct_answer_reward_func)
 
     @in_thread
@@ -421,6 +441,7 @@ class MathRubric(Rubric, rooms.MathRubric):
     ) -> float:
         """Return 1.0 when the completion's answer means the reference answer, else 0.0."""
         try:
+            # The whole comparison counts 0 when it raises, the parser included, as in verifiers.
             response = parser.parse_answer(completion) or ""
             if response == "":
                 return 0.0
@@ -483,6 +504,8 @@ class JudgeRubric(Rubric, rooms.JudgeRubric):
         judge_sampling_args: SamplingArgs | None = None,
         judge_prompt: str = DEFAULT_JUDGE_PROMPT,
     ) -> None:
+        # Not rolltree's own constructor, which refuses templates with other fields: verifiers let
+        # functions fill those in.
         Rubric.__init__(self, parser=parser)
         self.judge_client = judge_client if judge_client is not None else _default_client()
         self.judge_model = judge_model
@@ -509,6 +532,7 @@ class JudgeRubric(Rubric, rooms.JudgeRubric):
             answer=answer,
             response=self.parser.parse_answer(completion),
         )
+        # Keyed by the prompt that was sent, so functions that ask the same share one answer.
         replies = state.get("judge_response")
         if isinstance(replies, dict) and said in replies:
             return str(replies[said])
@@ -519,6 +543,7 @@ class JudgeRubric(Rubric, rooms.JudgeRubric):
         return reply
 
     async def _ask(self, said: str) -> str:
+        # As in a model call of verifiers: no None, and the newer name of `max_tokens`.
         fields = {k: v for k, v in (self.judge_sampling_args or {}).items() if v is not None}
         if "max_tokens" in fields:
             fields["max_completion_tokens"] = fields.pop("max_tokens")
@@ -532,6 +557,8 @@ class JudgeRubric(Rubric, rooms.JudgeRubric):
             )
             return str(response.choices[0].message.content)
         except Exception as error:
+            # verifiers raises a RuntimeError for each kind of failure, with these words at the
+            # front.
             problem = next(
                 (text for kind, text in _PROBLEMS.items() if kind in _kinds(error)),
                 f"Unexpected error when calling judge model '{self.judge_model}'",

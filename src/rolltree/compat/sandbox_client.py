@@ -111,6 +111,8 @@ class SandboxClient:
         Raises:
             ConfigError: it cannot, and the message says what to use.
         """
+        # Refused at construction: a setting that is ignored would make other results than in
+        # verifiers.
         for name, why in (
             ("gpu_count", "has no GPU"),
             ("team_id", "belongs to no team"),
@@ -138,6 +140,7 @@ class SandboxClient:
         """Return which backend makes a sandbox of this kind."""
         if self.kind != "auto":
             return self.kind
+        # The default image is plain Python, which this machine has; another one has a reason.
         return "local" if request.docker_image == DEFAULT_IMAGE else "docker"
 
     def _backend(self, request: SandboxRequest) -> SandboxBackend:
@@ -149,6 +152,7 @@ class SandboxClient:
                     request.docker_image, cpus=cpus, env=env, allow_weaker=["disk"]
                 )
             else:
+                # Models expect numpy, scipy and sympy, which the hosted image installs.
                 packages = _packages()
                 self._backends[key] = LocalBackend(
                     env={"PYTHONPATH": packages, **env}, read_only=[packages]
@@ -209,12 +213,14 @@ class SandboxClient:
         """
         sandbox = self.sandbox(sandbox_id)
         line = f"cd {working_dir} && {command}" if working_dir else command
+        # `env` and not the sandbox's own environment, which all commands share.
         named = [f"{key}={value}" for key, value in (env or {}).items()]
         result = await sandbox.run([*(["env", *named] if named else []), "sh", "-c", line])
         if result.ended == "wall":
             raise CommandTimeout(f"Command timed out after {self.timeout_s:g}s")
         if result.ended in ("closed", "lost"):
             raise SandboxError(f"sandbox {sandbox_id} was lost while a command ran in it.")
+        # A command killed by a signal has no exit code, and the hosted client's field is an int.
         return CommandResult(
             result.stdout, result.stderr, -1 if result.exit_code is None else result.exit_code
         )
@@ -224,6 +230,7 @@ class SandboxClient:
     ) -> None:
         """Put a file of this machine into a sandbox."""
         data = await asyncio.to_thread(Path(local_file_path).read_bytes)
+        # Absolute paths mean the hosted machine's root; here everything is inside one folder.
         await self.sandbox(sandbox_id).write_file(file_path.lstrip("/"), data)
 
     async def download_file(
@@ -248,6 +255,7 @@ class SandboxClient:
 def hosted_is_wanted() -> bool:
     """Whether sandboxes are the hosted service's: where its client is installed, unless told."""
     choice = os.environ.get(CHOICE, "")
+    # A choice wins over what is installed, so that a laptop with the client can stay offline.
     if choice:
         return choice == "hosted"
     return importlib.util.find_spec("prime_sandboxes") is not None

@@ -116,6 +116,7 @@ def told(answer: dict[str, Any]) -> str:
     if answer.get("status") == "error":
         parts.append((result or "").rstrip())
     elif result is not None:
+        # As a notebook shows it: these lines are what the model reads in verifiers.
         parts.append(f"Out[{answer['execution_count']}]: {result}")
     return "\n".join(part for part in parts if part) or "(no output)"
 
@@ -161,7 +162,9 @@ class SandboxEnv(StatefulToolEnv):
         jitter: float = 1e-3,
         **kwargs: Any,
     ) -> None:
+        # Not a parameter, because the public signature of 0.1.8 has none.
         sandbox_client = kwargs.pop("sandbox_client", None)
+        # Before the base class, whose `__post_init__` registers the teardown that reads it.
         self.active_sandboxes: set[str] = set()
         StatefulToolEnv.__init__(self, **kwargs)
         self.timeout_per_command_seconds = timeout_per_command_seconds
@@ -190,6 +193,7 @@ class SandboxEnv(StatefulToolEnv):
             )
             if isinstance(self.sandbox_client, SandboxClient):
                 self.sandbox_client.check(self.sandbox_request)
+        # The first try is one of `max_retries`, as tenacity counts, which verifiers uses.
         waits = [
             min(base_delay * backoff_factor**attempt, max_backoff_seconds)
             for attempt in range(max(max_retries - 1, 0))
@@ -222,10 +226,13 @@ class SandboxEnv(StatefulToolEnv):
         try:
             result = await asyncio.wait_for(
                 self.sandbox_client.execute_command(sandbox_id, command),
+                # A local sandbox ends the command itself at its limit; giving up outside would
+                # leave it running.
                 timeout=None if not self._is_hosted else self.timeout_per_command_seconds,
             )
         except (TimeoutError, CommandTimeout):
             self.logger.warning("a command timed out in sandbox %s", sandbox_id)
+            # These words reach the model and are the same as in verifiers.
             return f"Error: Command timed out after {self.timeout_per_command_seconds}s"
         said = result.stdout.strip()
         errors = (result.stderr or "").strip()
@@ -240,6 +247,8 @@ class SandboxEnv(StatefulToolEnv):
     async def destroy_sandbox(self, state: State) -> None:
         """Call `post_rollout`, then delete the rollout's sandbox."""
         try:
+            # Scores are computed in it, so it comes before the sandbox is gone, and a failure in it
+            # must not leave the sandbox behind.
             await self.post_rollout(state)
         finally:
             await self._delete(state.get("sandbox_id"))
@@ -285,6 +294,7 @@ class SandboxEnv(StatefulToolEnv):
     @teardown
     async def teardown_sandboxes(self) -> None:
         """Delete the sandboxes of rollouts that never reached their cleanup."""
+        # Cleared first: a second teardown at exit must not ask for the same ones again.
         left = list(self.active_sandboxes)
         self.active_sandboxes.clear()
         if not left:
@@ -306,7 +316,8 @@ def _hosted(fields: dict[str, Any]) -> tuple[Any, Any]:
             f"{CHOICE} is 'hosted', which needs the `prime-sandboxes` package. Install it, or set "
             f"{CHOICE} to docker or local."
         )
-    names = importlib.import_module("rolltree.compat.verifiers.envs.sandbox_env")  # tests patch it
+    # Through the public module, because environments' tests replace the classes there.
+    names = importlib.import_module("rolltree.compat.verifiers.envs.sandbox_env")
     return names.AsyncSandboxClient(), names.CreateSandboxRequest(**fields)
 
 
@@ -320,13 +331,16 @@ class PythonEnv(SandboxEnv):
 
     def __init__(self, **kwargs: Any) -> None:
         settings = {"sandbox_name": "python-env", "docker_image": DEFAULT_IMAGE, **kwargs}
+        # A hosted sandbox keeps one process alive, which reads code from a pipe.
         settings.setdefault("start_command", start_command())
         self._sessions: dict[str, Any] = {}
         SandboxEnv.__init__(self, **settings)
         self.add_tool(self.python, args_to_skip=["sandbox_id", "python_state"])
+        # The model gets `python` alone; `bash` stays for the environment's own use.
         self.remove_tool(self.bash)
 
     def _local_request(self, request: SandboxRequest) -> SandboxRequest:
+        # There is no process that runs all the time on this machine, and `check` refuses others.
         return request.model_copy(update={"start_command": DEFAULT_START})
 
     async def setup_state(self, state: State, **kwargs: Any) -> State:
@@ -354,6 +368,7 @@ class PythonEnv(SandboxEnv):
 
     async def python(self, code: str, sandbox_id: str, python_state: PythonWorkerState) -> str:
         """Execute `code` inside persistent Python REPL."""
+        # A hosted service or an author's client can only run commands.
         if not isinstance(self.sandbox_client, SandboxClient):
             if not python_state["ready"]:
                 await self.bash(wait_command(), sandbox_id=sandbox_id)
@@ -375,6 +390,7 @@ class PythonEnv(SandboxEnv):
             await session.run(SOURCE)
         encoded = base64.b64encode(code.encode()).decode()
         result = await session.run(f"print(_answer({encoded!r}))")
+        # The interpreter survived: its answer is the last line of what it printed.
         if result.ended == "exit" and result.exit_code in (0, None):
             return str(result.stdout)
         del self._sessions[sandbox_id]  # the next code starts a new one

@@ -65,8 +65,10 @@ class TextArenaEnv(MultiTurnEnv):
         """Make the model's guess and return what the game says."""
         game = state.get("ta_env")
         if game is None:
+            # In the first turn, as verifiers does.
             game = state["ta_env"] = deepcopy(self.ta_env)
             game.reset(num_players=1)
+            # The row decides the word; the game has drawn another one.
             game.state.game_state["secret_word"] = state["answer"]
         state["game_completed"], _ = game.step(str(self.parser.parse_answer(messages)))
         _, observation = game.get_observation()
@@ -79,6 +81,7 @@ class TextArenaEnv(MultiTurnEnv):
         game = game_maker(self.game, {})()
         game.reset(num_players=1)
         _, question = game.get_observation()
+        # The global generator, as verifiers does: the same words for the same seed.
         random.seed(self.seed)
         num = self.num_train_examples + self.num_eval_examples
         rows = [{"question": question, "answer": random.choice(game.word_list)} for _ in range(num)]

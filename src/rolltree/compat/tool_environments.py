@@ -24,6 +24,7 @@ Function = Callable[..., Any]
 class ToolEnv(MultiTurnEnv, rooms.ToolEnv):
     """Let the model call Python functions until it answers without a call."""
 
+    # A property in rolltree's own class; here authors set it.
     tools: list[Function]
     tools = []
     tool_map: dict[str, Function]  # type: ignore[assignment]
@@ -35,6 +36,7 @@ class ToolEnv(MultiTurnEnv, rooms.ToolEnv):
         error_formatter: Callable[[Exception], str] = lambda e: f"{e!s}",
         **kwargs: Any,
     ) -> None:
+        # The author's own list, not a copy: verifiers appends to it, and a shared list grows.
         self.tools = tools or []
         self.error_formatter = error_formatter
         self.tool_map = {_name_of(tool): tool for tool in self.tools}
@@ -69,6 +71,7 @@ class ToolEnv(MultiTurnEnv, rooms.ToolEnv):
         """The model has answered without calling a tool."""
         if not state["trajectory"]:
             return False
+        # verifiers asks for the key alone, so an empty list of calls goes on to one more turn.
         last = state["trajectory"][-1]["completion"][-1]
         return last["role"] == "assistant" and last.get("tool_calls") is None
 
@@ -76,6 +79,8 @@ class ToolEnv(MultiTurnEnv, rooms.ToolEnv):
     async def max_turns_reached(self, state: State) -> bool:
         """The model has had its turns. If it used the last one to answer, nothing was cut."""
         reached = bool(await super().max_turns_reached(state))
+        # Both conditions hold then and verifiers names the alphabetically first; rolltree's
+        # `truncated` would call a finished rollout cut.
         if reached and await self.no_tools_called(state):
             state["terminated"] = True
         return reached
@@ -89,6 +94,7 @@ class ToolEnv(MultiTurnEnv, rooms.ToolEnv):
             ToolUnavailable: the tool could not be asked at all.
         """
         try:
+            # In the event loop: tools of verifiers use objects that belong to its thread.
             text = str(await maybe_await(self.tool_map[tool_name], **tool_args))
         except ToolUnavailable:
             raise
@@ -105,6 +111,8 @@ class ToolEnv(MultiTurnEnv, rooms.ToolEnv):
                 args = json.loads(arguments)
             except (TypeError, ValueError) as error:
                 self.logger.error("Error parsing tool arguments: %s", error)
+                # verifiers calls the tool without arguments, and the model reads Python's complaint
+                # about that.
                 args = {}
             answers.append(await self.call_tool(name, args, call_id))
         return answers
@@ -164,9 +172,11 @@ class StatefulToolEnv(ToolEnv, rooms.StatefulToolEnv):
             try:
                 args = json.loads(arguments)
             except (TypeError, ValueError) as error:
+                # verifiers raises, so that a model could end rollouts without a reward by bad JSON.
                 text = self.error_formatter(error)
                 answers.append({"role": "tool", "content": text, "tool_call_id": call_id})
                 continue
+            # verifiers calls it as a plain function; authors also write it as a coroutine.
             args = await maybe_await(self.update_tool_args, name, args, messages, state, **kwargs)
             answers.append(await self.call_tool(name, args, call_id))
         return answers

@@ -109,6 +109,7 @@ def _schema_of(func: Callable[..., Any], texts: Mapping[str, str]) -> dict[str, 
     hints = get_type_hints(func, include_extras=True)
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(func).parameters.items():
+        # verifiers refuses `**kwargs`; here the object is left open further down.
         if parameter.kind is parameter.VAR_KEYWORD:
             continue
         if name.startswith("_"):
@@ -120,6 +121,8 @@ def _schema_of(func: Callable[..., Any], texts: Mapping[str, str]) -> dict[str, 
         text = texts.get(name)
         if get_origin(kind) is Annotated:
             said = next((item for item in get_args(kind)[1:] if isinstance(item, str)), None)
+            # The docstring wins over the annotation, and an empty text is none, as in openai-
+            # agents.
             text = (text if text is not None else said) or None
         if parameter.kind is parameter.VAR_POSITIONAL:
             fields[name] = (_several(kind), Field(default_factory=list, description=text))
@@ -130,6 +133,7 @@ def _schema_of(func: Callable[..., Any], texts: Mapping[str, str]) -> dict[str, 
         else:
             fields[name] = (_described(kind, text), parameter.default)
     try:
+        # The model's name ends up as the title of the schema, which the prompt shows.
         schema: dict[str, Any] = create_model(f"{func.__name__}_args", **fields).model_json_schema()
     except PydanticUserError as error:
         raise ConfigError(
@@ -206,19 +210,23 @@ def strict(schema: Any, root: Any = None) -> dict[str, Any]:
     if is_object:
         schema.setdefault("additionalProperties", False)
     if isinstance(properties, dict):
+        # Every property, also those with defaults: strict mode asks for it, and verifiers sends it.
         schema["required"] = list(properties)
         for part in properties.values():
             strict(part, root)
     if isinstance(schema.get("items"), dict):
         strict(schema["items"], root)
     if "oneOf" in schema:
+        # Strict mode knows no oneOf.
         schema["anyOf"] = [*schema.get("anyOf", ()), *schema.pop("oneOf")]
     for part in (*schema.get("anyOf", ()), *schema.get("allOf", ())):
         strict(part, root)
     if len(schema.get("allOf", ())) == 1:
         schema.update(schema.pop("allOf")[0])
+    # As openai-agents, which takes null for no default.
     if schema.get("default", ...) is None:
         del schema["default"]
+    # A reference with a description beside it is not allowed, so it is replaced by its target.
     if "$ref" in schema and len(schema) > 1:
         target = root
         for step in schema.pop("$ref").removeprefix("#/").split("/"):

@@ -77,7 +77,8 @@ Endpoints: TypeAlias = dict[str, Endpoint]
 def __getattr__(name: str) -> Any:
     if name != "ModelResponse":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:  # what clients of the openai package answer is one, too
+    # Authors annotate with it and check by isinstance, so it covers both kinds of answers.
+    try:
         from openai.types import Completion
         from openai.types.chat import ChatCompletion
     except ImportError:
@@ -104,6 +105,7 @@ def adopted(state: Any) -> State:
     """Return a state, which an environment may have made by hand, as the engine needs it."""
     if not isinstance(state, State):
         state = CompatState(state)
+    # The engine shares prefixes through it; an author's plain list is taken over.
     state["trajectory"] = Trajectory.of(state.get("trajectory"))
     for key, value in _MISSING.items():
         state.setdefault(key, value)
@@ -112,6 +114,7 @@ def adopted(state: Any) -> State:
             generation_ms=0.0, scoring_ms=0.0, total_ms=0.0, start_time=time.time()
         )
     episode = current_episode()
+    # A failure must find the state it belongs to, also one that an author made by hand.
     if episode is not None and not any(known is state for known in episode.states):
         episode.states.append(state)
     return cast(State, state)
@@ -130,6 +133,7 @@ def cut_tokens(tokens: Any, max_seq_len: int | None) -> None:
     tokens["is_truncated"] = max_seq_len is not None and num_prompt + num_sampled > max_seq_len
     if max_seq_len is None or not tokens["is_truncated"]:
         return
+    # A prompt that is too long loses all of its completion, as in verifiers.
     room = max(0, max_seq_len - num_prompt)
     for key in ("prompt_ids", "prompt_mask"):
         tokens[key] = tokens[key][:max_seq_len]

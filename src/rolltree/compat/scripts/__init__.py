@@ -35,6 +35,8 @@ def vf_tui() -> None:
 
 def _run(command: str, module: str) -> None:
     """Run the real package's command of this name if it is installed, else rolltree's."""
+    # With both packages installed the files `vf-*` belong to whichever came last
+    # (design/0020-import-verifiers.md).
     for point in entry_points(group="console_scripts", name=command):
         if point.module.partition(".")[0] == "verifiers":
             point.load()()

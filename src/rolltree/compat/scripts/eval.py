@@ -42,6 +42,7 @@ def main() -> None:
         "url": asked.api_base_url,
         "model": asked.model,
     }
+    # Keys are masked in everything that is printed from here on.
     remember(os.getenv(endpoint["key"]) or "")
     if asked.save_to_hf_hub and not asked.save_results:
         print(
@@ -130,6 +131,7 @@ def _sampling(
     given: dict[str, Any] | None, max_tokens: int | None, temperature: float | None
 ) -> dict[str, Any]:
     """Return the sampling arguments; those of -S win, and `max_tokens` is always there."""
+    # The key is there also when it is None: metadata.json of verifiers has it.
     sampling = {"max_tokens": max_tokens, **(given or {})}
     if temperature is not None:
         sampling.setdefault("temperature", temperature)

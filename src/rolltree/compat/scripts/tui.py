@@ -52,7 +52,9 @@ def discover_results(
     for root in roots:
         for file in sorted(root.glob("**/results.jsonl")):
             run = file.parent
+            # `env--org--model`: the first two dashes end the environment's id.
             env_id, dashes, model = str(run.parent.relative_to(root)).partition("--")
+            # A run that was killed while it wrote has no metadata yet.
             if not dashes or not (run / "metadata.json").is_file():
                 continue
             metadata: dict[str, Any] = {}
@@ -101,6 +103,7 @@ def format_prompt_or_completion(prompt_or_completion: Any) -> Text:
 
 
 def _call_text(call: Any) -> str:
+    # Saved results hold calls as JSON text; those of other programs as dicts.
     if isinstance(call, str):
         try:
             call = json.loads(call)
@@ -151,6 +154,7 @@ class _Choice(Screen[None]):
 
     def action_back(self) -> None:
         """Return to the screen before; the first one stays."""
+        # The stack begins with an empty screen of the framework.
         if len(self.app.screen_stack) > 2:
             self.app.pop_screen()
 
