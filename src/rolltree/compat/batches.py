@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, cast
 
-from rolltree.compat.datasets import repeated
 from rolltree.compat.helpers import maybe_semaphore
 from rolltree.compat.model_calls import Nobody, async_client, is_direct
 from rolltree.compat.results import (
@@ -172,16 +171,12 @@ def as_sent(args: SamplingArgs, message_type: MessageType) -> SamplingArgs:
     return {**rest, "max_completion_tokens": args["max_tokens"]}
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def blocking(method: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, R]:
+def blocking(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
     """Return a method for callers without an event loop (or with a running one)."""
 
     @wraps(method)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        return run_sync(method(*args, **kwargs))
+    def run(*args: Any, **settings: Any) -> Any:
+        return run_sync(method(*args, **settings))
 
     return run
 
@@ -311,7 +306,12 @@ class Batches(BatchRunner):
             rows = self.get_dataset(n=num_examples)
         else:
             rows = self.get_eval_dataset(n=num_examples)
-        return cast(list[RolloutInput], repeated(rows, rollouts_per_example))
+        listed = rows.to_list() if hasattr(rows, "to_list") else list(rows)
+        return [
+            cast(RolloutInput, dict(row))
+            for _ in range(max(rollouts_per_example, 1))
+            for row in listed
+        ]
 
     async def evaluate(
         self,

@@ -83,12 +83,6 @@ def with_task(dataset: Any, task: str, map_kwargs: Mapping[str, Any] | None = No
     return dataset.map(lambda row: {"task": task}, **(map_kwargs or {}))
 
 
-def repeated(rows: Any, times: int) -> list[Row]:
-    """Return the rows of a data set as dicts, all of them `times` times in turn."""
-    listed: list[Row] = rows.to_list() if hasattr(rows, "to_list") else list(rows)
-    return [dict(row) for _ in range(max(times, 1)) for row in listed]
-
-
 def opened(data: Data, row_format: RowFormat) -> Rows:
     """Return `data` as `Rows` that leave complete rows as they are."""
 

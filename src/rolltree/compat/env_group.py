@@ -11,7 +11,7 @@ from rolltree import environments as rooms
 from rolltree.compat.datasets import is_hub_dataset
 from rolltree.compat.environments import Environment
 from rolltree.compat.rubrics import Rubric
-from rolltree.environments.dataset import Row, Rows
+from rolltree.environments.dataset import Rows
 from rolltree.errors import ConfigError
 from rolltree.store.weights import ScoredPart
 from rolltree.types import RolloutInput, SamplingArgs, State
@@ -168,7 +168,7 @@ class EnvGroup(Environment, rooms.EnvGroup):
 def _joined(parts: Sequence[tuple[str, Any]], map_kwargs: dict[str, Any]) -> Any:
     """Return the rows of all parts one after the other, each with its part's name as the task."""
     if not all(is_hub_dataset(rows) for _, rows in parts):
-        return [{**row, "task": name} for name, rows in parts for row in _dicts(rows)]
+        return [{**row, "task": name} for name, rows in parts for row in rows]
     from datasets import concatenate_datasets
 
     named = []
@@ -178,10 +178,6 @@ def _joined(parts: Sequence[tuple[str, Any]], map_kwargs: dict[str, Any]) -> Any
             rows = rows.remove_columns(["task"])
         named.append(rows.add_column("task", [name] * len(rows)))
     return concatenate_datasets(named)
-
-
-def _dicts(rows: Any) -> list[Row]:
-    return [dict(row) for row in rows]
 
 
 def _names_of(rubric: Any) -> list[str]:

@@ -25,12 +25,12 @@ from rolltree.compat.datasets import (
     with_prompts,
     with_task,
 )
-from rolltree.compat.helpers import NullAsyncContext, concat_messages, maybe_await
+from rolltree.compat.helpers import NullAsyncContext, concat_messages, cut_tokens, maybe_await
 from rolltree.compat.model_calls import ask, is_direct, is_sendable
 from rolltree.compat.own_names import OwnNames, set_for_author
 from rolltree.compat.parsers import Parser
 from rolltree.compat.rubrics import Rubric
-from rolltree.compat.types import AT_THE_END, CompatState, adopted, cut_tokens
+from rolltree.compat.types import AT_THE_END, CompatState, adopted
 from rolltree.environments import lifecycle
 from rolltree.environments.completion import conversation
 from rolltree.environments.dataset import Data, RowFormat, Rows

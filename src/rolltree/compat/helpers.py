@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from rolltree.errors import BadResponse
 from rolltree.inference.parse import extract_message, read, sampled_entries, spelled_ids
 from rolltree.parsers import text_of
+from rolltree.tokens import peek
 from rolltree.types import (
     OVERLONG_PROMPT,
     ChatMessage,
@@ -58,14 +59,15 @@ def concat_messages(messages_list: Sequence[Messages | ChatMessage]) -> Messages
 def strip_nones_from_content(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Return messages without the None values that data sets put into content parts."""
     return [
-        {**message, "content": [_without_none(part) for part in message["content"]]}
+        {**message, "content": [without_none(part) for part in message["content"]]}
         if isinstance(message.get("content"), list)
         else message
         for message in messages
     ]
 
 
-def _without_none(part: Any) -> Any:
+def without_none(part: Any) -> Any:
+    """Return a content part without its None values."""
     if not isinstance(part, dict):
         return part
     return {key: value for key, value in part.items() if value is not None}
@@ -160,20 +162,30 @@ async def parse_response_tokens(
     if found is None:
         return None
     prompt_ids, completion_ids, logprobs = found
-    num_tokens = len(prompt_ids) + len(completion_ids)
-    # Cut here and not refused: `is_truncated` lets a trainer drop it.
-    limit = num_tokens if max_seq_len is None else min(num_tokens, max_seq_len)
-    prompt = prompt_ids[:limit]
-    room = max(0, limit - len(prompt_ids))
-    return {
-        "prompt_ids": prompt,
-        "prompt_mask": [0] * len(prompt),
-        "completion_ids": completion_ids[:room],
-        "completion_mask": [1] * min(room, len(completion_ids)),
-        "completion_logprobs": logprobs[:room],
-        "overlong_prompt": len(prompt_ids) > limit,
-        "is_truncated": num_tokens > limit,
+    tokens: dict[str, Any] = {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": [0] * len(prompt_ids),
+        "completion_ids": completion_ids,
+        "completion_mask": [1] * len(completion_ids),
+        "completion_logprobs": logprobs,
     }
+    cut_tokens(tokens, max_seq_len)
+    return tokens
+
+
+def cut_tokens(tokens: Any, max_seq_len: int | None) -> None:
+    """Cut the tokens of a step to `max_seq_len`, prompt and completion, and note what was cut."""
+    num_prompt, num_sampled = (len(peek(tokens, key)) for key in ("prompt_ids", "completion_ids"))
+    tokens["overlong_prompt"] = max_seq_len is not None and num_prompt > max_seq_len
+    tokens["is_truncated"] = max_seq_len is not None and num_prompt + num_sampled > max_seq_len
+    if max_seq_len is None or not tokens["is_truncated"]:
+        return
+    # A prompt that is too long loses all of its completion, as in verifiers.
+    room = max(0, max_seq_len - num_prompt)
+    for key in ("prompt_ids", "prompt_mask"):
+        tokens[key] = tokens[key][:max_seq_len]
+    for key in ("completion_ids", "completion_mask", "completion_logprobs"):
+        tokens[key] = tokens[key][:room]
 
 
 def _tokens_of(

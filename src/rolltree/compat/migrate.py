@@ -317,7 +317,9 @@ class _File:
         name = self.names.get(path[0]) if len(path) == 1 else None
         if path[0] in self.aliases:
             name = path[-1]
-        target = getattr(rolltree, name, None) if name and home_of(name) == "rolltree" else None
+        target: Any = (
+            getattr(rolltree, name, None) if name and home_of(name) == "rolltree" else None
+        )
         known = _keywords(target) if inspect.isclass(target) else None
         if path[-1] in ("evaluate", "evaluate_sync", "generate", "generate_sync"):
             # By the method's name alone: the type of what it is called on is not known.

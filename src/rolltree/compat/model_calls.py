@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
-from rolltree.compat.helpers import get_overlong_prompt_dummy_response
+from rolltree.compat.helpers import get_overlong_prompt_dummy_response, without_none
 from rolltree.environments.openai_view import OpenAIView, openai_view
 from rolltree.errors import ConfigError, PromptTooLong
 from rolltree.inference.client import as_client, sampling_from_args
@@ -226,12 +226,7 @@ def _is_audio(part: Any) -> bool:
 def _without_nones(message: ChatMessage) -> ChatMessage:
     content = message.get("content")
     if isinstance(content, list):
-        content = [
-            {key: value for key, value in part.items() if value is not None}
-            if isinstance(part, dict)
-            else part
-            for part in content
-        ]
+        content = [without_none(part) for part in content]
     # Nothing to leave out: the same dict, so that histories keep sharing messages.
     elif all(value is not None or key == "content" for key, value in message.items()):
         return message

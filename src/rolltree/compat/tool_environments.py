@@ -106,16 +106,29 @@ class ToolEnv(MultiTurnEnv, rooms.ToolEnv):
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
         """Return one tool message per call of the last message, in the calls' order."""
         answers: list[ChatMessage] = []
-        for name, arguments, call_id in _calls_of(messages):
+        for call in cast("list[ChatMessage]", messages)[-1].get("tool_calls") or ():
+            function = call.get("function", {})
+            name, call_id = function.get("name", ""), call.get("id", "")
             try:
-                args = json.loads(arguments)
+                args = json.loads(function.get("arguments", ""))
             except (TypeError, ValueError) as error:
-                self.logger.error("Error parsing tool arguments: %s", error)
-                # verifiers calls the tool without arguments, and the model reads Python's complaint
-                # about that.
-                args = {}
+                answers.append(await self._answer_spoiled(name, call_id, error))
+                continue
+            args = await self._completed_args(name, args, messages, state, **kwargs)
             answers.append(await self.call_tool(name, args, call_id))
         return answers
+
+    async def _answer_spoiled(self, name: str, call_id: str, error: Exception) -> ChatMessage:
+        """Return the answer to a call whose arguments are not JSON."""
+        self.logger.error("Error parsing tool arguments: %s", error)
+        # verifiers calls the tool without arguments, and the model reads Python's complaint.
+        return await self.call_tool(name, {}, call_id)
+
+    async def _completed_args(
+        self, name: str, args: Any, messages: Messages, state: State, **kwargs: Any
+    ) -> Any:
+        """Return the arguments that a tool is called with: here, the model's."""
+        return args
 
 
 class StatefulToolEnv(ToolEnv, rooms.StatefulToolEnv):
@@ -162,34 +175,15 @@ class StatefulToolEnv(ToolEnv, rooms.StatefulToolEnv):
     ) -> dict[str, Any]:
         """Return the arguments to call the tool with; `tool_args` are the model's, unchecked."""
 
-    async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
-        """Return one tool message per call of the last message, in the calls' order.
+    async def _answer_spoiled(self, name: str, call_id: str, error: Exception) -> ChatMessage:
+        # verifiers raises here, so that a model could end rollouts without a reward by bad JSON.
+        return {"role": "tool", "content": self.error_formatter(error), "tool_call_id": call_id}
 
-        Arguments that are not JSON are told to the model.
-        """
-        answers: list[ChatMessage] = []
-        for name, arguments, call_id in _calls_of(messages):
-            try:
-                args = json.loads(arguments)
-            except (TypeError, ValueError) as error:
-                # verifiers raises, so that a model could end rollouts without a reward by bad JSON.
-                text = self.error_formatter(error)
-                answers.append({"role": "tool", "content": text, "tool_call_id": call_id})
-                continue
-            # verifiers calls it as a plain function; authors also write it as a coroutine.
-            args = await maybe_await(self.update_tool_args, name, args, messages, state, **kwargs)
-            answers.append(await self.call_tool(name, args, call_id))
-        return answers
-
-
-def _calls_of(messages: Messages) -> list[tuple[str, Any, str]]:
-    """Return name, arguments and id of the calls in the last message."""
-    last = cast("list[ChatMessage]", messages)[-1]
-    calls = []
-    for call in last.get("tool_calls") or ():
-        function = call.get("function", {})
-        calls.append((function.get("name", ""), function.get("arguments", ""), call.get("id", "")))
-    return calls
+    async def _completed_args(
+        self, name: str, args: Any, messages: Messages, state: State, **kwargs: Any
+    ) -> Any:
+        # verifiers calls it as a plain function; authors also write it as a coroutine.
+        return await maybe_await(self.update_tool_args, name, args, messages, state, **kwargs)
 
 
 def _name_of(tool: Function) -> str:

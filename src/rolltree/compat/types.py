@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, cast
 
 from rolltree import types as rooms
 from rolltree.rollouts import current_episode
-from rolltree.tokens import Trajectory, peek
+from rolltree.tokens import Trajectory
 from rolltree.types import ChatMessage, State
 
 ChatMessages: TypeAlias = list[ChatMessage]
@@ -124,18 +124,3 @@ _MISSING: dict[str, Any] = {
     **dict.fromkeys(("reward", "metrics", "error", "truncation_reason")),
     **dict.fromkeys(("is_completed", "terminated", "truncated"), False),
 }
-
-
-def cut_tokens(tokens: Any, max_seq_len: int | None) -> None:
-    """Cut the tokens of a step to `max_seq_len`, prompt and completion, and note what was cut."""
-    num_prompt, num_sampled = (len(peek(tokens, key)) for key in ("prompt_ids", "completion_ids"))
-    tokens["overlong_prompt"] = max_seq_len is not None and num_prompt > max_seq_len
-    tokens["is_truncated"] = max_seq_len is not None and num_prompt + num_sampled > max_seq_len
-    if max_seq_len is None or not tokens["is_truncated"]:
-        return
-    # A prompt that is too long loses all of its completion, as in verifiers.
-    room = max(0, max_seq_len - num_prompt)
-    for key in ("prompt_ids", "prompt_mask"):
-        tokens[key] = tokens[key][:max_seq_len]
-    for key in ("completion_ids", "completion_mask", "completion_logprobs"):
-        tokens[key] = tokens[key][:room]
