@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from rolltree.compat.helpers import maybe_semaphore
-from rolltree.compat.model_calls import Nobody, async_client, is_direct
+from rolltree.compat.model_calls import MissingClient, async_client, is_direct
 from rolltree.compat.results import (
     GenerateMetadata,
     GenerateOutputs,
@@ -103,7 +103,7 @@ async def run_batch(
     # can only be scored when all of it is there.
     requests.sort(key=lambda request: first[request.group_id])
     limit = max_concurrent if max_concurrent and max_concurrent > 0 else len(requests)
-    asked = as_client(Nobody() if client is None else client, model)
+    asked = as_client(MissingClient() if client is None else client, model)
     source = env if score else Unscored(env)
     engine = RolloutEngine(source, asked, model=model, max_concurrent=max(limit, 1))
     found: dict[str, RolloutResult] = {}

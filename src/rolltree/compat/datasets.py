@@ -83,7 +83,7 @@ def with_task(dataset: Any, task: str, map_kwargs: Mapping[str, Any] | None = No
     return dataset.map(lambda row: {"task": task}, **(map_kwargs or {}))
 
 
-def opened(data: Data, row_format: RowFormat) -> Rows:
+def as_rows(data: Data, row_format: RowFormat) -> Rows:
     """Return `data` as `Rows` that leave complete rows as they are."""
 
     def complete(row: Mapping[str, Any], index: int) -> Row:

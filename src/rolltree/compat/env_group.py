@@ -23,7 +23,8 @@ class EnvGroupRubric(Rubric):
     def __init__(self, env_map: Mapping[str, rooms.Environment]) -> None:
         super().__init__()
         self.env_map = env_map
-        # Metrics of all environments in every state, 0 where not played: columns have one length.
+        # Every state has the metrics of all environments, 0 for those not played, so that the
+        # columns have one length.
         names = {name for env in env_map.values() for name in _names_of(env.rubric)}
         self.all_reward_names = sorted(names)
 

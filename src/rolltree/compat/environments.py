@@ -19,8 +19,8 @@ from typing import Any, ClassVar, cast
 from rolltree import environments as rooms
 from rolltree.compat.batches import Batches, args_of_rollout, as_sent, current_batch, note_failure
 from rolltree.compat.datasets import (
+    as_rows,
     is_hub_dataset,
-    opened,
     with_example_ids,
     with_prompts,
     with_task,
@@ -30,7 +30,7 @@ from rolltree.compat.model_calls import ask, is_direct, is_sendable
 from rolltree.compat.own_names import OwnNames, set_for_author
 from rolltree.compat.parsers import Parser
 from rolltree.compat.rubrics import Rubric
-from rolltree.compat.types import AT_THE_END, CompatState, adopted
+from rolltree.compat.types import AT_THE_END, CompatState, as_engine_state
 from rolltree.environments import lifecycle
 from rolltree.environments.completion import conversation
 from rolltree.environments.dataset import Data, RowFormat, Rows
@@ -211,7 +211,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
         if not is_hub_dataset(dataset):
             few = tuple(few_shot or ())
             form = RowFormat(self.env_id, system_prompt, few, "chat", question_key, answer_key)
-            return opened(dataset, form)
+            return as_rows(dataset, form)
         dataset = self._ensure_example_id(dataset)
         dataset = self._ensure_prompt(
             dataset, system_prompt, few_shot, question_key, answer_key, map_kwargs
@@ -257,7 +257,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
 
     def rows(self, data: Data) -> Rows:
         """Return `data` as rows; those that are complete stay as they are."""
-        return opened(data, self.row_format)
+        return as_rows(data, self.row_format)
 
     def _split(self, split: Split) -> Rows:
         return self.rows(self.get_dataset() if split == "train" else self.get_eval_dataset())
@@ -301,7 +301,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
         made = await maybe_await(self.setup_state, state)
         if made is None or isinstance(made, State):
             return state if made is None else made
-        return adopted(made)
+        return as_engine_state(made)
 
     async def get_model_response(
         self,
@@ -414,7 +414,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
         except Exception as error:
             note_failure(error)
             raise
-        state = adopted(state)
+        state = as_engine_state(state)
         # A `rollout` written by hand may end without it, and verifiers reads it by `get`.
         state.setdefault("completion", None)
         return [state]
@@ -467,7 +467,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
             self.run_rollout(gen_sem, given, client, model, gen_sampling_args)
             for given in group_inputs
         )
-        states = [adopted(state) for state in await asyncio.gather(*playing)]
+        states = [as_engine_state(state) for state in await asyncio.gather(*playing)]
         await self.rubric.score_group(states, score_sem=score_sem)
         return states
 
@@ -563,8 +563,8 @@ class MultiTurnEnv(Environment, rooms.MultiTurnEnv):
                 signature.bind(input, *args, **named)
             except TypeError:
                 continue
-            return adopted(await self.init_state(input, *args, **named))
-        return adopted(await self.init_state(input, **settings))
+            return as_engine_state(await self.init_state(input, *args, **named))
+        return as_engine_state(await self.init_state(input, **settings))
 
 
 class SingleTurnEnv(MultiTurnEnv, rooms.SingleTurnEnv):

@@ -99,12 +99,12 @@ def is_direct(client: Any) -> bool:
     )
 
 
-class Nobody:
+class MissingClient:
     """Stands for the client None: an environment may answer by itself."""
 
     model = ""
 
-    def session(self) -> Nobody:
+    def session(self) -> MissingClient:
         """Return itself."""
         return self
 
@@ -141,7 +141,7 @@ async def ask(
         raise ConfigError("oai_tools are not supported for completion tasks.")
     messages, args = for_model(prompt, sampling_args)
     # verifiers accepts None for environments that answer without a model.
-    client = Nobody() if client is None else client
+    client = MissingClient() if client is None else client
     client = async_client(client) if is_blocking(client) else client
     if is_direct(client):
         return await _ask_directly(client, model, messages, tools, args, message_type)

@@ -80,15 +80,15 @@ async def play(env: Environment) -> list[dict[str, Any]]:
     rows = [
         {"example_id": index, **row} for index, row in enumerate(env.get_eval_dataset(NUM_ROWS))
     ]
-    told = []
+    played = []
     for name, probe, row in _plays(env, rows):
         # Environments draw from the global generator, and both plays must draw the same.
         random.seed(1)
         # rolltree's own, also for an old environment, whose `generate` raises when all have failed.
         results = await Environment.generate(env, [row], probe, seed=1)
         about = {"answer": name, "example_id": row["example_id"], "tools": probe.tools}
-        told.append(about | _told(results.state[0]))
-    return told
+        played.append(about | _summary(results.state[0]))
+    return played
 
 
 def _plays(env: Environment, rows: list[Any]) -> Iterator[tuple[str, TokenProbe, Any]]:
@@ -104,7 +104,7 @@ def _plays(env: Environment, rows: list[Any]) -> Iterator[tuple[str, TokenProbe,
         yield "a tool call, then the reference", caller, row
 
 
-def _told(state: Any) -> dict[str, Any]:
+def _summary(state: Any) -> dict[str, Any]:
     plain = json.loads(
         json.dumps(
             {key: state.get(key) for key in ("prompt", "completion", "metrics")}, default=str

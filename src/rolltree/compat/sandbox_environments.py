@@ -106,8 +106,8 @@ def request_command(code: str) -> str:
     return f"printf %s {_encoded(code)} > {REQUESTS}; cat {ANSWERS}"
 
 
-def told(answer: dict[str, Any]) -> str:
-    """Return what the model is told of an answer."""
+def answer_text(answer: dict[str, Any]) -> str:
+    """Return the text that the model reads."""
     parts = [(answer.get("stdout") or "").rstrip()]
     errors = (answer.get("stderr") or "").rstrip()
     if errors:
@@ -288,7 +288,7 @@ class SandboxEnv(StatefulToolEnv):
             await self.with_retry(self.sandbox_client.bulk_delete)(global_ids)
             self.logger.debug(f"Bulk deleted sandboxes: {global_ids}")
             self.active_sandboxes.difference_update(global_ids)
-        except Exception as error:  # noqa: BLE001  told; nothing depends on it
+        except Exception as error:  # noqa: BLE001  nothing depends on it
             self.logger.error(f"Failed to bulk delete sandboxes {global_ids}: {error}")
 
     @teardown
@@ -378,7 +378,7 @@ class PythonEnv(SandboxEnv):
         python_state["ready"] = True
         answer = json.loads(said)
         python_state["execution_count"] = answer["execution_count"]
-        return told(answer)
+        return answer_text(answer)
 
     async def _in_session(self, code: str, sandbox_id: str) -> str:
         """Run code in the sandbox's own interpreter and return the worker's answer."""

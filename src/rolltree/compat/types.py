@@ -101,7 +101,7 @@ class CompatState(State):
 CompatState.__name__ = "State"
 
 
-def adopted(state: Any) -> State:
+def as_engine_state(state: Any) -> State:
     """Return a state, which an environment may have made by hand, as the engine needs it."""
     if not isinstance(state, State):
         state = CompatState(state)
