@@ -380,8 +380,14 @@ class Environment(OwnNames, Batches, rooms.Environment):
         if not state.get("completion"):  # no step, or a history that was rewritten to less
             await super()._render_completion(state)
 
-    async def is_completed(self, state: State, **kwargs: Any) -> bool:
+    async def is_completed(self, state: State | dict[str, Any], **kwargs: Any) -> bool:
         """Ask the stop conditions in order; the first that is true ends the rollout."""
+        if not isinstance(state, State):
+            # verifiers takes plain dicts here; rolltree's own loop reads attributes of a `State`.
+            made = CompatState(state)
+            is_over = await self.is_completed(made, **kwargs)
+            state.update(made)
+            return is_over
         # verifiers runs the cleanups inside `is_completed`, before scoring: what `@cleanup` methods
         # put into the state is there when reward functions run.
         if not await super().is_completed(state, **kwargs):
