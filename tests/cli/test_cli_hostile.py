@@ -137,7 +137,7 @@ def test_errors_of_every_kind_are_harmless(folder):
 
 
 def test_the_command_line_prints_in_one_place():
-    """`tell` and `SafeConsole` clean what they print; a bare print would not."""
+    """`echo` and `SafeConsole` clean what they print; a bare print would not."""
     bare = [
         f"{file.name}: {line.strip()}"
         for file in sorted(Path(rolltree.cli.__file__).parent.glob("*.py"))

@@ -34,7 +34,7 @@ from rolltree.cli import (
     train,
     view,
 )
-from rolltree.cli.arguments import tell
+from rolltree.cli.arguments import echo
 from rolltree.errors import ConfigError, RolltreeError, Stopped, UnknownName
 from rolltree.lazy import EXTRAS
 from rolltree.redact import shown
@@ -59,10 +59,10 @@ def messages() -> Iterator[None]:
     try:
         yield
     except Stopped as stopped:
-        tell(stopped, error=True)
+        echo(stopped, error=True)
         raise click.exceptions.Exit(STOPPED_STATUS) from None
     except RolltreeError as error:
-        tell(f"error: {error}", error=True)
+        echo(f"error: {error}", error=True)
         status = 2 if isinstance(error, ConfigError | UnknownName) else 1
         raise click.exceptions.Exit(status) from None
     except ModuleNotFoundError as error:
@@ -76,13 +76,13 @@ def messages() -> Iterator[None]:
             else f"the package {error.name} is missing, which the environment imports. Install it, "
             "or all that the environment's project names: rolltree env install PATH."
         )
-        tell(f"error: {message}", error=True)
+        echo(f"error: {message}", error=True)
         raise click.exceptions.Exit(2) from None
     except OSError as error:
         # Not the operating system's: a library's own use of the class.
         if error.errno is None:
             raise
-        tell(f"error: {os_error_message(error)}", error=True)
+        echo(f"error: {os_error_message(error)}", error=True)
         raise click.exceptions.Exit(1) from None
     except KeyboardInterrupt:
         raise click.exceptions.Exit(130) from None
@@ -143,7 +143,7 @@ def main() -> None:
     try:
         app(prog_name="rolltree")
     except Exception:  # noqa: BLE001  a mistake, of rolltree or of an environment's code
-        tell(traceback.format_exc().rstrip("\n"), error=True)
+        echo(traceback.format_exc().rstrip("\n"), error=True)
         sys.exit(1)
     finally:
         _drop_unwritten()

@@ -25,7 +25,7 @@ compat_option = click.option(
 Name = TypeVar("Name", bound=str)
 
 
-def tell(text: object, *, error: bool = False) -> None:
+def echo(text: object, *, error: bool = False) -> None:
     """Print a line on stdout, or on stderr, as a person may be shown it."""
     _print(shown(str(text)), sys.stderr if error else sys.stdout)
 
@@ -36,7 +36,7 @@ def _print(text: str, file: TextIO) -> None:
         print(text, file=file, flush=True)
 
 
-def tell_json(value: object) -> None:
+def echo_json(value: object) -> None:
     """Print JSON on stdout, without secrets; its escapes leave nothing that steers a terminal."""
     from rolltree.redact import redact
     from rolltree.store import to_plain

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from rolltree.cli.arguments import tell_json
+from rolltree.cli.arguments import echo_json
 from rolltree.cli.runs import run_argument
 
 
@@ -33,7 +33,7 @@ def audit_run(run: Path, recompute: int, tokenizer: Path | None, limit: int, as_
 
     report = audit(run, recompute=recompute, tokenizer=tokenizer)
     if as_json:
-        tell_json(report.as_dict())
+        echo_json(report.as_dict())
     else:
         from rolltree.reports import SafeConsole, audit_lines, audit_table, say
 

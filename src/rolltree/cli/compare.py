@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from rolltree.cli.arguments import tell, tell_json
+from rolltree.cli.arguments import echo, echo_json
 
 
 @click.command("compare")
@@ -54,12 +54,12 @@ def compare_stored_runs(
         num_examples=examples,
     )
     if as_json:
-        tell_json(found.as_dict())
+        echo_json(found.as_dict())
         return
     if markdown:
         from rolltree.reports import comparison_markdown
 
-        tell(comparison_markdown(found).rstrip("\n"))
+        echo(comparison_markdown(found).rstrip("\n"))
         return
     from rolltree.reports import SafeConsole, comparison_parts
 

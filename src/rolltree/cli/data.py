@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from rolltree.cli.arguments import known_name, tell, tell_json
+from rolltree.cli.arguments import echo, echo_json, known_name
 from rolltree.cli.runs import phase_option, run_argument
 from rolltree.errors import ConfigError
 
@@ -72,7 +72,7 @@ def show_data(
             return
         _refuse(chosen != "table", "-o names the format by its suffix; leave --format out")
         number = (found if limit is None else found.head(limit)).write(output)
-    tell(f"wrote {number} rows to {output}")
+    echo(f"wrote {number} rows to {output}")
 
 
 @click.command("export")
@@ -114,9 +114,9 @@ def export_rollouts(
         **filters,
     )
     if as_json:
-        tell_json({"kind": kind, "target": str(target), "num_rows": number})
+        echo_json({"kind": kind, "target": str(target), "num_rows": number})
     else:
-        tell(f"wrote {number} {'rollouts' if kind != 'sft' else 'rows'} to {target}")
+        echo(f"wrote {number} {'rollouts' if kind != 'sft' else 'rows'} to {target}")
 
 
 def _refuse(wrong: Any, advice: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from rolltree.cli.arguments import compat_option, json_object, tell
+from rolltree.cli.arguments import compat_option, echo, json_object
 
 SHOWN = 10
 """How many differences are printed."""
@@ -20,7 +20,7 @@ def list_environments() -> None:
     from rolltree.environments import known_environments
 
     for name in known_environments():
-        tell(name)
+        echo(name)
 
 
 @environments.command("check")
@@ -69,11 +69,11 @@ def check_contract(
         print(json.dumps(asdict(report), indent=2, default=str))
     else:
         for finding in report.findings:
-            tell(f"{finding.check}: {finding.message}")
+            echo(f"{finding.check}: {finding.message}")
         for note in report.notes:
-            tell(f"note: {note}")
+            echo(f"note: {note}")
         said = f"{len(report.findings)} faults" if report.findings else "no faults"
-        tell(f"{report.env_id}: {said} in {len(CHECKS)} checks on {report.num_examples} examples")
+        echo(f"{report.env_id}: {said} in {len(CHECKS)} checks on {report.num_examples} examples")
     if report.findings:
         raise click.exceptions.Exit(1)
 
@@ -86,8 +86,8 @@ def install_environment(where: str, editable: bool) -> None:
     from rolltree.compat.packages import install_package
 
     name = install_package(where, editable=editable)
-    tell(f"installed {name}")
-    tell(f"next: rolltree eval {name}")
+    echo(f"installed {name}")
+    echo(f"next: rolltree eval {name}")
 
 
 @environments.command("migrate")
@@ -105,21 +105,21 @@ def migrate_environment(
 
     args = json_object(env_args, "-a")
     migration = migrate(path)
-    tell(migration.diff() or "nothing to edit")
+    echo(migration.diff() or "nothing to edit")
     for remark in migration.remarks:
-        tell(f"to do: {remark}")
+        echo(f"to do: {remark}")
     checked = None if no_check else check_migration(path, migration, args)
     differences = () if checked is None else checked.differences
     found, shown = len(differences), differences[:SHOWN]
     if checked is not None:
         for note in checked.notes:
-            tell(f"note: {note}")
+            echo(f"note: {note}")
         for difference in shown:
-            tell(f"differs: {difference}")
+            echo(f"differs: {difference}")
         said = f"{found} fields differ" if found else "all the same"
-        tell(f"played {checked.num_rollouts} rollouts before and after: {said}")
+        echo(f"played {checked.num_rollouts} rollouts before and after: {said}")
     if write and found and not force:
-        tell(
+        echo(
             "nothing was written, because the rewards of the environment would not be what they "
             "were. Keep it as it is, or pass --force to write it with these differences as a to-do."
         )
@@ -127,7 +127,7 @@ def migrate_environment(
         counted = f"TODO: since `rolltree env migrate` {found} fields differ, such as"
         todo = [counted, *(f"  {difference}" for difference in shown)] if found else []
         migration.with_todo(todo).write()
-        tell(f"wrote {len(migration.after)} files")
+        echo(f"wrote {len(migration.after)} files")
     if found:
         raise click.exceptions.Exit(1)
 
@@ -147,6 +147,6 @@ def new_environment(name: str, kind: str, folder: Path) -> None:
     from rolltree.environments.scaffold import scaffold
 
     for file in scaffold(name, kind, folder):
-        tell(file)
+        echo(file)
     where = name if folder == Path("environments") else folder / name.replace("-", "_")
-    tell(f"next: rolltree env check {where}")
+    echo(f"next: rolltree env check {where}")

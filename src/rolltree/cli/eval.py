@@ -16,10 +16,10 @@ import click
 from rolltree.cli.arguments import (
     compat_option,
     default_run_dir,
+    echo_json,
     json_object,
     known_name,
     secret,
-    tell_json,
 )
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ def evaluate_environment(
             )
             say(out, f"wrote {written / 'results.jsonl'} and metadata.json")
         if as_json:
-            tell_json(report.as_dict())
+            echo_json(report.as_dict())
     # A script must see that nothing was measured.
     if report.num_failed == report.num_rollouts:
         raise click.exceptions.Exit(1)

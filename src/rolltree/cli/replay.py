@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rolltree.cli.arguments import compat_option, json_object, secret, tell_json
+from rolltree.cli.arguments import compat_option, echo_json, json_object, secret
 from rolltree.cli.eval import open_client
 from rolltree.cli.runs import phase_option, run_argument
 from rolltree.errors import ConfigError
@@ -104,7 +104,7 @@ def replay_rollouts(
     for line in lines:
         say(out, line)
     if as_json:
-        tell_json([report.as_dict() for report in reports])
+        echo_json([report.as_dict() for report in reports])
     # A branch differs on purpose.
     if not goes_on and not all(report.is_equal for report in reports):
         raise click.exceptions.Exit(1)

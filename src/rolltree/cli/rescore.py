@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from rolltree.cli.arguments import compat_option, json_object, tell_json
+from rolltree.cli.arguments import compat_option, echo_json, json_object
 from rolltree.cli.runs import phase_option, run_argument
 
 
@@ -90,7 +90,7 @@ def rescore_run(
         say(errors, "stopped; the same command continues")
         raise
     if as_json:
-        tell_json(report.as_dict())
+        echo_json(report.as_dict())
     else:
         out = SafeConsole()
         for part in rescore_parts(report, num_changes=top):

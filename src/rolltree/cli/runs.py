@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from rolltree.cli.arguments import tell_json
+from rolltree.cli.arguments import echo_json
 
 run_argument = click.argument("run", type=click.Path(path_type=Path), help="A run directory.")
 phase_option = click.option("--phase", help="Only this phase.")
@@ -32,7 +32,7 @@ def list_stored_runs(root: Path, as_json: bool) -> None:
         for run in found:
             with Run.open(run.path, mode="r", check="rows") as stored:
                 told.append({**run_overview(stored), **asdict(run), "path": str(run.path)})
-        tell_json(told)
+        echo_json(told)
         return
     for run in found:
         for line in run_lines(run):

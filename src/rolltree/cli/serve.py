@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rolltree.cli.arguments import known_name, secret, tell
+from rolltree.cli.arguments import echo, known_name, secret
 
 if TYPE_CHECKING:
     from rolltree.inference.server.model_server import ServedLogprobs
@@ -127,14 +127,14 @@ def serve_model(
     )
 
     def announce(url: str, used_token: str, used_admin_token: str | None) -> None:
-        tell(f"serving {name} at {url}")
+        echo(f"serving {name} at {url}")
         # One that was given is in the environment and need not be shown; one that was made is seen
         # nowhere else.
         if token is None:
             print(f"token: {used_token}", flush=True)
         if admin_token is None and used_admin_token is not None:
             print(f"admin token: {used_admin_token}", flush=True)
-        tell("Ctrl-C stops it.", error=True)
+        echo("Ctrl-C stops it.", error=True)
 
     serve(served, where, on_ready=announce)
 
@@ -147,7 +147,7 @@ def list_models(prepare: str | None) -> None:
     from rolltree.models.load import MADE_MODELS
 
     if prepare is not None:
-        tell(resolve_model(prepare))
+        echo(resolve_model(prepare))
         return
     for name in sorted(MADE_MODELS):
-        tell(name)
+        echo(name)

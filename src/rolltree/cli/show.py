@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rolltree.cli.arguments import tell_json
+from rolltree.cli.arguments import echo_json
 from rolltree.cli.runs import phase_option, run_argument
 
 if TYPE_CHECKING:
@@ -130,4 +130,4 @@ def _print_json(stored: Run, rows_only: Run, request_ids: tuple[str, ...]) -> No
         for request_id in request_ids
         for row in stored.rollouts(request_id=request_id)
     ]
-    tell_json({**about, "rollouts": rows})
+    echo_json({**about, "rollouts": rows})

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rolltree.cli.arguments import tell
+from rolltree.cli.arguments import echo
 from rolltree.cli.data import where_option
 
 if TYPE_CHECKING:
@@ -65,19 +65,19 @@ def view_runs(
 
 def _tell_exported(target: Path, found: ExportedPage) -> None:
     """Say what is in a file, how large it is, and what is not."""
-    tell(f"wrote {target}, {found.num_bytes / 1e6:.1f} MB, which opens in a browser by itself:")
+    echo(f"wrote {target}, {found.num_bytes / 1e6:.1f} MB, which opens in a browser by itself:")
     kinds = ", ".join(f"{num:,} {why}" for why, num in found.reasons.items())
-    tell(
+    echo(
         f"{found.num_rollouts:,} of {found.of_rollouts:,} rollouts{kinds and f' ({kinds})'}, "
         f"{found.num_groups:,} of {found.of_groups:,} groups"
     )
     if found.num_without_tokens:
-        tell(
+        echo(
             f"{found.num_without_tokens:,} of them without their tokens, for which there was no "
             "room; --limit takes fewer rollouts, and all tokens of those"
         )
     if found.num_bytes > MAIL_BYTES:
-        tell("it is larger than most mail takes; --limit takes fewer rollouts")
+        echo("it is larger than most mail takes; --limit takes fewer rollouts")
 
 
 def _serve(path: Path, port: int, *, browser: bool) -> None:
@@ -95,6 +95,6 @@ def _serve(path: Path, port: int, *, browser: bool) -> None:
 
     def ready(link: str) -> None:
         print(link, flush=True)
-        tell("Ctrl-C stops it.", error=True)
+        echo("Ctrl-C stops it.", error=True)
 
     serve_viewer(path, port=port, browser=browser, on_ready=ready)

@@ -194,6 +194,7 @@ def compare_values(
 ) -> Comparison | None:
     """Compare values by example, one mapping per run; None without a common example."""
     runs = (*a, *b)
+    # Only examples that every run scored can be paired; the others are counted.
     common = [key for key in runs[0] if all(run.get(key) for run in runs)]
     if not common:
         return None

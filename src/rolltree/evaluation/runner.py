@@ -129,7 +129,7 @@ async def evaluate_async(
         note_weights(source, run)
     found, again = await asyncio.to_thread(_finished, run, phase, plan, retry_failed, source)
     tally = await asyncio.to_thread(_Tally, len(plan), found, on_progress)
-    tally.tell()
+    tally.report()
     num_resumed = len(found)
     engine = RolloutEngine(
         source,
@@ -271,10 +271,10 @@ class _Tally:
         if outcome.reward is not None:
             self._scored += 1
             self._reward_sum += outcome.reward
-        self.tell()
+        self.report()
 
-    def tell(self) -> None:
-        """Tell where the evaluation stands."""
+    def report(self) -> None:
+        """Report the progress to the caller."""
         if self._on_progress is not None:
             self._on_progress(
                 EvalProgress(

@@ -72,6 +72,7 @@ def from_parser(parser: Parser, **verdict: Any) -> ActionParser:
 
     def answer(text: str) -> Any:
         found = parser.parse_answer(text)
+        # An empty tag is not an action, though a parser returns its text.
         return None if found == "" else found
 
     return by_function(answer, **verdict)
@@ -140,6 +141,7 @@ def compose_parsers(*parsers: ActionParser) -> ActionParser:
             reward += result.reward
             if result.failed:
                 return ParseResult(None, reward, result.obs)
+            # A later parser's feedback is the more precise one.
             action, obs = result.action, result.obs or obs
         return ParseResult(action, reward, obs)
 

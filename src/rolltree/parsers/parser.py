@@ -86,6 +86,7 @@ class Parser:
             if isinstance(completion, str):
                 texts = [completion]
             else:
+                # Every turn has to keep the format, so the mean is over all of them.
                 texts = [text_of(message) for message in self.get_assistant_messages(completion)]
             return sum(map(self.score_format, texts)) / len(texts) if texts else 0.0
 

@@ -67,6 +67,7 @@ class XMLParser(Parser):
         found = SimpleNamespace()
         for name, tags in self._tags.items():
             matches = between(text, *tags)
+            # Lazily, because a model may write a tag a million times and the first is enough.
             value = next(matches, None)
             if last and value is not None:
                 value = [value, *matches][-1]
@@ -142,6 +143,7 @@ class XMLParser(Parser):
         body = text.strip()
         starts = any(body.startswith(f"<{name}>") for name in self._tags)
         ends = any(body.endswith(f"</{name}>") for name in self._tags)
+        # Of fields and not of names: alternatives of one field count once.
         share = len(present) / len(self._fields)
         return 0.4 * share + 0.2 * tidy + 0.2 * starts + 0.2 * ends
 

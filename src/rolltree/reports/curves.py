@@ -91,6 +91,7 @@ def save_curve(curve: Curve, path: str | Path) -> Path:
         ConfigError: matplotlib is not installed.
     """
     try:
+        # Without pyplot, which would look for a display and keep every figure.
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
@@ -102,6 +103,7 @@ def save_curve(curve: Curve, path: str | Path) -> Path:
     axes.plot(curve.steps, curve.rewards, color="0.75", linewidth=1, label="training, each step")
     axes.plot(curve.steps, smooth(curve.rewards), color="C0", linewidth=2, label="mean of 5 steps")
     for number, (step, estimate) in enumerate(curve.held_out):
+        # One example has no interval; matplotlib needs numbers.
         low = estimate.mean if estimate.low is None else estimate.low
         high = estimate.mean if estimate.high is None else estimate.high
         axes.errorbar(
@@ -113,6 +115,7 @@ def save_curve(curve: Curve, path: str | Path) -> Path:
             capsize=4,
             label="held out, with interval" if number == 0 else None,
         )
+    # A dollar sign in an environment's name is not mathematics.
     axes.set_title(shown(curve.title), parse_math=False)
     axes.set_xlabel("step")
     axes.set_ylabel("mean reward")

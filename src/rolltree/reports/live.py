@@ -65,6 +65,7 @@ _COLUMNS = (
 )
 """A metric that a step lacks leaves its cell empty, one that all lack its column out."""
 
+# A terminal that is gone, or a number that cannot be formatted, must not end a run of hours.
 _survives = only_shows("progress")
 
 
@@ -94,6 +95,8 @@ class EvalView:
     def update(self, progress: EvalProgress) -> None:
         """Show where the evaluation stands."""
         if self.progress is None:
+            # The first call counts what an earlier start had sampled, which says nothing about the
+            # speed now.
             self._last_tokens = progress.num_completion_tokens
         self.progress = progress
         said = self._said(progress)
@@ -101,6 +104,7 @@ class EvalView:
             self._task, completed=progress.num_done, total=progress.num_total, said=said
         )
         tenth = 10 * progress.num_done // max(1, progress.num_total)
+        # Into a file, ten lines are enough for an evaluation of any length.
         if not self._live and tenth > self._last_tenth:
             self._last_tenth = tenth
             say(self._console, f"{progress.num_done}/{progress.num_total}  {said}".rstrip())
@@ -180,6 +184,7 @@ class TrainView:
         self._rows = [(first + i, metrics) for i, metrics in enumerate(start.history)]
         self._step, self._last = start.first_step - 1, self._clock()
         self._evaluated_steps = start.evaluated_steps
+        # A continued run knows from its first moment how long its steps take.
         known = (metrics.get("time/step") for metrics in start.history)
         self._step_s.extend(float(seconds) for seconds in known if seconds is not None)
         continued = f", continued at step {start.first_step}" if start.first_step > 1 else ""
@@ -214,6 +219,8 @@ class TrainView:
     def on_eval(self, phase: str, step: int, metrics: Mapping[str, Any], stored: bool) -> None:
         """Show the mean reward of an evaluation with its interval."""
         now = self._clock()
+        # An evaluation that was stored takes no time now; what it took then is what the next one
+        # will take.
         took = metrics.get("elapsed_s") if stored else now - self._last
         self._eval_s += [] if took is None else [float(took)]
         self._evaluated_steps = tuple(n for n in self._evaluated_steps if n > step)
@@ -282,6 +289,7 @@ def _fitting(rows: Sequence[tuple[int, Mapping[str, Any]]], width: int) -> list[
         for column in _COLUMNS
         if any(cells := [column.cell(metrics) for _, metrics in rows])
     }
+    # Columns are dropped by rank until the rest fits: a table that wraps cannot be read.
     kept = list(widths)
     most = width - max((2 * len(str(step)) + 3 for step, _ in rows), default=0) - 2
     while len(kept) > 1 and sum(widths[column] for column in kept) > most:

@@ -72,7 +72,7 @@ def _mean(value: float | None) -> str:
 
 
 def overview_line(found: Mapping[str, Any]) -> str:
-    """Return a run's reward with its interval and what failed, as `records` tells its overview."""
+    """Return a run's reward with its interval and what failed, as `records.overview` has them."""
     reward, said = found["reward"], [f"{found['state']}"]
     if reward is not None:
         ends = "" if reward["low"] is None else f" [{reward['low']:.3f}, {reward['high']:.3f}]"
@@ -111,27 +111,28 @@ def transcript(
 ) -> RenderableType:
     """Return a panel with the prompt, the completion and the ending of each trajectory.
 
-    Messages are cut at `limit` characters. `rewards` has what each trajectory was paid for, as
-    `records.reward_parts` tells it.
+    Messages are cut at `limit` characters. `rewards` has the parts of each trajectory's reward, as
+    `records.reward_parts` returns them.
     """
     lines = Table.grid(padding=(0, 1))
     lines.add_column(no_wrap=True, width=9)
     lines.add_column(overflow="fold")
     for at, state in enumerate(result.states):
-        paid = rewards[at] if at < len(rewards) else None
+        breakdown = rewards[at] if at < len(rewards) else None
         if len(result.states) > 1:
             lines.add_row(Text("agent", style="bold"), _speaker(state))
         for message in itertools.chain(*conversation_of(state)):
             role = str(message.get("role", "?"))
             style = _STYLES.get(role, "")
             lines.add_row(safe_text(role, style=f"bold {style}"), _body(message, style, limit))
-        if paid is not None and paid["functions"]:
-            lines.add_row(Text("reward", style="bold"), _paid(paid))
+        if breakdown is not None and breakdown["functions"]:
+            lines.add_row(Text("reward", style="bold"), _breakdown_table(breakdown))
         for error in (state.get("scoring_errors") or {}).values():
+            # The failure that ended the rollout is shown below, once.
             if result.error is None or error["message"] != result.error.message:
                 said = safe_text(f"{error['type']}: {error['message']}", limit=limit)
                 lines.add_row(Text("scoring", style="bold red"), said)
-        lines.add_row(Text("ending", style="bold"), _ending(state, paid))
+        lines.add_row(Text("ending", style="bold"), _ending(state, breakdown))
     if result.error is not None:
         said = safe_text(f"{result.error.type}: {result.error.message}", limit=limit)
         lines.add_row(Text("failed", style="bold red"), said)
@@ -162,16 +163,16 @@ def _body(message: Mapping[str, Any], style: str, limit: int) -> Text:
     return Text("\n").join(parts) if parts else Text("(empty)", style="dim")
 
 
-def _paid(paid: Mapping[str, Any]) -> Table:
+def _breakdown_table(breakdown: Mapping[str, Any]) -> Table:
     """Return the reward functions with value, weight and contribution, which add up."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("function", "value", "weight", "contribution"):
         table.add_column(name, justify="left" if name == "function" else "right")
-    for each in paid["functions"]:
+    for each in breakdown["functions"]:
         numbers = (each["value"], each["weight"], each["contribution"])
         table.add_row(safe_text(each["name"], limit=60), *map(_number, numbers))
-    if paid["rest"]:
-        table.add_row("not by a function", "", "", _number(paid["rest"]))
+    if breakdown["rest"]:
+        table.add_row("not by a function", "", "", _number(breakdown["rest"]))
     return table
 
 
@@ -179,15 +180,15 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
-def _ending(state: State, paid: Mapping[str, Any] | None) -> Text:
+def _ending(state: State, breakdown: Mapping[str, Any] | None) -> Text:
     parts = [f"reward {state['reward']:.3f}" if _is_number(state.reward) else "no reward"]
-    metrics = (state.metrics or {}) if paid is None else paid["metrics"]
+    metrics = (state.metrics or {}) if breakdown is None else breakdown["metrics"]
     parts += [f"{name} {value:.3g}" for name, value in metrics.items() if _is_number(value)]
     if state.stop_condition:
         parts.append(f"ended by {state['stop_condition']}")
     if state.truncated:
         parts.append(f"truncated: {state.get('truncation_reason')}")
-    if paid is not None and metrics and not paid["is_recorded"]:
+    if breakdown is not None and metrics and not breakdown["is_recorded"]:
         parts.append("(weights not recorded)")
     return safe_text("   ".join(parts))
 

@@ -33,6 +33,7 @@ def training_report(run: Run, *, num_transcripts: int = 2) -> list[RenderableTyp
     }
     parts: list[RenderableType] = []
     for what, make in made.items():
+        # Each part for itself: a curve that cannot be drawn must not hide the transcripts.
         with only_shows(what):
             parts += make(run)
     return parts
@@ -82,6 +83,8 @@ def next_commands(
         measure += ["-a", json.dumps(env["args"])]
     num_steps = int((config.get("train") or {}).get("num_steps", len(run.steps())))
     more = f"train.num_steps={max(num_steps, len(run.steps())) * 2}"
+    # A schedule that has come to its end has a learning rate of zero; more steps need another
+    # horizon, so another run.
     if (config.get("optim") or {}).get("schedule", "constant") != "constant":
         # A horizon of its own.
         further = ["rolltree", "fork", path, f"--set={more}"]
@@ -123,6 +126,7 @@ def _transcripts(run: Run, num: int) -> list[RenderableType]:
         return []
     phases = found[:1] + found[1:][-1:]
     rows = run.rollouts(phase=phases[0][1], blobs=False)
+    # The first examples and not the best ones: chosen transcripts would flatter the run.
     examples = sorted({row.example_id for row in rows}, key=lambda key: (str(type(key)), key))
     parts: list[RenderableType] = []
     for example in examples[:num]:

@@ -66,6 +66,7 @@ def _discrete(space: Any, names: tuple[str, ...]) -> ActionReader:
             f"there are {len(names)} action names and {space.n} actions, so names would be "
             "assigned to the wrong actions. Pass one name per action, in order."
         )
+    # The numbers that the model says are the space's own, which need not begin at 0.
     first = int(space.start)
     numbers = {name.lower(): first + number for number, name in enumerate(names)}
     pattern = re.compile(
@@ -134,6 +135,7 @@ def _last_numbers(text: str, count: int) -> list[float]:
     if len(found) < count:
         plural = "numbers" if count > 1 else "number"
         raise ValueError(f"say {count} {plural}")
+    # The last ones: a model thinks aloud before it says what to do.
     return found[len(found) - count :]
 
 
@@ -230,6 +232,7 @@ def gym_maker(world: Any, args: dict[str, Any]) -> Any:
             f"making {world!r} by its id needs the `gymnasium` package. Install it with "
             "`pip install rolltree[envs]`."
         ) from error
+    # An id with a package is registered when that package is imported, by `make`.
     if ":" not in world and world not in gymnasium.registry:
         raise ConfigError(
             f"Gymnasium has no world {world!r}.{_nearest(world, gymnasium.registry)} Import the "
@@ -266,6 +269,8 @@ def plain_ansi(text: str) -> str:
         if found[1] in ("", "0"):
             was_open, is_open = is_open, False
             return "]" if was_open else ""
+        # A highlight that is never reset marks nothing, and a bracket that never closes would
+        # confuse the model.
         if is_open or found[1][0] in "0;" or found.start() > last_reset:
             return ""
         is_open = True

@@ -154,6 +154,7 @@ class Adapter:
     ) -> None:
         if snapshots not in ("own", "deepcopy"):
             raise ConfigError(f"snapshots is {snapshots!r}; it is 'own' or 'deepcopy'.")
+        # A class has a `step` too, and is what makes a world.
         is_world = callable(getattr(make, "step", None)) and not isinstance(make, type)
         self.env: Any = make if is_world else make()
         self.in_thread = in_thread

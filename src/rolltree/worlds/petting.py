@@ -106,6 +106,8 @@ class ParallelGame(_Game):
         Raises:
             ConfigError: an agent gave no action, and there is no `idle_action`.
         """
+        # All act at once, so one text that is not an action must not stop the others: that agent
+        # does the idle action, and is told.
         problems: dict[str, str] = {}
         done: dict[str, Any] = {}
         for agent in self.agents:
@@ -164,7 +166,7 @@ class TurnGame(_Game):
     def reset(self, *, seed: int | None = None) -> None:
         """Begin an episode."""
         self.env.reset(seed=None if seed is None else seed % MAX_SEED)
-        self._skip_the_dead()
+        self._skip_finished_agents()
 
     def observe(self, agent: str) -> str:
         """Return what an agent sees now."""
@@ -190,10 +192,10 @@ class TurnGame(_Game):
             )
             for name in playing
         }
-        self._skip_the_dead()
+        self._skip_finished_agents()
         return outcomes
 
-    def _skip_the_dead(self) -> None:
+    def _skip_finished_agents(self) -> None:
         env = self.env
         while env.agents and (
             env.terminations[env.agent_selection] or env.truncations[env.agent_selection]

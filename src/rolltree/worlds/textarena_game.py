@@ -94,6 +94,7 @@ class TextArenaWorld(Adapter):
     def _until_our_turn(self) -> StepOutcome:
         while True:
             player, observation = self.env.get_observation()
+            # Every player is asked in turn; the model is player 0, and the others answer here.
             text = _text(observation)
             if player == 0:
                 # The agent has the rest in its history, and a prompt that restates it would be
@@ -126,6 +127,7 @@ class TextArenaWorld(Adapter):
             try:
                 yield
             finally:
+                # Where this game's stream stands now, for its next step.
                 self._stream = random.getstate()
                 random.setstate(before)
 
