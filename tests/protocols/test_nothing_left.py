@@ -15,7 +15,7 @@ from protocol_kit import CountWorld, an_agent
 from rolltree.agents import Agent
 from rolltree.environments import ProtocolEnvironment
 from rolltree.protocols import EpisodeContext, MultiAgentSyncProtocol, SingleAgentProtocol
-from rolltree.protocols.episode import opened
+from rolltree.protocols.episode import open_world
 from rolltree.rollouts import RolloutEngine, build_requests
 from rolltree.testing import ScriptedClient
 from rolltree.worlds import ParallelGame
@@ -93,7 +93,7 @@ async def test_a_world_that_fails_to_close_does_not_swallow_the_cancellation():
             raise OSError("the port is taken")
 
     async def play():
-        async with opened(Stuck):
+        async with open_world(Stuck):
             await asyncio.sleep(60)
 
     task = asyncio.create_task(play())

@@ -25,7 +25,7 @@ from rolltree.compat.results import (
 )
 from rolltree.environments.batch_runner import (
     BatchRunner,
-    Unscored,
+    UnscoredSource,
     mean_of_known,
     metric_lists,
     states_of,
@@ -104,7 +104,7 @@ async def run_batch(
     requests.sort(key=lambda request: first[request.group_id])
     limit = max_concurrent if max_concurrent and max_concurrent > 0 else len(requests)
     asked = as_client(MissingClient() if client is None else client, model)
-    source = env if score else Unscored(env)
+    source = env if score else UnscoredSource(env)
     engine = RolloutEngine(source, asked, model=model, max_concurrent=max(limit, 1))
     found: dict[str, RolloutResult] = {}
     token = _BATCH.set(batch)

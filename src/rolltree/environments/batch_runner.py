@@ -359,9 +359,8 @@ class BatchRunner(ABC):
         if max_concurrent == -1:
             max_concurrent = max(1, len(requests))
         engine = RolloutEngine(
-            # `Unscored` has no `score_group`, so the engine holds no results back for a comparison
-            # either.
-            self if score_rollouts else Unscored(self),
+            # It has no `score_group`, so the engine holds no results back for a comparison either.
+            self if score_rollouts else UnscoredSource(self),
             asked,
             model=name,
             max_concurrent=max_concurrent,
@@ -454,7 +453,7 @@ class BatchRunner(ABC):
         return requests
 
 
-class Unscored:
+class UnscoredSource:
     """An environment that is played and not scored."""
 
     def __init__(self, environment: BatchRunner) -> None:

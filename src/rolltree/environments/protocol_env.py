@@ -19,7 +19,7 @@ from rolltree.protocols import (
     InteractionProtocol,
     Recording,
     RolloutBuilder,
-    opened,
+    open_world,
 )
 from rolltree.rollouts import derive_seed, merge_args
 from rolltree.rollouts.requests import current_episode
@@ -121,7 +121,7 @@ class ProtocolEnvironment(Environment):
                 context = self._context(state, client, model, sampling_args)
             make = self.make_world
             world = None if make is None else (lambda: make(input))
-            async with opened(world) as place:
+            async with open_world(world) as place:
                 await self.protocol.run(place, context, recording)
         except Exception as error:  # noqa: BLE001  a failed rollout is data
             self.record_failure(first, error)

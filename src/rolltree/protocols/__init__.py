@@ -5,7 +5,7 @@ A protocol plays one episode and returns its rollouts.
 
 from rolltree.protocols.budget import Budget, BudgetedClient
 from rolltree.protocols.delegation import DelegatingProtocol, SubAgent, delegate_tool
-from rolltree.protocols.episode import EpisodeContext, Recording, RolloutBuilder, opened
+from rolltree.protocols.episode import EpisodeContext, Recording, RolloutBuilder, open_world
 from rolltree.protocols.multi_agent import MultiAgentSyncProtocol, Opponent, TurnProtocol
 from rolltree.protocols.player import ExternalToolHandler
 from rolltree.protocols.single import AgentSource, InteractionProtocol, SingleAgentProtocol
@@ -33,5 +33,5 @@ __all__ = [
     "SubAgent",
     "TurnProtocol",
     "delegate_tool",
-    "opened",
+    "open_world",
 ]

@@ -19,7 +19,7 @@ from rolltree.errors import ConfigError, record_error
 from rolltree.inference.client import as_client
 from rolltree.inference.deadline import Clock, RolloutClient
 from rolltree.protocols.budget import Budget
-from rolltree.protocols.episode import EpisodeContext, Recording, RolloutBuilder, opened
+from rolltree.protocols.episode import EpisodeContext, Recording, RolloutBuilder, open_world
 from rolltree.protocols.player import Player
 from rolltree.protocols.single import (
     AgentSource,
@@ -236,7 +236,7 @@ class _Delegator(Player):
         make = kind.world
         world = None if make is None else (lambda: make(builder.meta["arguments"]))
         try:
-            async with clock.guard(), opened(world) as place:
+            async with clock.guard(), open_world(world) as place:
                 await play_alone(
                     child, place, max_steps=kind.max_steps, task=builder.meta["subtask"]
                 )

@@ -193,7 +193,7 @@ class EpisodeContext:
 
 
 @asynccontextmanager
-async def opened(make: Callable[[], Any] | None) -> AsyncIterator[Any]:
+async def open_world(make: Callable[[], Any] | None) -> AsyncIterator[Any]:
     """Make a world, and close it when the block ends, fails or is cancelled; None for no world.
 
     `make` may be asynchronous. A plain one runs in the event loop and should not block.

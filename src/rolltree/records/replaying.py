@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from rolltree.environments import Environment, load_environment
-from rolltree.environments.batch_runner import Unscored
+from rolltree.environments.batch_runner import UnscoredSource
 from rolltree.environments.code import META, code_hashes
 from rolltree.errors import ConfigError, did_you_mean
 from rolltree.inference.client import as_client
@@ -264,7 +264,7 @@ class _Replayer:
         if on_answer is not None:
             self.session_settings["on_answer"] = partial(on_answer, source)
         if not self.score and isinstance(source, Environment):
-            self.source = Unscored(source)
+            self.source = UnscoredSource(source)
 
     def _changes(self) -> Iterator[str]:
         before, now = self.run.meta.get(META), code_hashes(self.source)

@@ -168,7 +168,7 @@ MAX_RESULT_CHARS = 1_000_000
 """The longest text of a tool message: a model can ask for more than any prompt or disk holds."""
 
 
-def told(text: str) -> str:
+def text_for_model(text: str) -> str:
     """Return a text as a model is told it: at most a million characters, no lone surrogates."""
     return str(well_formed(shorten(text, MAX_RESULT_CHARS)))
 

@@ -24,7 +24,7 @@ import msgspec
 from rolltree.errors import ConfigError, message_of, record_error
 from rolltree.steps import ToolAnswer, ToolRequest
 from rolltree.threads import run_in_thread
-from rolltree.tools.describe import Tool, ToolUnavailable, result_text, told
+from rolltree.tools.describe import Tool, ToolUnavailable, result_text, text_for_model
 from rolltree.types import ErrorRecord
 from rolltree.workers import WorkerCallError, WorkerDied, WorkerPool
 
@@ -124,15 +124,15 @@ async def answer_of(
     error: ErrorRecord | None = None
     try:
         value = await result
-        text = "" if isinstance(value, ToolAnswer) else told(result_text(value))
+        text = "" if isinstance(value, ToolAnswer) else text_for_model(result_text(value))
     except ToolUnavailable:
         raise
     except Exception as raised:  # noqa: BLE001  the model is told, and the trace is kept
         value, error = None, record_error(raised, "environment")
-        text = told(_formatted(error_formatter, raised))
+        text = text_for_model(_formatted(error_formatter, raised))
     duration_s = time.monotonic() - began
     if isinstance(value, ToolAnswer):
-        return replace(value, text=told(value.text), duration_s=duration_s)
+        return replace(value, text=text_for_model(value.text), duration_s=duration_s)
     return ToolAnswer(request.call_id, request.name, text, error, duration_s)
 
 
