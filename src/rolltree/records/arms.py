@@ -14,8 +14,8 @@ from rolltree.rollouts.decode import decode_rollout
 from rolltree.samples import build_samples
 from rolltree.store import Run, dumps
 
+# Breaks are counted in about this many rollouts of several calls at most; each takes 0.8 ms.
 NUM_BREAK_ROLLOUTS = 5_000
-"""Breaks are counted in about this many rollouts of several calls at most; each takes 0.8 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +35,12 @@ ArmName: TypeAlias = str | Path | RunPhase | Sequence[str | Path | RunPhase]
 
 @dataclass(frozen=True, slots=True)
 class ComparedArm:
-    """One side of a comparison: its name, and its evaluations, one per run.
-
-    `breaks` counts broken prefixes by example, `inputs` is what identifies an example's dataset
-    row (answer, info), both per run.
-    """
+    """One side of a comparison: its name, and its evaluations, one per run."""
 
     name: str
     runs: tuple[RunPhase, ...]
     reports: tuple[EvalReport, ...]
+    # Broken prefixes by example, and a hash of each example's dataset row (answer, info), per run.
     breaks: tuple[Clusters, ...]
     inputs: tuple[dict[Hashable, int], ...]
 
@@ -93,6 +90,7 @@ def _parsed(arm: ArmName) -> _Parsed:
     if not sign or "/" in name:
         name, rest = "", arm
     runs = []
+    # Names of folders may have commas, colons and equals signs: what is a run is never split.
     for text in [rest] if _is_run(rest) else rest.split(","):
         path, sign, phase = text.rpartition(":")
         runs.append((Path(path), phase) if sign and not _is_run(text) else (Path(text), ""))
@@ -198,6 +196,8 @@ def _breaks(run: Run, phase: str) -> Clusters:
             found.setdefault(example, []).append(0.0)
         elif num_tokens:
             several[example] = several.get(example, 0) + 1
+    # Whole examples are left out, never single rollouts: means are over examples, and every nth of
+    # them is as good a sample in both arms (design/0024).
     every = -(-sum(several.values()) // NUM_BREAK_ROLLOUTS)
     counted = {key for at, key in enumerate(several) if at % every == 0} if several else set()
     for example in several.keys() - counted:

@@ -15,7 +15,7 @@ _MAX_GROUP = 16
 
 @dataclass(frozen=True, slots=True)
 class ChosenRollouts:
-    """Requests to show: `request_ids` are the first of `num_found` rollouts that pass `words`."""
+    """The requests to show: the first of `num_found` rollouts that pass `words`."""
 
     request_ids: tuple[str, ...]
     num_found: int
@@ -133,6 +133,7 @@ def _telling(
             )
     for order in ("DESC", "ASC"):
         yield "of whole groups", _widest_group(run, order)
+    # The last phases: a run of a hundred evaluations ends with those that one asks about.
     for phase in list(dict.fromkeys(item.phase for item in run.totals()))[-4:]:
         for sort, why in (("-reward", "best"), ("reward", "worst")):
             yield why, first(2, sort, phase=phase, where="reward != none")

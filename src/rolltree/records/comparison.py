@@ -34,34 +34,31 @@ NUM_EXAMPLES = 5
 
 @dataclass(frozen=True, slots=True)
 class ShownRollout:
-    """A rollout that shows a change: where it is stored, what was asked and answered.
-
-    An episode of several trajectories is shown by its first, `trajectory_index`.
-    `question` is the last user message of the prompt, `answers` the assistant's messages.
-    """
+    """A rollout that shows a change: where it is stored, what was asked and answered."""
 
     run: Path
     request_id: str
+    # An episode of several trajectories is shown by its first.
     trajectory_index: int
+    # The last user message of the prompt, and the assistant's messages.
     question: str
     answers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedPair:
-    """One arm against the baseline: `measures` by name, the reward first.
-
-    `changes` are the examples whose reward changed: those that were lost, those that were won, and
-    the others. `shown` has a rollout of A and one of B for the first of them: the best of the arm
-    that is ahead, the worst of the other. `num_other_inputs` counts common examples that have the
-    same id and another dataset row (answer, info).
-    """
+    """One arm against the baseline."""
 
     a: str
     b: str
+    # By name, the reward first.
     measures: Mapping[str, Comparison]
+    # The examples whose reward changed: lost ones, won ones, and the others.
     changes: tuple[ExampleChange, ...]
+    # A rollout of A and one of B for the first changes: the best of the arm that is ahead, the
+    # worst of the other.
     shown: tuple[tuple[ShownRollout, ShownRollout], ...]
+    # Common examples that have the same id and another dataset row (answer, info).
     num_other_inputs: int
 
     @property
@@ -207,6 +204,7 @@ def _measures(
         name: compare_reports(a.reports, b.reports, measure=name, confidence=confidence)
         for name in names
     }
+    # 0 of 100 against 0 of 100 is a row that says nothing, at every k.
     empty = [
         name
         for name, each in found.items()

@@ -18,8 +18,8 @@ from rolltree.store import Run, StoredRollout
 from rolltree.types import Sample, State
 
 _BATCH_ROWS = 256
+# The label that torch's cross-entropy leaves out, and so every trainer.
 _IGNORED = -100
-"""The label that torch's cross-entropy leaves out, and so every trainer."""
 
 
 def message_rows(messages: Any, role: str) -> list[dict[str, Any]]:
@@ -153,6 +153,7 @@ def _sft_rows(row: StoredRollout) -> Iterator[dict[str, Any]]:
 def _learned(sample: Sample) -> Any:
     """Return which tokens of a flat sample are learned, bool `[_T]`."""
     learned = np.zeros(sample.num_tokens, bool)
+    # A record's source is the position before its token, whose logits predict it.
     learned[sample.records.source[sample.records.weight > 0] + 1] = True
     return learned
 

@@ -56,9 +56,7 @@ _BOUNDS = {"low": ("/mean", "/low", "_low"), "high": ("/mean", "/high", "_high")
 def run_curves(run: Run) -> dict[str, Any]:
     """Return the steps and a series per metric, with None if a step has no value.
 
-    A series has `name`, `label`, `unit`, `group`, `values`, and `low` and `high` where the run has
-    an interval. Held-out evaluations are the series `eval/...`, step 0 before training. `missing`
-    names (`name`, `label`) the metrics of `CURVES` that no step has.
+    Held-out evaluations are the series `eval/...`, step 0 before training.
     """
     points: dict[int, dict[str, Any]] = {}
     for done in run.evaluations():
@@ -75,7 +73,10 @@ def run_curves(run: Run) -> dict[str, Any]:
     shown = sorted(values.keys() - bounds, key=lambda name: (order.get(name, len(order)), name))
     return {
         "steps": steps,
+        # With `name`, `label`, `unit`, `group`, `values`, and `low` and `high` if the run has an
+        # interval.
         "series": [_series(name, values, told) for name in shown],
+        # The metrics of `CURVES` that no step has, so that a page can say so.
         "missing": [
             {"name": name, "label": label}
             for name, (_, label, _) in told.items()

@@ -83,6 +83,7 @@ def replay_with_debugger(
             compat = args.get("compat", False)
             source, is_own = environment_of(stored, env, args.get("env_args"), compat=compat)
             try:
+                # Played twice: the first time to learn where it differs, the second to stop before.
                 stop = until
                 if stop is None:
                     first = await replay_async(stored, rollout, source, **options)

@@ -121,7 +121,8 @@ def _write_dataset(data: RunData, table: Table, target: Path) -> int:
     """Write a table as one file, or as a folder that `datasets.load_dataset` reads."""
     if target.suffix.lower() in TABLE_SUFFIXES:
         return table.write(target)
-    table.arrow_schema()  # says that pyarrow is missing before anything is written
+    # Says that pyarrow is missing before anything is written.
+    table.arrow_schema()
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise ConfigError(
             f"{target} is there already, and a data set in it would mix with what it holds. "

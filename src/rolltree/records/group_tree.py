@@ -30,17 +30,18 @@ from rolltree.store import Run, StoredRollout, TrainedRollout
 from rolltree.tokens import TokenTree
 from rolltree.types import IntArray
 
+# Of a longer segment only the text of its beginning and of its end is given.
 MAX_SHOWN_TOKENS = 2_000
-"""Of a longer segment only the text of its beginning and of its end is given."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """One rollout of the tree: its row, its calls (handles in the common tree) and their steps."""
+    """One rollout of the tree."""
 
     row: StoredRollout
     rollout: ResolvedRollout | None
     trained: TrainedRollout | None
+    # Its calls in the common tree, in the order of `rollout.calls`.
     handles: tuple[int, ...]
 
     @property
@@ -54,16 +55,15 @@ class _Member:
 
 @dataclass(frozen=True, slots=True)
 class _Segments:
-    """Pieces of a tree: `start` to `end` in the arena, below segment `parent` (-1: the root).
-
-    `of` is the segment of each token of the arena, `start_depth` how many tokens stand above a
-    piece.
-    """
+    """Pieces of a tree: from `start` to `end` in the arena."""
 
     start: IntArray
     end: IntArray
+    # The segment above; -1 for the root.
     parent: IntArray
+    # How many tokens stand above a piece.
     start_depth: IntArray
+    # The segment of each token of the arena.
     of: IntArray
 
 
@@ -71,19 +71,6 @@ def group_tree(run: Run, group_id: str, *, agent: str | None = None) -> dict[str
     """Return the rollouts of a group as one tree with reward and advantage on each branch.
 
     With `agent` only those of this agent, which were asked alike; `agents` are all of the group.
-
-    - `segments`: parents first, with `parent`, `start` (tokens above it), `num_tokens`, `authors`
-      as `[author, tokens]` in order, `pieces`: `author` and `text` of each (None without a
-      tokenizer: `ids` then; of long ones the middle is left out), `members` (which go through it),
-      `reward` and `advantage` (means over the scored members, and over its sampled tokens as they
-      were trained; None if there is none).
-    - `members`: the rollouts with `reward`, `advantage` (mean over its sampled tokens, as trained;
-      None if that was not recorded), `above_mean` (its reward minus the mean of the group's own
-      rollouts, None for a delegated one, which is compared with others), `path` (its
-      segments in the order in which its calls reach them) and `calls`.
-    - `shared_tokens`: how many tokens all members begin with; `first_parting`: the segment behind
-      which they part, None if they do not.
-    - `reuse_factor`: tokens of all calls over tokens of the tree.
 
     Raises:
         UnknownName: the run has no such group, or the group no such agent.
@@ -107,6 +94,7 @@ def group_tree(run: Run, group_id: str, *, agent: str | None = None) -> dict[str
     rewards = [member.row.reward for member in members]
     by_model, paid = _sampled(tree, members, segments)
     own = [member.row.parent_rollout is None for member in members]
+    # Delegated rollouts are compared with others of their subtask, not with the group.
     middle = _mean([reward for reward, is_own in zip(rewards, own, strict=True) if is_own])
     first = rows[0]
     return {
@@ -122,14 +110,19 @@ def group_tree(run: Run, group_id: str, *, agent: str | None = None) -> dict[str
         "has_tokenizer": shown is not None,
         "is_trained": any(member.trained is not None for member in members),
         "reward": middle,
+        # Parents first. `authors` are `[author, tokens]` in order, `pieces` the `author` and `text` of
+        # each: None without a tokenizer (`ids` then), of long ones the middle is left out.
         "segments": [
             {
                 "parent": int(segments.parent[at]),
+                # Tokens above it.
                 "start": int(segments.start_depth[at]),
                 "num_tokens": int(segments.end[at] - segments.start[at]),
                 **_said(tree, by_model, segments, at, shown),
+                # Which members go through it, and the mean over the scored ones.
                 "members": inside[at],
                 "reward": _mean([rewards[index] for index in inside[at]]),
+                # The mean over its sampled tokens as they were trained; None if there is none.
                 "advantage": paid[at],
             }
             for at in range(len(segments.start))
@@ -139,21 +132,28 @@ def group_tree(run: Run, group_id: str, *, agent: str | None = None) -> dict[str
                 **member.name,
                 "index_in_group": member.row.index_in_group,
                 "reward": member.row.reward,
+                # Its reward minus the mean of the group's own rollouts; None for a delegated one, which
+                # is compared with others.
                 "above_mean": _above(member.row.reward, middle) if is_own else None,
+                # The mean over its sampled tokens; None if training did not record them.
                 "advantage": _member_advantage(member.trained),
                 "status": member.row.status,
                 "error_type": member.row.error_type,
                 "truncated": member.row.truncated,
                 "stop_condition": member.row.stop_condition,
                 "num_completion_tokens": member.row.num_completion_tokens,
+                # Its segments in the order in which its calls reach them.
                 "path": path,
                 "calls": _calls(tree, segments, member),
             }
             for member, path, is_own in zip(members, paths, own, strict=True)
         ],
+        # How many tokens all members begin with, and the segment behind which they part: None if
+        # they do not.
         "shared_tokens": _shared(segments, inside, len(members)),
         "first_parting": _parting(segments, inside),
         "num_tokens": tree.num_tokens,
+        # Tokens of all calls over tokens of the tree.
         "reuse_factor": _reuse_factor(tree),
     }
 
@@ -166,10 +166,6 @@ def tree_picture(
     group_id: str | None = None,
 ) -> dict[str, Any]:
     """Return the token tree of a rollout, or of a group, to draw to scale.
-
-    `segments`: parents first, with `parent`, `start_depth`, `length`, `sampled` (how many of its
-    tokens the model wrote), `calls` (how many go through it) and `at`: member, call and the
-    position of its first token there, for the token lens. `members` are the names that `at` counts.
 
     Raises:
         UnknownName: the run has no such rollout or group.
@@ -192,8 +188,10 @@ def tree_picture(
                 "parent": int(segments.parent[index]),
                 "start_depth": int(segments.start_depth[index]),
                 "length": int(segments.end[index] - segments.start[index]),
+                # How many of its tokens the model wrote, and how many calls go through it.
                 "sampled": int(sampled[index]),
                 "calls": int(count[index]),
+                # Member, call and the position of its first token there, for the token lens.
                 "at": [*first[index], int(segments.start_depth[index])],
             }
             for index in range(len(segments.start))
@@ -208,6 +206,7 @@ def _common_tree(
     run: Run, rows: Sequence[StoredRollout], *, trained: bool = True
 ) -> tuple[TokenTree, list[_Member]]:
     """Return one tree with the calls of all rows, and whose calls they are."""
+    # Merging puts equal prefixes of different rollouts in one place: that is the alignment.
     tree = TokenTree()
     members: list[_Member] = []
     for row in rows:
@@ -230,6 +229,7 @@ def _segments(tree: TokenTree) -> _Segments:
     parents = np.array(arena.run_parent, np.int32)
     starts = np.array(arena.run_start, np.int32)
     ends = np.array(tree.calls.end_token, np.int32)
+    # One cell more than tokens: a cut behind the last token is past the end, and dropped below.
     cut = np.zeros(arena.num_tokens + 1, bool)
     cut[starts] = True
     cut[parents[parents >= 0] + 1] = True
@@ -318,6 +318,7 @@ def _sampled(
             paid = sampled_facts(member.rollout.tree, step, member.trained)["advantage"]
             total[at] += paid
             count[at] += 1
+    # `reduceat` of no segments is an error.
     if not len(segments.start):
         return by_model, []
     sums = np.add.reduceat(total, segments.start)

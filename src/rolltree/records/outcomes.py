@@ -28,6 +28,8 @@ def outcome_difference(
             recorded = peek(rollout.steps[index], "prompt")
             asked = recorded[-1] if isinstance(recorded, list) and recorded else recorded
             return _at(rollout, "missing call", index, "the model is not asked again", asked, None)
+    # Through the codec, as the recording went: tuples, objects and floats are what storing makes
+    # of them on both sides.
     states = [state for row in encode_result(live) for state in decode_rollout(row).states]
     if len(states) != len(session.rollouts):
         num = (len(session.rollouts), len(states))
@@ -116,6 +118,7 @@ def _failure(error: Any) -> str | None:
 
 
 def _equal(session: ReplaySession, one: Any, other: Any) -> bool:
+    # Rewards are sums: another order of addition is not another reward.
     if isinstance(one, float) and isinstance(other, float | int):
         return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-12) or one == other
     return session.is_same(one, other)

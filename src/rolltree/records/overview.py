@@ -16,9 +16,7 @@ from rolltree.store.rows import StoredEvaluation
 def run_overview(run: Run, *, now: float | None = None) -> dict[str, Any]:
     """Return one row of a list of runs; `now` is the time that its age is counted to.
 
-    `reward` is that of the last held-out evaluation, else that of the last step, else the mean of
-    the last phase, with its 95 % interval where one is stored; `of` says which. `progress` counts
-    steps, or the requests of the phase that is not whole; `failures` rollouts by type of error.
+    No rollout is read for it, only sums, events and the newest step.
     """
     return _overview(run, summarize(run), time.time() if now is None else now)
 
@@ -35,14 +33,18 @@ def _overview(run: Run, found: RunSummary, now: float) -> dict[str, Any]:
         "created_at": found.created_at,
         "last_written": found.last_written,
         "age_s": max(0.0, now - found.last_written),
+        # Steps, or the requests of the phase that is not whole.
         "progress": _progress(found),
         "envs": list(found.env_ids),
         "model": _model(found.config),
         "num_steps": found.num_steps,
         "num_rollouts": sum(phase.num_rollouts for phase in phases),
         "num_failed": sum(phase.num_errors for phase in phases),
+        # Rollouts by type of error.
         "failures": _failures(run, found) if any(phase.num_errors for phase in phases) else {},
         "num_truncated": sum(phase.num_truncated for phase in phases),
+        # Of the last held-out evaluation, else of the last step, else the mean of the last phase, with
+        # its 95 % interval if one is stored; `of` says which.
         "reward": _reward(run, found),
         "tokens": {
             "prompt": sum(phase.num_prompt_tokens for phase in phases),
@@ -78,8 +80,8 @@ def run_summary(run: Run, *, now: float | None = None) -> dict[str, Any]:
     }
 
 
+# Of a run, by its path and when it was made: after how many commits it had which failures.
 _FAILURES: dict[tuple[str, float], tuple[int, dict[str, int]]] = {}
-"""Of a run, by its path and when it was made: after how many commits it had which failures."""
 
 
 def _failures(run: Run, summary: RunSummary) -> dict[str, int]:
@@ -87,6 +89,7 @@ def _failures(run: Run, summary: RunSummary) -> dict[str, int]:
 
     No index leads to failures, so it is counted again only when something was stored.
     """
+    # The path may be another run's by now, so the time when it was made is part of the key.
     key, commits = (str(run.path), summary.created_at), run.num_commits
     stored, counted = _FAILURES.get(key, (-1, {}))
     if stored != commits:

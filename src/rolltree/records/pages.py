@@ -15,6 +15,7 @@ from rolltree.records.values import number_of, rollout_values, stored_names
 from rolltree.store import Run, to_plain
 from rolltree.store.filters import where_clause
 
+# Of one page; who wants more rows at once reads a table (`rt.read_run`).
 MAX_ROWS = 1000
 COLUMNS = tuple(each.name for each in ROLLOUTS if each.name not in ("input", "errors"))
 """Columns of table `rollouts` that a page has; `metrics` comes with them."""
@@ -108,10 +109,6 @@ def group_page(
 
     With `sort="-train_step"` those of the newest step come first, in a step those that began first.
 
-    A row has `group_id`, `phase`, `train_step`, `example` (environment, task, id), the `rewards` of
-    the group's rollouts (None: not scored), `num_failed`, and the `mean` and `std` (population) of
-    the rewards that are compared: those of rollouts that no other one delegated.
-
     Raises:
         StoreError: a row is damaged or missing.
     """
@@ -132,6 +129,8 @@ _GROUPS: weakref.WeakKeyDictionary[Run, tuple[int, _Known]] = weakref.WeakKeyDic
 
 
 def _group_ids(run: Run, clause: str, values: tuple[Any, ...], sort: str | None) -> list[str]:
+    # Grouping reads an index of all rows, and a table on a screen asks for page after page
+    # (design/0025): the order is kept until a batch is stored.
     commits = run.num_commits
     known = _GROUPS.get(run)
     if known is None or known[0] != commits:
@@ -166,9 +165,13 @@ def _group(rows: list[dict[str, Any]]) -> dict[str, Any]:
     first = rows[0]
     return {
         **{name: first[name] for name in ("group_id", "phase", "train_step")},
+        # Environment, task, id.
         "example": {name: to_plain(first[name]) for name in ("env_id", "task", "example_id")},
         "members": [{name: row[name] for name in _OF_MEMBERS} for row in rows],
+        # Of all its rollouts; None: not scored.
         "rewards": rewards,
+        # Of the rewards that are compared, those of rollouts that no other one delegated; the spread
+        # is that of the population.
         "mean": mean(scored) if scored else None,
         "std": pstdev(scored) if scored else None,
         "num_failed": sum(row["status"] == "error" for row in rows),

@@ -61,7 +61,8 @@ class RunData:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        weakref.finalize(run, run._database.close)  # a table may live longer than this object
+        # A table may live longer than this object, so the file closes with the run's last user.
+        weakref.finalize(run, run._database.close)
 
     def __enter__(self) -> RunData:
         return self

@@ -43,24 +43,21 @@ _CUT_BY_TIME = ("timeout", "cancelled")
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a replay first differs from the recording, with both sides.
+    """Where a replay first differs from the recording, with both sides."""
 
-    Fields:
-        kind: `prompt` (what the model is told), `tools`, `extra call`, `missing call`, `completion`
-            (what was said after the last call), `world`, `ending`, `error`, `reward`, `metric` or
-            `rollouts` (how many of them the episode has).
-        agent: whose rollout; empty if it has no name.
-        trajectory: the index of the rollout in its episode.
-        call: the index of the call in the rollout; None for what comes after all of them.
-        where: the message, field or metric, in words.
-        recorded, live: both sides; None for what one side does not have.
-    """
-
+    # `prompt` (what the model is told), `tools`, `extra call`, `missing call`, `completion` (what
+    # was said after the last call), `world`, `ending`, `error`, `reward`, `metric` or `rollouts`
+    # (how many of them the episode has).
     kind: str
+    # Whose rollout; empty if it has no name.
     agent: str
+    # The index of the rollout in its episode.
     trajectory: int
+    # The index of the call in the rollout; None for what comes after all of them.
     call: int | None
+    # The message, field or metric, in words.
     where: str
+    # Both sides; None for what one side does not have.
     recorded: Any
     live: Any
 
@@ -97,20 +94,16 @@ class RecordedRollout:
 
 @dataclass(slots=True)
 class ReplaySession:
-    """The recorded episode that one live episode is compared with, and how far it has come.
-
-    Args:
-        recorded: the episode.
-        until: how many calls are answered from the recording.
-        ignored: patterns whose matches count as equal.
-        on_answer: called with the number of an answer, from 0, before it is given.
-        goes_on: a model answers from there on, instead of an end.
-    """
+    """The recorded episode that one live episode is compared with, and how far it has come."""
 
     recorded: RolloutResult
+    # How many calls are answered from the recording.
     until: int | None = None
+    # What matches counts as equal: times, addresses, names of temporary files.
     ignored: Sequence[re.Pattern[str]] = ()
+    # Called with the number of an answer, from 0, before it is given.
     on_answer: Callable[[int], None] | None = None
+    # A model answers from there on, instead of an end.
     goes_on: bool = False
     difference: Difference | None = None
     stopped: str = ""
@@ -132,6 +125,7 @@ class ReplaySession:
 
     def is_same(self, recorded: Any, live: Any) -> bool:
         """Whether both sides are equal as they are stored, what is ignored left out."""
+        # As stored: what JSON cannot hold was recorded as its type, and would differ for ever.
         if recorded == live:
             return True
         return self._comparable(recorded) == self._comparable(live)
@@ -158,6 +152,8 @@ class ReplaySession:
         rollouts = (
             [rollout] if rollout is not None else sorted(self.rollouts, key=lambda t: t.has_session)
         )
+        # A session keeps to its rollout, in any order of calls: agents may ask at once. Without one
+        # only the next call of a rollout can begin it, those nobody has begun first.
         ahead = [(each, each.unused()) for each in rollouts]
         for each, unused in ahead:
             for index in unused[: None if rollout is not None else 1]:
@@ -182,9 +178,8 @@ class ReplaySession:
         self, rollout: RecordedRollout, index: int, call: ModelCall
     ) -> tuple[RecordedRollout, int] | None:
         tools = rollout.state.get("oai_tools")
-        if (
-            tools is not None and "rollout_id" not in rollout.state
-        ):  # agents have tools of their own
+        # Agents of a protocol have tools of their own, which the state does not list.
+        if tools is not None and "rollout_id" not in rollout.state:
             given = list(call.tools or ())
             if not self.is_same(tools, given):
                 names = [_names(tools), _names(given)]
@@ -240,6 +235,7 @@ class ReplaySession:
         if self.goes_on:
             self.is_live = True
             return
+        # Environments catch `Exception` and go on; this one they let pass.
         raise ReplayStopped("the replay is over")
 
     def _is_call(self, step: TrajectoryStep, call: ModelCall) -> bool:
@@ -411,6 +407,8 @@ class _AgentClient(ClientBase):
             self._rollout, rollout.has_session = rollout, True
         if self._live is None:
             return recorded_response(rollout.steps[index])
+        # A session that the model's client made knows ids; another client gets the words only, or
+        # the next prompt would mix recorded ids with its own.
         if not isinstance(self._live, Session):
             return recorded_response(rollout.steps[index], exact=False)
         return self._live.remember(call, recorded_response(rollout.steps[index]))

@@ -35,29 +35,21 @@ BRANCH_PHASE = "branch"
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """What became of one recorded rollout that was played again.
+    """What became of one recorded rollout that was played again."""
 
-    Fields:
-        request_id: of the recorded rollout.
-        num_calls: how many calls the recording has, of all agents.
-        num_replayed: how many of them were answered from it.
-        num_continued: how many calls a model answered after that.
-        difference: where the replay first differs, None if it does not.
-        stopped: why it ended early, such as "the recording ends here, ..."; empty if it did not.
-        notes: what was not compared, or is not as it was.
-        recorded, live: both episodes.
-        branch_rewards: what each branch earned that a model has played.
-    """
-
-    request_id: str
-    num_calls: int
-    num_replayed: int
-    num_continued: int
+    request_id: str  # of the recorded rollout
+    num_calls: int  # how many calls the recording has, of all agents
+    num_replayed: int  # how many of them were answered from it
+    num_continued: int  # how many calls a model answered after that
+    # Where the replay first differs; None if it does not.
     difference: Difference | None
+    # Why it ended early, such as "the recording ends here, ..."; empty if it did not.
     stopped: str
+    # What was not compared, or is not as it was.
     notes: tuple[str, ...]
     recorded: RolloutResult
     live: RolloutResult
+    # What each branch earned that a model has played.
     branch_rewards: tuple[float | None, ...] = ()
 
     @property
@@ -226,6 +218,7 @@ def environment_of(
                 f"{run.path} does not say which environment its rollouts are from, so there is "
                 "nothing to play them with. Name it: --env NAME_OR_PATH, or env=... in Python."
             )
+        # A name is of what is installed here; a path may be a file that came with the run.
         if "/" in name or name.endswith(".py") or name.startswith("."):
             raise ConfigError(
                 f"{run.path} was made with the environment at {name}. Replaying runs its code, and "
@@ -291,6 +284,7 @@ class _Replayer:
 
     async def one(self, recorded: RolloutResult) -> ReplayReport:
         """Play one rollout; with its group, where the reward compares the members."""
+        # A reward that compares members is another number without the others.
         members = [recorded]
         if self._needs_groups():
             group = self.run.rollouts(
@@ -371,6 +365,7 @@ class _Replayer:
     def _report(self, session: ReplaySession, live: RolloutResult) -> ReplayReport:
         difference, notes = session.difference, list(self.notes)
         cut = session.until is not None and session.num_answered >= session.until
+        # What came after a stop was not played: comparing it would find what nobody changed.
         if difference is None and not session.stopped and not session.is_live:
             is_whole = not cut or session.num_answered == session.num_calls
             if is_whole and not _was_stopped(live):
@@ -406,6 +401,7 @@ def branch_requests(
             request_id=f"{stem}/{index}",
             group_id=stem,
             index_in_group=index,
+            # The same world with other samples: only the sampling seed is a new one.
             sampling_seed=derive_seed(request.sampling_seed, "branch", stem, index),
             phase=BRANCH_PHASE,
             train_step=None,

@@ -20,8 +20,8 @@ from rolltree.store import Run
 from rolltree.training import CreditPolicy, assign_credit, load_train_config
 from rolltree.types import RolloutResult
 
+# Rollouts of a report: those whose reward changed most.
 NUM_KEPT = 100
-"""Rollouts of a report: those whose reward changed most."""
 
 Place: TypeAlias = tuple[str, int]  # request_id, trajectory_index
 
@@ -49,36 +49,31 @@ class RolloutChange:
 
 @dataclass(frozen=True, slots=True)
 class PhaseChange:
-    """What became of the episodes of one phase.
-
-    `num_lost` had a reward and have none now, `num_gained` the other way round. `rewards` compares
-    the means, paired by example; None if no example has a reward in both.
-    """
+    """What became of the episodes of one phase."""
 
     phase: str
     num_rollouts: int
     num_changed: int
-    num_lost: int
-    num_gained: int
+    num_lost: int  # had a reward and have none now
+    num_gained: int  # had none and have one now
+    # The means, paired by example; None if no example has a reward in both.
     rewards: Comparison | None
 
 
 @dataclass(frozen=True, slots=True)
 class CreditChange:
-    """What the new rewards do to the advantages of the groups, by the run's own credit.
+    """What the new rewards do to the advantages of the groups, by the run's own credit."""
 
-    `name`: the credit, that of the run's training, or GRPO. `num_flat_before` and `_after`: groups
-    in which every advantage is 0, so that they teach nothing. `num_turned`: rollouts that were
-    reinforced and are now discouraged, or the other way round. `mean_change` is the mean of the
-    absolute differences over the rollouts that have an advantage in both.
-    """
-
+    # The credit of the run's training, or GRPO's.
     name: str
     num_groups: int
+    # Groups in which every advantage is 0, so that they teach nothing.
     num_flat_before: int
     num_flat_after: int
     num_rollouts: int
+    # Rollouts that were reinforced and are now discouraged, or the other way round.
     num_turned: int
+    # The mean of the absolute differences over the rollouts that have an advantage in both.
     mean_change: float
 
 
@@ -129,6 +124,8 @@ def rescore_report(
         num_changed += changed
         if changed:
             change = RolloutChange(request_id, index, phase, agent, old, reward)
+            # A heap of the largest changes: 100,000 of them need not be in memory. The number keeps
+            # the first of equals, and changes are never compared.
             entry = (abs(change.difference), -next(numbers), change)
             (heapq.heappush if len(kept) < NUM_KEPT else heapq.heappushpop)(kept, entry)
     failures = [

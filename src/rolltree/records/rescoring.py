@@ -43,8 +43,8 @@ from rolltree.tasks import run_sync
 from rolltree.types import ModelResponse, RolloutRequest, RolloutResult, State
 
 _READ_AT_ONCE = 256
+# Model calls whose rollouts are in memory at once; groups are never divided.
 _BATCH_CALLS = 4096
-"""Model calls whose rollouts are in memory at once; groups are never divided."""
 
 
 def rescore(run: str | Path, **settings: Any) -> RescoreReport:
@@ -139,6 +139,7 @@ def _directories(run: str | Path, run_dir: str | Path | None) -> tuple[Path, Pat
     source = Path(run)
     named = source if source.name else source.resolve()
     target = named.with_name(f"{named.name}-rescored") if run_dir is None else Path(run_dir)
+    # Resolved: a link to the source is the source.
     if target.resolve() == source.resolve():
         raise ConfigError(
             f"run_dir is {target}, the run that is scored again; its rewards would be lost. "
@@ -224,8 +225,8 @@ class _Scorer:
     knows_agents: bool = False
     env_id: str = ""
     model: str = ""
+    # Request id to the result to score.
     stored: dict[str, RolloutResult] = field(default_factory=dict)
-    """Request id to the result to score."""
 
     def num_examples(self, split: str) -> int:
         """Return how many episodes are at hand."""
@@ -238,9 +239,10 @@ class _Scorer:
     async def run_request(self, request: RolloutRequest, client: object) -> Sequence[State]:
         """Score the stored rollouts of one request."""
         states = list(self.stored[request.request_id].states)
+        # A deadline that passes while a judge thinks keeps the states as they were played.
         episode = current_episode()
         if episode is not None:
-            episode.states[:] = states  # a deadline that passes keeps them
+            episode.states[:] = states
         for state in states:
             reset_scores(state)
             state["model"], state["sampling_args"] = self.model, sampling_to_args(request.sampling)
@@ -316,6 +318,8 @@ def _finished(target: Run, plan: _Plan, whole_groups: bool) -> tuple[set[str], s
 
     Again: what a judge's server failed, and groups that are not whole if members are compared.
     """
+    # A server that failed says nothing about the rollout; a reward function that raised does, and
+    # would raise again.
     done, again = set(), set()
     names = ("request_id", "error_type", "error_phase")
     for request_id, kind, phase in target.columns(names):
@@ -367,6 +371,7 @@ async def _score_all(
     batches = _batches(source, plan, done)
     following = asyncio.create_task(asyncio.to_thread(next, batches, None))
     try:
+        # The next batch is decoded in a thread while judges answer this one.
         while (batch := await following) is not None:
             following = asyncio.create_task(asyncio.to_thread(next, batches, None))
             empty = [result for result in batch if not result.states]  # failed before a state

@@ -12,16 +12,7 @@ from rolltree.store.weights import META, noted_weights
 
 
 def reward_parts(run: Run, row: StoredRollout) -> dict[str, Any]:
-    """Return what adds up to a rollout's reward, JSON-ready.
-
-    - `is_recorded`: whether the run says which metrics are rewarded; runs of older versions do not.
-    - `functions`: those with a weight, as `name`, `value`, `weight` and `contribution`, their
-      product. A function that failed has neither value nor contribution.
-    - `rest`: the reward minus all contributions: what the world or the form of answers earned, or
-      what a rubric with a method of its own gave. None if the reward or a contribution is not
-      known.
-    - `metrics`: the value of everything else that was measured, by its name.
-    """
+    """Return what adds up to a rollout's reward, and what else was measured, JSON-ready."""
     return reward_parts_by(run.meta.get(META), row)
 
 
@@ -33,9 +24,15 @@ def reward_parts_by(notes: Any, row: StoredRollout) -> dict[str, Any]:
     values = {str(name): number_of(value) for name, value in row.metrics.items()}
     functions = [_part(name, values[name], weight) for name, weight in _paid(weights, values)]
     return {
+        # Whether the run says which metrics are rewarded.
         "is_recorded": weights is not None,
+        # Those with a weight: `name`, `value`, `weight` and their product, `contribution`. A function
+        # that failed has neither value nor contribution.
         "functions": functions,
+        # The reward minus all contributions: what the world or the form of answers earned, or what a
+        # rubric with a method of its own gave. None if the reward or a contribution is not known.
         "rest": None if weights is None else _rest(row.reward, functions),
+        # The value of everything else that was measured, by its name.
         "metrics": {n: v for n, v in values.items() if n not in {f["name"] for f in functions}},
     }
 
@@ -56,5 +53,6 @@ def _rest(reward: float | None, functions: list[dict[str, Any]]) -> float | None
     paid = [each["contribution"] for each in functions]
     if reward is None or None in paid:
         return None
+    # A sum of floats in another order leaves a rest that nobody earned.
     rest = reward - math.fsum(paid)
     return 0.0 if abs(rest) <= 1e-9 * max(1.0, *map(abs, (reward, *paid))) else rest

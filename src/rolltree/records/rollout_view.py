@@ -22,17 +22,6 @@ _COLUMNS = tuple(column.name for column in ROLLOUTS if column.name not in ("inpu
 def rollout_view(run: Run, request_id: str, trajectory_index: int = 0) -> dict[str, Any]:
     """Return everything about one rollout but its tokens, JSON-ready.
 
-    - `rollout`: its columns of table `rollouts`; `input`: its dataset row without the prompt.
-    - `messages`: `role`, `content` (a text, or parts), `reasoning`, `tool_calls` (`id`, `name`,
-      `arguments`), `tool_call_id`, `name`, `is_prompt`, and `call`: which model call said it.
-    - `calls`: rows of table `calls`, with `own_ms`: how long environment and tools took after the
-      call before (None if times were not recorded).
-    - `rewards`: what adds up to the reward, and the metrics beside it, as `reward_parts` says.
-    - `timing`: `generation_ms`, of it `server_ms` waiting for answers and `own_ms` the rest;
-      `scoring_ms`, `total_ms`.
-    - `errors` with their tracebacks; `tool_errors`: what tools raised, which the model was told.
-    - `breaks` with both sides; `others`: the other rollouts of its request.
-
     Raises:
         UnknownName: the run has no such rollout.
     """
@@ -40,15 +29,21 @@ def rollout_view(run: Run, request_id: str, trajectory_index: int = 0) -> dict[s
     state = state_of(row)
     calls = [] if state is None else _timed(call_rows(row, state))
     return {
+        # Its columns of table `rollouts`, and its dataset row without the prompt.
         "rollout": _columns(row),
         "input": to_plain(dict(row.input)),
         "messages": [] if state is None else _messages(state),
+        # Rows of table `calls`, with `own_ms`: how long environment and tools took after the call
+        # before (None if times were not recorded).
         "calls": calls,
+        # What adds up to the reward, and the metrics beside it.
         "rewards": reward_parts(run, row),
         "timing": _timing(row, calls),
         "errors": [to_plain(dict(error)) for error in row.errors],
+        # What tools raised, which the model was told.
         "tool_errors": [] if state is None else tool_errors(state),
         "breaks": [] if state is None else rollout_breaks(state, shown_tokenizer(run)),
+        # The other rollouts of its request.
         "others": [
             {"trajectory_index": index, "agent": agent, "reward": reward}
             for index, agent, reward in run.columns(
@@ -89,12 +84,14 @@ def _message(message: Mapping[str, Any], is_prompt: bool, call: int | None) -> d
     content = message.get("content")
     return {
         "role": str(message.get("role") or ""),
+        # A text, or parts.
         "content": content if isinstance(content, str) else to_plain(content),
         "reasoning": message.get("reasoning_content") or message.get("reasoning"),
         "tool_calls": [_tool_call(each) for each in message.get("tool_calls") or ()],
         "tool_call_id": message.get("tool_call_id"),
         "name": message.get("name"),
         "is_prompt": is_prompt,
+        # Which model call said it.
         "call": call,
     }
 
@@ -114,6 +111,7 @@ def _tool_call(call: Any) -> dict[str, Any]:
 
 def _timed(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add `own_ms`; runs of older versions have no times of calls, which is None, not 0."""
+    # 0 ms for every call means that nobody looked at a clock: it is shown as unknown.
     is_timed = any(call["time_ms"] for call in calls)
     ended = 0.0
     for call in calls:
@@ -127,9 +125,11 @@ def _timed(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _timing(row: StoredRollout, calls: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     times = [call["time_ms"] for call in calls if call["time_ms"] is not None]
+    # Calls that run at once add up to more than the clock.
     server = min(sum(times), row.generation_ms) if times else None
     return {
         "generation_ms": row.generation_ms,
+        # Waiting for answers; the rest is the environment's and its tools'.
         "server_ms": server,
         "own_ms": None if server is None else row.generation_ms - server,
         "scoring_ms": row.scoring_ms,

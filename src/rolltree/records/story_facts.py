@@ -53,37 +53,37 @@ NAMES = StoryRollout._fields
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """A rollout that was read whole.
-
-    `is_empty`: its last answer says nothing and calls no tool. `tool_errors`: tool and type of
-    error. `breaks`: call, position and cause. `num_later_calls`: calls that had one before.
-    `scoring_errors`: reward function and what it raised.
-    """
+    """A rollout that was read whole."""
 
     rollout: StoryRollout
+    # Its last answer says nothing and calls no tool.
     is_empty: bool = False
+    # Tool and type of error.
     tool_errors: tuple[tuple[str, str], ...] = ()
+    # Call, position and cause.
     breaks: tuple[tuple[int, int, str], ...] = ()
+    # Calls that had one before.
     num_later_calls: int = 0
+    # Reward function and what it raised.
     scoring_errors: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What sentences are made of.
+    """What sentences are made of."""
 
-    `steps` maps each optimizer step to its metrics, `rollouts` are those of `phase`: of training,
-    or else of the phase that began last; if they are a sample, `num_sampled_of` says of how many.
-    `error` is what the run ended with, if it failed.
-    """
-
+    # Of training, or else the phase that began last.
     phase: str
+    # Each optimizer step's metrics.
     steps: Mapping[int, Mapping[str, float]]
+    # Those of `phase`.
     rollouts: Sequence[StoryRollout]
     looked: Sequence[Looked] = ()
     evaluations: Sequence[StoredEvaluation] = ()
     max_tokens: int | None = None
+    # What the run ended with, if it failed.
     error: str | None = None
+    # Of how many rollouts these are a sample; None if they are all.
     num_sampled_of: int | None = None
 
     def series(self, name: str) -> list[tuple[int, float]]:
@@ -140,6 +140,8 @@ def chosen(rollouts: Sequence[StoryRollout]) -> list[StoryRollout]:
     paid = [each for each in rollouts if each.reward is not None and each.reward > 0]
     well = [each for each in paid if (each.reward or 0.0) >= middle]
     short = sorted(well, key=lambda each: each.num_completion_tokens / max(1, each.num_calls))
+    # A third each: short answers with much reward (which may cheat), rollouts of several calls
+    # (which may break), and any (so that shares hold for the run).
     several = [each for each in rollouts if each.num_calls > 1]
     found: dict[tuple[str, int], StoryRollout] = {}
     num_tokens = 0

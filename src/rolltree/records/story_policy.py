@@ -10,21 +10,21 @@ from rolltree.records.story_rollouts import Cases
 from rolltree.records.story_words import interval_text, percent, short, steps_of
 from rolltree.records.trends import jump, mean_change, trend
 
+# Nats per token by which engine and trainer must differ after a jump, and from the beginning on;
+# 16-bit engines differ by about 0.01.
 LEAST_DRIFT = 0.02
 LEAST_CONSTANT_DRIFT = 0.05
-"""Nats per token by which engine and trainer must differ after a jump, and from the beginning on;
-16-bit engines differ by about 0.01."""
+# Steps from which on quarters of a run are compared.
 LEAST_STEPS = 8
-"""Steps from which on quarters of a run are compared."""
+# Nats per token, and the share of the first steps' entropy, to which it must have fallen. A choice
+# of two with 0.05 nats is 99 to 1; runs that learn to answer well end at 0.1 to 0.3.
 LEAST_ENTROPY, ENTROPY_RATIO = 0.05, 5
-"""Nats per token, and the share of the first steps' entropy, to which it must have fallen. A choice
-of two with 0.05 nats is 99 to 1; runs that learn to answer well end at 0.1 to 0.3."""
+# Nats per token at which KL is told if the reward falls, and if it does not rise. To go from 14 %
+# right to 87 % takes 1.3 nats in a whole rollout, whatever its length (the KL of the answers'
+# distributions bounds that of being right); at 1 nat each token is 2.7 times as likely as before.
 LEAST_KL, RUNAWAY_KL = 0.1, 1.0
-"""Nats per token at which KL is told where the reward falls, and where it does not rise. To go from
-14 % right to 87 % takes 1.3 nats in a whole rollout, whatever its length (the KL of the answers'
-distributions bounds that of being right); at 1 nat each token is 2.7 times as likely as before."""
+# Share of the rewards' range below which there is more to earn.
 UNSOLVED = 0.9
-"""Share of the rewards' range below which there is more to earn."""
 
 
 def drift(facts: Facts) -> Cases:
@@ -34,6 +34,7 @@ def drift(facts: Facts) -> Cases:
     if not series:
         return
     values = [value for _, value in series]
+    # In logarithms: a jump from 0.001 to 0.01 is as large as one from 0.01 to 0.1.
     at = jump([math.log(max(value, 1e-7)) for value in values])
     before, after = values[:at], values[at:]
     low = median(before) if before else 0.0
@@ -88,7 +89,8 @@ def entropy(facts: Facts) -> Cases:
     if rewards and last:
         best, worst = max(rewards), min(rewards)
         if fmean(last) >= worst + UNSOLVED * (best - worst):
-            return  # solved: there is nothing more to try
+            # Solved: there is nothing more to try.
+            return
         said = f" The mean reward is {fmean(last):.3g}, the best {best:.3g}."
     at = next(
         i
@@ -130,6 +132,7 @@ def kl(facts: Facts) -> Cases:
             "steps": [first[0][0], last[-1][0]],
         }
         return
+    # A reward that rose since the beginning, or that still does, is what the KL was spent on.
     for at in (0, 2):
         rises = trend(mean_change(rewards[at], rewards[3])) == "rises"
         if rises or levels[3] < max(RUNAWAY_KL, 1.5 * levels[at]):

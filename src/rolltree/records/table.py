@@ -265,7 +265,8 @@ def _arrow_type(pa: Any, kind: Kind) -> Any:
 
 
 def _arrow_array(pa: Any, kind: Any, values: Any) -> Any:
-    if hasattr(values, "mask"):  # a masked array of numpy
+    # Only a masked array of numpy has a mask; asking for it does not import numpy.
+    if hasattr(values, "mask"):
         return pa.array(values.data, type=kind, mask=values.mask)
     return pa.array(values, type=kind)
 

@@ -27,6 +27,7 @@ from rolltree.tokens import TokenTree
 from rolltree.tokens.breaks import NEIGHBOURHOOD_TOKENS
 from rolltree.types import IntArray, State
 
+# What is known of a sampled token: the lens's name to the column of table `tokens`.
 VALUES = {
     "logprob": "logprob",
     "version": "version",
@@ -39,9 +40,8 @@ VALUES = {
     "kl": "kl",
     "trained_step": "trained_step",
 }
-"""What is known of a sampled token: the lens's name to the column of table `tokens`."""
+# The lens's columns: a value per token, or None if nothing is known of any.
 COLUMNS = ("ids", "texts", "bytes", "author", "is_sampled", "sampled_in", *VALUES, "difference")
-"""The lens's columns: a value per token, or None if nothing is known of any."""
 _WHOLE = ("version", "trained_step")
 
 
@@ -67,11 +67,8 @@ def token_lens(
 ) -> dict[str, Any]:
     """Return the tokens `offset`, ... of a call's prompt and completion as columns, JSON-ready.
 
-    Besides the columns (`ids`, `texts`, `bytes` in hexadecimal, `author`, `is_sampled`,
-    `sampled_in`, those of `VALUES`, and `difference`: trainer minus engine logprob) there are
-    `calls`, with which the page goes from call to call, and `breaks`: where this call's prompt does
-    not extend what came before, with both sides. A column of which the rollout has no value is
-    None; so are `texts` and `bytes` without a tokenizer.
+    A column of which the rollout has no value is None; so are `texts` and `bytes` without a
+    tokenizer.
 
     Raises:
         UnknownName: the run has no such rollout, or the rollout no such call with tokens.
@@ -100,6 +97,7 @@ def token_lens(
         "request_id": request_id,
         "trajectory_index": trajectory_index,
         "call": call,
+        # With which the page goes from call to call.
         "calls": _calls(rollout),
         "num_calls": len(rollout.steps),
         "num_tokens": length,
@@ -108,12 +106,15 @@ def token_lens(
         "has_tokenizer": tokenizer is not None,
         "ids": ids.tolist(),
         "texts": texts,
+        # In hexadecimal: a token may hold a part of a character.
         "bytes": spelled,
         "author": np.where(by >= 0, "model", "environment").tolist(),
         "is_sampled": (np.arange(offset, offset + len(at)) >= tree.prompt_len(handle)).tolist(),
         "sampled_in": _listed(by, by < 0),
         **{name: _values(name, found.get(name)) for name in VALUES},
+        # Trainer minus engine logprob.
         "difference": _difference(found),
+        # Where this call's prompt does not extend what came before, with both sides.
         "breaks": [each for each in rollout_breaks(state, tokenizer) if each["call"] == call],
     }
 
@@ -165,6 +166,8 @@ def _known(
     tree = rollout.tree
     sampled_in = np.full(tree.num_tokens, -1, np.int32)
     values: dict[str, NDArray[np.float64]] = {}
+    # Sampled twice in two branches, a token has one place in the tree and two logprobs: the lens of
+    # a call shows that call's, so it is taken last.
     own = [step for step in rollout.calls if step.index == call]
     for step in [*(step for step in rollout.calls if step.index != call), *own]:
         at = places(tree, step.handle, tree.num_sampled(step.handle))

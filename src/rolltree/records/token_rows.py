@@ -167,11 +167,14 @@ class _Shown:
         """Take a call's path; return how many of its first tokens were there already."""
         tree = self._tree
         known = tree.path_len(call)
+        # From the end of the path backwards, and only until a token was seen: T turns cost O(new
+        # tokens), not O(T * path).
         for low, high in reversed(tree.arena.slices(tree.calls.end(call), known)):
             num_new = high - low - int(self._seen[low:high].sum())
             self._seen[high - num_new : high] = True
             known -= num_new
-            if num_new < high - low:  # what a path has in common with others is its beginning
+            # What a path has in common with others is its beginning, so all before was seen, too.
+            if num_new < high - low:
                 break
         return known
 
@@ -261,6 +264,7 @@ def _trained_facts(
             f"{step.index} sampled {count} tokens. `rolltree audit RUN` says more."
         )
     start = int(at[: step.index].sum())
+    # Trained tokens lie in the order of calls, without the prompts between them.
     found: dict[str, Any] = {"trained_step": np.full(count, trained.step)}
     for column, name in _TRAINED.items():
         values = getattr(trained, name)

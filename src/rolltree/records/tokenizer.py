@@ -47,6 +47,7 @@ class RunTokenizer:
         self.folder = folder
         file = folder / "tokenizer.json"
         try:
+            # Bytes that were read with a limit, from a regular file: the folder came with the run.
             self._tokenizer = Tokenizer.from_buffer(read_regular(file, _MAX_BYTES, follow=True))
         except Exception as error:  # tokenizers raises Exception itself
             raise ConfigError(
@@ -91,6 +92,7 @@ class RunTokenizer:
 
         A token that holds only a part of a character reads as U+FFFD.
         """
+        # A context of 200,000 tokens has a few thousand different ones.
         distinct, at = np.unique(ids, return_inverse=True)
         raw = [self.bytes_of(each) for each in distinct.tolist()]
         texts = np.array([each.decode("utf-8", "replace") for each in raw], object)

@@ -86,4 +86,5 @@ def number_of(value: Any) -> float | None:
         found = float(value)
     except OverflowError:
         return None
+    # Neither NaN nor an infinity minus itself is 0.
     return found if found - found == 0.0 else None

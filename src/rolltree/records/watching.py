@@ -23,6 +23,7 @@ def change_mark(folders: Iterable[Path]) -> str:
 
 
 def _written(folder: Path) -> list[tuple[int, int]]:
+    # Two `stat` calls a run instead of opening its database: a page that follows it asks often.
     found = []
     for name in _GROWS:
         try:

@@ -62,10 +62,12 @@ class Change:
         others = self.connection.execute(same, (row["request_id"], row["phase"])).fetchone()[0]
         self.phases.add(row["phase"])
         found = self._totals_of(row)
+        # A request counts with its first row, and no longer with its last.
         found.num_requests += times * (others == (times > 0))
         found.num_rollouts += times
         found.num_errors += times * (row["status"] == "error")
         found.num_truncated += times * bool(row["truncated"])
+        # What agents delegated was rewarded for subtasks, so a phase's mean leaves it out.
         if not row["depth"]:
             found.num_scored += times * (row["reward"] is not None)
             found.sum_reward += times * (row["reward"] or 0.0)
@@ -78,6 +80,7 @@ class Change:
         """Insert the SQL values of a row, unless one of its key is there, and return how many."""
         stored = with_checksums(self.next_id(), values)
         added = self.connection.execute(_INSERT, stored).rowcount
+        # The same result may come twice after a kill: the row that is there stays, and counts once.
         if added:
             self.count(dict(zip(STORED, stored, strict=True)), 1)
         else:
@@ -111,8 +114,9 @@ class Change:
             self.connection.execute("DELETE FROM rollouts WHERE request_id = ?", (request_id,))
             for row in rows:
                 self.count(row, -1)
+            # (a + b) - b is not a in floats: after a removal the phase is summed from its rows.
             for phase in {row["phase"] for row in rows if row["reward"] is not None}:
-                self.sum_again(phase)  # taking floats away does not leave the sum of the others
+                self.sum_again(phase)
         return [{"type": row["error_type"], "errors": loads(row["errors"])} for row in failed]
 
     def sum_again(self, phase: str) -> None:
@@ -128,6 +132,7 @@ class Change:
     def finish(self) -> None:
         """Write sums and counts, drop old reports: the last statements of the transaction."""
         self._write_totals()
+        # A report of rollouts that have changed since would be shown as today's.
         for phase in self.phases:
             drop = "DELETE FROM meta WHERE key = ?"
             self.counts.meta -= self.connection.execute(drop, (report_key(phase),)).rowcount

@@ -68,6 +68,8 @@ def deflate(data: bytes) -> bytes:
     """Return what `inflate` turns back; data that would inflate too much are not compressed."""
     if not data:
         return b""
+    # `inflate` refuses what grows too much, which is how a small file fills a memory; honest data
+    # that would be refused (a million equal tokens) are stored as they are.
     made = zlib.compress(data, 1)
     return made if len(data) <= _most_inflated(made) else zlib.compress(data, 0)
 
@@ -82,6 +84,7 @@ def inflate(data: bytes) -> bytes:
     if not data:
         return b""
     try:
+        # Deflate cannot grow by more than 1032: a small blob needs no bound, and no slower path.
         if _MAX_DEFLATE_RATIO * len(data) <= MAX_INFLATED_BYTES:
             return zlib.decompress(data)
         unpacker = zlib.decompressobj()
@@ -223,6 +226,7 @@ _NESTED = (list, dict)  # asked before the call, since most of what a record hol
 def _unpack_array(value: dict[str, Any]) -> Any:
     import numpy as np
 
+    # The bytes of an array bound its size, except where a dimension is 0.
     flat = np.frombuffer(base64.b64decode(value["v"]), dtype=np.dtype(value["dtype"]))
     shape = value["shape"]
     if not flat.size and math.prod(shape[: shape.index(0)]) > _MAX_EMPTY_ROWS:

@@ -50,6 +50,7 @@ _MAX_VALUE_BYTES = 2**28
 _FILES = ("run.db", "run.db-wal", "run.db-shm", "run.db-journal", "run.commits", "run.lock")
 _NAMES_ANOTHER_FILE = bytes.fromhex("d9d505f920a163d7")
 """The end of a rollback journal that names a file for SQLite to delete; rolltree writes none."""
+# A page is in memory while its rows are used, with all blobs: few rows, however long they are.
 PAGE_ROWS = 64
 LIGHT_PAGE_ROWS = 1024  # without their blobs
 _SQL_ERRORS = (sqlite3.Error, UnicodeDecodeError, OverflowError, MemoryError)
@@ -87,11 +88,15 @@ class Database:
         if mode != "r" and _has_wal(path) and os.path.isfile(path):
             # A writer that closes merges the log, and a damaged one would be gone: look first.
             Database(path, "r").close()
-        noted = self._note.read()  # before the database, which is never behind it
+        # The note is written after the commit, so the database is never behind it. Read first, it
+        # cannot be ahead of a database that another process is writing.
+        noted = self._note.read()
         self._connection = _connect(path, mode)
-        self._place = path.absolute()  # whatever folder an environment changes to
+        # An environment may change the working directory; the file is where it was.
+        self._place = path.absolute()
         self._file = _identity(self._place)
         try:
+            # A few bytes can ask SQLite for a value of gigabytes.
             self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
             if mode == "create" and is_empty(self._connection):
                 self._make(first_meta or {})
@@ -100,11 +105,14 @@ class Database:
                     f"{path} is empty: the program that made it was stopped before it could write. "
                     "Nothing is lost; start that command again, or delete the directory."
                 )
-            self._connection.execute("PRAGMA trusted_schema = OFF")  # the file may be anybody's
+            # The file may be anybody's: no function with side effects from its schema.
+            self._connection.execute("PRAGMA trusted_schema = OFF")
             check_schema(self._connection, path)
             if not self.is_new:
                 self._compare(noted)
             if mode != "r":
+                # FULL: a commit is on the disk before `add_rollouts` returns. NORMAL would lose the
+                # last batches to a power cut, and the trainer would count them as done.
                 self._connection.execute("PRAGMA journal_mode = WAL")
                 self._connection.execute("PRAGMA synchronous = FULL")
                 if not self.is_new:
@@ -147,6 +155,8 @@ class Database:
         """
         with self._lock:
             try:
+                # IMMEDIATE takes the write lock now: a transaction that reads first and writes
+                # later can fail in the middle, with its work done.
                 self._connection.execute("BEGIN IMMEDIATE")
                 change = Change(self._connection, Counts.read(self._connection))
                 yield change
@@ -162,6 +172,7 @@ class Database:
                         "stored. Make room or check the disk, then start the same command again."
                     ) from error
                 raise
+            # After the commit, never before: a note ahead of the database would refuse the run.
             self._note.write(change.counts.commits)
             self.check_place()
 
@@ -250,6 +261,8 @@ class Database:
         """
         if self._is_checked or not self._check_file:
             return
+        # SQLite's own check knows pages and indexes, and nothing of the values in them: the
+        # checksums know the rest (design/0017).
         with self.snapshot() as connection:
             said = [row[0] for row in connection.execute(f"PRAGMA integrity_check({MAX_TOLD})")]
             if said != ["ok"]:
@@ -259,6 +272,7 @@ class Database:
             self.totals()
             counts = self.counts()
             number = 0
+            # NOT INDEXED: a damaged index must not decide which rows are looked at.
             sql = f"SELECT {', '.join(SUMMED)} FROM rollouts NOT INDEXED"
             with self.naming():
                 for row in connection.execute(sql):
@@ -310,6 +324,7 @@ class Database:
         while limit is None or limit > 0:
             size = page_rows if limit is None else min(page_rows, limit)
             page = self.all(sql, (after, *values, size))
+            # An id that goes back would make this loop endless.
             for row in page:
                 if not (isinstance(row[0], int) and row[0] > after):
                     raise damaged(self.path, f"row {row[0]} is out of order in an index")
@@ -333,6 +348,7 @@ class Database:
 
         `columns` begins with the id. Which rows they are is decided at the beginning.
         """
+        # Sorting ids and reading rows by id keeps an order of 100,000 rows at 800 KB.
         ids = self.orders.ids(self, where, values, order)
         ids = ids[offset : None if limit is None else offset + limit]
         for at in range(0, len(ids), page_rows):
@@ -411,7 +427,8 @@ def check_files(folder: Path, *, writes: bool) -> None:
     """
     try:
         for name in _FILES:
-            # Readers write to the shared memory, too.
+            # Opening a FIFO waits for its other end for ever, and a link leads SQLite to a file of
+            # somebody else. Readers write to the shared memory, too.
             kind = odd_kind(folder / name, writes=writes or name.endswith("-shm"))
             if kind is None and name.endswith("journal") and _ends_with_name(folder / name):
                 kind = "a journal that names another file to delete"
@@ -445,7 +462,8 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
         )
     flags = {"r": "mode=ro", "w": "mode=rw", "create": "mode=rwc"}[mode]
     if mode == "r" and not os.access(path.parent, os.W_OK) and not _has_wal(path):
-        flags += "&immutable=1"  # a reader of a WAL file would have to create its -shm
+        # A reader of a WAL database creates its -shm, which a read-only disk refuses.
+        flags += "&immutable=1"
     uri = f"{path.absolute().as_uri()}?{flags}"
     try:
         return sqlite3.connect(
@@ -503,6 +521,7 @@ class WriterLock:
                 'Run.open(path, mode="r").'
             ) from None
         note = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+        # The kernel drops the lock when the process dies; this text may be of a dead one.
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, json.dumps(note).encode(), 0)
 
@@ -539,6 +558,7 @@ def _lock_soon(fd: int) -> None:
     Raises:
         BlockingIOError: another process holds it.
     """
+    # `holder` takes a shared lock to look, and a writer must not fail for that instant.
     for attempt in range(_LOCK_ATTEMPTS):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -54,6 +54,7 @@ def export_rows(
         raise
     except _ROW_ERRORS as error:
         cause = error
+    # One damaged row must not cost the others: the fallback reads row by row, without an index.
     lost: list[str] = []
     number = _write_lines(path, _whole_lines(database, names, render, where, lost))
     if not lost:

@@ -124,7 +124,8 @@ def _value(word: str) -> Any:
             found = kind(word)
         except ValueError:
             continue
-        return found if abs(found) <= _MAX_INTEGER else float(word)  # SQLite has no larger integers
+        # SQLite has no larger integers.
+        return found if abs(found) <= _MAX_INTEGER else float(word)
     return word
 
 
@@ -133,6 +134,7 @@ def _is_metric(name: str) -> bool:
 
 
 def _check_name(name: str, what: str) -> None:
+    # A name goes into SQL as it is, so only known columns and quoted JSON paths may pass.
     if _is_metric(name) and '"' not in name:
         return
     if name not in _FILTERS:
@@ -143,6 +145,7 @@ def _check_name(name: str, what: str) -> None:
 def _expression(name: str) -> str:
     if not _is_metric(name):
         return name
+    # In a quoted path SQLite takes dots and brackets of a metric's name for the name.
     path = name.removeprefix(METRIC).replace("'", "''")
     return f"json_extract(metrics, '$.\"{path}\"')"
 
@@ -191,6 +194,7 @@ def order_clause(sort: str) -> str:
     if name == "id":
         return f"id {direction}"
     _check_name(name, "sorted")
+    # Equal values keep the order in which they came, so that pages fit together.
     expression = _expression(name)
     return f"{expression} {direction} NULLS LAST, id"
 

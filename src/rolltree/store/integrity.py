@@ -30,11 +30,13 @@ MAX_TOLD = 5
 
 def checksum(table: str, values: Sequence[Any]) -> int:
     """Return the CRC-32 of a row: its table's name, then its values as SQLite returns them."""
+    # The table's name is in the sum: a whole row that was copied into another table differs.
     return zlib.crc32(_encode([table, *values]))
 
 
 def blob_checksum(blobs: Sequence[bytes]) -> int:
     """Return the CRC-32 of the compressed blobs, one after the other."""
+    # Blobs have a sum of their own, so that a scan of the columns never reads their pages.
     found = 0
     for blob in blobs:
         found = zlib.crc32(blob, found)
@@ -155,12 +157,15 @@ class CommitNote:
     """
 
     def __init__(self, database: Path) -> None:
+        # SQLite ends a write-ahead log at its first damaged frame and says nothing: the last
+        # batches would be gone in silence. A number outside the database tells (design/0017).
         self.path = database.with_name("run.commits")
         self._fd: int | None = None
 
     def read(self) -> int:
         """Return the number of batches, 0 when the note says nothing."""
         with contextlib.suppress(OSError, ValueError):
+            # A torn write is not a number that could refuse a healthy run: it has a checksum too.
             number, _, found = read_regular(self.path, _NOTE_BYTES).decode("ascii").partition(" ")
             if int(found) == checksum("note", [int(number)]):
                 return int(number)
@@ -171,6 +176,7 @@ class CommitNote:
         with contextlib.suppress(OSError):
             if self._fd is None:
                 self._fd = open_regular(self.path, os.O_RDWR | os.O_CREAT)
+            # One small write at a fixed place; a shorter number leaves no digits of a longer one.
             text = f"{commits} {checksum('note', [commits])}"
             os.pwrite(self._fd, text.ljust(_NOTE_BYTES).encode(), 0)
 
@@ -189,6 +195,7 @@ def checked(
     Raises:
         StoreError: a row differs from its checksum, or is missing or twice there.
     """
+    # A key that is there twice hides behind a right number of rows, so both are compared.
     if len(rows) != expected or len({row[0] for row in rows}) != expected:
         raise StoreError(f"table {table} has {len(rows)} rows instead of {expected}")
     for row in rows:

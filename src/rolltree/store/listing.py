@@ -29,10 +29,7 @@ _ENDS: dict[Any, RunState] = {"stopped": "stopped", "failed": "failed"}
 class PhaseSummary:
     """One phase of a run.
 
-    `mean_reward` is that of the phase's report, over examples, with `low` and `high` as its 95 %
-    interval. Where no report is stored it is the mean over scored rollouts without an interval.
-    Rollouts that another one delegated do not count in either; None when nothing was scored.
-    `num_planned` is how many requests an evaluation is to have; None if nobody said.
+    Rollouts that another one delegated count in no mean.
     """
 
     phase: str
@@ -40,9 +37,12 @@ class PhaseSummary:
     num_rollouts: int
     num_errors: int
     num_truncated: int
+    # Of the phase's report, over examples, with `low` and `high` as its 95 % interval. Without a
+    # report it is over scored rollouts, without an interval; None when nothing was scored.
     mean_reward: float | None
     num_prompt_tokens: int
     num_completion_tokens: int
+    # How many requests an evaluation is to have; None if nobody said.
     num_planned: int | None = None
     low: float | None = None
     high: float | None = None
@@ -50,21 +50,19 @@ class PhaseSummary:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """One run at a glance. `last_written` is seconds since the epoch.
-
-    `writer` names the process that writes it, `error` what the last start failed with.
-    """
+    """One run at a glance."""
 
     path: Path
     kind: str
     created_at: float
-    last_written: float
+    last_written: float  # seconds since the epoch
     env_ids: tuple[str, ...]
     num_steps: int
     phases: tuple[PhaseSummary, ...]
     config: dict[str, Any]
     state: RunState = "unknown"
     num_planned_steps: int | None = None
+    # The process that writes it now, and what the last start failed with.
     writer: str | None = None
     error: str | None = None
 
@@ -104,6 +102,7 @@ def _summarize(run: StoredRun) -> RunSummary:
     writer = WriterLock.holder(run.path / "run.lock")
     is_done = _is_done(meta, phases, events, num_steps, num_planned)
     ended = _last_end(events)
+    # A start that ends says so, in an event. One that was killed could not, and its plan is open.
     state: RunState = "killed" if is_done is False else "unknown"
     if is_done or (ended and ended.kind == "finished"):
         state = "done"

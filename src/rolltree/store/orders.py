@@ -28,6 +28,7 @@ class Orders:
 
     def ids(self, database: Database, where: str, values: Sequence[Any], order: str) -> array[int]:
         """Return the ids of the rows that pass, in an order."""
+        # Rows only come or go in a batch, so an order holds until the next one.
         key, commits = (where, tuple(values), order), database.counts().commits
         with self._lock:
             stored, found = self._kept.get(key, (-1, array("q")))

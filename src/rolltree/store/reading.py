@@ -115,11 +115,39 @@ class StoredRun:
         for name in names:
             if name not in LIGHT:
                 raise ConfigError(f"there is no light column {name!r}.{did_you_mean(name, LIGHT)}")
-        is_checked = self._database.is_checked  # then rows need no second check
-        columns = ("id", *names) if is_checked else SUMMED
-        places = [SUMMED.index(name) for name in names]
+        stored, pick = self._picker(names)
+        yield from self._rows(stored, where, limit, pick, offset, sort)
+
+    def sample(self, names: Sequence[str], phase: str, most: int) -> Iterator[tuple[Any, ...]]:
+        """Yield columns of about `most` rows of a phase: pages of neighbours, spread over the run.
+
+        Raises:
+            StoreError: a row is damaged.
+        """
+        stored, pick = self._picker(names)
+        # Pages of neighbours, not single rows: each page costs one descent of the index, and a run
+        # changes over its length, not between neighbours.
+        num_pages = max(1, most // PAGE_ROWS)
+        first = min((each.first_id for each in self.totals() if each.phase == phase), default=1)
+        last, after = self._database.counts().last_id, 0
+        for page in range(num_pages):
+            after = max(after, first - 1 + page * (last + 1 - first) // num_pages)
+            rows = self._database.pages(stored, "phase = ?", (phase,), PAGE_ROWS, after=after)
+            for row in rows:
+                with self._database.naming():
+                    found = pick(row)
+                after = row[0]
+                yield found
+
+    def _picker(
+        self, names: Sequence[str]
+    ) -> tuple[Sequence[str], Callable[[Sequence[Any]], tuple[Any, ...]]]:
+        """Return the columns to read for some columns, and what takes those out of a row."""
         decoders = [(at, COLUMNS[name].decode) for at, name in enumerate(names)]
         decoders = [(at, decode) for at, decode in decoders if decode is not as_stored]
+        places = [SUMMED.index(name) for name in names]
+        # A checksum is over all columns, so checking a row means reading all of them.
+        is_checked = self._database.is_checked
 
         def pick(row: Sequence[Any]) -> tuple[Any, ...]:
             if is_checked:
@@ -131,27 +159,7 @@ class StoredRun:
                 found[at] = decode(found[at])
             return tuple(found)
 
-        yield from self._rows(columns, where, limit, pick, offset, sort)
-
-    def sample(self, names: Sequence[str], phase: str, most: int) -> Iterator[tuple[Any, ...]]:
-        """Yield columns of about `most` rows of a phase: pages of neighbours, spread over the run.
-
-        Raises:
-            StoreError: a row is damaged.
-        """
-        decoders = [(SUMMED.index(name), COLUMNS[name].decode) for name in names]
-        num_pages = max(1, most // PAGE_ROWS)
-        first = min((each.first_id for each in self.totals() if each.phase == phase), default=1)
-        last, after = self._database.counts().last_id, 0
-        for page in range(num_pages):
-            after = max(after, first - 1 + page * (last + 1 - first) // num_pages)
-            rows = self._database.pages(SUMMED, "phase = ?", (phase,), PAGE_ROWS, after=after)
-            for row in rows:
-                with self._database.naming():
-                    verify(row)
-                    found = tuple(decode(row[at]) for at, decode in decoders)
-                after = row[0]
-                yield found
+        return ("id", *names) if is_checked else SUMMED, pick
 
     def _rows(
         self,
@@ -187,6 +195,8 @@ class StoredRun:
 
         The sums know that for phases. For any other filter the whole file is checked, once.
         """
+        # Rows that an index hides are missed by counting. The sums know how many a phase has; for
+        # other filters only the whole file says that nothing is hidden.
         if where.keys() - {"phase"}:
             self._database.check()
             return None

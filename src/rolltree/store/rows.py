@@ -28,17 +28,11 @@ Status: TypeAlias = Literal["ok", "error"]
 class StoredRollout:
     """One trajectory of one request, with everything that is worth a query as its own column.
 
-    `(request_id, trajectory_index)` is the identity. A request that failed before it made a
-    trajectory is stored with `trajectory_index=0` and empty blobs. `reward` is None when nothing
-    scored it: never a silent 0.0. Times are milliseconds, `started_at` and `created_at` seconds
-    since the epoch. `parent_rollout` names the rollout that delegated this one (its own name is in
-    `record`), `depth` counts delegations. `min_version` and `max_version` are the policy versions
-    of its sampled tokens.
-
-    `input` holds the dataset row without its prompt (which is in `record`). `record` is codec
-    JSON, `tokens` a token tree's bytes; both are opaque here.
+    A request that failed before it made a trajectory is stored with `trajectory_index=0` and empty
+    blobs.
     """
 
+    # The identity: a row with the same two is the same rollout, and is stored once.
     request_id: str
     trajectory_index: int = 0
     num_trajectories: int = 1
@@ -50,8 +44,11 @@ class StoredRollout:
     example_id: int | str | None = None
     task: str = ""
     agent: str = ""
+    # The rollout that delegated this one; its own name is in `record`.
     parent_rollout: str | None = None
+    # Delegations above it.
     depth: int = 0
+    # None if nothing scored it: never a silent 0.0.
     reward: float | None = None
     status: Status = "ok"
     error_type: str | None = None
@@ -66,17 +63,21 @@ class StoredRollout:
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0
     num_unique_tokens: int = 0
+    # The oldest and the newest policy version of its sampled tokens.
     min_version: int | None = None
     max_version: int | None = None
     num_attempts: int = 1
     generation_ms: float = 0.0
     scoring_ms: float = 0.0
     total_ms: float = 0.0
+    # Seconds since the epoch, for people; durations come from a clock that nobody can set.
     started_at: float | None = None
     created_at: float = field(default_factory=time.time)
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    # The dataset row without its prompt, which is in `record`.
     input: Mapping[str, Any] = field(default_factory=dict)
     errors: tuple[Mapping[str, Any], ...] = ()
+    # Codec JSON and a token tree's bytes; this room never looks into them.
     record: bytes = b""
     tokens: bytes = b""
 
@@ -163,9 +164,11 @@ def _whole(value: Any, secrets: Secrets) -> int | str | None:
 
 
 def _integer(value: Any, secrets: Secrets) -> int | float | str | None:
+    # An integer beyond 64 bits becomes a float in an INTEGER column. The checksum is over what
+    # SQLite gives back, so the change is made here, before the sum.
     found = _whole(value, secrets)
     is_long = isinstance(found, str) and not isinstance(value, str)
-    return float(found) if is_long and found is not None else found  # as SQLite stores it
+    return float(found) if is_long and found is not None else found
 
 
 def _real(value: Any, secrets: Secrets) -> float | None:
@@ -174,6 +177,7 @@ def _real(value: Any, secrets: Secrets) -> float | None:
 
 
 def _json(value: Any, secrets: Secrets) -> str:
+    # Almost no row has a secret, and looking through the text costs less than through the value.
     text = dumps(value)
     has_one = any(each in text for each in _spellings(secrets))
     return dumps(cut_secrets(dict(value), secrets)) if has_one else text
@@ -199,6 +203,7 @@ def _errors(value: Any, secrets: Secrets) -> str:
 def _record(value: bytes, secrets: Secrets) -> bytes:
     if any(spelling in value for spelling in _raw_spellings(secrets)):
         try:
+            # A cut in the bytes could tear an escape: cut in the values, and write them again.
             value = dumps(cut_secrets(loads(value), secrets)).encode()
         except (ValueError, KeyError, TypeError):  # not the codec's JSON
             for spelling in _raw_spellings(secrets):

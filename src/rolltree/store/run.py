@@ -96,6 +96,7 @@ class Run(StoredRun):
         if not os.path.isfile(directory / "run.db"):
             Database(directory / "run.db", "w")  # raises with the explanation
         check_files(directory, writes=True)
+        # The lock comes before the database: a second writer must not even merge its log.
         with _writing(directory):
             lock = WriterLock(directory / "run.lock")
         try:
@@ -204,7 +205,8 @@ class Run(StoredRun):
         data = {"state": "failed" if is_failure else "stopped"}
         if is_failure:
             data |= {"error": type(error).__name__, "message": str(error)}
-        with contextlib.suppress(StoreError):  # a full disk, for example, is what it ends of
+        # A full disk, for example, may be why it ends.
+        with contextlib.suppress(StoreError):
             self.add_event("ended", data)
 
     def close(self) -> None:
@@ -243,6 +245,7 @@ class Run(StoredRun):
         self._must_write()
         text = dumps(redact(report, self._known))
         with self._database.transaction() as change:
+            # Rollouts may have come since the report was computed; it would hide them.
             totals = read_totals(change.connection, change.counts)
             is_whole = num_requests == sum(t.num_requests for t in totals if t.phase == phase)
             if is_whole:
@@ -278,6 +281,7 @@ class Run(StoredRun):
         replaced whatever became of them.
         """
         self._must_write()
+        # Encoding and cutting secrets take most of the time; the write lock is not held meanwhile.
         known = self._known
         values = [to_sql(row, known) for row in rows]
         with self._database.transaction() as change:
@@ -307,6 +311,7 @@ class Run(StoredRun):
                 "would be counted in the wrong one. Pass each step's own."
             )
         text = dumps(redact(dict(metrics), self._known))
+        # Metrics and tokens in one transaction: a step that is stored is stored whole.
         values = [trained_to_sql(row) for row in trained]
         with self._database.transaction() as change:
             change.put("steps", int(step), time.time(), text)

@@ -44,6 +44,7 @@ def _statements() -> list[str]:
     types |= {"id": "INTEGER PRIMARY KEY", "blob_checksum": "INTEGER", "checksum": "INTEGER"}
     columns = ",\n  ".join(f"{name} {types[name]}" for name in STORED)
     return [
+        # WITHOUT ROWID: rows lie in the order of their text key, with no second tree beside it.
         "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL, checksum INTEGER)"
         " WITHOUT ROWID",
         _counts_table(),
@@ -52,6 +53,7 @@ def _statements() -> list[str]:
         " sum_reward REAL, num_prompt_tokens INTEGER, num_completion_tokens INTEGER,"
         " last_created_at REAL, checksum INTEGER, PRIMARY KEY (phase, env_id)) WITHOUT ROWID",
         f"CREATE TABLE rollouts (\n  {columns},\n  UNIQUE (request_id, trajectory_index)\n)",
+        # The id makes each index a list of pages: a reader goes on after the last id it has seen.
         "CREATE INDEX rollouts_by_phase ON rollouts (phase, id)",
         "CREATE INDEX rollouts_by_step ON rollouts (phase, train_step, id)",
         "CREATE INDEX rollouts_by_group ON rollouts (group_id)",
@@ -73,6 +75,7 @@ def is_empty(connection: sqlite3.Connection) -> bool:
 
 def create_schema(connection: sqlite3.Connection) -> None:
     """Create every table; the caller holds the transaction, so it is all there or nothing."""
+    # DDL is transactional in SQLite: a process that is killed here leaves an empty file.
     for statement in _statements():
         connection.execute(statement)
 
@@ -90,6 +93,8 @@ def check_schema(connection: sqlite3.Connection, path: Path) -> None:
             f"{path} is a SQLite file, but not one that rolltree made, so nothing is read from or "
             "written to it. Choose another run directory."
         )
+    # A trigger or a view of a stranger's file would run in our connection, with our rights
+    # (design/0017): only statements that rolltree itself writes are let in.
     for kind, name, sql in connection.execute("SELECT type, name, sql FROM sqlite_master"):
         if sql is None or _PASSIVE.fullmatch(sql):  # None: the index of a key
             continue

@@ -54,6 +54,7 @@ def config_differences(
     before, after = _flatten(old), _flatten(new)
     found = []
     for key in sorted(before.keys() | after.keys()):
+        # A parent names all of its keys: `may_change=["train"]` allows `train.num_steps`.
         allowed = any(key == name or key.startswith(name + ".") for name in may_change)
         was, now = before.get(key, _MISSING), after.get(key, _MISSING)
         if not allowed and was != now:

@@ -49,33 +49,29 @@ class TrainedRollout:
 
     A token that was in no forward pass (no weight, or all advantages of its rollout are 0 and
     `train.skip_zero_advantage` is set) has NaN in what the model would have said. Arrays are
-    float32 `[_T]`; `entropy` has the precision of float16.
-
-    Args:
-        request_id, trajectory_index: the rollout.
-        step: the training step, from 1; the weights before it are version `step - 1`.
-        num_sampled: how many tokens each model call sampled, int32 `[num calls]`; their sum is
-            `_T`.
-        advantage: from the credit; a KL in the reward is not taken off it.
-        weight: what multiplies the token's policy loss: the aggregation's coefficient times the
-            correction of the importance ratio; 0 if a mask, the truncation policy, staleness or
-            `max_seq_len` takes the token out of the loss.
-        logprob: the trainer's, when the step's first update reads the token. With one mini-batch
-            that is before the step.
-        entropy: of the trainer's distribution there, in nats.
-        reference: the logprob of the model that the KL is to; None without one.
-        kl: the KL over the whole vocabulary at the token, where `algorithm.kl` is `full`.
+    float32 `[_T]`.
     """
 
     request_id: str
     trajectory_index: int = 0
+    # From 1; the weights before it are version `step - 1`.
     step: int
+    # How many tokens each model call sampled, int32 `[num calls]`; their sum is `_T`.
     num_sampled: IntArray
+    # From the credit; a KL in the reward is not taken off it.
     advantage: FloatArray
+    # What multiplies the token's policy loss: the aggregation's coefficient times the correction of
+    # the importance ratio; 0 if a mask, the truncation policy, staleness or `max_seq_len` takes the
+    # token out of the loss.
     weight: FloatArray
+    # The trainer's, when the step's first update reads the token. With one mini-batch that is
+    # before the step.
     logprob: FloatArray
+    # Of the trainer's distribution there, in nats, with the precision of float16.
     entropy: FloatArray
+    # The logprob of the model that the KL is to; None without one.
     reference: FloatArray | None = None
+    # The KL over the whole vocabulary at the token, where `algorithm.kl` is `full`.
     kl: FloatArray | None = None
 
     @property

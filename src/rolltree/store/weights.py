@@ -38,7 +38,8 @@ def note_weights(source: object, run: Run) -> None:
     if scored_parts is None:
         return
     env_id = str(getattr(source, "env_id", ""))
-    parts = [  # functions as pairs: redaction takes the keys of a mapping for names of secrets
+    # Functions as pairs: redaction takes the keys of a mapping for names of secrets.
+    parts = [
         {"task": p.task, "agent": p.agent, "functions": [list(pair) for pair in p.functions]}
         for p in scored_parts()
     ]
@@ -58,6 +59,7 @@ def noted_weights(
     """
     if not isinstance(notes, Sequence):
         return None
+    # The last note that held when the rollout was stored: weights may change when a run goes on.
     parts: list[Mapping[str, Any]] | None = None
     for note in notes:
         if note.get("env_id") in ("", env_id) and note.get("since", 0.0) <= created_at:

@@ -121,9 +121,11 @@ class Runs:
         """
         found, unreadable = [], []
         looks: dict[Path, _Look] = {}
-        patience = _PATIENCE_S  # for all that take long together
+        # For all that take long together: a disk that hangs must not hide the runs that do not.
+        patience = _PATIENCE_S
         for folder in self.folders():
-            mark = change_mark([folder])  # before it is read: what is written meanwhile counts
+            # The mark before the run is read: what is written meanwhile makes another one.
+            mark = change_mark([folder])
             look = self._looks.get(folder)
             if look is None or not (look.is_alive() or (look.row and look.mark == mark)):
                 look = _Look(folder, folder.relative_to(self.root).as_posix(), mark)
@@ -152,6 +154,7 @@ class Runs:
         Raises:
             UnknownName: there is no run of this name.
         """
+        # The name comes from a URL: it names a folder below the root, however it is spelled.
         parts = name.split("/")
         folder = self.root.joinpath(*parts)
         is_below = all(part not in ("", ".", "..") and "\0" not in part for part in parts)
@@ -173,11 +176,14 @@ class Runs:
             status = (folder / "run.db").stat()
         except OSError as error:
             raise UnknownName(f"the run {shorten(name, 200)!r} is gone.") from error
+        # The inode: a run that was deleted and made again at the same path is another one.
         file = (status.st_dev, status.st_ino)
         with self._lock:
             found = self._open.get(name)
         if found is None or found.file != file:
-            run = Run.open(folder, mode="r", check="rows")  # may wait, so it holds no lock
+            # Outside the lock: another program's lock on one file may make this wait.
+            run = Run.open(folder, mode="r", check="rows")
+            # A request may still read a run that left the list, so it closes with its last user.
             weakref.finalize(run, run._database.close)
             found = _Opened(run, file)
         with self._lock:
@@ -257,6 +263,7 @@ def _story(run: Run) -> Any:
 
     `again_s` is when to ask again for what was stored since; None if nothing was.
     """
+    # One thread tells, the others wait for what it tells: a story reads all rows.
     with _TELLING.setdefault(run, threading.Lock()):
         commits, began = run.num_commits, time.monotonic()
         stored, due, told = _STORIES.get(run, (-1, 0.0, None))
@@ -295,6 +302,7 @@ class Api:
 
     async def answer(self, request: Request) -> Response:
         """Answer one request; an error is `{"error": what happened and what to do}`."""
+        # The raw path: a run's name may have an encoded "/", which does not divide between parts.
         raw = request.scope.get("raw_path") or request.scope["path"].encode()
         path = [unquote(part) for part in raw.decode("latin-1").split("/")[2:]]
         query = request.scope["query_string"].decode("latin-1")
@@ -304,7 +312,8 @@ class Api:
             return api_response({"error": str(error)}, _status(error))
         except asyncio.CancelledError:  # the server ends
             return api_response({"error": "the server was stopped."}, 503)
-        except Exception as error:  # a mistake of ours; the page goes on
+        # A mistake of ours, or a run that rolltree did not write: the page goes on without it.
+        except Exception as error:
             logger.error("GET %s failed", request.url.path, exc_info=error)
             return api_response({"error": _unexpected(error)}, 500)
 
@@ -322,7 +331,8 @@ class Api:
         raise UnknownName(f"there is nothing at /api/{shorten('/'.join(path), 200)}.")
 
     def _runs(self) -> Any:
-        mark = self.runs.mark()  # before they are read: what is written later is seen
+        # Before they are read: what is written later is seen at the next question.
+        mark = self.runs.mark()
         return {"root": str(self.runs.root), "mark": mark, **self.runs.overviews()}
 
     def _compare(self, *, arm: list[str]) -> Any:

@@ -31,6 +31,8 @@ _TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
+# What models wrote is shown on this page. If some of it ever became markup, it could still run no
+# script, load nothing, and send nothing away.
 HEADERS = {
     "Content-Security-Policy": "; ".join(
         (
@@ -83,12 +85,11 @@ def create_viewer_app(
 
 
 class Exchange:
-    """Gives the token to who has it, and once for a code.
+    """Gives the token to who has it, and once for a code."""
 
-    The words that a browser is started with stand in the list of processes, which every user of
-    the machine can read; a code that was used is worth nothing, and one that another user's program
-    brings is not taken.
-    """
+    # The words that a browser is started with stand in the list of processes, which every user of
+    # the machine can read. So the link has a code: one that was used is worth nothing, and one that
+    # another user's program brings is not taken.
 
     def __init__(self, token: str, code: str | None) -> None:
         self._token, self._code = token, code
@@ -106,6 +107,7 @@ class Exchange:
 
 
 def _is_same(given: str, secret: str) -> bool:
+    # In the same time wherever they differ: a guess learns nothing from how long it took.
     return hmac.compare_digest(given.encode("utf-8", "replace"), secret.encode())
 
 
@@ -113,6 +115,8 @@ def _is_foreign(request: Request) -> bool:
     """Whether another user's program asks, where Linux says whose a connection is."""
     if request.client is None:
         return False
+    # A port of this machine is open to all of its users; the kernel says whose end it is. Without
+    # Linux's tables the code alone has to do.
     user = user_of(request.client.host, request.client.port, request.scope["server"][1])
     return user not in (None, os.getuid(), 0)
 
@@ -132,6 +136,7 @@ def user_of(host: str, port: int, server_port: int | None) -> int | None:
 
 async def _page(request: Request) -> Response:
     """Answer with the page; it asks for every module at once, not for one after another."""
+    # Modules that import each other would be asked for one round trip after another (design/0025).
     script = '<script type="module"'
     before, found, after = (STATIC / "index.html").read_text(encoding="utf-8").partition(script)
     names = sorted(path.name for path in STATIC.glob("*.js"))
@@ -144,6 +149,7 @@ async def _static(request: Request) -> Response:
 
 
 def _file(name: str) -> Response:
+    # Compared with the names that are there, so that no name leads out of the folder.
     path = next((each for each in STATIC.iterdir() if each.name == name), None)
     if path is None or path.suffix not in _TYPES or not path.is_file():
         raise HTTPException(404, "there is no such file.")
@@ -188,14 +194,18 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         headers = Headers(scope=scope)
+        # A page of the web can resolve its own name to 127.0.0.1 (DNS rebinding), and is of the
+        # same origin then: only the names that were printed are answered.
         hosts = headers.getlist("host")
         if len(hosts) != 1 or hosts[0] not in self._hosts:
             return 421, "this server answers only under the address that `rolltree view` printed."
+        # Browsers name the page that asks; programs without a browser need the token anyway.
         origins = headers.getlist("origin")
         if origins and (len(origins) > 1 or origins[0] not in self._origins):
             return 403, "the request comes from another page."
         if scope["method"] not in ("GET", "HEAD"):
             return 405, "this server only reads: use GET."
+        # The page's own files are public; what they show is not.
         if not scope["path"].startswith("/api/"):
             return None
         if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):

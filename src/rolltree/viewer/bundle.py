@@ -33,6 +33,7 @@ def page_with(data: bytes) -> str:
     script = join_modules(sources, _ENTRY)
     style = (STATIC / "style.css").read_text(encoding="utf-8")
     icon = quote((STATIC / "icon.svg").read_text(encoding="utf-8").strip())
+    # "<!--<script" in a script makes HTML look for two ends.
     if _ENDS_SCRIPT.search(script) or "</style" in style.lower():
         raise ValueError("the page's own script or style has a tag that would end it in HTML.")
     policy = "; ".join(
@@ -76,6 +77,8 @@ def escaped(data: bytes) -> str:
     '["\\u003c/script\\u003e\\u003c!--", "a \\u0026 b"]'
     """
     text = data.decode()
+    # HTML ends a script at "</script" wherever it stands; these escapes are JSON's own. The last
+    # two end a line in JavaScript and not in JSON.
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
@@ -114,6 +117,8 @@ def join_modules(sources: Mapping[str, str], entry: str) -> str:
 
 
 def _as_function(name: str, source: str) -> str:
+    # A function per module keeps its names to itself, as modules do; the file needs no server, and
+    # browsers refuse modules from a disk.
     exported = [found["name"] for found in _EXPORT.finditer(source)]
     body = _IMPORT.sub(_import, _EXPORT.sub("", source))
     left = _LEFT.search(body)

@@ -41,18 +41,16 @@ _LEAST_SAME = 8
 
 @dataclass(frozen=True, slots=True)
 class ExportedPage:
-    """What is in a file: `num_...` of the run's `of_...`, and how many rollouts for which
-    reason (none if they were asked for, or are all).
-
-    `num_without_tokens` rollouts have no token lens, for which there was no room.
-    """
+    """What is in a file: `num_...` of the run's `of_...`."""
 
     num_bytes: int
     num_rollouts: int
     of_rollouts: int
     num_groups: int
     of_groups: int
+    # Rollouts without a token lens, for which there was no room.
     num_without_tokens: int
+    # How many rollouts for which reason; none if they were asked for, or are all.
     reasons: Mapping[str, int]
 
 
@@ -171,6 +169,8 @@ class _File:
         order = {request_id: at for at, request_id in enumerate(self._reasons)}
         rows.sort(key=lambda row: (order[row[0]], row[1]))
         wanted: dict[str, None] = {}
+        # What is read first is taken first: words before trees, tokens last, since they are most of
+        # a file.
         for request_id, index, group_id in rows:
             view = rollout_view(run, request_id, index)
             answer = _answer(view)
@@ -240,6 +240,7 @@ def _key(row: Mapping[str, Any]) -> tuple[str, int]:
 
 def _answer(value: Any) -> msgspec.Raw:
     """Return an answer as it stands in the file: JSON without secrets."""
+    # A file is sent to others: secrets that came in before they were known are cut out here.
     return msgspec.Raw(json_bytes(redact(to_plain(value))))
 
 
@@ -271,6 +272,7 @@ def _packed_calls(run: Run, request_id: str, index: int, calls: Sequence[int]) -
             continue
         columns: dict[str, Any] = {name: _short(lens.pop(name)) for name in COLUMNS}
         ids = columns["ids"]
+        # A later turn repeats the turns before it: stored once, a file of T turns grows with T.
         after = max(
             list(known)[-_LEAST_SAME:],
             key=lambda each: num_same(known[each]["ids"], ids),

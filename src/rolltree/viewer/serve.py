@@ -35,6 +35,7 @@ def serve_viewer(
             f"{root} is not a folder, so there are no runs to show. Name a run directory or a "
             "folder of runs: rolltree view runs."
         )
+    # The token stands behind "#", which browsers do not send: it is in no log and no referrer.
     token, code = secrets.token_urlsafe(24), secrets.token_urlsafe(24) if browser else None
     listener = listen(HOST, port)
     port = listener.getsockname()[1]
@@ -44,7 +45,8 @@ def serve_viewer(
         log_level="warning",
         access_log=False,
         server_header=False,
-        proxy_headers=False,  # nobody may say whose connection it is
+        # A header must not say whose connection it is: `user_of` looks the address up.
+        proxy_headers=False,
         timeout_graceful_shutdown=1,
         ws="none",
     )

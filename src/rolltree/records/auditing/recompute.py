@@ -25,11 +25,11 @@ from rolltree.store import Run
 from rolltree.training.config import TrainConfig, load_train_config
 from rolltree.types import FloatArray, Sample
 
+# A rollout differs if its mean absolute difference is above `NOISE` times the median of all, within
+# these bounds; the upper one is `train.max_mismatch`'s default.
 LEAST_TOLERANCE = 1e-3
 NOISE = 20.0
 MOST_TOLERANCE = 0.1
-"""A rollout differs if its mean absolute difference is above `NOISE` times the median of all,
-within these bounds; the upper one is `train.max_mismatch`'s default."""
 
 
 @dataclass(slots=True)
@@ -68,12 +68,15 @@ def recompute_logprobs(run: Run, ledger: Ledger, number: int) -> Mapping[str, fl
             "are kept as checkpoint.keep says; leave --recompute out to check the rest."
         )
     ledger.skipped.pop("logprobs", None)
+    # Version by version: weights are read once, and one model takes them all.
     for version in sorted({item.version for item in chosen}):
         compute = weights.at(version)
         for item in chosen:
             if item.version == version:
                 item.difference = item.engine - compute(item.samples)
                 ledger.count("logprobs")
+    # How far 16-bit engines are off depends on model and length: most rollouts of a run are sound,
+    # so their median is the measure.
     noise = median(item.size for item in chosen)
     limit = min(max(LEAST_TOLERANCE, NOISE * noise), MOST_TOLERANCE)
     wrong = [item for item in chosen if not item.size <= limit]
@@ -111,6 +114,7 @@ def _explain(item: _Chosen, weights: VersionedWeights, limit: float) -> Finding:
     """Return the finding of a rollout that differs, with the cause that would explain it."""
     engine = item.engine
     cause, why = "engine_differs", ""
+    # Causes from the simplest on; the first that makes the numbers fit is named.
     compute = weights.at(item.version)
     right = compute(item.samples)
     raw = compute([at_temperature(sample, 1.0) for sample in item.samples])
@@ -135,7 +139,8 @@ def _explain(item: _Chosen, weights: VersionedWeights, limit: float) -> Finding:
 
 
 def _near(one: FloatArray, other: FloatArray, limit: float) -> bool:
-    return bool(np.median(np.abs(one - other)) <= limit)  # a shift leaves some out at the edges
+    # The median: a shift leaves out tokens at the edges of calls, whose values are arbitrary.
+    return bool(np.median(np.abs(one - other)) <= limit)
 
 
 def at_temperature(sample: Sample, temperature: float) -> Sample:

@@ -24,22 +24,18 @@ CHECKS: dict[str, str] = {
 }
 """The checks, in the order of the table."""
 
+# Of each check that a report keeps; `CheckResult.num_problems` counts all.
 MAX_FINDINGS = 100
-"""Of each check that a report keeps; `CheckResult.num_problems` counts all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong.
+    """One thing that is wrong."""
 
-    `check` is a row of `CHECKS`, `cause` a word for scripts (`docs/records.md` lists them).
-    `request_id` and `trajectory_index` name the rollout, `step` the training step, where there is
-    one; `message` says it to a person.
-    """
-
-    check: str
-    cause: str
-    message: str
+    check: str  # a row of `CHECKS`
+    cause: str  # a word for scripts; `docs/records.md` lists them
+    message: str  # for a person
+    # The rollout and the training step, if it is about one.
     request_id: str | None = None
     trajectory_index: int = 0
     step: int | None = None
@@ -55,25 +51,18 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One row of the table: how many things a check looked at, and in how many it found fault.
-
-    `skipped` says why a check, or a part of it, could not be made; None if it was made.
-    """
+    """One row of the table."""
 
     name: str
     num_checked: int
     num_problems: int
+    # Why a check, or a part of it, could not be made; None if it was made.
     skipped: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """What `rolltree.audit` returns.
-
-    `breaks` counts broken prefixes by cause; they are facts, not faults. `recomputed` are the
-    figures of `recompute`: `num_tokens`, and the mean and the largest absolute difference of
-    logprobs. Times are CPU and wall seconds.
-    """
+    """What `rolltree.audit` returns."""
 
     run: str
     checks: tuple[CheckResult, ...]
@@ -81,7 +70,9 @@ class AuditReport:
     num_rollouts: int
     num_steps: int
     num_sampled_tokens: int
+    # Broken prefixes by cause; they are facts, not faults.
     breaks: Mapping[str, int] = field(default_factory=dict)
+    # The figures of `recompute`: `num_tokens`, the mean and the largest absolute difference.
     recomputed: Mapping[str, float] = field(default_factory=dict)
     elapsed_s: float = 0.0
 

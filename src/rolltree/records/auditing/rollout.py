@@ -27,6 +27,8 @@ from rolltree.tokens import StepTokens, peek
 from rolltree.training.sampled import not_the_models_own
 from rolltree.types import RolloutRequest, State
 
+# The columns that the record determines. Labels such as `agent` are left out: secrets are cut out
+# of both sides, and a cut in one need not be a cut in the other.
 _COMPARED = (
     *("request_id", "group_id", "index_in_group", "phase", "train_step", "env_id"),
     *("reward", "metrics", "parent_rollout", "depth", "status", "terminated", "truncated"),
@@ -34,8 +36,6 @@ _COMPARED = (
     *("num_calls", "num_prompt_tokens", "num_completion_tokens", "num_unique_tokens"),
     *("min_version", "max_version"),
 )
-"""The columns that the record determines. Labels such as `agent` are left out: secrets are cut out
-of both sides, and a cut in one need not be a cut in the other."""
 _compared_of = attrgetter(*_COMPARED)
 
 

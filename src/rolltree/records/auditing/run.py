@@ -27,8 +27,8 @@ from rolltree.training.config import load_train_config
 from rolltree.workers import WorkerCallError, WorkerPool
 
 PHASE = "train"
+# Rollouts for which another process is worth starting.
 LEAST_PART = 5_000
-"""Rollouts for which another process is worth starting: it takes a second to import numpy."""
 MAX_PROCESSES = 16
 _SECTIONS = ("run", "algorithm", "train")
 _SUMS = (
@@ -301,6 +301,7 @@ class _Audit:
         for item in self.facts:
             if item.fingerprint is None:
                 continue
+            # Trajectories of one request share a clock; another request never does.
             first = known.setdefault(item.fingerprint, item)
             if first is not item and first.request_id != item.request_id:
                 self.find(
@@ -354,7 +355,8 @@ class _Audit:
             self.ledger.count("advantages", len(items))
             rewards = [item.reward for item in items if item.reward is not None]
             agents = Counter(item.parent_rollout for item in items)
-            if len(agents) > 1:  # agents are compared among themselves
+            # Agents are compared among themselves, by rules of the environment's own.
+            if len(agents) > 1:
                 continue
             mean = fmean(rewards)
             for item in items:

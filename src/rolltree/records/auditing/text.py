@@ -26,6 +26,7 @@ class TextCheck:
 
     def _plain(self, ids: Any) -> str:
         """Return the text of an int32 array without spaces; that of a prompt is remembered."""
+        # Later calls of a group repeat the same prompt, and decoding it is what takes the time.
         key = ids.tobytes()
         text = self._known.get(key)
         if text is None:

@@ -21,8 +21,8 @@ from rolltree.training.batches import staleness_limit
 from rolltree.training.config import TrainConfig
 from rolltree.types import RolloutResult
 
+# The kind of event in which asynchronous training keeps which groups a step takes.
 LEDGER = "batch"
-"""The kind of event in which asynchronous training keeps which groups a step takes."""
 _LEAST_TOLERANCE = 1e-3
 _NOISE = 20.0
 _AVERAGE = "credit/average/"
@@ -145,6 +145,8 @@ class TrainingAudit:
             by_group.setdefault(item.group_id, []).append(item)
             if item.train_step is not None:
                 by_step.setdefault(item.train_step, []).append(item)
+        # The baseline of a step is the average that the step before left, so steps are checked in
+        # their order; those before a fork are in the run that it was forked from.
         averages: dict[str, float] = {}
         for row in steps:
             if row.step > self.first:
@@ -177,6 +179,8 @@ class TrainingAudit:
         averages: dict[str, float],
     ) -> None:
         section = self.config.algorithm
+        # Asynchronous steps take groups as they finish, so an event says which; others take those
+        # that were planned for them, and what replaced them.
         if self.config.train.async_steps:
             data = self.taken.get(row.step, {})
             names, others = list(data.get("groups", ())), list(data.get("dropped", ()))
