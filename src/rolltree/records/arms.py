@@ -122,6 +122,7 @@ def _phase_of(path: Path, wanted: str) -> RunPhase:
     with Run.open(path, mode="r") as run:
         phases = list(dict.fromkeys(item.phase for item in run.totals()))
         held_out = [(done.step, done.phase) for done in run.evaluations() if done.phase in phases]
+    # An evaluation is named by its phase or by its step: `RUN:28`.
     steps = {phase: step for step, phase in held_out}
     at = {str(step): phase for step, phase in held_out}
     if wanted:

@@ -145,6 +145,7 @@ def _telling(
         yield "failed", first(2, status="error", error_type=row["error_type"])
     yield "cut", first(2, truncated=1)
     yield "longest", [*first(1, "-num_calls"), *first(1, "-num_completion_tokens")]
+    # From the end in even steps: the newest is always among them.
     names = list(dict.fromkeys(name for (name,) in run.columns(("request_id",))))
     yield "from all over the run", names[-1 :: -max(1, len(names) // MAX_TELLING)]
 

@@ -20,7 +20,7 @@ ROLLOUTS = (
     Column("env_id", "string", "the environment"),
     Column("example_id", "string", "the example, as text"),
     Column("task", "string", "the example's task"),
-    Column("agent", "string", "the agent, where there are several"),
+    Column("agent", "string", "the agent, if there are several"),
     Column("parent_rollout", "string", "the rollout that delegated this one"),
     Column("depth", "int64", "delegations above it"),
     Column("reward", "float64", "none if nothing scored it"),
@@ -84,7 +84,7 @@ CALLS = (
     Column("time_ms", "float64", "ms that the episode waited for the answer"),
     Column("wait_ms", "float64", "ms of queueing and retries in it, which time limits leave out"),
     Column("reward", "float64", "the step's own reward"),
-    Column("advantage", "float64", "the step's own advantage, where a rubric or script set one"),
+    Column("advantage", "float64", "the step's own advantage, if a rubric or script set one"),
 )
 
 TOKENS = (
@@ -105,7 +105,7 @@ TOKENS = (
     Column("trainer_logprob", "float32", "the trainer's logprob before its first update"),
     Column("entropy", "float32", "of the trainer's distribution there, in nats"),
     Column("reference_logprob", "float32", "the logprob of the model that the KL is to"),
-    Column("kl", "float32", "the KL over the vocabulary, where `algorithm.kl` is `full`"),
+    Column("kl", "float32", "the KL over the vocabulary, if `algorithm.kl` is `full`"),
 )
 
 BREAKS = (
@@ -117,10 +117,11 @@ BREAKS = (
     Column("cause", "string", "why, as docs/token-tree.md lists them"),
     Column("previous_ids", "int32 list", "up to 16 ids on each side of `position`, before"),
     Column("current_ids", "int32 list", "the same, now"),
-    Column("previous_text", "string", "`previous_ids` decoded, where a decoder was given"),
+    Column("previous_text", "string", "`previous_ids` decoded, if a decoder was given"),
     Column("current_text", "string", "`current_ids` decoded"),
 )
 
+# Name to columns. `rollouts`, `steps` and `evaluations` have one column per metric besides.
 TABLES = {
     "rollouts": ROLLOUTS,
     "steps": STEPS,
@@ -130,7 +131,6 @@ TABLES = {
     "breaks": BREAKS,
     "events": EVENTS,
 }
-"""Name to columns. `rollouts`, `steps` and `evaluations` have one column per metric besides."""
 
 CONVERSATIONS = (
     *ROLLOUTS,
@@ -144,7 +144,7 @@ SFT = (
     Column("env_id", "string", "the environment"),
     Column("example_id", "string", "the example, as text"),
     Column("task", "string", "the example's task"),
-    Column("agent", "string", "the agent, where there are several"),
+    Column("agent", "string", "the agent, if there are several"),
     Column("reward", "float64", "the rollout's"),
     Column("messages", "messages", "the conversation up to the last token"),
     Column("input_ids", "int32 list", "the exact ids that the engine saw and sampled"),

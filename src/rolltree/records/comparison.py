@@ -215,6 +215,7 @@ def _measures(
     extra: dict[str, tuple[Sequence[Clusters], ...]] = {"breaks": (a.breaks, b.breaks)}
     if price is not None:
         extra["cost"] = tuple([_costs(each, price) for each in arm.reports] for arm in (a, b))
+    # Two phases of the same runs are paired by run as well as by example (design/0024).
     same_runs = are_same_runs(a.reports, b.reports)
     for name, (before, after) in extra.items():
         other = compare_values(before, after, confidence=confidence, same_runs=same_runs)

@@ -94,6 +94,7 @@ def sft_batches(
     """Yield the rows of table `sft`; see `RunData.sft`."""
     chosen = _chosen(run, min_reward, best_of_group, filters)
     for at in range(0, len(chosen), _BATCH_ROWS):
+        # By name and not by offset: rows may be stored between two pages.
         page = chosen[at : at + _BATCH_ROWS]
         ids = list(dict.fromkeys(request_id for request_id, _ in page))
         stored = {
@@ -119,6 +120,7 @@ def _chosen(
             found.append(name)
             continue
         group = (phase, group_id or request_id, agent)
+        # Strictly greater keeps the first of equals, whatever is stored later.
         if group not in best or reward > best[group][0]:
             best[group] = (reward, name)
     return found or [name for _, name in best.values()]

@@ -19,12 +19,13 @@ class EnvironmentDebugger(pdb.Pdb):
     """`pdb` that steps through an environment's modules and passes over everything else.
 
     Args:
-        source: the environment. Where all of it is rolltree's own, its protocols and worlds are
+        source: the environment. If all of it is rolltree's own, its protocols and worlds are
             stepped through.
     """
 
     def __init__(self, source: object, **settings: Any) -> None:
-        super().__init__(skip=["-"], nosigint=True, **settings)  # asks is_skipped_module
+        # pdb asks `is_skipped_module` only if it is given something to skip.
+        super().__init__(skip=["-"], nosigint=True, **settings)
         self.prompt = "(rolltree replay) "
         self._modules = environment_modules(source)
 
@@ -55,6 +56,7 @@ def environment_modules(source: Any) -> set[str]:
     ]
     names = {getattr(part, "__module__", None) for part in parts}
     found = {str(name) for name in names if name and str(name).partition(".")[0] != _NAME}
+    # A class's bases are among the parts, and stepping through `abc` helps nobody.
     found -= {"builtins", "abc", "typing"}
     own = {f"{_NAME}.environments", f"{_NAME}.protocols", f"{_NAME}.worlds"}
     return found or own
@@ -71,7 +73,7 @@ def replay_with_debugger(
 ) -> ReplayReport:
     """Play one recorded rollout again, with a debugger where the environment first differs.
 
-    It opens after the last answer before the difference (after `until` answers where that is
+    It opens after the last answer before the difference (after `until` answers if that is
     given), at the first line of the environment's own code; so the rollout is played twice. Reward
     functions that run in threads are not stepped through. Without a difference it does not open.
     `debugger` is for other terminals; the other arguments are `replay`'s.

@@ -128,6 +128,7 @@ def _write_dataset(data: RunData, table: Table, target: Path) -> int:
             f"{target} is there already, and a data set in it would mix with what it holds. "
             f"Choose a new folder, or a file that ends with {', '.join(TABLE_SUFFIXES)}."
         )
+    # `load_dataset` takes every file of a folder: half a data set must never lie there.
     with whole_folder(target) as folder:
         (folder / _SHARD).parent.mkdir()
         number = table.write(folder / _SHARD)

@@ -110,8 +110,8 @@ def group_tree(run: Run, group_id: str, *, agent: str | None = None) -> dict[str
         "has_tokenizer": shown is not None,
         "is_trained": any(member.trained is not None for member in members),
         "reward": middle,
-        # Parents first. `authors` are `[author, tokens]` in order, `pieces` the `author` and `text` of
-        # each: None without a tokenizer (`ids` then), of long ones the middle is left out.
+        # Parents first. `authors` are `[author, tokens]` in order, `pieces` the `author` and `text`
+        # of each: None without a tokenizer (`ids` then), of long ones the middle is left out.
         "segments": [
             {
                 "parent": int(segments.parent[at]),
@@ -132,8 +132,8 @@ def group_tree(run: Run, group_id: str, *, agent: str | None = None) -> dict[str
                 **member.name,
                 "index_in_group": member.row.index_in_group,
                 "reward": member.row.reward,
-                # Its reward minus the mean of the group's own rollouts; None for a delegated one, which
-                # is compared with others.
+                # Its reward minus the mean of the group's own rollouts; None for a delegated one,
+                # which is compared with others.
                 "above_mean": _above(member.row.reward, middle) if is_own else None,
                 # The mean over its sampled tokens; None if training did not record them.
                 "advantage": _member_advantage(member.trained),

@@ -38,6 +38,7 @@ def outcome_difference(
     for rollout, state in pairs:
         if rollout.agent != str(state.get("agent") or ""):
             return _at(rollout, "rollouts", None, "whose it is", rollout.agent, state.get("agent"))
+    # The cause before its effects: another answer of the world explains another reward.
     for compare in (_said, _world, _ended, _scored if score else _nothing):
         for rollout, state in pairs:
             for found in compare(session, rollout, state):

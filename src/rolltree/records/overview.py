@@ -43,8 +43,8 @@ def _overview(run: Run, found: RunSummary, now: float) -> dict[str, Any]:
         # Rollouts by type of error.
         "failures": _failures(run, found) if any(phase.num_errors for phase in phases) else {},
         "num_truncated": sum(phase.num_truncated for phase in phases),
-        # Of the last held-out evaluation, else of the last step, else the mean of the last phase, with
-        # its 95 % interval if one is stored; `of` says which.
+        # Of the last held-out evaluation, else of the last step, else the mean of the last phase,
+        # with its 95 % interval if one is stored; `of` says which.
         "reward": _reward(run, found),
         "tokens": {
             "prompt": sum(phase.num_prompt_tokens for phase in phases),

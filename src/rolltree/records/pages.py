@@ -170,8 +170,8 @@ def _group(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "members": [{name: row[name] for name in _OF_MEMBERS} for row in rows],
         # Of all its rollouts; None: not scored.
         "rewards": rewards,
-        # Of the rewards that are compared, those of rollouts that no other one delegated; the spread
-        # is that of the population.
+        # Of the rewards that are compared, those of rollouts that no other one delegated; the
+        # spread is that of the population.
         "mean": mean(scored) if scored else None,
         "std": pstdev(scored) if scored else None,
         "num_failed": sum(row["status"] == "error" for row in rows),

@@ -29,6 +29,7 @@ async def play_recorded(
     one of evaluation and training, so concurrency, deadlines and failures are the same. `limits`
     are `RolloutEngine`'s, `replaced` that of `Run.add_rollouts`.
     """
+    # A result is yielded once it is stored, so that a killed command never counts it twice.
     engine = RolloutEngine(source, client, **limits)
     async with aclosing(run_stored(engine, requests, into, replaced=replaced)) as batches:
         async for batch in batches:

@@ -116,6 +116,7 @@ class RunData:
         Besides the documented columns there is `metrics/NAME` for every metric of the run, where it
         is a number.
         """
+        # Now, not when the rows are read: a wrong name is an error at the line that has it.
         _check(filters)
         columns = [*ROLLOUTS, *self._metric_columns()]
         return Table("rollouts", columns, lambda names: self._rollouts(names, filters))
@@ -237,6 +238,7 @@ class RunData:
         return Table("sft", SFT, read)
 
     def _metric_columns(self) -> list[Column]:
+        # A metric's name becomes a column's: one with control characters is left out.
         names = [name for name in self.run.metric_names() if isinstance(name, str)]
         return [Column(METRIC + n, "float64", "a metric") for n in names if n.isprintable()]
 

@@ -283,7 +283,7 @@ class _Replayer:
         return found
 
     async def one(self, recorded: RolloutResult) -> ReplayReport:
-        """Play one rollout; with its group, where the reward compares the members."""
+        """Play one rollout; with its group, if the reward compares the members."""
         # A reward that compares members is another number without the others.
         members = [recorded]
         if self._needs_groups():

@@ -41,7 +41,7 @@ class RolloutChange:
 
     @property
     def difference(self) -> float:
-        """After minus before; infinite where one of them is missing."""
+        """After minus before; infinite if one of them is missing."""
         if self.before is None or self.after is None:
             return math.inf
         return self.after - self.before

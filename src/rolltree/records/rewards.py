@@ -26,11 +26,11 @@ def reward_parts_by(notes: Any, row: StoredRollout) -> dict[str, Any]:
     return {
         # Whether the run says which metrics are rewarded.
         "is_recorded": weights is not None,
-        # Those with a weight: `name`, `value`, `weight` and their product, `contribution`. A function
-        # that failed has neither value nor contribution.
+        # Those with a weight: `name`, `value`, `weight` and their product, `contribution`. A
+        # function that failed has neither value nor contribution.
         "functions": functions,
-        # The reward minus all contributions: what the world or the form of answers earned, or what a
-        # rubric with a method of its own gave. None if the reward or a contribution is not known.
+        # The reward minus all contributions: what the world or the form of answers earned, or what
+        # a rubric with a method of its own gave. None if the reward or a contribution is not known.
         "rest": None if weights is None else _rest(row.reward, functions),
         # The value of everything else that was measured, by its name.
         "metrics": {n: v for n, v in values.items() if n not in {f["name"] for f in functions}},

@@ -64,6 +64,7 @@ def story(facts: Facts) -> list[Sentence]:
     found = [
         sentence for kind, each in DETECTORS.items() for sentence in each.sentences(kind, facts)
     ]
+    # A stable sort: among equally alarming sentences the order of `DETECTORS` stays.
     return sorted(found, key=lambda each: _ORDER.index(each["severity"]))
 
 
@@ -77,6 +78,7 @@ def _as_found(case: Case) -> Severity:
     return severity
 
 
+# What the page's views of rollouts, and of one rollout, are opened with.
 _ROLLOUTS = ("phase", "where", "steps")
 _ONE_ROLLOUT = ("request_id", "trajectory_index", "rollouts")
 

@@ -37,6 +37,7 @@ def zero_variance(facts: Facts) -> Cases:
     """Steps in which all groups' rewards were equal."""
     flat = [step for step, share in _flat_shares(facts) if share >= 0.999]
     best = max((each.reward for each in facts.rollouts if each.reward is not None), default=0.0)
+    # The last spans: a run that began flat and learned later is not told of its beginning for ever.
     for first, last in consecutive(flat, list(facts.steps))[-3:]:
         if last - first + 1 < min(LEAST_SPAN, len(facts.steps)):
             continue
@@ -88,6 +89,8 @@ def share_of(
     steps = sorted(step for step in counts if step is not None)
     places: list[int | None] = [*steps] or [None]  # an evaluation has no steps
     pairs = [(hits, num) for hits, num in map(counts.__getitem__, places)]
+    # A limit that is hit since step 40 is another story than one that was always hit: the split is
+    # found from the counts, and both shares are told.
     at = since(pairs)
     share, before = ratio_of(pairs[at:]), ratio_of(pairs[:at])
     if at and share <= max(before, least):
@@ -169,6 +172,7 @@ def scoring(facts: Facts) -> Cases:
 
 def timeouts(facts: Facts) -> Cases:
     """Rollouts that ran out of time, and tools that do."""
+    # A time limit ends a rollout as a failure or, if the environment says so, as a truncation.
     late = [each for each in facts.rollouts if _is_late(each)]
     if late:
         share = len(late) / len(facts.rollouts)
@@ -214,6 +218,8 @@ def empty_answers(facts: Facts) -> Cases:
     if len(empty) < 2 or not rewards:
         return
     mean, mean_of_all = fmean(each.reward or 0.0 for each in empty), fmean(rewards)
+    # Silence may be the right answer now and then; as good as speech on average it is a hole in the
+    # reward.
     if mean > 0 and mean >= mean_of_all:
         yield {
             "num": len(empty),
@@ -268,6 +274,7 @@ def reward_trend(facts: Facts) -> Cases:
     steps = sorted(by_step)
     if len(steps) < 4:
         return
+    # Quarters of a long run, halves of a short one: a single step is too noisy to compare.
     size = len(steps) // (4 if len(steps) >= 8 else 2)
     spans = [steps[:size], steps[-2 * size : -size], steps[-size:]]
     first, before, last = ([g for step in span for g in by_step[step].values()] for span in spans)

@@ -25,7 +25,7 @@ Kind: TypeAlias = Literal[
 ]
 Batch: TypeAlias = Mapping[str, Any]
 """Column name to its values, all of one length: a list (None: no value) or an array of numpy (a
-masked array where values may be missing)."""
+masked array if values may be missing)."""
 MESSAGE_TEXTS = ("role", "content", "reasoning_content", "name", "tool_call_id", "extra")
 """The texts of a message in a column of kind `messages`; `extra` is JSON of its other keys."""
 
@@ -84,6 +84,7 @@ class Table:
     def head(self, limit: int) -> Table:
         """Return the first rows only."""
 
+        # A batch that is not asked for is not read: `head(5)` of a large run costs one page.
         def read(names: Sequence[str]) -> Iterator[Batch]:
             left = limit
             for batch in self._read(names) if left else ():
@@ -150,9 +151,10 @@ class Table:
         return self.arrow_schema().__arrow_c_schema__()
 
     def to_pandas(self) -> Any:
-        """Return a pandas data frame; whole numbers stay whole where values are missing (Int64)."""
+        """Return a pandas data frame; whole numbers stay whole if values are missing (Int64)."""
         pd = _package("pandas", "to_pandas")
         pa = _pyarrow()
+        # Without them a step that is missing once turns all steps into floats.
         whole = {pa.int64(): pd.Int64Dtype(), pa.int32(): pd.Int32Dtype()}
         return self.to_arrow().to_pandas(types_mapper=whole.get)
 
@@ -179,6 +181,7 @@ class Table:
                 f"{path} has a suffix that names no table format. Use one of {', '.join(_WRITERS)}."
             )
         try:
+            # Written beside its place and renamed, so that a table is whole or not there.
             with whole_file(path) as part:
                 return write(self, part)
         except OSError as error:

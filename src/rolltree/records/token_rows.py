@@ -115,6 +115,7 @@ def break_batches(rows: Iterable[StoredRollout], decode: Decoder | None) -> Iter
     def read(row: StoredRollout, state: State) -> Iterator[dict[str, Any]]:
         yield from break_rows(state, decode)
 
+    # One call cannot break off from another: most rollouts need not be decoded.
     several = (row for row in rows if row.num_calls > 1)
     yield from _row_batches(several, [column.name for column in BREAKS], read)
 
@@ -214,8 +215,9 @@ def trained_tokens(run: Run, row: StoredRollout) -> TrainedRollout | None:
     if row.train_step is None:
         return None
     found = run.trained(request_id=row.request_id, trajectory_index=row.trajectory_index)
+    # A rollout is trained by two steps only if something is wrong; `audit` says so.
     last = None
-    for last in found:  # noqa: B007  only the last is wanted
+    for last in found:  # noqa: B007
         pass
     return last
 
@@ -226,7 +228,8 @@ def _token_parts(
     """Yield one part per call: name to one value for all of its rows, or an array."""
     tree = rollout.tree
     shown = _Shown(tree)
-    sampler = np.full(tree.num_tokens, -1, np.int32)  # by arena index
+    # By arena index: which call sampled a token first, -1 for what came from the environment.
+    sampler = np.full(tree.num_tokens, -1, np.int32)
     for step in rollout.calls:
         call = step.handle
         prompt_len, length = tree.prompt_len(call), tree.path_len(call)

@@ -78,6 +78,7 @@ class RunTokenizer:
         piece = self._tokenizer.id_to_token(token_id)
         if piece is None:
             return b""
+        # Added tokens are spelled as they are, in every kind of vocabulary.
         if token_id in self._added:
             return str(piece).encode()
         if self._is_byte_level:
@@ -113,6 +114,7 @@ def found_tokenizer(run: StoredRun) -> RunTokenizer | None:
     name = model.get("name") if isinstance(model, Mapping) else model
     named = found_model(name) if isinstance(name, str) else None
     moved = _moved(run, name) if isinstance(name, str) and name else None
+    # What lies with the run comes first: the model of this name here may be another one.
     for folder in (run.path / "model", moved, named):
         if folder is not None and (file := folder / "tokenizer.json").is_file():
             return _opened(folder, file.stat().st_mtime_ns)
@@ -128,6 +130,7 @@ def _moved(run: StoredRun, name: str) -> Path | None:
     return Path(os.path.normpath(run.path.resolve() / os.path.relpath(name, was)))
 
 
+# Reading a tokenizer takes longer than showing a rollout; a file that was replaced is read again.
 @lru_cache(maxsize=4)
 def _opened(folder: Path, written: int) -> RunTokenizer:
     return RunTokenizer(folder)

@@ -46,6 +46,7 @@ def json_text(value: Any) -> str:
 
 def json_bytes(value: object) -> bytes:
     """Return a value as strict JSON in UTF-8; a number that is not finite is null."""
+    # msgspec first: it is many times as fast, and refuses only what no UTF-8 can hold.
     try:
         return msgspec.json.encode(value, enc_hook=to_plain)
     except UnicodeEncodeError:  # half of a surrogate pair, which a model may well write

@@ -25,9 +25,9 @@ TAG = "$t"
 _TAG_BYTES = TAG.encode()
 MAX_DEPTH = 100
 MAX_BITS = 8192  # Python refuses to print longer integers
+# A blob inflates to 64 MiB at most, or to 20 times its size if that is more.
 MAX_INFLATED_BYTES = 2**26
 MAX_INFLATION = 20
-"""A blob inflates to 64 MiB at most, or to 20 times its size if that is more."""
 _MAX_DEFLATE_RATIO = 1032
 _MAX_EMPTY_ROWS = 2**20
 

@@ -43,13 +43,13 @@ from rolltree.store.schema import (
 from rolltree.store.trained import check_trained
 
 _LOCK_ATTEMPTS = 5
+# How long to wait for another program's lock. Readers of a healthy run wait for none.
 _WAIT_S = {"r": 10.0, "w": 30.0, "create": 30.0}
-"""How long to wait for another program's lock. Readers of a healthy run wait for none."""
+# The largest text or blob that is written or read; a larger one in a file was put there.
 _MAX_VALUE_BYTES = 2**28
-"""The largest text or blob that is written or read; a larger one in a file was put there."""
 _FILES = ("run.db", "run.db-wal", "run.db-shm", "run.db-journal", "run.commits", "run.lock")
+# The end of a rollback journal that names a file for SQLite to delete; rolltree writes none.
 _NAMES_ANOTHER_FILE = bytes.fromhex("d9d505f920a163d7")
-"""The end of a rollback journal that names a file for SQLite to delete; rolltree writes none."""
 # A page is in memory while its rows are used, with all blobs: few rows, however long they are.
 PAGE_ROWS = 64
 LIGHT_PAGE_ROWS = 1024  # without their blobs

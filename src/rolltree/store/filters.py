@@ -17,8 +17,8 @@ from rolltree.errors import ConfigError, did_you_mean
 from rolltree.store.rows import BLOBS, COLUMNS, StoredRollout
 from rolltree.untrusted import shorten
 
+# What a metric's name begins with beside columns.
 METRIC = "metrics/"
-"""What a metric's name begins with where it stands beside columns."""
 _FILTERS = [name for name in COLUMNS if name not in (*BLOBS, "metrics", "input", "errors")]
 _NUMBERS = [
     name for name in _FILTERS if COLUMNS[name].sql in ("INTEGER", "REAL", "INTEGER NOT NULL")

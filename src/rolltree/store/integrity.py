@@ -25,6 +25,7 @@ from rolltree.files import open_regular, read_regular
 
 _encode = msgspec.msgpack.Encoder().encode
 _NOTE_BYTES = 32
+# Of what is damaged, in an error: the first findings say which disk or copy to look at.
 MAX_TOLD = 5
 
 

@@ -163,7 +163,7 @@ def _is_done(
 def _reward(
     run: StoredRun, meta: Mapping[str, Any], phase: str, items: Sequence[Totals]
 ) -> Sequence[float | None]:
-    """Return the mean reward of a phase, and the ends of its interval where one is stored."""
+    """Return the mean reward of a phase, and the ends of its interval if one is stored."""
     report = meta.get(report_key(phase))
     kept = report.get("results") if isinstance(report, Mapping) else None
     reward = kept.get("reward") if isinstance(kept, Mapping) else None
@@ -217,7 +217,8 @@ def run_folders(root: str | Path, *, max_depth: int = 3) -> Iterator[Path]:
         for file in sorted(Path(root).glob("/".join(["*"] * depth + ["run.db"]))):
             try:
                 status = file.stat()
-            except OSError:  # a link to nowhere, or it is gone
+            # A link to nowhere, or it is gone.
+            except OSError:
                 continue
             known = (status.st_dev, status.st_ino)
             if stat.S_ISREG(status.st_mode) and known not in seen:

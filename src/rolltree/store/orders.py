@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rolltree.store.database import Database
 
+# Orders that are kept; the one that was asked for longest ago goes first.
 _MAX_KEPT = 8
 
 

@@ -71,7 +71,7 @@ class TrainedRollout:
     entropy: FloatArray
     # The logprob of the model that the KL is to; None without one.
     reference: FloatArray | None = None
-    # The KL over the whole vocabulary at the token, where `algorithm.kl` is `full`.
+    # The KL over the whole vocabulary at the token, if `algorithm.kl` is `full`.
     kl: FloatArray | None = None
 
     @property

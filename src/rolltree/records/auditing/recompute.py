@@ -79,6 +79,7 @@ def recompute_logprobs(run: Run, ledger: Ledger, number: int) -> Mapping[str, fl
     # so their median is the measure.
     noise = median(item.size for item in chosen)
     limit = min(max(LEAST_TOLERANCE, NOISE * noise), MOST_TOLERANCE)
+    # Not `>`: NaN differs, too.
     wrong = [item for item in chosen if not item.size <= limit]
     for item in wrong:
         ledger.find(_explain(item, weights, limit))
@@ -100,11 +101,13 @@ def _choose(run: Run, weights: VersionedWeights, number: int) -> Iterator[_Chose
         for request_id, index, low, high in run.columns(names)
         if low is not None and low == high and weights.has(low)
     ]
+    # Evenly, not the first ones: what is wrong may have begun in the middle of the run.
     places = np.unique(np.linspace(0, len(known) - 1, min(number, len(known))).astype(int))
     for request_id, index, version in (known[place] for place in places.tolist()):
         for row in run.rollouts(request_id=request_id, trajectory_index=index):
             states = decode_rollout(row).states
             samples = build_samples([states[0]["trajectory"]], "interleave").samples
+            # NaN stands for a logprob that the engine did not give.
             samples = [s for s in samples if not np.isnan(s.records.logprob).any()]
             if samples:
                 yield _Chosen(request_id, index, version, samples)
@@ -117,6 +120,7 @@ def _explain(item: _Chosen, weights: VersionedWeights, limit: float) -> Finding:
     # Causes from the simplest on; the first that makes the numbers fit is named.
     compute = weights.at(item.version)
     right = compute(item.samples)
+    # Some servers give logprobs before the temperature; trained ones must be of what was sampled.
     raw = compute([at_temperature(sample, 1.0) for sample in item.samples])
     if len(engine) > 1 and _near(engine[1:], right[:-1], limit):
         cause, why = "shifted", "; they fit when each is moved to the token before"
