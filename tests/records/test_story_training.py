@@ -1,5 +1,7 @@
 """The narrator on runs that really train: an engine that is wrong from one step on, and one not."""
 
+from dataclasses import replace
+
 import pytest
 
 import rolltree as rt
@@ -39,8 +41,8 @@ def wrong_engine(monkeypatch):
 
     async def wrong(self, request):
         output = await sample(self, request)
-        is_wrong = output["versions"] >= WRONG_FROM - 1
-        return {**output, "logprobs": output["logprobs"] - 0.3 * is_wrong.astype("float32")}
+        is_wrong = output.versions >= WRONG_FROM - 1
+        return replace(output, logprobs=output.logprobs - 0.3 * is_wrong.astype("float32"))
 
     monkeypatch.setattr(LocalClient, "sample", wrong)
 

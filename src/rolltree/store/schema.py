@@ -93,7 +93,7 @@ def check_schema(connection: sqlite3.Connection, path: Path) -> None:
             f"{path} is a SQLite file, but not one that rolltree made, so nothing is read from or "
             "written to it. Choose another run directory."
         )
-    # A trigger or a view of a stranger's file would run in our connection, with our rights
+    # A trigger or a view of an untrusted file would run in our connection, with our rights
     # (design/0017): only statements that rolltree itself writes are let in.
     for kind, name, sql in connection.execute("SELECT type, name, sql FROM sqlite_master"):
         if sql is None or _PASSIVE.fullmatch(sql):  # None: the index of a key
