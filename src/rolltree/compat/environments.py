@@ -30,7 +30,7 @@ from rolltree.compat.model_calls import ask, is_direct, is_sendable
 from rolltree.compat.own_names import OwnNames, set_for_author
 from rolltree.compat.parsers import Parser
 from rolltree.compat.rubrics import Rubric
-from rolltree.compat.types import AT_THE_END, CompatState, as_engine_state
+from rolltree.compat.types import AT_THE_END, CompatState, PlainState, as_engine_state
 from rolltree.environments import lifecycle
 from rolltree.environments.completion import conversation
 from rolltree.environments.dataset import Data, RowFormat, Rows
@@ -384,10 +384,11 @@ class Environment(OwnNames, Batches, rooms.Environment):
         """Ask the stop conditions in order; the first that is true ends the rollout."""
         if not isinstance(state, State):
             # verifiers takes plain dicts here; rolltree's own loop reads attributes of a `State`.
-            made = CompatState(state)
-            is_over = await self.is_completed(made, **kwargs)
-            state.update(made)
-            return is_over
+            made = PlainState(state)
+            try:
+                return await self.is_completed(made, **kwargs)
+            finally:
+                state.update(made)
         # verifiers runs the cleanups inside `is_completed`, before scoring: what `@cleanup` methods
         # put into the state is there when reward functions run.
         if not await super().is_completed(state, **kwargs):

@@ -101,6 +101,16 @@ class CompatState(State):
 CompatState.__name__ = "State"
 
 
+class PlainState(CompatState):
+    """A dict that an author passed as a state: its input's fields are not keys of its own."""
+
+    def __getitem__(self, key: str) -> Any:
+        return dict.__getitem__(self, key)
+
+    def _forwards(self, key: object) -> bool:
+        return False
+
+
 def as_engine_state(state: Any) -> State:
     """Return a state, which an environment may have made by hand, as the engine needs it."""
     if not isinstance(state, State):
