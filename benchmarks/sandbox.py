@@ -134,12 +134,12 @@ async def starts(backend: Any) -> dict[str, float]:
 @contextmanager
 def reachable() -> Iterator[tuple[str, list[str]]]:
     """Give a Python, and a path for it, that every user can reach: this one, or a copy."""
-    from rolltree.sandbox.machine import PythonRuntime, everyone_reaches
+    from rolltree.sandbox.machine import PythonRuntime, is_world_reachable
 
     own = PythonRuntime.of().executable
     places = [str(ROOT / "src"), str(ROOT / "tests" / "sandbox"), str(ROOT / "benchmarks")]
     places += [place for place in sys.path if place.endswith("site-packages")]
-    if all(map(everyone_reaches, [own, *places])):
+    if all(map(is_world_reachable, [own, *places])):
         yield own, places
         return
     with tempfile.TemporaryDirectory(prefix="rolltree-reachable-") as folder:

@@ -16,12 +16,12 @@ from rolltree.sandbox.machine import (
     Machine,
     PythonRuntime,
     _find_bwrap,
+    acquire_uid,
     candidates,
-    everyone_reaches,
-    give_uid_back,
+    is_world_reachable,
     num_tasks_of_user,
+    release_uid,
     system_folders,
-    take_uid,
     this_machine,
 )
 
@@ -214,19 +214,19 @@ def test_facts(tmp_path):
     assert str(tmp_path) in places
     assert not {"/", "/etc", "/home", "/root", "/tmp", "/var", "/proc"} & set(places)
     tmp_path.chmod(0o700)
-    assert not everyone_reaches(str(tmp_path / "x"))
-    assert everyone_reaches("/usr/bin/env")
+    assert not is_world_reachable(str(tmp_path / "x"))
+    assert is_world_reachable("/usr/bin/env")
     assert num_tasks_of_user() >= 1
 
 
 def test_users_are_taken_once():
     uids = range(5, 8)
-    taken = {take_uid(uids) for _ in range(3)}
+    taken = {acquire_uid(uids) for _ in range(3)}
     assert taken == set(uids)
-    give_uid_back(6)
-    assert take_uid(uids) == 6
+    release_uid(6)
+    assert acquire_uid(uids) == 6
     for uid in uids:
-        give_uid_back(uid)
+        release_uid(uid)
 
 
 def test_the_binary_of_the_wheel_is_used_where_the_system_has_none(monkeypatch):

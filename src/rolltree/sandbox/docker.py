@@ -17,7 +17,7 @@ from pathlib import Path
 from rolltree.errors import ConfigError, SandboxUnavailable
 from rolltree.sandbox.folder import FolderSandbox, PrivateFolder
 from rolltree.sandbox.interface import Limits, SandboxLevel
-from rolltree.sandbox.machine import dispensable
+from rolltree.sandbox.machine import dispensable_protections
 from rolltree.sandbox.process import Launch
 
 WORK = "/sandbox"
@@ -79,7 +79,7 @@ class DockerBackend:
         self.docker, self.image, self.python, self.runtime = found, image, python, runtime
         self.cpus, self.env = cpus, dict(env or {})
         self.base = None if base is None else Path(base)
-        self.dispensable = dispensable(allow_weaker)
+        self.dispensable = dispensable_protections(allow_weaker)
 
     async def create(self, *, limits: Limits | None = None) -> DockerSandbox:
         """Return a new sandbox. Its containers are made by its runs.
@@ -115,10 +115,13 @@ class DockerSandbox(FolderSandbox):
         backend = self._backend
         name = f"rolltree-{self.id}-{secrets.token_hex(4)}"
         line = [backend.docker, "run", "--name", name, "--rm", "--interactive", "--init"]
+        # The daemon would write all output to its own disk, and images from a registry need a
+        # network: neither a log nor a pull.
         line += ["--network", "none", "--read-only", "--cap-drop", "ALL"]
         line += ["--security-opt", "no-new-privileges", "--ipc", "none", "--log-driver", "none"]
         line += ["--user", f"{self._user}:{self._user}", "--pull", "never"]
         line += ["--pids-limit", str(limits.max_processes), "--cpus", str(backend.cpus)]
+        # Swap of the same size as memory means none.
         line += ["--memory", str(limits.memory_bytes), "--memory-swap", str(limits.memory_bytes)]
         line += ["--ulimit", f"nofile={limits.max_open_files}", "--ulimit", "core=0"]
         line += ["--ulimit", f"fsize={limits.disk_bytes}"]
@@ -132,11 +135,13 @@ class DockerSandbox(FolderSandbox):
             line += ["--runtime", backend.runtime]
         return Launch(
             command=[*line, backend.image, *command],
+            # The client needs its connection; the host's other variables hold secrets.
             env={key: os.environ[key] for key in _CLIENT_ENV if key in os.environ},
             cwd="/",
             folder=str(self._folder.path),
             level=self.level.name,
-            trusted_processes=64 + limits.max_processes,  # the client's threads are not the code's
+            # The client's threads are not the code's.
+            trusted_processes=64 + limits.max_processes,
             signals_as_codes=True,
             after=[[backend.docker, "rm", "--force", name]],
         )

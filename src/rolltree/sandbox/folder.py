@@ -44,12 +44,11 @@ from rolltree.tasks import being_cancelled
 PREFIX = "rolltree-sandbox-"
 _MOUNT = Path(__file__).with_name("mount.py")
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-FULL = (errno.ENOSPC, errno.EDQUOT)
-"""What a write into a full folder fails with."""
-_OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)
-"""The machine's failures, which code inside cannot cause."""
-_LONGEST = 2**14
-"""Of a listed path: a file in each of 2,000 nested folders can make 500 MB of paths."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# The machine's failures, which code inside cannot cause.
+_HOST_FAILURES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)
+# A file in each of 2,000 nested folders can make 500 MB of paths.
+_MAX_PATH_CHARACTERS = 2**14
 
 
 class PrivateFolder:
@@ -71,22 +70,29 @@ class PrivateFolder:
             sweep(parent)
         self.outer = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         self._lock_fd = os.open(self.outer / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # The kernel frees the lock however this process dies, so a free lock marks what may be
+        # swept.
         fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.uid = uid
         self.path = self.outer / "work"
         self.path.mkdir(mode=0o700)
         if uid is not None:
             os.chown(self.path, uid, uid)
+            # The sandbox's user must get through, and nobody may list what is beside it.
             self.outer.chmod(0o711)
         try:
-            self.mount_fd, self.fd = _plain(self.path) if limits is None else self._bounded(limits)
+            self.mount_fd: int | None = None
+            if limits is None:
+                self.fd = os.open(self.path, _FOLDER_FLAGS)
+            else:
+                self.mount_fd, self.fd = self._bounded(limits)
         except BaseException:
             _remove(self.outer, self._lock_fd)
             raise
         fds = [fd for fd in (self.mount_fd, self.fd) if fd is not None]
         self._finalizer = weakref.finalize(self, _remove, self.outer, self._lock_fd, *fds)
 
-    def _bounded(self, limits: Limits) -> tuple[int | None, int]:
+    def _bounded(self, limits: Limits) -> tuple[int, int]:
         owner = self.uid if self.uid is not None else os.geteuid()
         group = self.uid if self.uid is not None else os.getegid()
         options = f"{tmpfs_options(limits)},mode=0700,uid={owner},gid={group}"
@@ -98,15 +104,18 @@ class PrivateFolder:
             env={},
         ) as process:
             assert process.stdout is not None
-            said = os.read(process.stdout.fileno(), 4096).decode()
-            if said != "1":
+            reply = os.read(process.stdout.fileno(), 4096).decode()
+            if reply != "1":
                 raise SandboxError(
                     "the sandbox folder cannot be bounded on this machine, so code could fill its "
-                    f"disk ({said[1:] or 'the program that mounts it died'})."
+                    f"disk ({reply[1:] or 'the program that mounts it died'})."
                 )
             with contextlib.ExitStack() as opened:
                 try:
                     fds = []
+                    # Through /proc: the mount exists in the namespace of that process only. The two
+                    # descriptors keep it alive when `mount.py` has ended, and free it when they
+                    # close, also after a `kill -9` (design/0019).
                     for path in ("ns/mnt", f"root{self.path}"):
                         fds.append(
                             os.open(f"/proc/{process.pid}/{path}", os.O_RDONLY | os.O_CLOEXEC)
@@ -129,8 +138,10 @@ class PrivateFolder:
 
         Where files are not protected, code can also have moved or deleted it; then another is made.
         """
-        with contextlib.suppress(OSError):  # what is tried next fails, and is explained
-            if self.mount_fd is None and not _leads_to(self.path, self.fd):
+        # If this fails, so does what is tried next, and that is explained.
+        with contextlib.suppress(OSError):
+            # At a level that does not protect files, code can have moved or deleted the folder.
+            if self.mount_fd is None and not _is_at(self.path, self.fd):
                 with contextlib.suppress(OSError):
                     os.unlink(self.path)
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -151,11 +162,14 @@ class PrivateFolder:
         with self._enter(parts[:-1], name, create=True) as parent, _explained(name):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(parts[-1], dir_fd=parent)
+            # A new file each time: what code left under the name may be a link, a pipe or open
+            # elsewhere.
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             fd = os.open(parts[-1], flags, 0o600, dir_fd=parent)
             try:
                 with open(fd, "wb") as file:
-                    os.fchmod(fd, 0o600)  # a default access list of the code's may take it away
+                    # A default access list that code set on the folder may have taken it away.
+                    os.fchmod(fd, 0o600)
                     if self.uid is not None:
                         os.fchown(fd, self.uid, self.uid)
                     file.write(data)
@@ -177,6 +191,7 @@ class PrivateFolder:
         """
         parts = _parts(name)
         with self._enter(parts[:-1], name, create=False) as parent, _explained(name):
+            # Without waiting: opening a named pipe blocks until somebody writes.
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             fd = os.open(parts[-1], flags, dir_fd=parent)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -186,6 +201,7 @@ class PrivateFolder:
                 "the host. Have the code write a plain file."
             )
         with open(fd, "rb") as file:
+            # Not by its size, which code can change after it was asked for.
             data = file.read(max_bytes + 1)
         if len(data) > max_bytes:
             raise SandboxFileError(
@@ -198,11 +214,12 @@ class PrivateFolder:
         """Return the paths of the regular files, sorted; links and other things are left out.
 
         So are names that are not UTF-8, what lies in folders that code locked or moves about
-        meanwhile, and what lies deeper than `_LONGEST` characters.
+        meanwhile, and files below paths of more than 16,384 characters.
         """
         self.reset()
         found: list[str] = []
-        with contextlib.suppress(OSError):  # code that still runs locks what is being looked at
+        # Code that still runs may lock what is being looked at.
+        with contextlib.suppress(OSError):
             for way, files in _walk(self.fd):
                 found += ["/".join([*way, name]) for name in files]
         return sorted(found)
@@ -230,26 +247,26 @@ class PrivateFolder:
 
 
 def _walk(top: int) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield the way to each folder (one list, changed later) and the names of its files.
-
-    Each is entered from the one above it, and left by "..": from the top, 2,000 nested folders take
-    28 s, and with a descriptor each they take too many.
-    """
+    """Yield the way to each folder (one list, changed later) and the names of its files."""
+    # Each is entered from the one above it, and left by "..": from the top, 2,000 nested folders
+    # took 28 s, and with a descriptor each they take too many.
     here, way = os.open(".", _FOLDER_FLAGS, dir_fd=top), list[str]()
     try:
         folders, files = _entries(here)
         levels = [(os.fstat(here), folders)]
         yield way, files
         while levels:
-            if sum(map(len, way)) > _LONGEST:
+            if sum(map(len, way)) > _MAX_PATH_CHARACTERS:
                 levels[-1][1].clear()
             if levels[-1][1]:
                 way.append(levels[-1][1].pop())
                 try:
                     deeper = os.open(way[-1], _FOLDER_FLAGS, dir_fd=here)
-                except OSError:  # it is gone, or code locked it
+                except OSError:
+                    # It is gone, or code locked it.
                     way.pop()
                     continue
+                # ".." of a folder without this right cannot be opened.
                 if not os.access(".", os.X_OK, dir_fd=deeper):
                     os.close(deeper)
                     way.pop()
@@ -267,7 +284,8 @@ def _walk(top: int) -> Iterator[tuple[list[str], list[str]]]:
                 os.close(here)
                 here = above
                 if not os.path.samestat(os.fstat(here), levels[-1][0]):
-                    return  # moved under our hands: ".." leads elsewhere
+                    # Code moved the folder meanwhile: ".." leads elsewhere.
+                    return
     finally:
         os.close(here)
 
@@ -286,15 +304,11 @@ def _entries(fd: int) -> tuple[list[str], list[str]]:
     return folders, files
 
 
-def _leads_to(path: Path, fd: int) -> bool:
+def _is_at(path: Path, fd: int) -> bool:
     try:
         return os.path.samestat(os.lstat(path), os.fstat(fd))
     except OSError:
         return False
-
-
-def _plain(path: Path) -> tuple[None, int]:
-    return None, os.open(path, _FOLDER_FLAGS)
 
 
 _swept: set[Path] = set()
@@ -305,6 +319,7 @@ def sweep(parent: Path) -> int:
     removed = 0
     for outer in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
+            # Somebody else may have made a folder of that name in a shared temporary folder.
             if outer.is_symlink() or outer.stat().st_uid != os.getuid():
                 continue
             fd = os.open(outer / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -324,7 +339,8 @@ def _remove(outer: Path, lock_fd: int, *fds: int) -> None:
         with contextlib.suppress(OSError):
             os.close(fd)
     with contextlib.suppress(OSError):
-        outer.unlink()  # a link to elsewhere that code put there
+        # Without protection of files, code can have put a link to elsewhere in its place.
+        outer.unlink()
     _empty(outer)
     shutil.rmtree(outer, ignore_errors=True)
     with contextlib.suppress(OSError):
@@ -341,11 +357,13 @@ def _empty(outer: Path) -> None:
             for entry in list(os.scandir(folder)):
                 with contextlib.suppress(OSError):
                     if entry.is_dir(follow_symlinks=False):
+                        # 2,000 nested folders are deeper than recursion and than the longest path.
                         moved = outer / f"old-{secrets.token_hex(8)}"
                         os.chmod(entry.path, 0o700)
                         os.rename(entry.path, moved)
                         pending.append(moved)
-                    elif folder != outer:  # the lock goes last
+                    # The lock stays until the end: without it another process would clean up too.
+                    elif folder != outer:
                         os.unlink(entry.path)
             if folder != outer:
                 folder.rmdir()
@@ -375,12 +393,12 @@ def _explained(name: str) -> Iterator[None]:
             f"there is no file {name!r} in the sandbox. List what there is with list_files()."
         ) from error
     except OSError as error:
-        if error.errno in _OURS:
+        if error.errno in _HOST_FAILURES:
             raise SandboxError(
                 f"{name!r} in the sandbox could not be opened ({error.strerror}): this process or "
                 "machine has run out of something. Raise its limits (`ulimit -n`)."
             ) from error
-        if error.errno in FULL:
+        if error.errno in _FULL:
             raise SandboxFileError(
                 f"{name!r} does not fit into the sandbox: its folder is bounded by "
                 "Limits.disk_bytes and max_files, and code may have filled it. Delete files in "
@@ -440,6 +458,7 @@ class FolderSandbox(ABC):
                 raise
             return self._not_started("the command is too long; write it to a file")
         except asyncio.CancelledError:
+            # `close` cancelled the run; a cancellation by the caller passes through.
             if self._closed and not being_cancelled():
                 raise SandboxError("the sandbox was closed while code ran in it.") from None
             raise
@@ -449,17 +468,19 @@ class FolderSandbox(ABC):
     ) -> RunResult:
         """Run Python code as a program of its own; files beside it can be imported.
 
-        The program's file is gone afterwards. Without space for it the run is over with "disk";
-        where code has put something else in its place, with exit code 126.
+        The program's file is gone afterwards. Without space for it the run is over with "disk"; if
+        code has put something else in its place, with exit code 126.
         """
         name = f".program-{next(self._programs)}.py"
         try:
             await self.write_file(name, code)
         except SandboxFileError as error:
-            if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in FULL:
-                return self._not_started(str(error))  # say, code made a folder of that name
-            said = "the folder is full; delete files in it first\n"
-            return RunResult("", said, "disk", None, level=self.level.name)
+            # Neither is a failure of the sandbox: a failed rollout has no reward, and a model could
+            # learn to fail by filling its folder or taking the name (design/0019).
+            if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in _FULL:
+                return self._not_started(str(error))
+            message = "the folder is full; delete files in it first\n"
+            return RunResult("", message, "disk", None, level=self.level.name)
         try:
             return await self.run([self.python, "-s", name], stdin=stdin, limits=limits)
         finally:
@@ -525,11 +546,13 @@ class FolderSandbox(ABC):
     def _prepared(self, command: Sequence[str], limits: Limits) -> Launch:
         """Return how to run a command in a folder that can be entered."""
         self._folder.reset()
+        # Another run of this sandbox could kill this one before it is confined.
         alone = not self._running and not any(session.is_alive for session in self._sessions)
         return replace(self.launch(command, limits), alone=alone)
 
     def _not_started(self, why: str) -> RunResult:
-        """Return what a shell would say: the model wrote the command, so the failure is its own."""
+        # As a shell answers: the model wrote the command, so the failure is its own.
+
         return RunResult("", f"{why}\n", "exit", 126, level=self.level.name)
 
     def _check_open(self) -> None:

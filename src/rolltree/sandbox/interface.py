@@ -25,22 +25,22 @@ died (`lost`)."""
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What one run may use; beyond it the whole process tree is killed.
 
-    `memory_bytes` holds twice: each process can map that much address space (more is a
-    `MemoryError` in the code), and all processes together may have that much resident (more kills
-    them). `cpu_s` is the sum over all processes. `disk_bytes` and `max_files` apply to the work
-    folder, `output_bytes` to standard output and error together.
-
     Raises:
         ConfigError: a limit is not positive.
     """
 
     wall_s: float = 10.0
+    # The sum over all processes.
     cpu_s: float = 10.0
+    # It holds twice: each process can map that much address space (more is a `MemoryError` in the
+    # code), and all processes together may have that much resident (more kills them).
     memory_bytes: int = 512 * 2**20
     max_processes: int = 32
     max_open_files: int = 128
+    # In the work folder.
     max_files: int = 4096
     disk_bytes: int = 64 * 2**20
+    # Standard output and error together.
     output_bytes: int = 64 * 2**10
 
     def __post_init__(self) -> None:
@@ -55,16 +55,13 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 @dataclass(frozen=True, slots=True)
 class SandboxLevel:
-    """How well code is isolated, and by what.
+    """How well code is isolated, and by what."""
 
-    Attributes:
-        name: "bubblewrap", "landlock", "rlimits" or "docker", strongest first on one machine.
-        protections: what protects files, network, processes, signals, memory and so on.
-        missing: the protections that this machine lacks; untrusted code is refused unless empty.
-    """
-
+    # "bubblewrap", "landlock", "rlimits" or "docker".
     name: str
+    # By what files, network, processes, signals, memory and so on are protected.
     protections: Mapping[str, str] = field(default_factory=dict)
+    # The protections that this machine lacks; untrusted code is refused unless it is empty.
     missing: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
@@ -78,15 +75,13 @@ class SandboxLevel:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What one run left behind.
+    """Output and end of one run."""
 
-    `exit_code` is None when a signal or a limit ended it. `stdout` and `stderr` are cut at
-    `Limits.output_bytes` together; bytes that are not UTF-8 are replaced.
-    """
-
+    # Cut at `Limits.output_bytes` together; bytes that are not UTF-8 are replaced.
     stdout: str
     stderr: str
     ended: Ended
+    # None if a signal or a limit ended it.
     exit_code: int | None
     signal: int | None = None
     wall_s: float = 0.0
@@ -100,7 +95,7 @@ class RunResult:
         return self.ended == "exit" and self.exit_code == 0
 
     def text(self) -> str:
-        """Return output, errors and what ended the run, as a model is told."""
+        """Return output, errors and the reason of the end, as a model reads them."""
         parts = [self.stdout, self.stderr, self._ending()]
         return "\n".join(part.rstrip("\n") for part in parts if part)
 
@@ -128,7 +123,7 @@ class PythonSession(Protocol):
     """A Python process that keeps its variables between pieces of code."""
 
     async def run(self, code: str) -> RunResult:
-        """Run a piece of code and return what it printed, errors and the last value included.
+        """Run a piece of code and return its output, with errors and the last value.
 
         A limit kills the process; the next piece starts with no variables.
         """

@@ -1,8 +1,8 @@
 """The local backend: code on this machine, without Docker and without being root.
 
-A command runs inside `confine`, and that inside bubblewrap where it is installed. The level is
-chosen once per process by trying: a small program must run, and must fail to read `/etc/passwd` and
-to open a socket.
+A command runs inside `confine`, and that inside bubblewrap if it is installed. The level is chosen
+once per process by trying: a small program must run, and must fail to read `/etc/passwd` and to
+open a socket.
 """
 
 from __future__ import annotations
@@ -22,26 +22,28 @@ from rolltree.sandbox.machine import (
     Candidate,
     Machine,
     PythonRuntime,
+    acquire_uid,
     candidates,
-    dispensable,
-    everyone_reaches,
-    give_uid_back,
+    dispensable_protections,
+    is_world_reachable,
     num_tasks_of_user,
+    release_uid,
     system_folders,
-    take_uid,
     this_machine,
 )
 from rolltree.sandbox.process import Launch
 from rolltree.sandbox.seccomp import build_filter
 
+# The work folder as the code sees it under bubblewrap.
 WORK = "/sandbox"
-"""The work folder as the code sees it under bubblewrap."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+# Without a mount namespace: shared mappings of /dev/zero are memory that no limit sees.
 _NO_ZERO = tuple(device for device in DEVICES if device != "/dev/zero")
-"""Without a mount namespace: shared mappings of /dev/zero are memory that no limit sees."""
+# bwrap's monitor and its process 1.
 TRUSTED_PROCESSES = 2
-"""bwrap's monitor and its process 1."""
 _CONFINE = Path(__file__).with_name("confine.py")
+# A kernel version or an installed file does not tell whether a container's policy allows a
+# namespace, so each level has to prove itself (design/0005).
 _SELF_TEST = """
 import socket
 def refused(function, *arguments):
@@ -59,6 +61,7 @@ _FOR_CODE: Mapping[str, str] = MappingProxyType(
         "LANG": "C.UTF-8",
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONUNBUFFERED": "1",
+        # Threads count as processes, and a numerical library starts one per core.
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }
@@ -93,7 +96,7 @@ class LocalBackend:
         python: str | None = None,
         base: str | Path | None = None,
     ) -> None:
-        self.wanted, self.dispensable = level, dispensable(allow_weaker)
+        self.wanted, self.dispensable = level, dispensable_protections(allow_weaker)
         self.machine = this_machine()
         self.runtime = PythonRuntime.of(python)
         shown = tuple(str(Path(path).resolve()) for path in read_only)
@@ -133,7 +136,7 @@ class LocalBackend:
                 continue
             key = (name, self.runtime, tuple(self.read_only), self.base)
             if key not in _tried:
-                _tried[key] = self._trouble(candidate) or await self._try(candidate)
+                _tried[key] = self._unusable_reason(candidate) or await self._try(candidate)
             if not _tried[key]:
                 return candidate
             reasons.append(f"{name}: {_tried[key]}")
@@ -144,10 +147,12 @@ class LocalBackend:
             "Tried: " + "; ".join(reasons)
         )
 
-    def _trouble(self, candidate: Candidate) -> str:
+    def _unusable_reason(self, candidate: Candidate) -> str:
         if candidate.level.name == "bubblewrap" or not candidate.own_user:
             return ""
-        hidden = [p for p in (self.runtime.executable, *self.read_only) if not everyone_reaches(p)]
+        hidden = [
+            p for p in (self.runtime.executable, *self.read_only) if not is_world_reachable(p)
+        ]
         return f"its user could not reach {hidden[0]}" if hidden else ""
 
     async def _try(self, candidate: Candidate) -> str:
@@ -174,6 +179,7 @@ _DOES_NOT = {
     "processes": "bound processes",
     "disk": "bound disk use",
 }
+# For the whole process: the answer does not change, and finding it out costs a start of Python.
 _tried: dict[tuple[object, ...], str] = {}
 
 
@@ -182,9 +188,10 @@ class LocalSandbox(FolderSandbox):
 
     def __init__(self, backend: LocalBackend, candidate: Candidate, limits: Limits) -> None:
         self._backend, self._candidate = backend, candidate
-        self._uid = take_uid(backend.machine.uids) if candidate.own_user else None
+        self._uid = acquire_uid(backend.machine.uids) if candidate.own_user else None
         if self._uid is not None:
-            self._let_uid_go = weakref.finalize(self, give_uid_back, self._uid)
+            # Also when the sandbox is dropped without `close`.
+            self._let_uid_go = weakref.finalize(self, release_uid, self._uid)
         bounds = limits if candidate.bounded else None
         super().__init__(PrivateFolder(backend.base, self._uid, bounds), candidate.level, limits)
         self._is_wrapped = candidate.level.name == "bubblewrap"
@@ -196,7 +203,7 @@ class LocalSandbox(FolderSandbox):
         return self._backend.runtime.executable
 
     def launch(self, command: Sequence[str], limits: Limits) -> Launch:
-        """Return the command inside `confine`, inside bubblewrap where that is the level."""
+        """Return the command inside `confine`, and that inside bubblewrap at its level."""
         backend, machine = self._backend, self._backend.machine
         resolved = [_find(command[0]), *command[1:]]
         line: list[str] = []
@@ -208,6 +215,8 @@ class LocalSandbox(FolderSandbox):
                 as_root=machine.is_root,
                 own_user=self._uid is not None,
             )
+        # The source goes along as an argument: the interpreter inside may not see the installed
+        # package.
         source = f"{_CONFINE.read_text()}\nmain({self._confinement(limits)!r})\n"
         line += [backend.runtime.executable, "-I", "-S", "-c", source, "READY_FD"]
         return Launch(
@@ -225,7 +234,7 @@ class LocalSandbox(FolderSandbox):
         )
 
     def _confinement(self, limits: Limits) -> dict[str, object]:
-        """Return what `confine` is to do, as values that Python's own literals can spell."""
+        """Return the specification for `confine`: values that `repr` writes as literals."""
         backend, candidate, machine = self._backend, self._candidate, self._backend.machine
         program = build_filter(
             machine.machine,
@@ -258,6 +267,8 @@ class LocalSandbox(FolderSandbox):
             "RLIMIT_AS": limits.memory_bytes,
             "RLIMIT_FSIZE": limits.disk_bytes,
             "RLIMIT_NOFILE": limits.max_open_files,
+            # No core dumps: the host writes those, perhaps outside the folder. No locked memory and
+            # no message queues: both belong to the kernel, and no limit above counts them.
             "RLIMIT_CORE": 0,
             "RLIMIT_MEMLOCK": 0,
             "RLIMIT_MSGQUEUE": 0,
@@ -265,8 +276,11 @@ class LocalSandbox(FolderSandbox):
         if self._uid is not None:
             found["RLIMIT_NPROC"] = limits.max_processes
         elif not machine.is_root:
+            # Elsewhere the kernel counts every process of the user, so those that run already are
+            # added.
             own_count = self._is_wrapped or self._candidate.bounded
-            trusted = 1 if self._is_wrapped else 0  # bwrap's monitor is in the namespace above
+            # bwrap's monitor is in the namespace above, where it counts too.
+            trusted = 1 if self._is_wrapped else 0
             others = trusted if own_count and machine.kernel >= (5, 14) else num_tasks_of_user()
             found["RLIMIT_NPROC"] = limits.max_processes + others
         return found
@@ -284,32 +298,38 @@ def bwrap_arguments(
     """Return the bubblewrap command that goes in front of the confining program.
 
     The code sees next to nothing: no /proc, no /dev but five devices, no writable place but the
-    work folder. Started by root it makes no user namespace, so that `confine` can become a user
-    whose processes the kernel counts.
+    work folder.
     """
+    # A new session, because code could type into a terminal that it shares (TIOCSTI).
     arguments = [bwrap, "--die-with-parent", "--new-session", "--unshare-pid", "--unshare-net"]
     arguments += ["--unshare-ipc", "--unshare-uts", "--hostname", "sandbox"]
     arguments += ["--unshare-cgroup-try", "--cap-drop", "ALL"]
+    # Root without a user namespace, so that `confine` can become a user whose processes the kernel
+    # counts.
     if not as_root:
         arguments.append("--unshare-user")
     if as_root and own_user:
         for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP"):
             arguments += ["--cap-add", capability]
     parents = {str(parent) for place in (*read_only, *DEVICES) for parent in Path(place).parents}
-    for parent in sorted(parents - {"/"}):  # folders that bwrap creates are private to its owner
+    # Folders that bwrap makes are private to its owner, and the code may be another user.
+    for parent in sorted(parents - {"/"}):
         arguments += ["--perms", "0755", "--dir", parent]
     for place in read_only:
         arguments += _shown(place)
     for device in DEVICES:
-        shown = "/dev/full" if device == "/dev/zero" else device  # see `_NO_ZERO`; it reads alike
+        # See `_NO_ZERO`; /dev/full reads alike, and cannot be mapped.
+        shown = "/dev/full" if device == "/dev/zero" else device
         arguments += ["--dev-bind-try", shown, device]
     arguments += ["--bind", folder, WORK]
     if "/tmp" not in parents and "/tmp" not in read_only:
         arguments += ["--symlink", WORK, "/tmp"]
+    # Last, because all mount points above are made in this root.
     return [*arguments, "--remount-ro", "/", "--"]
 
 
 def _shown(place: str) -> list[str]:
+    # On merged systems /bin is a link to /usr/bin: bound as a folder it would be another one.
     if os.path.islink(place):
         return ["--symlink", os.readlink(place), place]
     return ["--ro-bind-try", place, place]

@@ -29,6 +29,7 @@ PROTECTIONS = ("files", "truncation", "processes", "disk")
 LEVELS = ("bubblewrap", "landlock", "rlimits")
 _LANDLOCK_CREATE_RULESET = 444
 _SYSTEM = ("/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/bin", "/lib", "/lib32", "/lib64")
+# Far above the ids of users and of containers on usual machines.
 _FIRST_UID, _NUM_UIDS = 0x50000000, 0x10000000
 
 
@@ -45,17 +46,15 @@ class Cgroup:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Facts about this machine.
-
-    `landlock_abi` is 0 without Landlock. `uids` are user ids that a sandbox may take for itself,
-    empty when this process may not change its user.
-    """
+    """Facts about this machine."""
 
     machine: str
+    # 0 without Landlock.
     landlock_abi: int
     seccomp: bool
     bwrap: str | None
     is_root: bool
+    # User ids that a sandbox may take for itself; empty if this process may not change its user.
     uids: range
     kernel: tuple[int, int]
     cgroup: Cgroup | None = None
@@ -80,11 +79,7 @@ def this_machine() -> Machine:
 
 
 def find_cgroup(proc: Path = Path("/proc/self")) -> Cgroup | None:
-    """Return the group to make groups in, best one that bounds memory: this process's or the next.
-
-    A group with processes gives its children no controllers, so it is often the one above, which a
-    service manager must have delegated. Groups further up belong to others.
-    """
+    """Find a group to make groups in, preferably one that bounds memory: the own or its parent."""
     try:
         mounts = [line.split() for line in (proc / "mounts").read_text().splitlines()]
         root = next(Path(fields[1]) for fields in mounts if fields[2] == "cgroup2")
@@ -92,6 +87,8 @@ def find_cgroup(proc: Path = Path("/proc/self")) -> Cgroup | None:
         own = next(line[3:] for line in lines if line.startswith("0::"))
     except (OSError, StopIteration):
         return None
+    # A group with processes gives its children no controllers, so the useful one is often the
+    # parent, if a service manager delegated it. Groups further up belong to others (design/0019).
     inside = root / own.lstrip("/")
     found = [
         Cgroup(str(folder), "memory" in (folder / "cgroup.subtree_control").read_text().split())
@@ -102,12 +99,13 @@ def find_cgroup(proc: Path = Path("/proc/self")) -> Cgroup | None:
 
 
 def _takes_groups(folder: Path) -> bool:
-    """Whether a process can be moved into a group made here: found out by doing it."""
+    """Try whether a process can be moved into a group that is made here."""
     group = folder / f"rolltree-probe-{os.getpid()}"
     try:
         group.mkdir()
     except OSError:
         return False
+    # Neither ownership nor modes tell: the kernel also asks who owns the group of the mover.
     move = ["/bin/sh", "-c", 'echo 0 > "$1"', "sh", str(group / "cgroup.procs")]
     try:
         return subprocess.run(move, stderr=subprocess.DEVNULL, check=False).returncode == 0
@@ -118,6 +116,7 @@ def _takes_groups(folder: Path) -> bool:
 
 def _find_bwrap() -> str | None:
     """Return the system's bubblewrap, which may have a profile of its own, or the wheel's."""
+    # The system's first: a distribution may let only that one make namespaces.
     found = shutil.which("bwrap", path="/usr/bin:/usr/local/bin:/bin")
     if found is None:
         with suppress(ImportError, RuntimeError, OSError):
@@ -137,7 +136,8 @@ def _free_uids() -> range:
     """Return high user ids that this process may become."""
     status = Path("/proc/self/status").read_text()
     capabilities = int(status.partition("CapEff:")[2].split()[0], 16)
-    if os.geteuid() != 0 or capabilities & 0xC1 != 0xC1:  # CHOWN, SETGID, SETUID
+    # CHOWN, SETGID and SETUID: root in a container may lack them.
+    if os.geteuid() != 0 or capabilities & 0xC1 != 0xC1:
         return range(0)
     lines = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
     tops = [int(first) + int(count) for first, _, count in lines]
@@ -149,15 +149,16 @@ def _free_uids() -> range:
 _taken: set[int] = set()
 
 
-def take_uid(uids: range) -> int:
+def acquire_uid(uids: range) -> int:
     """Return a user id that no other sandbox of this process has."""
+    # Random, because other programs on this machine take ids from the same range.
     while (uid := random.SystemRandom().choice(uids)) in _taken:
         pass
     _taken.add(uid)
     return uid
 
 
-def give_uid_back(uid: int) -> None:
+def release_uid(uid: int) -> None:
     """Let another sandbox take it."""
     _taken.discard(uid)
 
@@ -172,6 +173,7 @@ class PythonRuntime:
     @classmethod
     def of(cls, executable: str | None = None) -> PythonRuntime:
         """Describe an interpreter; this process's base one when none is given."""
+        # Not the virtual environment's: its packages and their data are not for untrusted code.
         base = executable or getattr(sys, "_base_executable", None) or sys.executable
         real = os.path.realpath(base)
         prefix = os.path.dirname(os.path.dirname(real))
@@ -184,7 +186,7 @@ def system_folders(runtime: PythonRuntime, extra: tuple[str, ...]) -> list[str]:
     return [place for place in places if os.path.exists(place)]
 
 
-def everyone_reaches(path: str) -> bool:
+def is_world_reachable(path: str) -> bool:
     """Whether an unprivileged user can enter all folders on the way to `path`."""
     return all(os.stat(parent).st_mode & stat.S_IXOTH for parent in Path(path).parents)
 
@@ -202,7 +204,7 @@ def num_tasks_of_user() -> int:
     return count
 
 
-def dispensable(allow_weaker: bool | Sequence[str]) -> tuple[str, ...]:
+def dispensable_protections(allow_weaker: bool | Sequence[str]) -> tuple[str, ...]:
     """Return the names of the protections that may be missing.
 
     Raises:
@@ -223,16 +225,14 @@ def dispensable(allow_weaker: bool | Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A way to confine code on this machine.
-
-    `own_user`: a user of its own. `bounded`: the work folder is a tmpfs of limited size. The others
-    say what a level confines, so that the system call filter need not refuse it.
-    """
+    """A way to confine code on this machine."""
 
     level: SandboxLevel
     own_user: bool
+    # The work folder is a tmpfs of limited size.
     bounded: bool
     landlock_abi: int
+    # What something else confines, the system call filter need not refuse.
     signals_confined: bool
     metadata_confined: bool
     attributes_confined: bool
@@ -261,6 +261,7 @@ def candidates(machine: Machine, wanted: str = "auto") -> list[Candidate]:
         "rlimits": True,
     }
     names = [name for name in LEVELS if possible[name] and wanted in ("auto", name)]
+    # With a user of its own first: only then the kernel's count of processes is exact.
     users = (True, False) if machine.uids else (False,)
     found = [
         _candidate(name, own_user, bounded, machine)
@@ -290,12 +291,17 @@ def _candidate(name: str, own_user: bool, bounded: bool, machine: Machine) -> Ca
     if name == "rlimits":
         missing.append("files")
     elif not wrapped and abi < 3:
-        missing.append("truncation")  # Landlock before ABI 3 lets files be cut
+        # Landlock before ABI 3 lets code cut files that it may not write.
+        missing.append("truncation")
     if machine.is_root and not own_user:
-        missing.append("processes")  # the kernel sets root no limit, and polling loses the race
+        # The kernel sets root no limit, and polling loses the race against a fork bomb.
+        missing.append("processes")
     if not bounded:
-        missing.append("disk")  # polling does not see unlinked files
+        # Polling does not see unlinked files (design/0019).
+        missing.append("disk")
+    # Since 5.14 the kernel counts processes per user namespace.
     has_namespace = (wrapped or bounded) and machine.kernel >= (5, 14)
+    # Landlock has scopes for signals since ABI 6.
     signals_confined = wrapped or own_user or abi >= 6
     files = [f"Landlock ABI {abi}"] if abi else []
     if wrapped:

@@ -1,8 +1,8 @@
 """Mount a tmpfs of limited size where nobody else sees it: `python -I -S mount.py PATH OPTIONS`.
 
 It makes a mount namespace (and, unless it is root, a user namespace, which allows that), mounts the
-file system over PATH, writes "1" and waits for the end of standard input. Whoever started it holds
-the namespace by then. What fails is written after an "E".
+file system over PATH, writes "1" and waits for the end of standard input. By then its starter holds
+descriptors of the namespace, so it may end (design/0019). An error is written after an "E".
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import ctypes
 import os
 import sys
 
-TYPE_CHECKING = False  # importing `typing` takes longer than all else here
+# Importing `typing` takes longer than all else here.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
@@ -29,25 +30,30 @@ def main() -> NoReturn:
         if os.geteuid() == 0:
             _check(libc.unshare(_NEW_NAMESPACE), "mount namespace")
         else:
-            become_mounter()
+            make_user_namespace()
         # The host's mounts stay as they are; what the host unmounts later goes from here too.
         _check(libc.mount(None, b"/", None, _RECURSIVE | _SLAVE, None), "mount propagation")
         flags = _NO_SUID | _NO_DEVICES
         # A shared mapping of /dev/zero is memory that no limit sees; /dev/full reads the same.
         _check(libc.mount(b"/dev/full", b"/dev/zero", None, _BIND, None), "/dev/zero")
+        # Size and number of inodes are in the options: the kernel refuses what exceeds them, where
+        # polling only sees what has a name, and late.
         _check(libc.mount(b"tmpfs", path, b"tmpfs", flags, options), "mount")
     except OSError as error:
         os.write(1, f"E{error.strerror}".encode())
     else:
         os.write(1, b"1")
+        # Until then this process is what keeps the namespace alive.
         os.read(0, 1)
-    os._exit(0)  # a tidy end of the interpreter takes longer
+    # A tidy end of the interpreter takes longer.
+    os._exit(0)
 
 
-def become_mounter() -> None:
-    """Make a user namespace with the same user in it, who may mount there."""
+def make_user_namespace() -> None:
+    """Enter a user namespace with the same user in it, who may mount there."""
     uid, gid = os.geteuid(), os.getegid()
     _check(libc.unshare(_NEW_USER | _NEW_NAMESPACE), "user namespace")
+    # The kernel takes an unprivileged `gid_map` only after `setgroups` is denied.
     maps = {"setgroups": "deny", "uid_map": f"{uid} {uid} 1", "gid_map": f"{gid} {gid} 1"}
     for name, text in maps.items():
         with open(f"/proc/self/{name}", "w") as file:

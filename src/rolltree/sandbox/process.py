@@ -1,8 +1,7 @@
 """Supervised process trees, seen from the event loop: pipes, limits on output, their end.
 
-A `SupervisedProcess` starts `supervisor.py` and reads what comes back. Everything it holds is set
-up without waiting, so a cancellation leaves no half of a process behind. A `SupervisedSession` is
-such a process that keeps its Python variables.
+A `SupervisedProcess` starts `supervisor.py` and reads its pipes. A `SupervisedSession` is such a
+process that keeps its Python variables.
 """
 
 from __future__ import annotations
@@ -28,38 +27,38 @@ from rolltree.tasks import wait_shielded
 
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _REPL = Path(__file__).with_name("repl.py")
+# Output of a session beyond its limit is dropped; this many times the limit kills it.
 _FLOOD = 256
-"""A session's output beyond the limit is dropped; this many times the limit kills it."""
-
+# How long pipes may stay open after the supervisor has ended.
 _GIVE_UP_S = 1.0
 _SHARED = ("cwd", "folder", "trusted_processes", "ready_at", "mount_fd", "folder_fd", "cgroup")
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A command with everything its isolation needs.
-
-    `ready_at` is the index in `command` where the supervisor puts the number of the pipe through
-    which `confine` says that it is done. None: no such program runs. `after` are commands that end
-    what lives outside the tree. `env` is the environment of the launcher, not of the code. With
-    `signals_as_codes` the launcher tells a death by signal N as exit code 128 + N, as shells do.
-    `mount_fd` and `folder_fd` are a `PrivateFolder`'s: the command starts in that mount namespace.
-    `cgroup` is one in which the run gets a group of its own.
-    Unless it is `alone`, code of the same user runs beside it, and may kill it before it starts.
-    """
+    """A command with everything its isolation needs."""
 
     command: Sequence[str]
+    # The environment of the launcher, not of the code.
     env: Mapping[str, str]
     cwd: str
     folder: str
     level: str
+    # Processes of the launcher, which do not count towards the limit.
     trusted_processes: int = 0
+    # Index in `command` where the supervisor puts the number of the pipe through which `confine`
+    # reports; None if no such program runs.
     ready_at: int | None = None
+    # Commands that end what lives outside the tree.
     after: Sequence[Sequence[str]] = ()
+    # The launcher reports a death by signal N as exit code 128 + N, as shells do.
     signals_as_codes: bool = False
+    # Those of a `PrivateFolder`: the command starts in that mount namespace.
     mount_fd: int | None = None
     folder_fd: int | None = None
+    # Where the run gets a cgroup of its own.
     cgroup: str | None = None
+    # If False, code of the same user runs beside it, and may kill it before it starts.
     alone: bool = True
 
 
@@ -85,7 +84,8 @@ class BoundedOutput:
 
 
 def tmpfs_options(limits: Limits) -> str:
-    """Return the mount options that bound a folder; its top needs one of the inodes."""
+    """Return the mount options that bound a folder."""
+    # The folder itself needs an inode, too.
     return f"size={limits.disk_bytes},nr_inodes={limits.max_files + 1}"
 
 
@@ -117,6 +117,8 @@ class SupervisedProcess:
         self._close_stdin = stdin is not None
         self._open: set[int] = set()
         self.finished: asyncio.Future[None] = self._loop.create_future()
+        # From here to the end of the constructor nothing awaits: a cancellation finds either no
+        # process or a complete one (design/0005).
         control_read, self._control = os.pipe()
         status_read, status_write = os.pipe()
         spec = {
@@ -133,6 +135,8 @@ class SupervisedProcess:
         held = [fd for fd in (launch.mount_fd, launch.folder_fd) if fd is not None]
         try:
             self._popen = subprocess.Popen(
+                # Isolated: neither the environment nor a folder can put modules into the
+                # supervisor.
                 [sys.executable, "-I", "-S", str(_SUPERVISOR), json.dumps(spec)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -140,6 +144,7 @@ class SupervisedProcess:
                 pass_fds=(control_read, status_write, *held),
                 env=dict(launch.env),
                 cwd="/",
+                # A Ctrl-C at the terminal is for this process, which ends the tree in its own way.
                 start_new_session=True,
                 bufsize=0,
             )
@@ -148,6 +153,7 @@ class SupervisedProcess:
             os.close(status_read)
             raise
         finally:
+            # The supervisor has the only other ends: its pipes end with it, and it ends with ours.
             os.close(control_read)
             os.close(status_write)
         stdin_pipe, stdout, stderr = self._popen.stdin, self._popen.stdout, self._popen.stderr
@@ -161,8 +167,6 @@ class SupervisedProcess:
         self._watch(status_read, self._report.extend)
         self._status_fd = status_read
         self._push()
-
-    # What the tree is told
 
     def send(self, data: bytes) -> None:
         """Write to its standard input, now or when it reads."""
@@ -194,10 +198,10 @@ class SupervisedProcess:
         """Wait until no process of the tree is left."""
         await asyncio.shield(self.finished)
 
-    def report(self, said: str) -> dict[str, Any]:
-        """Return what the supervisor reported, with `ended` as seen from outside.
+    def report(self, output: str) -> dict[str, Any]:
+        """Return the supervisor's report, with `ended` as seen from outside.
 
-        `said` is what came out, for the message when it was not output of the code.
+        `output` goes into the message if the isolation failed: then it is not the code's.
 
         Raises:
             SandboxError: the isolation could not be set up, so the code did not run.
@@ -205,22 +209,25 @@ class SupervisedProcess:
         try:
             report: dict[str, Any] = json.loads(self._report)
         except ValueError:
+            # The supervisor was killed. Nothing says that the set-up failed, so it is not a
+            # `SandboxError`.
             report = {"ended": "lost", "exit_code": None, "signal": None, "setup": "1"}
+        # Output is counted here; the supervisor only heard "kill".
         if self._override == "output" or (self._override and report["ended"] == "closed"):
             report.update(ended=self._override, exit_code=None, signal=None)
         code = report["exit_code"]
         if self._launch.signals_as_codes and code is not None and 128 < code <= 192:
             report.update(ended="signal", exit_code=None, signal=code - 128)
         setup = report.pop("setup")
+        # Code of the same sandbox can kill a run before it starts. That is the model's doing, and
+        # must not cost the rollout its reward (design/0019).
         failures = ("exit", "signal") if self._launch.alone else ("exit",)
         if self._launch.ready_at is not None and setup != "1" and report["ended"] in failures:
             raise SandboxError(
                 f"the sandbox could not be set up at level {self._launch.level!r}, so nothing was "
-                f"run: {setup[1:]} {said.strip()}. Another level may work here."
+                f"run: {setup[1:]} {output.strip()}. Another level may work here."
             )
         return report
-
-    # Pipes
 
     def _tell(self, command: bytes) -> None:
         if self._control >= 0:
@@ -248,6 +255,7 @@ class SupervisedProcess:
         self._open.discard(fd)
         if fd == self._status_fd:
             os.close(fd)
+            # A process that got away may hold the other pipes open.
             self._loop.call_later(_GIVE_UP_S, self._abandon)
         if not self._open and not self.finished.done():
             self._finish()
@@ -270,6 +278,7 @@ class SupervisedProcess:
             self._loop.add_writer(self._stdin, self._push)
             return
         except OSError:
+            # Nobody reads any more.
             self._unsent.clear()
         self._loop.remove_writer(self._stdin)
         if self._close_stdin:
@@ -335,7 +344,7 @@ class SupervisedSession:
         self._closed = False
 
     async def run(self, code: str) -> RunResult:
-        """Run a piece of code and return what it printed, errors and the last value included.
+        """Run a piece of code and return its output, with errors and the last value.
 
         Pieces run one after another. `exit_code` is 1 when the code raised. A limit, cancellation
         or the end of the process loses the variables; the next piece starts a new one.
@@ -351,6 +360,7 @@ class SupervisedSession:
                 self._process = self._start(_REPL.read_text(), self._feed)
             process = self._process
             self._kept, self._pending, self._num_bytes = bytearray(), bytearray(), 0
+            # A new mark for each piece: code cannot print the next one in advance.
             nonce = secrets.token_hex(8)
             self._mark = f"\x1e{nonce}:".encode()
             self._marked = asyncio.get_running_loop().create_future()
@@ -374,11 +384,13 @@ class SupervisedSession:
         at = self._pending.find(self._mark)
         if at >= 0 and len(self._pending) > at + len(self._mark):
             self._keep(self._pending[:at])
+            # Behind the mark is one byte: whether the code raised.
             failed = self._pending[at + len(self._mark) : at + len(self._mark) + 1] != b"0"
             self._mark = None
             if not self._marked.done():
                 self._marked.set_result(failed)
         elif at < 0:
+            # The mark may arrive in two parts, so as many bytes are held back.
             tail = len(self._mark)
             self._keep(self._pending[:-tail])
             del self._pending[:-tail]

@@ -1,11 +1,10 @@
 """The system call filter of a sandbox, as a classic BPF program that `confine` loads.
 
-It lists what is allowed, so a call that a later kernel adds is refused. Not listed are sockets,
-namespaces, mounts, keys, tracing, other processes' memory, BPF, io_uring, file handles, message
-queues, shared memory segments and performance counters. A refused call fails with EPERM, an
-unlisted one with ENOSYS, which C libraries know how to handle; a call in a foreign calling
-convention (32-bit on x86_64) kills the process. Files are Landlock's or the mount namespace's
-matter.
+It lists what is allowed, so a call that a later kernel adds is refused (design/0005). Not listed
+are sockets, namespaces, mounts, keys, tracing, other processes' memory, BPF, io_uring, file
+handles, message queues, shared memory segments and performance counters. A refused call fails with
+EPERM, an unlisted one with ENOSYS; a call in a foreign calling convention (32-bit on x86_64) kills
+the process. Files are the business of Landlock or the mount namespace.
 """
 
 from __future__ import annotations
@@ -18,22 +17,26 @@ from rolltree.errors import SandboxUnavailable
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _X32_BIT = 0x40000000
-_NEW_NAMESPACES = 0x7E020000  # CLONE_NEW: NS, CGROUP, UTS, IPC, USER, PID, NET
-_THREAD, _SAME_FILES, _UNSHARE = 0x10000, 0x400, 2  # of `clone`, twice, and of `close_range`
+# CLONE_NEW: NS, CGROUP, UTS, IPC, USER, PID, NET. In a namespace of its own code has capabilities.
+_NEW_NAMESPACES = 0x7E020000
+# CLONE_THREAD and CLONE_FILES of `clone`, and CLOSE_RANGE_UNSHARE.
+_THREAD, _SAME_FILES, _UNSHARE = 0x10000, 0x400, 2
 _AF_UNIX, _SOCKET_KIND, _STREAM, _SEQPACKET = 1, 0xF, 1, 5
+# TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Others drive devices, or change files
+# that code may only read (FS_IOC_SETFLAGS).
 _IOCTL_ALLOWED = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Others drive devices, or change files
-that code may only read (FS_IOC_SETFLAGS)."""
+# SETOWN, SETSIG and SETOWN_EX send any signal to any process of the user (Landlock before ABI 6
+# allows it); SETLEASE and NOTIFY reach host files that can only be read; SETPIPE_SZ makes memory
+# that is not counted: a pipe's size cannot be read from outside.
 _FCNTL_REFUSED = (8, 10, 15, 1024, 1026, 1031)
-"""SETOWN, SETSIG and SETOWN_EX send any signal to any process of the user (Landlock before ABI 6
-allows it); SETLEASE and NOTIFY reach host files that can be read only; SETPIPE_SZ makes uncounted
-memory."""
 _MAP_KIND, _SHARED_ANONYMOUS = 0x2F, 0x21
-_PAGEOUT = 21  # what is swapped out is not resident, so no limit sees it
+_PAGEOUT = 21
+# PDEATHSIG (set, get), GET_DUMPABLE, NAME (set, get), NO_NEW_PRIVS (set, get), SET_VMA. Not
+# SET_DUMPABLE: it hides a process from a supervisor that is not root.
 _PRCTL_ALLOWED = (1, 2, 3, 15, 16, 38, 39, 0x53564D41)
-"""PDEATHSIG (set, get), GET_DUMPABLE, NAME (set, get), NO_NEW_PRIVS (set, get), SET_VMA."""
 
-_PLAINLY_REFUSED = {  # socket, unshare, setns, mount, chroot, ptrace, bpf: EPERM tells more
+# socket, unshare, setns, mount, chroot, ptrace, bpf: programs that try them understand EPERM.
+_PLAINLY_REFUSED = {
     "x86_64": (41, 272, 308, 165, 161, 101, 321),
     "aarch64": (198, 97, 268, 40, 51, 117, 280),
 }
@@ -59,19 +62,25 @@ def build_filter(machine: str, *, signals: bool, metadata: bool, attributes: boo
     numbers = NUMBERS[machine]
     groups = ((signals, SIGNALS), (metadata, METADATA), (attributes, ATTRIBUTES))
     refused = {name for allowed, names in groups if not allowed for name in names}
+    # A number means another call in another calling convention, so a foreign one is not answered.
     lines = [_load(4), _jump(_EQUAL, AUDIT_ARCH[machine], 1, 0), _return(_KILL), _load(0)]
     if machine == "x86_64":
+        # x32 calls look native but for this bit in their number.
         lines += [_jump(_AT_LEAST, _X32_BIT, 0, 1), _refuse(errno.ENOSYS)]
     checks = _checks()
     for name, check in checks.items():
+        # Each block ends with a verdict, so the order of calls does not matter.
         lines += [_jump(_EQUAL, numbers[name], 0, len(check)), *check]
     for name, number in numbers.items():
         if name not in checks:
+            # Programs go on without attributes if there are none, and give up if they are
+            # forbidden.
             code = errno.EOPNOTSUPP if name in ATTRIBUTES else errno.EPERM
             verdict = _refuse(code) if name in refused else _return(_ALLOW)
             lines += [_jump(_EQUAL, number, 0, 1), verdict]
     for number in _PLAINLY_REFUSED[machine]:
         lines += [_jump(_EQUAL, number, 0, 1), _refuse(errno.EPERM)]
+    # As from an older kernel: C libraries know what to do without a call.
     return b"".join([*lines, _refuse(errno.ENOSYS)])
 
 
@@ -79,7 +88,11 @@ def _checks() -> dict[str, list[bytes]]:
     """Calls that are allowed with some arguments only; each block ends with a verdict."""
     allow, refuse = _return(_ALLOW), _refuse(errno.EPERM)
     return {
-        "clone": [  # a thread's own descriptors are counted nowhere
+        # No namespaces; no thread with its own table of descriptors: /proc shows the table of the
+        # first thread, so full sockets could hide in another (design/0019). The flags of `clone3`
+        # are behind a pointer, which a filter cannot follow, so it is not listed: libraries then
+        # fall back to `clone`.
+        "clone": [
             _argument(0),
             _jump(_ANY_BIT, _NEW_NAMESPACES, 2, 0),
             struct.pack("<HBBI", _AND, 0, 0, _THREAD | _SAME_FILES),
@@ -87,8 +100,11 @@ def _checks() -> dict[str, list[bytes]]:
             refuse,
             allow,
         ],
+        # With UNSHARE it would make such a table, too.
         "close_range": [_argument(2), _jump(_ANY_BIT, _UNSHARE, 0, 1), refuse, allow],
-        "socketpair": [  # a pair of datagram sockets can send to any socket with a path
+        # asyncio needs pairs. One of datagram sockets can send to any socket that has a path, so
+        # only streams and packets of AF_UNIX are taken.
+        "socketpair": [
             _argument(0),
             _jump(_EQUAL, _AF_UNIX, 0, 4),
             _argument(1),
@@ -98,16 +114,21 @@ def _checks() -> dict[str, list[bytes]]:
             refuse,
             allow,
         ],
+        # Only of the process itself: limits of another one of the user could end it.
         "prlimit64": [_argument(0), _jump(_EQUAL, 0, 1, 0), refuse, allow],
         "ioctl": [_argument(1), *_one_of(_IOCTL_ALLOWED), _refuse(errno.ENOTTY), allow],
         "fcntl": [_argument(1), *_one_of(_FCNTL_REFUSED), allow, refuse],
-        "mmap": [  # shared memory of no file stays when all but a page is unmapped, uncounted
+        # Shared memory without a file stays whole when all but a page is unmapped, and is resident
+        # nowhere: 1,200 MB under a limit of 128 MiB (design/0019). For the same reason
+        # `memfd_create` and System V segments are not listed.
+        "mmap": [
             _argument(3),
             struct.pack("<HBBI", _AND, 0, 0, _MAP_KIND),
             _jump(_EQUAL, _SHARED_ANONYMOUS, 0, 1),
             refuse,
             allow,
         ],
+        # What is swapped out on request is not resident, so no limit sees it.
         "madvise": [_argument(2), _jump(_EQUAL, _PAGEOUT, 0, 1), refuse, allow],
         "prctl": [_argument(0), *_one_of(_PRCTL_ALLOWED), refuse, allow],
     }
@@ -123,7 +144,8 @@ def _load(offset: int) -> bytes:
 
 
 def _argument(index: int) -> bytes:
-    return _load(16 + 8 * index)  # the low half: these arguments are 32-bit in the kernel
+    # The low half: the kernel takes these arguments as 32 bits.
+    return _load(16 + 8 * index)
 
 
 def _jump(test: int, value: int, if_true: int, if_false: int) -> bytes:
@@ -218,20 +240,18 @@ NUMBERS: dict[str, dict[str, int]] = {
 AUDIT_ARCH: dict[str, int] = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """How the kernel names the calling convention in a filter (`linux/audit.h`)."""
 
+# They reach every process of the same user unless something else confines signals.
 SIGNALS = frozenset({"kill", "tkill", "tgkill"})
-"""They reach every process of the same user where nothing else confines signals."""
 
+# Landlock does not govern them, and any process that may write a file may set them. They are
+# refused as unsupported, which `ls` and `shutil` handle.
 ATTRIBUTES = frozenset(
     {"getxattr", "lgetxattr", "fgetxattr", "listxattr", "llistxattr", "flistxattr"}
     | {"setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr"}
 )
-"""Landlock does not govern them, and any process that may write a file may set them.
 
-Refused as unsupported, which `ls` and `shutil` handle.
-"""
-
+# Landlock does not govern them: they reach every file that the user owns.
 METADATA = frozenset(
     {"chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"}
     | {"utime", "utimes", "utimensat", "futimesat"}
 )
-"""Landlock does not govern them: they reach every file that the user owns."""

@@ -25,7 +25,8 @@ import signal
 import sys
 import time
 
-TYPE_CHECKING = False  # importing `typing` takes longer than all else here
+# Importing `typing` takes longer than all else here.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any, NoReturn
@@ -34,9 +35,11 @@ POLL_S = 0.02
 _COUNT_S = 0.2
 _PR_SET_CHILD_SUBREAPER = 36
 _NEW_NAMESPACE, _NEW_USER, _NS_GET_USERNS = 0x20000, 0x10000000, 0xB701
-_TMPFS_FLAGS = 1 << 1 | 1 << 2 | 1 << 5  # no set-user-id, no devices, remount
+# No set-user-id programs, no devices, remount.
+_TMPFS_FLAGS = 1 << 1 | 1 << 2 | 1 << 5
 _PIPE_BYTES = 2**16
-_MAPPING_BYTES = 256  # what the kernel keeps of one, rounded up
+# What the kernel keeps of one mapping, rounded up (design/0019).
+_MAPPING_BYTES = 256
 _CPU_TIME, _MEMORY_KILLS = ("cpu.stat", "usage_usec"), ("memory.events", "oom_kill")
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -45,11 +48,18 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 def main() -> None:
     """Run one tree to its end."""
     spec = json.loads(sys.argv[1])
+    # Before the first fork: what loses its parent becomes a child of this process, so `descendants`
+    # finds a program that forks twice or opens a session of its own (design/0005).
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # `select` starts again after a signal (PEP 475); a byte in this pipe ends it at once when a
+    # child dies.
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    # Being told to end is as good as losing the owner: the loop ends, and the tree with it.
     signal.signal(signal.SIGTERM, lambda *_: os.close(spec["control_fd"]))
+    # The code must inherit none of these: it could swallow the command to kill, forge the report,
+    # or reach the mount namespace from outside.
     os.set_blocking(spec["control_fd"], False)
     os.set_inheritable(spec["control_fd"], False)
     os.set_inheritable(spec["status_fd"], False)
@@ -62,9 +72,12 @@ def main() -> None:
     main_pid = start(spec, ready_write)
     os.close(ready_write)
     null = os.open("/dev/null", os.O_RDWR)
+    # From here on only the tree holds the standard streams: their readers see the end when the tree
+    # has gone.
     for standard in (0, 1, 2):
         os.dup2(null, standard)
     watch = Watch(spec, main_pid)
+    # If the machine runs out of memory, the kernel takes this tree before the trainer.
     with contextlib.suppress(OSError), open(f"/proc/{main_pid}/oom_score_adj", "w") as file:
         file.write("1000")
     ended = ""
@@ -75,7 +88,9 @@ def main() -> None:
                 os.read(wake_read, 4096)
             watch.reap()
             ended = watch.ended()
-    finally:  # a mistake in what counts must not leave a process behind
+    finally:
+        # Also after a mistake in what counts: it must not leave a process behind.
+        # What lives outside the tree (a container) is ended by its own client.
         for command in spec["after"]:
             run_quietly(command, spec["env"])
         watch.kill_all()
@@ -95,10 +110,13 @@ def start(spec: dict[str, Any], ready_fd: int) -> int:
     pid = os.fork()
     if pid == 0:
         try:
+            # No controlling terminal, so a Ctrl-C is the owner's and nothing can be typed into it.
             os.setsid()
             if spec["cgroup"]:
+                # The group first: whatever the run allocates from here on is charged to it.
                 join_cgroup(spec["cgroup"], spec["limits"])
             if spec["mount_fd"] is not None:
+                # Before `chdir`: the work folder exists in that namespace only.
                 enter(spec["mount_fd"], spec["folder"], spec["tmpfs"])
             os.chdir(spec["cwd"])
             os.set_inheritable(ready_fd, True)
@@ -106,7 +124,7 @@ def start(spec: dict[str, Any], ready_fd: int) -> int:
             if spec["ready_at"]:
                 command[spec["ready_at"]] = str(ready_fd)
             os.execve(command[0], command, spec["env"])
-        except BaseException as error:  # noqa: BLE001  this is the child: it must not go on
+        except BaseException as error:  # noqa: BLE001  the child must not return
             os.write(ready_fd, f"E{error}".encode())
         finally:
             os._exit(127)
@@ -126,6 +144,8 @@ def enter(mount_fd: int, folder: str, options: str) -> None:
             raise OSError(number, f"{what}: {os.strerror(number)}")
 
     if os.geteuid() != 0:
+        # The namespace of an unprivileged user belongs to a user namespace; only its members may
+        # enter.
         check(libc.setns(fcntl.ioctl(mount_fd, _NS_GET_USERNS), _NEW_USER), "user namespace")
     check(libc.setns(mount_fd, _NEW_NAMESPACE), "mount namespace")
     again = libc.mount(b"tmpfs", folder.encode(), None, _TMPFS_FLAGS, options.encode())
@@ -140,6 +160,8 @@ def join_cgroup(group: str, limits: dict[str, Any]) -> None:
     with contextlib.suppress(FileExistsError):  # of a supervisor that was killed
         os.mkdir(group)
     most = limits["memory_bytes"] + limits["disk_bytes"]
+    # `memory.oom.group`: the kernel kills the whole run, which could survive the death of one
+    # process. `cgroup.procs` comes last, so no process is in a group without bounds.
     bounds = {"memory.max": most, "memory.swap.max": 0, "memory.oom.group": 1, "cgroup.procs": 0}
     for name, value in bounds.items():
         if name == "cgroup.procs" or os.path.exists(f"{group}/{name}"):
@@ -196,17 +218,21 @@ class Watch:
         self.peak_bytes = 0
         self.cpu_before = 0.0
         self.cpu_seen = 0.0
-        self.own: dict[int, float] = {}  # CPU seconds of each process alone, as last seen
+        # CPU seconds of each process alone, as last seen: what it used is not lost with it.
+        self.own: dict[int, float] = {}
         self.gone_s = self.gone_at_most_s = 0.0
         self.looked = self.began
         self.loses_cpu = False
         self.next_disk_check = self.began + 0.05
-        self.mappings: dict[int, tuple[float, int]] = {}  # when they were counted, and how many
+        # When each process was measured, and what was found.
+        self.mappings: dict[int, tuple[float, int]] = {}
         self.portions: dict[int, tuple[float, int]] = {}
 
     def ended(self) -> str:
-        """Return why the tree must die now, or an empty string."""
+        """Return the reason to kill the tree now, or an empty string."""
         if self.main_status is not None:
+            # A kill by the kernel looks like any signal, or like code 137 behind a shell: the group
+            # counts them.
             if self.main_status and self.cgroup and cgroup_number(self.cgroup, _MEMORY_KILLS):
                 return "memory"
             return "signal" if os.WIFSIGNALED(self.main_status) else "exit"
@@ -237,6 +263,8 @@ class Watch:
         if self.cpu_seen - self.cpu_before > self.limits["cpu_s"]:
             return "cpu"
         limit = self.limits["memory_bytes"]
+        # The cheap number counts a shared page once per process, so it can only be too high. What
+        # is exact costs a walk through the page tables, and is asked only now.
         if resident > limit and self.proportional_bytes(shown) > limit:
             return "memory"
         if resident + self.kernel_bytes(shown, limit - resident) > limit:
@@ -251,6 +279,8 @@ class Watch:
         if now >= self.next_disk_check:
             exceeds = too_much(self.folder, self.limits["disk_bytes"], self.limits["max_files"])
             took = time.monotonic() - now
+            # A walk takes a tenth of the time at most: a folder of many files must not delay the
+            # other limits.
             self.next_disk_check = now + max(0.05, 10 * took)
             return "disk" if exceeds else ""
         return ""
@@ -261,6 +291,8 @@ class Watch:
         Descriptors are told apart, and mappings counted, only when there could be enough of them to
         fill `room` bytes; a mapping has at least a page.
         """
+        # Socket buffers are in no file that a supervisor may read, so each descriptor counts as a
+        # full socket at first (design/0019).
         queues = sum(num_descriptors(pid) for pid in pids) * self.socket_bytes
         mappings = sum(address_pages(pid) for pid in pids) * _MAPPING_BYTES
         if queues + mappings <= room:
@@ -288,6 +320,7 @@ class Watch:
         those that were seen have proved that some are missing, each counts as it was last seen, or
         as a whole step between two looks: brief ones are rarely seen, and in the middle.
         """
+        # The kernel's own count misses nothing.
         if self.cgroup and (used_us := cgroup_number(self.cgroup, _CPU_TIME)):
             return used_us / 1e6
         now = time.monotonic()
@@ -300,7 +333,8 @@ class Watch:
         self.loses_cpu |= self.gone_s - waited > 0.05 + 2 * len(pids) / _TICKS
         for pid, spent in self.own.items():
             if pid not in own and own_cpu_s(pid) >= spent > 0:
-                own[pid] = spent  # a look at a changing tree can miss one
+                # It is alive: a walk through a tree that changes can miss a process.
+                own[pid] = spent
             elif own.get(pid, -1.0) < spent:
                 self.gone_s += spent
                 self.gone_at_most_s += max(spent, step)
@@ -322,6 +356,8 @@ class Watch:
     def kill_all(self) -> None:
         """Kill until no process is left. Orphans become children of this one, so none is missed."""
         while True:
+            # Again and again: a tree that forks faster than it is listed is killed in the end,
+            # because the dead fork no more.
             for pid in descendants(os.getpid()):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
@@ -348,7 +384,8 @@ class Watch:
 def descendants(pid: int) -> Iterator[int]:
     """Yield the living descendants of a process, parents first."""
     pending = [pid]
-    while pending:  # not by recursion: code can nest them deeper than Python nests calls
+    # Without recursion: code can nest processes deeper than Python nests calls.
+    while pending:
         children = children_of(pending.pop())
         yield from children
         pending += children
@@ -358,6 +395,7 @@ def children_of(pid: int) -> list[int]:
     """Return the children of all threads of a process."""
     found: list[int] = []
     with contextlib.suppress(OSError):
+        # Linux lists a child under the thread that started it.
         for task in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as file:
                 found += map(int, file.read().split())
@@ -390,6 +428,7 @@ def in_turns(
     began = time.monotonic()
     for pid in seen.keys() - set(pids):
         del seen[pid]
+    # The one measured longest ago comes first, so everybody has a turn.
     for pid in sorted(pids, key=lambda pid: seen.get(pid, (0.0, 0))):
         if began - seen.get(pid, (0.0, 0))[0] < fresh_s:
             break
@@ -410,6 +449,7 @@ def num_tasks(pid: int) -> int:
 def num_descriptors(pid: int) -> int:
     """Return the number of open descriptors of a process."""
     try:
+        # Since Linux 6.2 the folder's size is the count, and no entry has to be read.
         return os.stat(f"/proc/{pid}/fd").st_size or len(os.listdir(f"/proc/{pid}/fd"))
     except OSError:
         return 0
@@ -448,7 +488,8 @@ def num_mappings(pid: int) -> int:
         with open(f"/proc/{pid}/maps", "rb") as file:
             return file.read().count(b"\n")
     except PermissionError:
-        return address_pages(pid)  # hidden, as descriptors can be: each has a page at least
+        # Hidden, as descriptors can be. Each mapping has a page at least.
+        return address_pages(pid)
     except OSError:
         return 0
 
@@ -459,13 +500,15 @@ def socket_bytes() -> int:
         with open("/proc/sys/net/core/wmem_default") as file:
             return int(file.read())
     except (OSError, ValueError):
+        # The kernel's default.
         return 212992
 
 
 def own_cpu_s(pid: int) -> float:
     """Return the CPU seconds of all threads of a process, without its children's."""
     try:
-        return time.clock_gettime(~pid << 3 | 2)  # MAKE_PROCESS_CPUCLOCK(pid, CPUCLOCK_SCHED)
+        # The kernel's MAKE_PROCESS_CPUCLOCK(pid, CPUCLOCK_SCHED).
+        return time.clock_gettime(~pid << 3 | 2)
     except OSError:
         return 0.0
 
@@ -473,7 +516,8 @@ def own_cpu_s(pid: int) -> float:
 def stat_of(pid: int) -> tuple[float, int]:
     """Return the CPU seconds of a process's reaped children, and its resident bytes."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:  # code chooses its name: any bytes
+        # As bytes: code gives itself a name, which need not be UTF-8 (design/0019).
+        with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return 0.0, 0
@@ -493,7 +537,8 @@ def holds_too_much(folder_fd: int, limits: dict[str, Any]) -> bool:
     """Whether a bounded folder holds more than this run may use, unlinked files included."""
     found = os.fstatvfs(folder_fd)
     used = (found.f_blocks - found.f_bfree) * found.f_frsize
-    count = found.f_files - found.f_ffree - 1  # without the folder itself
+    # Without the folder itself, which takes an inode too.
+    count = found.f_files - found.f_ffree - 1
     return bool(used > limits["disk_bytes"] or count > limits["max_files"])
 
 
@@ -506,6 +551,7 @@ def too_much(folder: str, max_bytes: int, max_files: int) -> bool:
                 count += 1
                 with contextlib.suppress(OSError):
                     size += entry.stat(follow_symlinks=False).st_blocks * 512
+                    # A link may lead to a folder of the host; what lies there is not the code's.
                     if entry.is_dir(follow_symlinks=False):
                         pending.append(entry.path)
                 if size > max_bytes or count > max_files:
