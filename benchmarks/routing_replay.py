@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 from verdict import Bar, conclude, make_parser
 
 from rolltree.inference.local import LocalEngine
-from rolltree.inference.local.routing import find_routers, recorded
+from rolltree.inference.local.routing import find_routers, record_routing
 from rolltree.samples import build_samples
 from rolltree.tokens import Trajectory
 from rolltree.training.forward import LogprobModel
@@ -130,7 +130,7 @@ def measure(kind: str, what: str, num_rollouts: int) -> dict[str, Any]:
     reader, found = LogprobModel(trained), dict[str, Any]()
     for name, replay in (("own", None), ("replayed", Replay(trained))):
         reader.replay = replay
-        with torch.no_grad(), recorded(find_routers(trained)) as recorder, reader.context():
+        with torch.no_grad(), record_routing(find_routers(trained)) as recorder, reader.context():
             logprob = reader(forest).logprob.numpy()
             if replay is None:
                 chosen = recorder.take()

@@ -22,7 +22,7 @@ from rolltree.inference.local.routing import (
     find_routers,
     is_mixture,
     probe_ids,
-    recorded,
+    record_routing,
 )
 from rolltree.inference.local.shell import body_of, shell_of
 from rolltree.training.routing import Replay
@@ -130,7 +130,7 @@ async def test_the_engine_records_what_a_plain_pass_chooses(row: str) -> None:
             sampling = SamplingParams(max_tokens=size, seed=10 * number + turn)
             output = await engine.generate(GenerateRequest(path.astype(np.int32), sampling))
             path = np.concatenate([path, output.completion_ids])
-            with torch.no_grad(), recorded(routers) as recorder:
+            with torch.no_grad(), record_routing(routers) as recorder:
                 shell(input_ids=torch.from_numpy(path[None, :-1]), use_cache=False)
             own = np.sort(recorder.take())
             assert (np.sort(output.routed_experts) == own).all((1, 2)).mean() > 0.9  # close calls

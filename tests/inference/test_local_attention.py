@@ -15,7 +15,7 @@ from transformers.masking_utils import (
 from rolltree.errors import UnsupportedSetting
 from rolltree.inference.local.attention import (
     Extras,
-    SeenBy,
+    LayerMask,
     attend,
     planned,
     slot_attention,
@@ -116,12 +116,12 @@ def test_attention_over_any_plan_is_attention(data: st.DataObject, group: int) -
     assert torch.equal(through[0], found)
 
 
-MASKS: list[tuple[SeenBy | None, Seen]] = [
+MASKS: list[tuple[LayerMask | None, Seen]] = [
     (None, lambda query, key: True),
-    (SeenBy(sliding_window_causal_mask_function(4), 4), lambda query, key: query - key < 4),
-    (SeenBy(sliding_window_causal_mask_function(1), 1), lambda query, key: query == key),
+    (LayerMask(sliding_window_causal_mask_function(4), 4), lambda query, key: query - key < 4),
+    (LayerMask(sliding_window_causal_mask_function(1), 1), lambda query, key: query == key),
     (
-        SeenBy(chunked_causal_mask_function(6, torch.zeros(1, dtype=torch.int64)), 6),
+        LayerMask(chunked_causal_mask_function(6, torch.zeros(1, dtype=torch.int64)), 6),
         lambda query, key: query // 6 == key // 6,
     ),
 ]
@@ -129,11 +129,11 @@ MASKS: list[tuple[SeenBy | None, Seen]] = [
 
 def test_positions_before_a_window_are_not_read() -> None:
     plan = plan_of([0, 2, 3], [1, 1, 4], [30, 40, 20])
-    masked = SeenBy(sliding_window_causal_mask_function(4), 4).applied(plan)
+    masked = LayerMask(sliding_window_causal_mask_function(4), 4).applied(plan)
     assert masked.decode is not None
     assert (masked.decode.first, masked.decode.length) == (27, 41)
     assert (masked.prefills[0].first, masked.prefills[0].length) == (17, 24)
-    assert SeenBy(sliding_window_causal_mask_function(41), 41).applied(plan) is plan
+    assert LayerMask(sliding_window_causal_mask_function(41), 41).applied(plan) is plan
 
 
 def test_a_mask_of_more_than_positions_is_refused() -> None:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, T5ForConditionalGener
 
 from rolltree.errors import UnsupportedSetting
 from rolltree.inference.local import LocalEngine
-from rolltree.inference.local.probe import choose_route, steady_positions
+from rolltree.inference.local.probe import choose_route, max_stable_positions
 from rolltree.inference.local.shell import trial_copy
 from rolltree.inference.local.slots import LayerShape
 
@@ -210,4 +210,4 @@ def test_a_runner_uses_the_models_own_tensors() -> None:
 def test_a_configuration_without_a_length_is_no_crash() -> None:
     model = make("bloom", n_layer=2, n_head=4)
     del model.config.max_position_embeddings
-    assert steady_positions(model) is None
+    assert max_stable_positions(model) is None

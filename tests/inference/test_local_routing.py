@@ -18,7 +18,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rolltree.errors import UnsupportedSetting
 from rolltree.inference.local import local_client
-from rolltree.inference.local.routing import ExpertTable, find_routers, recorded
+from rolltree.inference.local.routing import ExpertTable, find_routers, record_routing
 from rolltree.inference.local.rows import RowMode, RowRunner
 from rolltree.inference.local.shell import shell_of
 from rolltree.samples.streams import tree_streams
@@ -222,7 +222,7 @@ async def test_other_ways_to_choose_experts(kind: str) -> None:
     shell = shell_of(model)
     for prompt, output in zip(prompts, found, strict=True):
         path = np.concatenate([prompt, output.completion_ids])[:-1]
-        with torch.no_grad(), recorded(find_routers(shell)) as recorder:
+        with torch.no_grad(), record_routing(find_routers(shell)) as recorder:
             shell(torch.from_numpy(path.astype(np.int64))[None], use_cache=False)
         assert np.array_equal(output.routed_experts, recorder.take())
 

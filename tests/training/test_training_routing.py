@@ -20,7 +20,7 @@ from training_kit import (
 
 from bench_kit import load
 from rolltree.errors import ConfigError, TokenError, TrainingError
-from rolltree.inference.local.routing import find_routers, recorded
+from rolltree.inference.local.routing import find_routers, record_routing
 from rolltree.models.made import byte_tokenizer
 from rolltree.samples import build_samples
 from rolltree.tokens import ROUTED_EXPERTS
@@ -200,7 +200,7 @@ def test_replaying_its_own_choice_changes_no_bit_of_a_pass():
     model = mixture("deepseek_v2")
     worker = trainer(model, algorithm=CROSS_ENTROPY)
     forest = collate(in_scope(states(), "tree"))
-    with recorded(find_routers(model)) as recorder, worker.logprobs.context():
+    with record_routing(find_routers(model)) as recorder, worker.logprobs.context():
         again = worker.logprobs(forest).logprob
         own = recorder.take().astype(np.int32)
     with worker.logprobs.context():

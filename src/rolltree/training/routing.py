@@ -20,11 +20,11 @@ from torch import Tensor
 from rolltree.errors import ConfigError, TrainingError, UnsupportedSetting
 from rolltree.inference.local.routing import (
     Router,
-    Watched,
+    RouterCall,
     find_routers,
     probe_ids,
-    recorded,
-    replaced_forward,
+    record_routing,
+    replace_forward,
 )
 from rolltree.inference.local.shell import body_of
 from rolltree.training.layout import Forest
@@ -128,10 +128,10 @@ class Replay:
             given: dict[int, Tensor] = {}
             for index, layer in enumerate(self._layers):
                 router = self.routers.get(index)
-                held.callback(replaced_forward(layer, self._layer(layer.forward, router, given)))
+                held.callback(replace_forward(layer, self._layer(layer.forward, router, given)))
                 if router is not None:
                     forward = self._router(router.module.forward, router, given)
-                    held.callback(replaced_forward(router.module, forward))
+                    held.callback(replace_forward(router.module, forward))
             yield
 
     def _layer(
@@ -155,7 +155,7 @@ class Replay:
             forced = given.get(router.layer)
             if forced is None:
                 return forward(*args, **kwargs)
-            with Watched(router, forced) as watch:
+            with RouterCall(router, forced) as watch:
                 out = forward(*args, **kwargs)
             if watch.chosen is None or watch.chosen.shape != forced.shape:
                 raise TrainingError(
@@ -178,7 +178,7 @@ class Replay:
             return states
 
         ids = probe_ids(self._model)
-        with recorded(self._routers) as recorder:
+        with record_routing(self._routers) as recorder:
             plain = hidden(None)
             own = recorder.take().astype(np.int64)
         num_experts = np.ones(self._routers.num_layers, np.int64)

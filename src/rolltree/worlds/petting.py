@@ -19,7 +19,7 @@ from rolltree.types import Info
 from rolltree.worlds.gym import action_reader, plain_text
 from rolltree.worlds.interface import BAD_ACTION, Adapter, bad_action
 
-SeenBy: TypeAlias = Callable[[Any, str], str]
+LayerMask: TypeAlias = Callable[[Any, str], str]
 """From an observation and the name of the agent that sees it to text."""
 
 
@@ -44,7 +44,7 @@ class _Game(Adapter):
         self,
         world: Any,
         *,
-        to_text: SeenBy | None = None,
+        to_text: LayerMask | None = None,
         to_action: Callable[[str], Any] | None = None,
         action_names: Sequence[str] = (),
         world_args: dict[str, Any] | None = None,
@@ -223,7 +223,7 @@ def _maker(kind: str, world: Any, args: dict[str, Any]) -> Any:
     return lambda: pettingzoo.make(kind, world, **args)
 
 
-def board_text(number: Callable[[int, int], int] | None = None) -> SeenBy:
+def board_text(number: Callable[[int, int], int] | None = None) -> LayerMask:
     """Return a `to_text` for boards given as two planes, mine and theirs, `[rows, columns, 2]`.
 
     `number(row, column)` is the action that takes a cell, shown where the cell is free; without it

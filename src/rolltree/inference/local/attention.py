@@ -24,17 +24,18 @@ from rolltree.errors import UnsupportedSetting
 from rolltree.inference.local.plan import Alone, AttentionPlan
 
 NAME = "rolltree_slots"
+# Attention modules pass only what their own code knows, so the plan goes around them.
 _plan: ContextVar[AttentionPlan] = ContextVar("rolltree_slots_plan")
+# What does not change the result here: the mask says what is causal and how wide a window is.
 _IGNORABLE = frozenset(
     {"dropout", "is_causal", "sliding_window", "position_ids", "use_cache", "output_attentions"}
     | {"output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"}
     | {"logits_to_keep", "cache_position", "past_key_values", "layer_idx"}
 )
-"""What does not change the result here: the mask says what is causal and how wide a window is."""
 
 
 @contextmanager
-def planned(plan: AttentionPlan) -> Iterator[None]:
+def use_plan(plan: AttentionPlan) -> Iterator[None]:
     """Let transformers' attention modules attend by `plan`."""
     token = _plan.set(plan)
     try:
@@ -44,28 +45,31 @@ def planned(plan: AttentionPlan) -> Iterator[None]:
 
 
 @dataclass(slots=True, eq=False)
-class SeenBy:
-    """A layer's mask: which earlier positions a query sees, by transformers' own function of both.
+class LayerMask:
+    """A layer's mask: which earlier positions a query sees."""
 
-    `reach`: a query sees less than this many positions back.
-    """
-
+    # transformers' own function, so that no window is read from a config, where each architecture
+    # names it differently, and off-by-one errors cannot differ from the model's (design/0002).
     function: Callable[..., Tensor]
+    # A query sees fewer positions back than this.
     reach: int
     _of: tuple[AttentionPlan, AttentionPlan] | None = field(default=None, init=False)
 
     def applied(self, plan: AttentionPlan) -> AttentionPlan:
         """Return `plan` with this mask in place of the plainly causal one."""
+        # All layers of one kind share this object: the mask is made once per pass, not per layer.
         if self._of is None or self._of[0] is not plan:
             self._of = plan, self._apply(plan)
         return self._of[1]
 
     def _apply(self, plan: AttentionPlan) -> AttentionPlan:
+        # No sequence is longer than the window yet.
         if plan.extent[1] <= self.reach:
             return plan
         device = plan.positions.device
         decode = plan.decode
         if decode is not None:
+            # Keys before the oldest query's window are not even read.
             first = max(0, decode.oldest + 1 - self.reach)
             queries = torch.from_numpy(decode.start).to(device)
             hidden = self._hidden(queries, first, decode.length, decode.hidden.dtype)
@@ -90,6 +94,7 @@ class SeenBy:
         first = max(0, token.length - self.reach)
         query = torch.tensor(token.length - 1, device=device)
         seen = self._seen(query, first, token.length).tolist()
+        # A lone token reads one slice of keys, which cannot leave any out.
         if False in seen[seen.index(True) :]:
             raise UnsupportedSetting("its mask has holes")
         return token._replace(first=first + seen.index(True))
@@ -106,8 +111,8 @@ def slot_mask(
     local_size: int | None = None,
     use_vmap: bool = False,
     **others: Any,
-) -> SeenBy | None:
-    """Return what a layer asks of its mask, for transformers; None is plainly causal.
+) -> LayerMask | None:
+    """Describe a layer's mask, for transformers; None is plainly causal.
 
     Raises:
         UnsupportedSetting: the mask does not follow from positions alone.
@@ -118,18 +123,16 @@ def slot_mask(
         return None
     if local_size is None:
         raise UnsupportedSetting("its mask is neither causal nor a window")
-    return SeenBy(mask_function, local_size)
+    return LayerMask(mask_function, local_size)
 
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What some models do to scores `s` before the softmax.
+    """What some models do to scores `s` before the softmax."""
 
-    `softcap` c makes them `c * tanh(s / c)` (Gemma 2). `sinks` `[_H]` are one more logit per head
-    that takes weight and gives nothing (GPT-OSS).
-    """
-
+    # c makes them `c * tanh(s / c)` (Gemma 2).
     softcap: float | None
+    # `[_H]`: one more logit per head that takes weight and gives nothing (GPT-OSS).
     sinks: Tensor | None
 
 
@@ -153,6 +156,8 @@ def attend(
         decode = plan.decode
         asked = query[: decode.num_tokens]
         if decode.rows is not None:
+            # Idle rows between busy ones take part with a query of zeros: reading the cache in
+            # place is cheaper than gathering the busy rows out of it.
             spread = query.new_zeros((decode.num_rows, *query.shape[1:]))
             asked = spread.index_copy_(0, decode.rows, asked)
         found = _softmax_attention(
@@ -195,6 +200,7 @@ def _attend_alone(
     found = query.new_empty((*query.shape[:2], values.shape[3]))
     for index, (row, length, first) in enumerate(plan.alone):
         found[index] = _softmax_attention(
+            # The heads that share keys become the queries of one head, so no key is repeated.
             query[index].view(1, keys.shape[1], -1, query.shape[2]),
             keys[row, None, :, first:length],
             values[row, None, :, first:length],
@@ -234,6 +240,7 @@ def _softmax_attention(
     if extras.softcap is not None:
         scores = (scores / extras.softcap).tanh_() * extras.softcap
     if hidden is None:
+        # The query is a whole prompt from position 0, so its mask is the triangle.
         later = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu_(1)
         scores.masked_fill_(later, float("-inf"))
     else:
@@ -241,6 +248,7 @@ def _softmax_attention(
     if extras.sinks is None:
         return scores.softmax(-1).to(values.dtype) @ values
     sinks = extras.sinks.float().view(1, query.shape[1], -1, 1).expand(*scores.shape[:3], 1)
+    # The sink takes part in the normalisation and has no value.
     weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
     return weights.to(values.dtype) @ values
 
@@ -248,6 +256,7 @@ def _softmax_attention(
 def _repeated(states: Tensor, rows: list[int], group: int) -> Tensor:
     """Return the states of some rows, each head repeated for the queries that share it."""
     first, behind = rows[0], rows[-1] + 1
+    # A slice is a view; a list of rows is a copy.
     chosen = states[first:behind] if behind - first == len(rows) else states[rows]
     return chosen if group == 1 else chosen.repeat_interleave(group, dim=1)
 
@@ -257,7 +266,7 @@ def slot_attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    attention_mask: SeenBy | Tensor | None,
+    attention_mask: LayerMask | Tensor | None,
     *,
     scaling: float | None = None,
     softcap: float | None = None,

@@ -58,6 +58,7 @@ class LocalClient(TokenClient):
         ids = output.completion_ids
         return Answer(
             output.finish_reason,
+            # A cut answer has no text of its own: its last character may be incomplete.
             text=self.renderer.answer_text(ids, request.sampling) if stopped else None,
             completion_ids=ids,
             logprobs=output.logprobs,
@@ -86,7 +87,7 @@ def local_client(
 
     An answer ends with any of: `eos_token_ids`, the model's generation config's, the tokenizer's
     and the chat template's end tokens. `control_in_messages` goes to the `ChatRenderer` that is
-    made where none is given; `engine_options` are `LocalEngine`'s. Closing the client closes the
+    made if none is given; `engine_options` are `LocalEngine`'s. Closing the client closes the
     engine.
 
     Raises:
@@ -100,7 +101,8 @@ def local_client(
     engine = LocalEngine(
         model,
         eos_token_ids=sorted({*ends, *renderer.end_ids}),
-        decode_text=copy.deepcopy(tokenizer).decode,  # the engine's thread needs one of its own
+        # Fast tokenizers refuse to be used by two threads at once; this one is the engine's own.
+        decode_text=copy.deepcopy(tokenizer).decode,
         **engine_options,
     )
     return LocalClient(engine, tokenizer, name, renderer=renderer)

@@ -24,8 +24,9 @@ from rolltree.inference.local.sampling import Adjusted, Processors, sample
 from rolltree.inference.local.slots import SlotTable
 from rolltree.types import FinishReason
 
+# A request waits for another's prompt if that saves computing more tokens than this.
 _WORTH_WAITING = 8
-"""A request waits for another's prompt when that saves computing more tokens than this."""
+# Uniform numbers drawn at once: a draw of one costs as much as a draw of many.
 _BLOCK = 64
 
 
@@ -88,12 +89,15 @@ class Decoder:
         active = slots.active()
         if not active:
             return
+        # Attention reads rows 0 to the highest, holes included. Closing a hole copies a whole slot,
+        # so a few are tolerated.
         if active[-1] + 1 - len(active) > len(active) // 8:
             active = self._compact(active)
         counts = self._share(slots.length[active] - slots.cached[active])
         rows = [row for row, count in zip(active, counts, strict=True) if count]
         counts = counts[counts > 0]
         logits = self.runner.forward(rows, slots.ids, slots.cached[rows], counts)
+        # After the pass: if it failed, the keys are computed again.
         slots.cached[rows] += counts
         self.counts.num_steps += 1
         self.counts.num_computed_tokens += int(counts.sum())
@@ -119,14 +123,19 @@ class Decoder:
     def _admit(self) -> None:
         slots, cache = self.slots, self.runner.cache
         num_free = min(self.max_batch, len(slots.taken)) - int(slots.taken.sum())
+        # A copy: requests are taken out on the way. One that waits for a prompt does not hold up
+        # those behind it.
         for request in list(self.waiting) if num_free > 0 else ():
             if num_free == 0:
                 return
+            # The last id is always computed: its logits are what the first token is sampled from.
             common = np.minimum(slots.common(request.prompt), len(request.prompt) - 1)
             ready = cache.ready(slots, common)
             source = int(ready.argmax())
             if cache.promised(slots, common).max() > ready[source] + _WORTH_WAITING:
-                continue  # some row is computing it
+                # Some row is computing it: the others of a group start with its prompt, which is
+                # then computed once.
+                continue
             self.waiting.remove(request)
             self._place(request, source, int(ready[source]))
             num_free -= 1
@@ -134,11 +143,15 @@ class Decoder:
     def _place(self, request: LocalRequest, source: int, shared: int) -> None:
         """Give `request` a slot holding the first `shared` ids of its prompt, as `source` does."""
         slots = self.slots
+        # A free row of which at least half is shared is continued in place. From another it is
+        # copied, because its own conversation may go on.
         take_over = not slots.taken[source] and 0 < slots.cached[source] <= 2 * shared
         row = source if take_over else slots.victim()
         lowest = int(slots.taken.argmin())
+        # It would be the highest row of the batch, and attention would read every row up to it.
         if row > lowest and not slots.taken[row:].any():
             self._swap(row, lowest, shared if row == source else 0, int(slots.cached[lowest]))
+            # The swap may have moved the row that is copied from.
             source = {row: lowest, lowest: row}.get(source, source)
             row = lowest
         self.runner.cache.copy(source, row, shared)
@@ -152,6 +165,7 @@ class Decoder:
 
     def _share(self, missing: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many tokens of each row to compute: one, or a share of the prompt limit."""
+        # One token for everybody first: a long prompt must not hold up those who decode.
         counts = np.minimum(missing, 1)
         left = self.prefill_chunk
         for at in (missing > 1).nonzero()[0]:
@@ -162,6 +176,7 @@ class Decoder:
     def _sample(self, rows: list[int], logits: torch.Tensor, version: int) -> None:
         slots, device = self.slots, logits.device
         requests = [request for row in rows if (request := slots.request[row]) is not None]
+        # Drawn per request, so that a row's tokens do not depend on who is beside it.
         uniforms = torch.tensor([next(request.uniforms) for request in requests], device=device)
         adjusted = []
         for at, request in enumerate(requests):
@@ -177,6 +192,7 @@ class Decoder:
         self.counts.num_sampled_tokens += len(rows)
         broken, ended = ~np.isfinite(logprobs), self.is_end[ids]
         full = slots.length[rows] >= slots.limit[rows]
+        # Python only for the rows that may be done.
         for at in (broken | ended | full | slots.has_stops[rows]).nonzero()[0]:
             row, request = rows[at], requests[at]
             stop = self._matched_stop(row, request, int(ids[at]))
@@ -187,6 +203,7 @@ class Decoder:
             elif full[at]:
                 self._finish(row, request, FinishReason.LENGTH, None)
         for at, request in enumerate(requests):
+            # Not the last token: the finished answer brings that, with the reason of the end.
             if request.on_token is not None and slots.request[rows[at]] is request:
                 token = int(ids[at]), float(logprobs[at]), float(raw[at]), version
                 request.on_token(SampledToken(*token))
@@ -212,10 +229,12 @@ class Decoder:
         if not request.sampling.stop or self.decode_text is None:
             return None
         # Every token is at least one byte of text, so the newest bytes are in the newest tokens.
+        # Four more: a character that the window cuts in two takes up to four bytes.
         window = max(len(stop.encode()) for stop in request.sampling.stop) + 4
         length = int(self.slots.length[row])
         first = max(len(request.prompt), length - window)
         text = self.decode_text(self.slots.ids[row, first:length].tolist())
+        # The earliest in the text wins, whatever their order in the request.
         found = [(text.find(stop), stop) for stop in request.sampling.stop if stop in text]
         return min(found)[1] if found else None
 
@@ -235,12 +254,14 @@ class Decoder:
             num_prompt_tokens=len(request.prompt),
             num_cached_tokens=request.num_cached,
             wait_s=request.wait_s,
+            # The last sampled token was never run through the model.
             routed_experts=None if self.experts is None else self.experts.read(row, length - 1),
         )
         slots.release(row)
         request.settle(output)
 
     def _reject(self, row: int, request: LocalRequest) -> None:
+        # A NaN left in the slot would reach its next request (see `clear`).
         self.runner.cache.clear(row, int(self.slots.length[row]))
         self.slots.release(row, keep=False)
         request.settle(

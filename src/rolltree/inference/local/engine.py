@@ -15,15 +15,15 @@ import numpy as np
 from rolltree.errors import ConfigError, UnsupportedSetting
 from rolltree.inference.engine import DEFAULT_MAX_CONTEXT, EngineThread
 from rolltree.inference.local.decoder import Decoder, LocalRequest
-from rolltree.inference.local.probe import check_invariance, choose_route, steady_positions
+from rolltree.inference.local.probe import check_invariance, choose_route, max_stable_positions
 from rolltree.inference.local.routing import ExpertTable
 from rolltree.inference.local.sampling import PROCESSED, make_processors
 from rolltree.inference.local.slots import SlotTable
 from rolltree.types import IntArray, SamplingParams
 
 logger = logging.getLogger("rolltree.inference")
+# Default prompt tokens of one pass; on a CPU, as many as keep the activations in its cache.
 _CHUNKS = {"cpu": 1024}
-"""Default prompt tokens of one pass; on a CPU, as many as keep the activations in its cache."""
 _DEFAULT_CHUNK = 8192
 
 
@@ -37,13 +37,12 @@ class LocalEngine(EngineThread[LocalRequest]):
         kv_budget_bytes: memory for keys and values. None takes `max_batch` slots of `max_context`
             tokens; more memory keeps more finished conversations for reuse. On the CPU memory
             is taken when it is used.
-        prefill_chunk: most prompt tokens in one forward pass; None is what suits the device.
-        pack_weights: keep the layers' matrices a second time, transposed, where that makes
-            products faster: Llama-like models on a CPU. The copy is renewed after `publish`; for a
+        prefill_chunk: most prompt tokens in one forward pass; None takes what suits the device.
+        pack_weights: keep the layers' matrices a second time, transposed, if that makes products
+            faster: Llama-like models on a CPU. The copy is renewed after `publish`; for a
             model that is not trained meanwhile. Without it nothing is copied.
         batch_invariant: the same request gives the same ids and bit-equal logprobs whatever else
-            is in the batch or in the prefix cache (and pays for it, see docs/engine.md).
-
+            is in the batch or in the prefix cache; slower, see docs/engine.md.
         record_experts: keep which experts of a mixture each token goes to, for a trainer that
             replays them.
 
@@ -77,7 +76,7 @@ class LocalEngine(EngineThread[LocalRequest]):
     ) -> None:
         config = model.config.get_text_config()
         own_limit = getattr(config, "max_position_embeddings", None) or DEFAULT_MAX_CONTEXT
-        steady = steady_positions(model) or own_limit
+        steady = max_stable_positions(model) or own_limit
         super().__init__(
             eos_token_ids=eos_token_ids,
             max_batch=max_batch,
@@ -93,16 +92,21 @@ class LocalEngine(EngineThread[LocalRequest]):
                 "made for; answers beyond them would be noise. Lower max_context."
             )
         packed = pack_weights and model.device.type == "cpu"
+        # Nothing here knows a model by its name: the fastest way that gives the model's own logits
+        # on a trial copy is taken (design/0002).
         route = choose_route(model, self.max_context, packed)
         if batch_invariant:
             check_invariance(model, route, packed)
         if prefill_chunk is None and route.row_mode is not None:
-            prefill_chunk = max_batch * self.max_context  # each row is a pass of its own anyway
+            # Each row is a pass of its own anyway.
+            prefill_chunk = max_batch * self.max_context
         elif prefill_chunk is None:
             prefill_chunk = _CHUNKS.get(model.device.type, _DEFAULT_CHUNK)
         slot_bytes = route.slot_bytes(self.max_context)
         num_slots = max_batch
         if kv_budget_bytes is not None:
+            # More slots than requests keep finished conversations, whose next turn then finds its
+            # prefix. Not without bound: every slot is compared with every new prompt.
             num_slots = min(kv_budget_bytes // max(slot_bytes, 1), 8 * max_batch)
         if num_slots < max_batch:
             raise ConfigError(
@@ -117,6 +121,7 @@ class LocalEngine(EngineThread[LocalRequest]):
                 f"{self.vocab_size}, which it can never sample. Take them from its own tokenizer."
             )
         self.kv_bytes = num_slots * slot_bytes
+        # A table by id, because every sampled token of every row is looked up.
         is_end = np.zeros(self.vocab_size, bool)
         is_end[list(self.eos_token_ids)] = True
         self._device = model.device
@@ -170,6 +175,8 @@ class LocalEngine(EngineThread[LocalRequest]):
         return self._decoder.busy
 
     def _step(self, new: list[LocalRequest], version: int) -> None:
+        # In the engine's own thread: `publish` only takes note, and packing copies every matrix
+        # (425 MB for SmolLM2-135M, design/0002).
         if self._outdated:
             self._outdated = False
             self._decoder.slots.forget()
@@ -184,5 +191,7 @@ class LocalEngine(EngineThread[LocalRequest]):
         self._decoder.forget_requests()
 
     def _take_weights(self, version: int) -> None:
+        # An optimizer changes tensors in place, which needs nothing; loading a checkpoint can
+        # replace them.
         self._decoder.runner.refresh()
         self._outdated = True

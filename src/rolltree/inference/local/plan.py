@@ -17,9 +17,9 @@ from torch import Tensor
 
 from rolltree.types import IntArray
 
+# Tokens of one batch-invariant pass: fewer cost more passes for a full batch, more cost more for a
+# small one.
 BLOCK = 32
-"""Tokens of one batch-invariant pass: fewer cost more passes for a full batch, more cost more for a
-small one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,7 @@ def make_plan(
     else:
         shapes: dict[tuple[int, int], list[int]] = {}
         for at in (~single).nonzero()[0]:
+            # Prompts of one group begin alike and are equally long: they attend in one call.
             shapes.setdefault((int(start[at]), int(counts[at])), []).append(int(at))
         order = [*single.nonzero()[0], *(at for group in shapes.values() for at in group)]
         flat_rows = np.repeat(index[order], counts[order])
@@ -118,6 +119,8 @@ def _make_decode(
 ) -> Decode:
     num_rows, length = int(rows[-1]) + 1, int(start.max()) + 1
     visible = np.ones(num_rows, np.int64)
+    # An idle row between two busy ones attends to its first position: without any, its softmax
+    # would be NaN. What it finds is dropped.
     visible[rows] = start + 1
     hidden = additive(np.arange(length) >= visible[:, None], dtype, device)[:, None, None]
     gaps = None if len(rows) == num_rows else torch.from_numpy(rows).to(device)
@@ -148,7 +151,9 @@ def additive(hidden: NDArray[np.bool_], dtype: torch.dtype, device: torch.device
     """Return a mask to add to scores, very low where `hidden`."""
     mask = torch.from_numpy(hidden).to(device)
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(
-        mask, torch.finfo(dtype).min
+        # Not -inf: a row with nothing but -inf gives NaN.
+        mask,
+        torch.finfo(dtype).min,
     )
 
 
@@ -161,15 +166,13 @@ def invariant_plans(
 ) -> Iterator[tuple[AttentionPlan, list[int]]]:
     """Lay out new tokens in passes whose logits do not depend on what else is computed.
 
-    A matrix product may add up in another order when it has another number of rows, so logits
-    differ in their last bits between a batch of 3 and one of 64. Here every pass has exactly
-    `BLOCK` tokens (the last one repeated to fill it), and attention runs token by token. What
-    remains is that a product must treat its rows alike, which `check_invariance` tries out. See He
-    et al. 2025, "Defeating nondeterminism in LLM inference".
-
     With each plan comes which of `rows` (by index) have their last token in it; these are the first
-    of the plan's `newest`.
+    of the plan's `newest`. See He et al. 2025, "Defeating nondeterminism in LLM inference".
     """
+    # A matrix product may add up in another order when it has another number of rows, so logits
+    # differ in their last bits between a batch of 3 and one of 64. Here every pass has exactly
+    # `BLOCK` tokens (the last one repeated to fill it), and attention runs token by token. What
+    # remains is that a product must treat its rows alike, which `check_invariance` tries out.
     owners = np.repeat(np.arange(len(rows)), counts)
     positions = np.concatenate(
         [first + np.arange(count) for first, count in zip(start, counts, strict=True)]
@@ -180,6 +183,7 @@ def invariant_plans(
         chosen = np.arange(begin, min(begin + BLOCK, len(owners)))
         filled = np.pad(chosen, (0, BLOCK - len(chosen)), mode="edge")
         ending = ((last >= begin) & (last < begin + BLOCK)).nonzero()[0]
+        # A full block even for one row: the head's product must have the same shape, too.
         newest = np.zeros(BLOCK if len(ending) else 0, np.int64)
         newest[: len(ending)] = last[ending] - begin
         lengths = (positions[chosen] + 1).tolist()
@@ -192,7 +196,8 @@ def invariant_plans(
             decode=None,
             prefills=(),
             extent=(int(flat_rows[chosen].max()) + 1, max(lengths)),
-            dtype=torch.float32,  # of masks, and there are none
+            # Of masks, and there are none.
+            dtype=torch.float32,
             alone=tuple(map(Alone, flat_rows[chosen].tolist(), lengths)),
         )
         yield plan, ending.tolist()

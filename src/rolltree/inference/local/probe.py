@@ -23,7 +23,10 @@ from rolltree.inference.local.shell import MOVING_ROPE, SHORT, shell_of, trial_c
 from rolltree.inference.local.slots import DummyLayer, KvShape, LayerShape
 from rolltree.types import IntArray
 
-_EXACT, _ROUNDED = 1e-4, 0.1  # largest relative difference of logits in fp32 and in fewer bits
+# Largest difference of logits, relative to the largest one, in fp32 and in fewer bits. A right
+# runner stays below 3e-6 in fp32; a layer with wrong positions differs by 5e-2 (design/0002).
+_EXACT, _ROUNDED = 1e-4, 0.1
+# Whatever a model's own code raises when it is run in a way that it does not know.
 _FAILURES = (
     *(TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError),
     *(NotImplementedError, ArithmeticError, UnsupportedSetting),
@@ -34,15 +37,14 @@ Runner = ModelRunner | RowRunner
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How to run a model: over slots of `shape` (`lean` or not), or one by one in `row_mode`.
-
-    `reason` says why not in the faster way; `row_bytes` is the memory of a row's full state.
-    """
+    """How to run a model: over slots of `shape` (`lean` or not), or one by one in `row_mode`."""
 
     shape: KvShape | None
     lean: bool = False
     row_mode: RowMode | None = None
+    # Memory of a row's full state.
     row_bytes: int = 0
+    # Why a faster way does not do.
     reason: str = ""
 
     def slot_bytes(self, capacity: int) -> int:
@@ -58,7 +60,7 @@ class Route:
         packed: bool = False,
         invariant: bool = False,
     ) -> Runner:
-        """Return what computes this model's logits."""
+        """Make the runner that computes this model's logits."""
         if self.shape is None:
             assert self.row_mode is not None
             return RowRunner(model, self.row_mode, num_slots)
@@ -87,14 +89,18 @@ def choose_route(model: Any, max_context: int, packed: bool = False) -> Route:
     if positions is not None and positions < _TRIED:
         raise _refusal(model, f"has {positions} positions, and {_TRIED} are needed to try it out")
     try:
+        # A copy of inference tensors could not be changed in place.
         with torch.inference_mode(False):
             trial = trial_copy(model, max_context)
         trials: list[_Trial] = [(trial, _Expected(trial))]
+        # The trial is in float32. What rounding does to the model's own type has to be seen, too.
         if trial.dtype != model.dtype or model.dtype not in (torch.float32, torch.float64):
             plain = shell_of(model)
             trials.append((plain, _Expected(plain)))
     except _FAILURES as error:
         raise _refusal(model, f"does not run on token ids alone ({error})") from error
+    # From the fastest to the slowest. `counts` is for models that take positions from the length of
+    # their cache (Llama 4).
     for lean, counts in ((True, False), (False, True), (False, False)):
         reason = _slots_reason(trials, lean=lean, counts=counts, packed=packed)
         if reason is None:
@@ -158,13 +164,14 @@ class _Expected:
         self._limit = (_EXACT if self._exact else _ROUNDED) * self._largest
 
     def difference(self, make_runner: Callable[[], Runner]) -> str | None:
-        """Return what is wrong with a runner of three rows, or None."""
+        """Compare a runner of three rows with the plain passes; return what is wrong, or None."""
         try:
             gaps = list(self._gaps(make_runner()))
         except _FAILURES as error:
             return f"fails with a prepared cache: {type(error).__name__}: {error}"
         gap = max(gaps)
-        # In few bits, a mixture's router may choose another expert for a token here and there.
+        # In few bits, a mixture's router may choose another expert for a token here and there,
+        # which moves that token's logits by any amount.
         judged = gap if self._exact or gap == float("inf") else float(np.median(gaps))
         if judged <= self._limit:
             return None
@@ -173,10 +180,12 @@ class _Expected:
     def _gaps(self, runner: Runner) -> Iterator[float]:
         for rows, start, counts in self._STEPS:
             if rows == [2]:
+                # As a group's prompt is taken over from the row that computed it.
                 runner.cache.copy(0, 2, self._SHARED)
             found = runner.forward(rows, self.ids, np.array(start), np.array(counts))
             for row, first, count, logits in zip(rows, start, counts, found, strict=True):
                 gap = float((logits - self._logits[row][first + count - 1]).abs().max())
+                # NaN compares as neither larger nor smaller, and would pass.
                 yield gap if gap == gap else float("inf")
 
 
@@ -219,6 +228,7 @@ def _row_bytes(model: Any, mode: RowMode, max_context: int) -> int:
         ids = np.arange(2, 2 + length, dtype=np.int32)[None]
         runner.forward([0], ids, np.array([0]), np.array([length]))
         sizes.append(state_bytes(runner.cache.newest[0].cache))
+    # A recurrent state does not grow; keys and values do.
     per_token = max(0, sizes[1] - sizes[0]) // 4
     return 2 * (sizes[1] + per_token * max(0, max_context - 8))
 
@@ -229,7 +239,7 @@ def check_positions(model: Any, max_context: int) -> None:
     Raises:
         UnsupportedSetting: it does, within `max_context` tokens.
     """
-    limit = steady_positions(model)
+    limit = max_stable_positions(model)
     if limit is not None and max_context > limit:
         raise _refusal(
             model,
@@ -238,11 +248,10 @@ def check_positions(model: Any, max_context: int) -> None:
         )
 
 
-def steady_positions(model: Any) -> int | None:
+def max_stable_positions(model: Any) -> int | None:
     """Return up to how many tokens the position embeddings stay the same; None: for ever.
 
-    Dynamic NTK scaling starts to grow behind the configured maximum; LongRoPE changes its factors
-    behind the length of the original training (Ding et al. 2024, arXiv:2402.13753).
+    LongRoPE is that of Ding et al. 2024, arXiv:2402.13753.
     """
     config = model.config.get_text_config()
     found = getattr(config, "rope_parameters", None) or {}
@@ -250,6 +259,8 @@ def steady_positions(model: Any) -> int | None:
     for rope in (found, *(part for part in found.values() if isinstance(part, dict))):
         if rope.get("rope_type") in MOVING_ROPE:
             original = rope.get("original_max_position_embeddings")
+            # Dynamic NTK scaling starts to grow behind the configured maximum; LongRoPE changes its
+            # factors behind the length of the original training.
             limits.append(int(original or config.max_position_embeddings))
     return min(limits, default=None)
 
@@ -280,6 +291,7 @@ def check_invariance(model: Any, route: Route, packed: bool = False) -> None:
         for rows, start, counts in steps:
             logits = runner.forward(rows, ids, np.array(start), np.array(counts))
         found.append(logits[rows.index(1)])
+    # Bits, since that is what the setting promises.
     if not torch.equal(*found):
         gap = float((found[0] - found[1]).abs().max())
         raise UnsupportedSetting(

@@ -1,8 +1,9 @@
-"""Which experts a mixture's routers choose: found, recorded, and forced.
+"""The experts that a mixture's routers choose: found, recorded, kept per slot, and forced.
 
 Every mixture of transformers chooses with `topk` over the experts' scores, in the forward pass of
-one router module per layer. `find_routers` finds these by watching a short pass; `Watched` is the
-`topk` of one router call, read or replaced. Nothing here knows a model by its name.
+one router module per layer. `find_routers` finds these by watching a short pass; `RouterCall` is
+the `topk` of one router call, read or replaced. Nothing here knows a model by its name
+(design/0023).
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from rolltree.types import IntArray
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# A prime that is not a usual number of experts or heads, so a matrix with as many rows is one of
+# tokens.
 _PROBE_LEN = 7
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A module that chooses `top_k` of `num_experts` experts for every token of decoder `layer`.
-
-    `choice`: which `topk` of its forward pass that is; `groups`: over how many groups of experts
-    the one before it is, if the choice is limited to groups.
-    """
+    """A module that chooses `top_k` of `num_experts` experts for every token of decoder `layer`."""
 
     name: str
     module: Any
     layer: int
+    # Which `topk` of its forward pass chooses the experts.
     choice: int
     top_k: int
     num_experts: int
+    # If the choice is limited to groups: over how many the `topk` before it chooses.
     groups: int | None = None
 
 
@@ -101,7 +102,8 @@ def find_routers(model: Any) -> Routers:
             continue
         last, before = calls[-1], calls[-2] if len(calls) > 1 else None
         if any(call.entry > 1 for call in calls):
-            continue  # shared by several layers
+            # One module for several layers: its calls cannot be told apart.
+            continue
         groups = None
         num_experts = last.shape[1]
         if (
@@ -109,6 +111,7 @@ def find_routers(model: Any) -> Routers:
             and before.shape[1] < num_experts
             and not num_experts % before.shape[1]
         ):
+            # As DeepSeek's: groups are chosen first, then experts within them.
             groups = before.shape[1]
         routers.append(
             Router(name, modules[name], layer, last.number, last.top_k, num_experts, groups)
@@ -171,6 +174,7 @@ class _Discovery(TorchFunctionMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in _TOPK and self._inside:
+            # The innermost module: outer ones see the same call.
             name = self._inside[-1]
             entry = self._entries[name]
             number = sum(one.module == name and one.entry == entry for one in self.seen)
@@ -184,7 +188,7 @@ def _scores(args: Any, kwargs: dict[str, Any] | None) -> Tensor:
     return scores
 
 
-class Watched(TorchFunctionMode):
+class RouterCall(TorchFunctionMode):
     """One forward pass of a router: `chosen` `[_T, top_k]` is what it chose.
 
     With `forced`, int64 `[_T, top_k]`, it takes these experts instead, in this order, and scores
@@ -208,6 +212,8 @@ class Watched(TorchFunctionMode):
             indices = out.indices
             if self._forced is not None:
                 indices = torch.where(self._forced < 0, indices, self._forced)
+                # The router's own scores at the given experts, with the gradient that `topk` would
+                # have.
                 values = _scores(args, kwargs).gather(-1, indices)
                 out = torch.return_types.topk((values, indices))
             self.chosen = indices
@@ -221,14 +227,16 @@ class Watched(TorchFunctionMode):
         """Choose the groups that the forced experts are in: the others' scores are masked."""
         assert self._forced is not None
         size = self._router.num_experts // scores.shape[-1]
+        # Some routers set the scores of other groups to 0 and take weights from the result.
         known = torch.zeros_like(scores).scatter_(1, self._forced.clamp(min=0) // size, 1.0)
         theirs = known.topk(own.shape[-1], dim=-1).indices
         indices = torch.where(self._forced[:, :1] < 0, own, theirs)
         return torch.return_types.topk((scores.gather(-1, indices), indices))
 
 
-def replaced_forward(module: Any, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Let this one module run `forward` from now on; return what undoes that."""
+def replace_forward(module: Any, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Let this one module run `forward` from now on; return a function that undoes it."""
+    # In the instance, where another wrapper may be already.
     before = vars(module).get("forward")
     module.forward = forward
 
@@ -242,19 +250,19 @@ def replaced_forward(module: Any, forward: Callable[..., Any]) -> Callable[[], N
 
 
 class Recorder:
-    """Notes which experts the routers of one model choose, until it is removed."""
+    """Records which experts the routers of one model choose, until it is removed."""
 
     def __init__(self, routers: Routers) -> None:
         self.routers = routers
         self._chosen: dict[int, list[Tensor]] = {router.layer: [] for router in routers.each}
         self._undo = [
-            replaced_forward(router.module, self._watching(router, router.module.forward))
+            replace_forward(router.module, self._watching(router, router.module.forward))
             for router in routers.each
         ]
 
     def _watching(self, router: Router, forward: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
-            with Watched(router) as watch:
+            with RouterCall(router) as watch:
                 out = forward(*args, **kwargs)
             assert watch.chosen is not None
             self._chosen[router.layer].append(watch.chosen)
@@ -263,7 +271,7 @@ class Recorder:
         return watched
 
     def remove(self) -> None:
-        """Let the routers be as they were."""
+        """Restore the routers' own forward passes."""
         for undo in self._undo:
             undo()
 
@@ -273,9 +281,9 @@ class Recorder:
             passes.clear()
 
     def take(self) -> NDArray[Any]:
-        """Return what they chose since `clear`, uint8 or uint16 `[_T, layers, top_k]`.
+        """Return the choices since `clear`, uint8 or uint16 `[_T, layers, top_k]`.
 
-        It is 0 in layers without a router.
+        They are 0 in layers without a router.
         """
         layers = list(self._chosen)
         chosen = torch.stack([torch.cat(self._chosen[layer]) for layer in layers], dim=1)
@@ -287,7 +295,7 @@ class Recorder:
 
 
 @contextmanager
-def recorded(routers: Routers) -> Iterator[Recorder]:
+def record_routing(routers: Routers) -> Iterator[Recorder]:
     """Record while the context is open."""
     recorder = Recorder(routers)
     try:
@@ -298,6 +306,9 @@ def recorded(routers: Routers) -> Iterator[Recorder]:
 
 class ExpertTable:
     """Routed experts `[slots, capacity, layers, top_k]` of a runner's rows, uint8 or uint16.
+
+    They go where keys and values go: a prompt that takes over the first tokens of another row takes
+    over their experts, and what is computed again after new weights is recorded again.
 
     Raises:
         UnsupportedSetting: the model's routers cannot be recorded, or it has none.
@@ -316,7 +327,7 @@ class ExpertTable:
             self._follow_passes(runner)
 
     def read(self, row: int, num_tokens: int) -> NDArray[Any]:
-        """Return those of a row's first tokens, `[num_tokens, layers, top_k]`."""
+        """Return the experts of a row's first tokens, `[num_tokens, layers, top_k]`."""
         return self._chosen[row, :num_tokens].copy()
 
     def copy(self, source: int, target: int, num_tokens: int) -> None:
@@ -338,14 +349,17 @@ class ExpertTable:
             read()
             watch()
 
+        # The runner makes a new module tree when parameters are replaced.
         read = runner._read_model
         runner._read_model = read_model
         watch()
 
     def _follow_passes(self, runner: Any) -> None:
         def logits(plan: AttentionPlan) -> torch.Tensor:
-            self._recorder.clear()  # a pass that failed may have left something
+            # A pass that failed may have left something.
+            self._recorder.clear()
             found: torch.Tensor = compute(plan)
+            # By slot and position, as keys and values are written.
             at = plan.rows.cpu().numpy(), plan.positions.cpu().numpy()
             self._chosen[at] = self._recorder.take()
             return found
@@ -358,6 +372,7 @@ class ExpertTable:
             self._recorder.clear()
             found: torch.Tensor = compute(row, ids, start, stop)
             chosen = self._recorder.take()
+            # Rows are computed from `start` or, without a cache, from 0.
             self._chosen[row, stop - len(chosen) : stop] = chosen
             return found
 

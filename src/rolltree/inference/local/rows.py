@@ -22,16 +22,19 @@ from rolltree.inference.local.shell import shell_of
 from rolltree.inference.local.slots import SlotTable
 from rolltree.types import IntArray
 
+# The names of a cache in models' outputs and arguments.
 _NAMES = ("past_key_values", "cache_params", "state", "mems")
-"""What models call their cache, in their output and their arguments."""
 
 
 class RowMode(StrEnum):
     """How far a model's own cache can be trusted, from the fastest to the slowest."""
 
-    PIECES = "pieces"  # any number of tokens can follow a cached prefix
-    TOKENS = "tokens"  # one token at a time can
-    WHOLE = "whole"  # no cache: every token computes its whole row again
+    # Any number of tokens can follow a cached prefix.
+    PIECES = "pieces"
+    # One token at a time can: transformers' Mamba continues rightly by one only (design/0002).
+    TOKENS = "tokens"
+    # No cache: every token computes its whole row again.
+    WHOLE = "whole"
 
 
 @dataclass(slots=True)
@@ -56,6 +59,7 @@ class RowCaches:
         """Return, per row, how many of its first `common` ids a new request could take over."""
         usable = np.minimum(common, slots.cached)
         found = np.zeros_like(usable)
+        # Only whole states can be taken over: a recurrent state has no shorter prefix in it.
         for states in (self.kept, self.newest):
             at = np.array([state.position for state in states])
             found = np.where((at <= usable) & (at > found), at, found)
@@ -82,6 +86,7 @@ class RowCaches:
                 self.kept[target] = _State()
         else:
             self.newest[target] = chosen.copy()
+            # A kept state is never changed, so rows can share it; the newest is.
             self.kept[target] = chosen if chosen is self.kept[source] else _State()
 
     def swap(self, one: int, two: int, num_one: int, num_two: int) -> None:
@@ -115,7 +120,7 @@ class RowRunner:
         return list(self._model.parameters())
 
     def pack(self) -> None:
-        """Nothing to do: `forward` reads the model's own parameters."""
+        """Do nothing: `forward` reads the model's own parameters."""
 
     def forward(
         self,
@@ -124,7 +129,7 @@ class RowRunner:
         start: NDArray[np.int64],
         counts: NDArray[np.int64],
     ) -> torch.Tensor:
-        """Do what `ModelRunner.forward` does, with the same arguments."""
+        """Compute as `ModelRunner.forward` does, with the same arguments."""
         logits = [
             self._run(row, ids[row], int(first), int(first + count))
             for row, first, count in zip(rows, start, counts, strict=True)
@@ -140,6 +145,8 @@ class RowRunner:
             self.cache.newest[row] = _State()
         state = self.cache.newest[row]
         assert state.position == start, f"row {row} has a state at {state.position}, not {start}"
+        # All but the last token first: the next turn begins with this prompt, and a template may
+        # strip what is sampled after it, so a state from here can be used again (design/0002).
         if stop - start > 1:
             self._extend(state, ids[start : stop - 1])
             self.cache.kept[row] = state.copy()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rolltree.inference.local.attention import NAME, planned
+from rolltree.inference.local.attention import NAME, use_plan
 from rolltree.inference.local.lean import LeanForward
 from rolltree.inference.local.plan import AttentionPlan, invariant_plans, make_plan
 from rolltree.inference.local.shell import shell_of
@@ -48,6 +48,8 @@ class ModelRunner:
 
     def refresh(self) -> None:
         """Take over parameters that were replaced by other tensors (rather than changed)."""
+        # By identity: the tensors of a shell are the trainer's own, so a change in place is seen at
+        # once.
         now = [id(parameter) for parameter in self._source.parameters()]
         if now != self._parameters:
             self._read_model()
@@ -84,24 +86,28 @@ class ModelRunner:
         device, dtype = self.cache.device, self.cache.dtype
         if self._invariant:
             size = len(rows), self._source.config.get_text_config().vocab_size
+            # In passes of a fixed shape, so that a row's sums add up in one order whatever is
+            # beside it (design/0002).
             logits = torch.empty(size, dtype=dtype, device=device)
             for plan, ending in invariant_plans(rows, counts, start, ids, device):
                 logits[ending] = self._logits(plan)[: len(ending)]
             return logits.float()
         plan = make_plan(rows, counts, start, ids, dtype, device)
         logits = self._logits(plan).float()
+        # The flat batch has rows with one token first; callers get their own order.
         return logits if plan.in_order is None else logits[plan.in_order]
 
     def _logits(self, plan: AttentionPlan) -> torch.Tensor:
         if isinstance(self._model, LeanForward):
             return self._model(plan, self.cache)
         self.cache.plan = plan
-        with planned(plan):
+        with use_plan(plan):
             output = self._model(
                 input_ids=plan.tokens[None],
                 position_ids=plan.positions[None],
                 past_key_values=self.cache,
                 use_cache=True,
+                # The head is a large matrix, and only the last token of a prompt needs it.
                 **({"logits_to_keep": plan.newest} if self._keeps else {}),
             )
         logits: torch.Tensor = output.logits[0]

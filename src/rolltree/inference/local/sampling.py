@@ -26,8 +26,8 @@ from transformers import (
 
 from rolltree.errors import UnsupportedSetting
 
+# A larger nucleus is found by sorting the whole vocabulary, at seven times the cost.
 _NUCLEUS = 1024
-"""A larger nucleus is found by sorting the whole vocabulary, at seven times the cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +77,14 @@ def sample(
         adjusted: rows with more settings than these.
     """
     greedy = temperature == 0
+    # Temperature 0 must not divide by 0; its logprob is that of temperature 1.
     scale = torch.where(greedy, 1.0, temperature)
     cut = ~greedy & ((top_k > 0) | (top_p < 1))
     changed = cut | (scale != 1)
     if adjusted:
         changed[[row for row, *_ in adjusted]] = True
+    # The model's own logprobs are asked for too. If no row changes its logits, they are the same
+    # numbers and nothing is copied.
     raw = logits.clone() if bool(changed.any()) else None
     if raw is not None:
         for row, ids, processors in adjusted:
@@ -89,20 +92,27 @@ def sample(
         logits /= scale[:, None]
         if bool(cut.any()):
             rows = cut.nonzero()[:, 0]
+            # Of the rows that are cut only: both sort.
             logits[rows] = keep_top_p(keep_top_k(logits[rows], top_k[rows]), top_p[rows])
         for row, ids, processors in adjusted:
+            # What comes after temperature cuts the distribution, and a cut never removes the
+            # maximum.
             if not bool(greedy[row]):
                 logits[row] = processors.after(ids, logits[row, None])[0]
     largest, likeliest = logits.max(-1)
+    # In place: at a vocabulary of 150,000 a copy costs as much as the arithmetic. The maximum is
+    # subtracted, or `exp` overflows.
     weights = logits.sub_(largest[:, None]).exp_()
     blocks = _blocks(weights)
     sums = blocks.sum(-1)
     ids = likeliest
     if not bool(greedy.all()):
         ids = torch.where(greedy, likeliest, _invert(blocks, sums, uniforms, likeliest))
+    # From the weights that were drawn from: a separate log-softmax would differ in its last bits.
     logprobs = (weights.gather(-1, ids[:, None])[:, 0] / sums.sum(-1)).log()
     if raw is None:
         return SampledTokens(ids, logprobs, logprobs)
+    # As for a row that was not changed, so that both numbers come from the same operations.
     largest = raw.amax(-1)
     total = _blocks(raw.sub_(largest[:, None]).exp()).sum(-1).sum(-1)
     own = raw.gather(-1, ids[:, None])[:, 0] - total.log()
@@ -110,10 +120,9 @@ def sample(
 
 
 def _blocks(weights: Tensor) -> Tensor:
-    """View `[_B, _V]` as `[_B, blocks, width]`.
-
-    A sum over all of a single large row would be cut up by threads, and add up in another order.
-    """
+    """View `[_B, _V]` as `[_B, blocks, width]`."""
+    # torch cuts the sum over a single large row up among its threads, and then adds up in another
+    # order than for a row of a batch: the last bits would depend on who is beside it.
     size = weights.shape[1]
     width = next(width for width in range(min(512, size), 0, -1) if size % width == 0)
     return weights.view(len(weights), -1, width)
@@ -134,13 +143,15 @@ def _invert(blocks: Tensor, sums: Tensor, uniforms: Tensor, likeliest: Tensor) -
     target = uniforms[:, None] * upto[:, -1:]
     block = torch.searchsorted(upto, target, right=True).clamp(max=upto.shape[1] - 1)
     inside = blocks[torch.arange(num_rows, device=weights.device), block[:, 0]].cumsum(-1)
+    # Rounding can make it slightly negative.
     rest = (target - (upto - sums).gather(-1, block)).clamp(min=0)
     ids = block * width + torch.searchsorted(inside, rest, right=True).clamp(max=width - 1)
     return _possible(weights, ids, likeliest)
 
 
 def _possible(weights: Tensor, ids: Tensor, likeliest: Tensor) -> Tensor:
-    """Replace ids of probability 0: rounding can put the target behind the last weight."""
+    """Replace ids of probability 0 by the likeliest one."""
+    # Rounding can put the target behind the last weight, or on a token that top_p cut.
     return torch.where(weights.gather(-1, ids) > 0, ids, likeliest[:, None])[:, 0]
 
 
@@ -148,6 +159,7 @@ def keep_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
     """Set all but each row's `top_k` largest logits to -inf; ties with the last one stay."""
     if not bool((top_k > 0).any()):
         return logits
+    # Rows without top_k take part in the batch and keep everything.
     k = torch.where(top_k > 0, top_k, logits.shape[-1]).clamp(max=logits.shape[-1])
     largest = logits.topk(int(k.max()), dim=-1).values
     return logits.masked_fill(logits < largest.gather(-1, k[:, None] - 1), float("-inf"))
@@ -163,9 +175,11 @@ def keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
         return logits
     probs = logits.softmax(-1)
     likeliest, index = probs.topk(min(_NUCLEUS, logits.shape[-1]), dim=-1)
+    # Most nuclei are small; only if one is not, all are sorted.
     if bool((cut[:, 0] & (likeliest.sum(-1) < top_p)).any()):
         likeliest, index = probs.sort(dim=-1, descending=True)
     inside = likeliest.cumsum(-1) - likeliest < top_p[:, None]
+    # The likeliest token stays even if `top_p` is 0.
     inside[:, 0] = True
     kept = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, index, inside)
     return logits.masked_fill(cut & ~kept, float("-inf"))
@@ -199,8 +213,8 @@ class _CountPenalty(LogitsProcessor):  # type: ignore[misc]
         return changed
 
 
+# Settings beyond this, or its inverse, make logits infinite in float32.
 _LARGEST = 1e30
-"""Settings beyond this, or its inverse, make logits infinite in float32."""
 
 
 def _number(value: Any) -> float:

@@ -15,34 +15,32 @@ from typing import Any
 
 import torch
 
+# The window and chunk of a trial copy, in tokens, if the model's own are longer.
 SHORT = 8
-"""The window and chunk of a trial copy, in tokens, where the model's own are longer."""
+# Settings that only matter to tokens further than this from another, or from the start.
 _WINDOWS = (
     *("sliding_window", "attention_chunk_size", "floor_scale", "window_size"),
     *("attention_window_size", "keep_window_size", "index_topk"),
 )
-"""Settings that only matter to tokens further than this from another, or from the start."""
 MOVING_ROPE = ("dynamic", "longrope")
 _FULL_COPY_BYTES = 2**31
 _SMALL = 2**16
 _LARGE_LOGIT = 40.0
+# Random numbers are drawn once and repeated. A prime, so that the rows of a matrix differ.
 _NUM_DRAWN = 1_000_003
-"""Random numbers drawn and repeated: a prime, so that the rows of a matrix differ."""
+# How far apart in them two tensors begin.
 _STRIDE = 7919
-"""How far apart in them two tensors begin."""
 
 
 def body_name(model: Any) -> str | None:
-    """Return the attribute of `model` that is its body, or None.
-
-    transformers' `base_model` is the whole model where its prefix names no attribute (Llama 4).
-    """
+    """Return the attribute of `model` that computes its last hidden states, or None."""
+    # transformers' `base_model` is the whole model if its prefix names no attribute (Llama 4).
     names = (getattr(model, "base_model_prefix", ""), "model")
     return next((name for name in names if name in model._modules), None)
 
 
 def body_of(model: Any) -> Any:
-    """Return what computes the last hidden states; `model` itself where that is not part of it."""
+    """Return the part of `model` that computes the last hidden states, or `model` itself."""
     name = body_name(model)
     return model if name is None else getattr(model, name)
 
@@ -50,7 +48,9 @@ def body_of(model: Any) -> Any:
 def shell_of(model: Any) -> Any:
     """Return a module tree of its own, in evaluation mode, around the very same weights."""
     tensors = itertools.chain(model.parameters(), model.buffers())
+    # The memo makes a deep copy keep these very objects instead of copying them.
     shell = copy.deepcopy(model, memo={id(tensor): tensor for tensor in tensors})
+    # The trainer's last long sequence may have left its angles in the module.
     reset_angles(shell)
     shell.config.use_cache = True
     return shell.eval()
@@ -74,12 +74,12 @@ def reset_angles(model: Any) -> None:
 def trial_copy(model: Any, max_context: int) -> Any:
     """Return a copy of `model` whose logits show what its layers do.
 
-    Fresh weights hide much: a gate that starts at zero, norms of one, a soft cap far above the
-    logits, attention that looks everywhere alike. Each matrix gets noise that keeps its output as
-    large as its input, and the head is scaled to large logits. Windows and chunks below
-    `max_context` become `SHORT`. Of a model of more than 2 GB in float32 only small tensors and the
-    head are moved, and the others are shared.
+    Its weights have noise, its logits are large, and windows and chunks below `max_context` become
+    `SHORT`. Of a model of more than 2 GB in float32 only small tensors and the head are moved, and
+    the others are shared.
     """
+    # Fresh weights hide much: a gate that starts at zero, norms of one, a soft cap far above the
+    # logits, attention that looks everywhere alike.
     tensors = list(itertools.chain(model.parameters(), model.buffers()))
     small = sum(tensor.numel() for tensor in tensors) * 4 <= _FULL_COPY_BYTES
     head = model.get_output_embeddings()
@@ -95,6 +95,8 @@ def trial_copy(model: Any, max_context: int) -> Any:
         if tensor.is_floating_point() and id(tensor) not in shared:
             first, count = index * _STRIDE % _NUM_DRAWN, tensor.numel()
             times = -(-(first + count) // _NUM_DRAWN)
+            # Noise of this size keeps a matrix's output as large as its input, so activations
+            # neither vanish nor explode over the layers.
             enough = drawn if times == 1 else drawn.repeat(times)
             noise = enough[first : first + count].view(tensor.shape)
             tensor.add_(
@@ -105,6 +107,7 @@ def trial_copy(model: Any, max_context: int) -> Any:
     if head is not None:
         ids = torch.arange(2, 10, device=model.device)[None] % head.weight.shape[0]
         largest = float(trial(input_ids=ids, use_cache=False).logits.abs().max())
+        # Soft caps (Gemma 2: 30) bend only logits that come near them.
         if 0 < largest < _LARGE_LOGIT:
             head.weight.mul_(_LARGE_LOGIT / largest)
     return trial
@@ -113,6 +116,7 @@ def trial_copy(model: Any, max_context: int) -> Any:
 def shorten_windows(model: Any, max_context: int) -> None:
     """Set windows and chunks below `max_context` to `SHORT`, wherever a module keeps them."""
     for module in model.modules():
+        # Some modules copy the setting when they are made, others read the config in each pass.
         for holder in (module, getattr(module, "config", None)):
             for name in _WINDOWS:
                 found = getattr(holder, name, None)

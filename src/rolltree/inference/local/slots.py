@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 try:
     from transformers.cache_utils import DummyLayer as DummyLayer
-except ImportError:  # before transformers 5.20, as in vLLM's environment: no cache has one there
+except ImportError:
+    # Before transformers 5.20, as in vLLM's environment, no cache has one.
 
     class DummyLayer:  # type: ignore[no-redef]
         """A layer without keys and values."""
@@ -38,22 +39,23 @@ except ImportError:  # before transformers 5.20, as in vLLM's environment: no ca
 
 
 class SlotTable:
-    """Rows of token ids. `length[row]` ids are known, the first `cached[row]` have keys.
-
-    Arrays of shape `[slots, capacity]` hold ids and, for sampled tokens, logprobs and versions.
-    Of the row's request, `settings` `[slots, 3]` holds temperature, top_k and top_p, `limit` the
-    greatest length, and `has_stops` whether it has stop strings or ids of its own.
-    """
+    """Rows of token ids, `[slots, capacity]`, and what is known of each row's request."""
 
     def __init__(self, num_slots: int, capacity: int) -> None:
+        # Arrays instead of objects: a step reads and writes all rows in a few numpy calls.
         self.ids: IntArray = np.zeros((num_slots, capacity), np.int32)
+        # Of sampled tokens only.
         self.logprobs: FloatArray = np.zeros((num_slots, capacity), np.float32)
         self.raw_logprobs: FloatArray = np.zeros((num_slots, capacity), np.float32)
         self.versions: IntArray = np.zeros((num_slots, capacity), np.int32)
+        # Temperature, top_k and top_p.
         self.settings: FloatArray = np.zeros((num_slots, 3), np.float32)
+        # So many ids are known, and the first `cached` of them have keys and values.
         self.length: NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self.cached: NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        # The greatest length that the request may reach.
         self.limit: NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        # Stop strings or stop ids of its own: only these rows are looked at after each token.
         self.has_stops: NDArray[np.bool_] = np.zeros(num_slots, bool)
         self.last_used: NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self.taken: NDArray[np.bool_] = np.zeros(num_slots, bool)
@@ -67,12 +69,15 @@ class SlotTable:
 
     def common(self, prompt: IntArray) -> NDArray[np.int64]:
         """Return, per row, how many leading ids `prompt` shares with it."""
+        # With every row at once, live ones included: a request can take over a prompt that another
+        # is still decoding from.
         differs = self.ids[:, : len(prompt)] != prompt
         first = np.where(differs.any(axis=1), differs.argmax(axis=1), len(prompt))
         return np.minimum(first, self.length)
 
     def victim(self) -> int:
         """Return the free row to overwrite: an empty one, else the one unused for longest."""
+        # Least recently used, as the next turn of a conversation comes soon or never.
         age = np.where(self.length > 0, self.last_used, -1)
         return int(np.where(self.taken, np.iinfo(np.int64).max, age).argmin())
 
@@ -116,6 +121,7 @@ class SlotTable:
 
     def forget(self) -> None:
         """Declare all keys and values outdated; rows without a request become empty."""
+        # Old weights computed them. Requests in flight keep their ids and are computed again.
         self.cached[:] = 0
         self.length[~self.taken] = 0
 
@@ -161,6 +167,7 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def __init__(self, shape: KvShape, num_slots: int, capacity: int) -> None:
         own = [layer for layer in shape.layers if layer is not None]
+        # Layers of one shape share a tensor, so moving a slot is one copy for all of them.
         kinds = Counter((heads, dim) for heads, *dims in own for dim in dims)
         tensors = {
             kind: _zeros((num_slots, count, kind[0], capacity, kind[1]), shape)
@@ -185,7 +192,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         return np.minimum(common, slots.cached)
 
     def promised(self, slots: SlotTable, common: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return, per row, how many of them will be ready when its request's ids are computed."""
+        """Return, per row, how many of them will be ready when its request's prompt is."""
         return common * slots.taken
 
     def copy(self, source: int, target: int, num_tokens: int) -> None:
@@ -197,6 +204,7 @@ class SlotCache(Cache):  # type: ignore[misc]
     def swap(self, one: int, two: int, num_one: int, num_two: int) -> None:
         """Exchange two slots of which `num_one` and `num_two` positions are worth keeping."""
         both = num_one and num_two
+        # Both rows are worth keeping: the first needs a place while the second moves in.
         kept = [data[one, :, :, :num_one].clone() for data in self.data] if both else []
         if not both:
             self.copy(one, two, num_one)
@@ -205,7 +213,8 @@ class SlotCache(Cache):  # type: ignore[misc]
             data[two, :, :, :num_one] = states
 
     def clear(self, row: int, num_tokens: int) -> None:
-        """Zero a slot's first positions: a NaN in them would pass through a later mask."""
+        """Zero a slot's first positions."""
+        # A mask hides a position by a weight of 0, and 0 times NaN is NaN.
         for data in self.data:
             data[row, :, :, :num_tokens] = 0
 
@@ -219,7 +228,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the tensors exist from the start."""
+        """Do nothing: the tensors exist from the start."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -245,6 +254,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         plan = self.owner.plan
         if plan is None or not self.owner.counts:
             return 0
+        # Those models add this to 0, 1, 2, ...; the flat batch has tokens of many sequences.
         return plan.positions - torch.arange(len(plan.positions), device=plan.positions.device)
 
     def get_max_length(self) -> int:
@@ -253,12 +263,11 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 def _zeros(size: tuple[int, ...], shape: KvShape) -> torch.Tensor:
-    """Return zeros; on the CPU each page of memory is taken when it is first written.
-
-    Without huge pages, since one of them would cover several heads' shares of a slot.
-    """
+    """Return zeros; on the CPU each page of memory is taken when it is first written."""
     if shape.device.type != "cpu":
         return torch.zeros(size, dtype=shape.dtype, device=shape.device)
+    # torch.zeros would touch all of it now. A huge page would cover several heads' shares of a
+    # slot, and take memory for slots that nobody uses.
     pages = mmap.mmap(-1, math.prod(size) * shape.dtype.itemsize)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         pages.madvise(mmap.MADV_NOHUGEPAGE)
