@@ -17,9 +17,9 @@ from rolltree.inference.local.attention import (
     Extras,
     LayerMask,
     attend,
-    planned,
     slot_attention,
     slot_mask,
+    use_plan,
 )
 from rolltree.inference.local.plan import AttentionPlan, invariant_plans, make_plan
 
@@ -109,7 +109,7 @@ def test_attention_over_any_plan_is_attention(data: st.DataObject, group: int) -
     found = attend(query, keys, values, masked, 0.5, extras)
     assert torch.allclose(found, expected, atol=1e-4)
     named = {} if extras is None else {"softcap": extras.softcap, "s_aux": extras.sinks}
-    with planned(plan):
+    with use_plan(plan):
         through, _ = slot_attention(
             None, query.transpose(0, 1)[None], keys, values, mask, scaling=0.5, **named
         )
@@ -164,7 +164,7 @@ def test_what_lies_behind_a_rows_last_token_does_not_matter() -> None:
 def test_attention_that_is_not_plain_is_refused(special: dict[str, object]) -> None:
     tensor = torch.zeros(1, 2, 1, 4)
     with (
-        planned(plan_of([0], [1], [0])),
+        use_plan(plan_of([0], [1], [0])),
         pytest.raises(UnsupportedSetting, match="not plain"),
     ):
         slot_attention(None, tensor, tensor, tensor, None, **special)
