@@ -1,4 +1,4 @@
-"""Files that anybody may have put there are opened here, and files for a person are written whole.
+"""Opens files that anybody may have put there, and replaces files as a whole.
 
 A run folder may come from somebody else. Its files are opened only if they are regular, without
 following links and without waiting, and small ones are read up to a bound.
@@ -29,12 +29,12 @@ _numbers = itertools.count()
 
 
 def odd_kind(path: str | Path, *, follow: bool = False, writes: bool = False) -> str | None:
-    """Say what is at `path` instead of a regular file; None for a regular file, and for nothing.
+    """Name what is at `path` if it is not a regular file; None if it is one, or nothing is there.
 
-    With `writes`, a file that has further names is odd, too: they would change with it.
+    With `writes`, a file that has further names counts too: they would change with it.
 
     Raises:
-        OSError: nobody can say.
+        OSError: it cannot be looked at.
     """
     try:
         return _odd(os.stat(path) if follow else os.lstat(path), writes)
@@ -49,20 +49,23 @@ def _odd(status: os.stat_result, writes: bool) -> str | None:
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, follow: bool = False) -> int:
-    """Return a descriptor of a regular file. It waits for nobody and follows links only if told.
+    """Return a descriptor of a regular file. It never waits, and follows links only if told.
 
     Raises:
         OSError: it cannot be opened; or it is not a regular file, or would be written under several
             names (EINVAL).
     """
     writes = bool(flags & _WRITES)
-    kind = odd_kind(path, follow=follow, writes=writes)  # opening a device may already act on it
+    # Before it is opened: opening a device may already act on it.
+    kind = odd_kind(path, follow=follow, writes=writes)
+    # Without waiting: a named pipe blocks its opener until somebody writes.
     flags |= os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
     fd = -1
     try:
         if kind is None:
             fd = os.open(path, flags, 0o644)
-            kind = _odd(os.fstat(fd), writes)  # it may be another one by now
+            # It may be another one by now.
+            kind = _odd(os.fstat(fd), writes)
         if kind is not None:
             raise OSError(errno.EINVAL, f"it is {kind}, not a regular file of its own", str(path))
     except BaseException:
@@ -79,6 +82,7 @@ def read_regular(path: str | Path, max_bytes: int = MAX_BYTES, *, follow: bool =
         OSError: as `open_regular`; or it is larger than `max_bytes` (EFBIG).
     """
     with open(open_regular(path, follow=follow), "rb") as file:
+        # The size may change while it is read, so both are bounded.
         content = file.read(max_bytes + 1) if os.fstat(file.fileno()).st_size <= max_bytes else None
     if content is None or len(content) > max_bytes:
         raise OSError(errno.EFBIG, f"it is larger than {max_bytes:,} bytes", str(path))
@@ -100,13 +104,16 @@ def whole_file(target: str | Path, *, follow: bool = True) -> Iterator[Path]:
     part = _part_name(final)
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        with contextlib.suppress(OSError):  # a disk without flock
+        # The lock says that somebody still writes. Some network disks have none.
+        with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX)
         with contextlib.suppress(OSError):
             if odd_kind(final) is None:
+                # The new file has the rights of the one it replaces.
                 os.fchmod(fd, stat.S_IMODE(os.lstat(final).st_mode))
         yield part
         os.fsync(fd)
+        # Synced first: after a crash the name must not lead to an empty file.
         part.replace(final)
     except BaseException:
         part.unlink(missing_ok=True)
@@ -133,6 +140,7 @@ def whole_folder(target: str | Path) -> Iterator[Path]:
         yield part
         for path in (*part.rglob("*"), part):
             sync(path)
+        # `rename` takes an empty folder's place and no other.
         part.rename(final)
     except BaseException:
         with contextlib.suppress(OSError):

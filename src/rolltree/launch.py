@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -119,12 +119,23 @@ async def train_async(
 
     If cancelled, it saves a checkpoint and raises.
     """
-    if _is_source(config) and environment is None:  # rt.train(env)
+    # rt.train(env)
+    if _is_source(config) and environment is None:
         config, environment = None, cast(RolloutSource, config)
     named = {"env": environment, "engine": engine, "run": run, "model": model}
     objects = {name: _object(name, given, settings) for name, given in named.items()}
     world, target, opened, model = objects.values()
-    _check_arguments(config, world, model, tokenizer, client, target, opened, reporter, evaluate)
+    _check_arguments(
+        config,
+        world,
+        model=model,
+        tokenizer=tokenizer,
+        client=client,
+        engine=target,
+        run=opened,
+        reporter=reporter,
+        evaluate=evaluate,
+    )
     if model is not None:
         from rolltree.training.lora import unwrapped
 
@@ -149,9 +160,11 @@ async def train_async(
 
     if model is not None:
         checked = accept_given(model, checked)
+    # Before anything is stored: errors and events may quote the config.
     remember(*secrets_in(checked.as_dict()))
     stopped: BaseException | None = None
     with start_ranks(checked.model.device) as ranks:
+        # Only one rank has an environment, a store and an engine; the others train.
         if ranks is not None and not ranks.leads:
             follow(checked, ranks, model)
         else:
@@ -183,6 +196,7 @@ async def train_async(
                         reporter=shown,
                         ranks=ranks,
                     )
+            # Raised after the other ranks were told to stop, or they would wait for ever.
             except (asyncio.CancelledError, Stopped) as error:
                 stopped = error
             if ranks is not None:
@@ -203,7 +217,8 @@ async def train_async(
 
 def _object(name: str, given: Any, settings: dict[str, Any]) -> Any:
     """Return what is given as an object; a section, or the main key of one, becomes a setting."""
-    is_name = isinstance(given, str | Path) and name != "env"  # an environment may be a path
+    # An environment may be a path, and is loaded later.
+    is_name = isinstance(given, str | Path) and name != "env"
     if not is_name and not isinstance(given, Mapping):
         return given
     if name in settings:
@@ -218,17 +233,42 @@ def _is_source(value: object) -> bool:
     )
 
 
-def _check_arguments(
-    config: Any,
-    environment: Any,
-    model: Any,
-    tokenizer: Any,
-    client: Any,
-    engine: Any,
-    run: Any,
-    reporter: Any,
-    evaluate: Any,
-) -> None:
+# Objects that `train_async` takes: what each must be able to do, and what its message says.
+_ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "model": (
+        lambda given: callable(getattr(given, "named_parameters", None)),
+        "a name, a folder, the model section as a mapping, or a Hugging Face causal LM.",
+    ),
+    "tokenizer": (
+        callable,
+        "the tokenizer object of the model: model, tokenizer = rt.load_model(...).",
+    ),
+    "client": (
+        lambda given: hasattr(given, "generate"),
+        "a client of the engine, such as rt.local_client returns. Servers are set by "
+        "engine={'kind': 'servers', 'urls': [...]}.",
+    ),
+    "engine": (
+        lambda given: hasattr(given, "publish"),
+        "the engine section as a mapping, or the engine of a client, such as client.engine.",
+    ),
+    "run": (
+        lambda given: isinstance(given, Run),
+        "an rt.Run, or the run section as a mapping. A folder is named by run_dir='runs/x'.",
+    ),
+    "reporter": (
+        lambda given: hasattr(given, "on_step"),
+        "an rt.Reporter. Trackers are named by track={'to': ['wandb']}.",
+    ),
+    "evaluate": (
+        callable,
+        "an async function (phase, step) -> metrics. The evaluation of the config is set by "
+        "eval={...}.",
+    ),
+}
+
+
+def _check_arguments(config: Any, environment: Any, **given: Any) -> None:
     """Refuse objects that are not what their argument takes, before anything is loaded."""
     if config is not None and not isinstance(config, TrainConfig | Mapping | str | Path):
         raise ConfigError(
@@ -237,48 +277,15 @@ def _check_arguments(
         )
     if not (environment is None or isinstance(environment, str | Path)):
         check_source(environment)
-    if model is not None and not callable(getattr(model, "named_parameters", None)):
+    for name, value in given.items():
+        fits, takes = _ARGUMENTS[name]
+        if value is not None and not fits(value):
+            raise ConfigError(f"{name} is {_kind(value)}; it takes {takes}")
+    if (given["model"] is None) != (given["tokenizer"] is None):
         raise ConfigError(
-            f"model is {_kind(model)}; it takes a name, a folder, the model section as a mapping, "
-            "or a Hugging Face causal LM."
-        )
-    if (model is None) != (tokenizer is None):
-        which = (
-            "model was given as an object, without its" if tokenizer is None else "model has its"
-        )
-        remedy = (
-            "Pass both." if tokenizer is None else "Leave it out, or pass the model object too."
-        )
-        raise ConfigError(f"the {which} tokenizer. {remedy}")
-    if isinstance(tokenizer, str | Path) or not (tokenizer is None or callable(tokenizer)):
-        raise ConfigError(
-            f"tokenizer is {_kind(tokenizer)}; it takes the tokenizer object of the model: "
-            "model, tokenizer = rt.load_model(...)."
-        )
-    if client is not None and not hasattr(client, "generate"):
-        raise ConfigError(
-            f"client is {_kind(client)}; it takes a client of the engine, such as rt.local_client "
-            "returns. Servers are set by engine={'kind': 'servers', 'urls': [...]}."
-        )
-    if engine is not None and not hasattr(engine, "publish"):
-        raise ConfigError(
-            f"engine is {_kind(engine)}; it takes the engine section as a mapping, or the engine "
-            "of a client, such as client.engine."
-        )
-    if run is not None and not isinstance(run, Run):
-        raise ConfigError(
-            f"run is {_kind(run)}; it takes an rt.Run, or the run section as a mapping. A folder "
-            "is named by run_dir='runs/x'."
-        )
-    if reporter is not None and not hasattr(reporter, "on_step"):
-        raise ConfigError(
-            f"reporter is {_kind(reporter)}; it takes an rt.Reporter. Trackers are named by "
-            "track={'to': ['wandb']}."
-        )
-    if evaluate is not None and not callable(evaluate):
-        raise ConfigError(
-            f"evaluate is {_kind(evaluate)}; it takes an async function (phase, step) -> metrics. "
-            "The evaluation of the config is set by eval={...}."
+            "the model was given as an object, without its tokenizer. Pass both."
+            if given["tokenizer"] is None
+            else "the model has its tokenizer. Leave it out, or pass the model object too."
         )
 
 
@@ -325,7 +332,7 @@ async def _environment(
 
 
 def _hint_at_shared_questions(source: RolloutSource, run: Run, reporter: Reporter) -> None:
-    """Say that the held-out evaluation will ask what was trained, if it will."""
+    """Say so if the held-out evaluation asks questions that are trained on."""
     shared, num_tested = shared_questions(source) if isinstance(source, Environment) else ([], 0)
     if shared:
         message = (
@@ -388,7 +395,8 @@ def stop_on_sigterm() -> Iterator[None]:
     received: list[int] = []
 
     def stop() -> None:
-        if not received:  # a second one would interrupt the saving
+        # A second one would interrupt the saving.
+        if not received:
             received.append(signal.SIGTERM)
             task.cancel()
 
@@ -398,6 +406,7 @@ def stop_on_sigterm() -> Iterator[None]:
     except asyncio.CancelledError:
         if not received:
             raise
+        # The cancellation was ours: nobody outside waits for it.
         task.uncancel()
         raise Stopped(
             "stopped by SIGTERM; what was done is saved. The same command continues the run."

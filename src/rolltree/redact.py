@@ -1,9 +1,9 @@
-"""Redaction: cut secrets out of configs, events, error texts, logs and what a person is shown.
+"""Redaction: cut secrets out of configs, events, error texts, logs and everything that is shown.
 
 Two rules find them: fields whose name marks a secret (`api_key`, `hf_token`, `Authorization`,
 ...), and texts that look like one (provider key prefixes, bearer headers, passwords inside URLs).
-What stood under such a name, in settings (`remember`) or in the environment, is cut out wherever it
-turns up. A secret under an ordinary name has to be named; a run is told with `Run.protect`.
+A value under such a name, in settings (`remember`) or in the environment, is cut out wherever it
+appears. A secret under an ordinary name has to be named; a run is told with `Run.protect`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ _ALWAYS = _words(
     "credentials cred creds apikey apikeys cookie cookies jwt bearer otp totp mnemonic"
 )
 _AT_THE_END = _words("auth oauth dsn pat pem pass pw webhook")
+# `forward_pass` and the like are not passwords.
 _PLAIN_PASS = _words("first last second forward backward single multi num max min per one two this")
 _SERVICES = _words(
     "openai anthropic claude gemini google vertex azure aws gcp mistral cohere groq together xai "
@@ -52,6 +53,7 @@ _TOKEN_KINDS = _SERVICES | _words(
 _GLUED = re.compile(
     r"(?:api|auth|access|private|secret|bearer|bot|refresh|openai|anthropic)(?:key|token)s?"
 )
+# Of `api_key_env` the value is a name, of `token_count` a number.
 _NAMES_ONLY = _words("var env name names file path ids id count type mode method length kind")
 
 _TEXTS = (
@@ -61,21 +63,23 @@ _TEXTS = (
     ),
     re.compile(r"\b(?:xox[a-z]|xapp)-[A-Za-z0-9_-]{10,}"),
     re.compile(r"\bA(?:KI|SI)A[0-9A-Z]{16}\b|\bAIza[\w-]{35}|\bya29\.[\w-]{16,}"),
-    re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"),  # a JSON web token
+    # A JSON web token.
+    re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"),
     re.compile(r"(?<=-----BEGIN PRIVATE KEY-----)[^-]+|(?<= PRIVATE KEY-----)[^-]+(?=-----END )"),
     re.compile(r"(?<=hooks\.slack\.com/services/)[\w/]+"),
-    re.compile(r"(?<=://)[^/@\s?#]+(?=@)"),  # who a URL is for, often a token without a password
+    # The user of a URL, which is often a token without a password.
+    re.compile(r"(?<=://)[^/@\s?#]+(?=@)"),
     re.compile(r"(?i)(?<=bearer )[A-Za-z0-9._~+/=-]{8,}"),
     re.compile(
         r"(?i)(?<=[?&]key=)[^&\s]+|(?<=api_key=)(?!\.\.\.|\$)[^&\s]+|(?<=[?&]token=)[^&\s]+"
     ),
 )
 _BARE = r"[^\s\"',;)&}\]]"
+# `name="value"`, `'name': 'value'` and `NAME=value1`, as errors print settings.
 _FIELD = re.compile(
     r"""(?<![\w-])([\w-]{1,64})(["']?\s?[=:]\s?)(?:(["'])([^"'\s]+)(?=\3)|"""
     rf"(?={_BARE}{{0,200}}\d)({_BARE}{{8,}}))"
 )
-"""`name="value"`, `'name': 'value'` and `NAME=value1`, as errors print settings."""
 
 
 def is_secret_key(key: str) -> bool:
@@ -87,12 +91,14 @@ def is_secret_key(key: str) -> bool:
     return _is_secret_key(key)
 
 
+# Names repeat in every step of a rollout.
 @lru_cache(maxsize=4096)
 def _is_secret_key(key: str) -> bool:
     parts = [part.lower() for part in _PART.findall(key)]
     if not parts or parts[-1] in _NAMES_ONLY:
         return False
-    last, kind = parts[-1], {*parts[:-1], "".join(parts[:-1])}  # e2b is three parts
+    # Joined as well: e2b is three parts.
+    last, kind = parts[-1], {*parts[:-1], "".join(parts[:-1])}
     if _ALWAYS.intersection(parts) or _GLUED.fullmatch(last):
         return True
     if last in _AT_THE_END:
@@ -101,7 +107,8 @@ def _is_secret_key(key: str) -> bool:
         return True
     if last in ("key", "keys"):
         return bool(kind & _KEY_KINDS) and not kind & {"public", "primary", "foreign"}
-    if last == "tokens":  # mostly a number of them
+    # Mostly a number of them: max_tokens.
+    if last == "tokens":
         return bool(kind & {"access", "api", "auth", "bearer", "refresh"})
     return parts == ["token"] or (last == "token" and bool(kind & _TOKEN_KINDS))
 
@@ -149,6 +156,7 @@ def known_secrets(secrets: Iterable[str]) -> tuple[str, ...]:
 def cut_text(text: str, secrets: tuple[str, ...]) -> str:
     """Replace every known secret in `text`; one that holds another goes as a whole."""
     found = [secret for secret in secrets if secret and secret in text]
+    # The longest first: one that holds another would otherwise leave its rest behind.
     for secret in sorted(found, key=len, reverse=True):
         text = text.replace(secret, REDACTED)
     return text
@@ -208,7 +216,8 @@ def _redact(value: Any, known: tuple[str, ...]) -> Any:
         return {_redact(key, known): _redact_field(key, each, known) for key, each in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return _rebuilt(value, [_redact(item, known) for item in value])
-    if hasattr(value, "model_dump"):  # pydantic: the codec stores its fields
+    # pydantic: the codec stores its fields.
+    if hasattr(value, "model_dump"):
         return _redact(value.model_dump(), known)
     return value
 
@@ -237,6 +246,7 @@ def secrets_in(config: Any) -> tuple[str, ...]:
 def _secrets_in(value: Any, hidden: bool) -> Iterator[str]:
     if isinstance(value, str) and hidden:
         yield value
+        # A header holds "Bearer KEY"; the key alone may appear elsewhere.
         yield _SCHEME.sub("", value, count=1)
     elif isinstance(value, Mapping):
         for key, item in value.items():
@@ -269,7 +279,7 @@ def secrets_in_words(words: Iterable[str]) -> tuple[str, ...]:
 
 
 def shown_command(words: Sequence[str]) -> str:
-    """Return a command as a person is shown it: quoted for a shell, without secrets.
+    """Return a command that is safe to show: quoted for a shell, without secrets.
 
     >>> shown_command(["train", "a b.toml", "env.args.api_key=abc", "run.seed=1"])
     "train 'a b.toml' 'env.args.api_key=[redacted]' run.seed=1"
@@ -279,7 +289,8 @@ def shown_command(words: Sequence[str]) -> str:
 
 def _shown_word(word: str) -> str:
     option, equals, rest = word.partition("=")
-    if option.startswith("-") and equals and not is_secret_key(option):  # --set=key=value
+    # --set=key=value
+    if option.startswith("-") and equals and not is_secret_key(option):
         return f"{option}={_shown_word(rest)}"
     setting = _setting(word)
     if setting is not None:
@@ -296,7 +307,7 @@ def _shown_word(word: str) -> str:
 
 
 def shown(text: str) -> str:
-    """Return text as a person may be shown it: no secrets, nothing that a terminal obeys.
+    """Return text that is safe to show: no secrets, no control characters for a terminal.
 
     Everything that the command line prints or logs goes through here.
     """
@@ -309,7 +320,7 @@ def _rebuilt(value: Any, items: list[Any]) -> Any:
 
 
 def _holds_text(value: Any) -> bool:
-    """Say whether there is a text in it that could be a secret; numbers of tokens are none."""
+    """Whether a text in it could be a secret; numbers of tokens could not."""
     if isinstance(value, Mapping):
         return any(map(_holds_text, value.values()))
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -25,8 +25,8 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 _LOGGER = logging.getLogger("rolltree.threads")
+# How long a stopped thread may take to end before it is given up.
 _GRACE_S = 1.0
-"""How long a stopped thread may take to end before it is given up."""
 _POLL_S = 0.002
 
 
@@ -43,25 +43,26 @@ class _Work(Generic[T]):
         self._context = contextvars.copy_context()
         self.future: asyncio.Future[T] = self._loop.create_future()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._lock = (
-            threading.Lock()
-        )  # held while `ThreadInterrupt` is raised, and while that is ended
+        # Held while `ThreadInterrupt` is raised, and while that is ended.
+        self._lock = threading.Lock()
         self._is_over = False
 
     def _run(self) -> None:
-        with suppress(
-            ThreadInterrupt, RuntimeError
-        ):  # stopped on its way out, or the loop is closed
+        # It may be stopped on its way out, and the loop may be closed.
+        with suppress(ThreadInterrupt, RuntimeError):
             self._work_and_tell()
         while not self._is_over:
             with suppress(ThreadInterrupt), self._lock:
                 self._is_over = True
-                self._raise_in_thread(None)  # a pending interrupt must not be raised outside
+                # A pending interrupt must not be raised after this: the thread's own clean-up
+                # would meet it.
+                self._raise_in_thread(None)
 
     def _work_and_tell(self) -> None:
         try:
             result = self._context.run(self._work)
-        except StopIteration as error:  # no future takes it: its waiter would wait for ever
+        except StopIteration as error:
+            # No future takes it: its waiter would wait for ever.
             lost = RuntimeError("the work raised StopIteration: an iterator had no more items")
             lost.__cause__ = error
             self._tell(self.future.set_exception, lost)
@@ -89,6 +90,7 @@ class _Work(Generic[T]):
         while self.thread.is_alive() and time.monotonic() < until:
             with self._lock:
                 if not self._is_over:
+                    # Again and again: code may catch it, as a bare `except` does.
                     self._raise_in_thread(ThreadInterrupt)
             await asyncio.sleep(_POLL_S)
         if self.thread.is_alive():
@@ -121,9 +123,9 @@ async def run_in_thread(
 async def run_in_pool(work: Callable[[], T]) -> T:
     """Return what `work()` returns, from a thread of a shared pool, with this task's context.
 
-    The pool is not asyncio's: functions of users that are slow must not keep files from being
-    written. Cancellation leaves the work running.
+    Cancellation leaves the work running.
     """
+    # Not asyncio's pool: slow functions of users must not keep files from being written.
     context = contextvars.copy_context()
     return await asyncio.get_running_loop().run_in_executor(_pool(), context.run, work)
 

@@ -34,8 +34,8 @@ from rolltree.tasks import wait_shielded
 from rolltree.threads import run_in_thread
 
 START_LIMIT_S = 60.0
-MAX_SAID_BYTES = 2**20
-"""What processes write to standard output and error is in a temporary file, emptied beyond this."""
+# Standard output and error of a process go to a temporary file, which is emptied beyond this.
+MAX_OUTPUT_BYTES = 2**20
 _POLL_S = 0.2
 _HEADER = 4
 _PASSED = (
@@ -120,7 +120,8 @@ class WorkerPool:
             call.cancel()
             await wait_shielded(task)
             if not task.cancelled():
-                task.exception()  # retrieve it, or asyncio logs it as never retrieved
+                # Retrieved, or asyncio logs it as never retrieved.
+                task.exception()
             raise
 
     def _call(self, data: bytes, limit_s: float | None, call: _Call) -> Any:
@@ -134,6 +135,7 @@ class WorkerPool:
                 worker.end()
                 raise
             call.end()
+            # Threads or processes of a finished call would go on beside the next one.
             if reply["reusable"] and len(self._idle) < self.max_idle:
                 self._idle.append(worker)
             else:
@@ -163,6 +165,7 @@ class _Call:
     def begin(self, worker: _Worker) -> None:
         with self._lock:
             self._worker = worker
+            # Cancelled before the process was known.
             if self._is_cancelled:
                 worker.kill()
 
@@ -186,7 +189,9 @@ class _Worker:
 
     def __init__(self, target: str, memory_bytes: int | None, inherit_env: bool) -> None:
         lifeline, held = os.pipe()
+        # A file, not a pipe: nobody reads while the call runs, and a full pipe would stop it.
         said = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the process is
+        # The process gets this one's path; "" means the folder it is in now.
         path = [folder or os.getcwd() for folder in sys.path]
         arguments = [target, str(lifeline), str(memory_bytes or 0), *path]
         try:
@@ -209,6 +214,7 @@ class _Worker:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
+        # So that a process that reads nothing cannot hold the caller beyond its limit.
         os.set_blocking(self._to, False)
         os.set_blocking(self._from, False)
         self._said_fd, self._said_before = said.fileno(), 0
@@ -237,8 +243,9 @@ class _Worker:
     def ask(self, data: bytes, limit_s: float | None) -> dict[str, Any]:
         """Send a request and return the reply."""
         until = None if limit_s is None else time.monotonic() + limit_s
-        self._said_before = os.lseek(self._said_fd, 0, os.SEEK_CUR)  # the process's own position
-        if self._said_before > MAX_SAID_BYTES:
+        # Both sides share the position, so this is the end of what the process has written.
+        self._said_before = os.lseek(self._said_fd, 0, os.SEEK_CUR)
+        if self._said_before > MAX_OUTPUT_BYTES:
             os.ftruncate(self._said_fd, 0)
             self._said_before = os.lseek(self._said_fd, 0, os.SEEK_SET)
         self._send(memoryview(data), until)
@@ -273,7 +280,8 @@ class _Worker:
             left_s = _POLL_S if until is None else min(_POLL_S, until - time.monotonic())
             if ready.poll(max(0.0, left_s) * 1000):
                 return
-            if self._process.poll() is not None:  # a process that it left holds the pipe
+            # A process that it left behind may still hold the pipe open.
+            if self._process.poll() is not None:
                 raise self._death()
             if until is not None and time.monotonic() >= until:
                 self.kill()
@@ -295,7 +303,8 @@ def _scrubbed() -> dict[str, str]:
 
 
 def _encode(value: Any) -> bytes:
-    """Return a frame; ASCII, because JSON of models has lone surrogates that UTF-8 has not."""
+    """Return a frame."""
+    # ASCII: JSON of models can have lone surrogates, which UTF-8 cannot write.
     data = json.dumps(value).encode()
     return len(data).to_bytes(_HEADER, "big") + data
 
@@ -322,6 +331,7 @@ def serve_requests() -> None:
     """Answer requests until the other side is gone; arguments are those of `_Worker`."""
     target, lifeline, memory_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     _end_with_parent(lifeline)
+    # Copies: what the function prints or reads must not get into the frames.
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -330,7 +340,9 @@ def serve_requests() -> None:
     module, _, name = target.partition(":")
     function: Callable[[Any], Any] = getattr(importlib.import_module(module), name)
     if memory_bytes:
+        # After the import, which counts towards no limit.
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    # Made before it is needed: then there is no memory to make it.
     out_of_memory = _encode({"out_of_memory": True})
     frame = _encode({"ready": True})
     while frame is not out_of_memory:
@@ -372,14 +384,14 @@ def _is_clean() -> bool:
 
 
 def _end_with_parent(lifeline: int) -> None:
-    """Have the kernel end this process group when the other end of the lifeline is closed.
-
-    A signal, because work that hangs in C would never read an end of file. Not the parent's death
-    signal: Linux sends that one when the thread that started the process ends.
-    """
+    """Have the kernel end this process group when the other end of the lifeline is closed."""
+    # A signal, because work that hangs in C would never read an end of file. Not the parent's death
+    # signal: Linux sends that one when the thread that started the process ends.
     os.set_inheritable(lifeline, False)
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)  # SIGIO ends who ignores it
+    # SIGIO's default action ends a process.
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
     with contextlib.suppress(BlockingIOError):
+        # It was closed before: no signal comes any more.
         if not os.read(lifeline, 1):
-            os._exit(1)  # it was closed before
+            os._exit(1)

@@ -77,7 +77,10 @@ class _Pickled:
     def __init__(self, path: Path) -> None:
         mapped = zipfile.is_zipfile(path)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # about a pickle that is refused anyway
+            # About a pickle that is refused anyway.
+            warnings.simplefilter("ignore", UserWarning)
+            # `weights_only`: torch's restricted unpickler builds tensors and containers, and runs
+            # nothing.
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
         if not isinstance(content, Mapping) or not all(
             isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
@@ -93,6 +96,7 @@ class _Pickled:
         return self._tensors[name][spans] if spans else self._tensors[name]
 
 
+# The file that marks each layout, the preferred ones first, and how its tensors are read.
 _LAYOUTS: dict[str, Callable[[Path], Any]] = {
     "model.safetensors": _Safe,
     "model.safetensors.index.json": _Safe,
@@ -100,7 +104,6 @@ _LAYOUTS: dict[str, Callable[[Path], Any]] = {
     "pytorch_model.pt": _Pickled,
     "pytorch_model.bin.index.json": _Pickled,
 }
-"""The file that marks each layout, the preferred ones first, and how its tensors are read."""
 
 
 def weights_layout(folder: Path) -> str | None:
@@ -129,6 +132,8 @@ def open_weights(folder: Path) -> Weights:
     opened = {path: _open(path, reader) for path in sorted(set(files.values()))}
     for path, content in opened.items():
         promised = {name for name, owner in files.items() if owner == path}
+        # Shards of two models can have the same names; a tensor of the wrong one would be loaded in
+        # silence.
         different = sorted(promised ^ content.names)
         if different:
             what = "misses" if different[0] in promised else "also holds"
@@ -158,6 +163,7 @@ def _read_index(path: Path) -> dict[str, Path]:
             f"the index {path} cannot be read ({type(error).__name__}: {error}). It must be JSON "
             "with a weight_map from names to files. Save or download the model again."
         ) from error
+    # An index may come from somebody else, and must not lead out of its folder.
     outside = [file for file in files.values() if Path(file).name != file]
     if outside or not files:
         what = f"names {outside[0]!r}, which is not a file of its folder" if outside else "is empty"

@@ -24,28 +24,17 @@ from rolltree.models.made import (
     make_tiny,
 )
 
+# No code from a folder, and no question to a hub.
 _SAFE: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 _DEVICES = ("cpu", "cuda", "hpu", "meta", "mps", "npu", "xla", "xpu")
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-def _smollm2_key() -> str:
-    return f"smollm2-135m-{gguf_path()[1]}"
-
-
-def _smollm2() -> Path:
-    return made_once(_smollm2_key(), build_smollm2)
-
-
-def _tiny() -> Path:
-    return made_once(TinyConfig().key(), make_tiny)
-
-
-MADE_MODELS: dict[str, Callable[[], Path]] = {"smollm2-135m": _smollm2, "tiny": _tiny}
-"""The names that need no folder, and what makes each."""
-_KEYS: dict[str, Callable[[], str]] = {
-    "smollm2-135m": _smollm2_key,
-    "tiny": lambda: TinyConfig().key(),
+# The names that need no folder: under which key each is kept, and what makes it. The key of SmolLM2
+# has the version of its package, so an upgrade converts it anew.
+MADE_MODELS: dict[str, tuple[Callable[[], str], Callable[[Path], None]]] = {
+    "smollm2-135m": (lambda: f"smollm2-135m-{gguf_path()[1]}", build_smollm2),
+    "tiny": (lambda: TinyConfig().key(), make_tiny),
 }
 
 
@@ -59,18 +48,21 @@ def resolve_model(name: str) -> Path:
         UnknownName: neither a made model nor a folder.
         ConfigError: a folder without a model, or a made model whose package is missing.
     """
-    maker = MADE_MODELS.get(name)
-    return _model_folder(name) if maker is None else maker()
+    if name not in MADE_MODELS:
+        return _model_folder(name)
+    key, build = MADE_MODELS[name]
+    return made_once(key(), build)
 
 
 def check_loadable(name: str, dtype: str = "float32", *, device: str = "cpu") -> None:
-    """Check what can be known of `load_model`'s arguments before torch is imported.
+    """Check `load_model`'s arguments as far as possible without importing torch.
 
     Raises:
         UnknownName: there is no such model or dtype.
         ConfigError: torch is not installed, the package of a made model is missing, a folder holds
             no model, or this machine has no such device.
     """
+    # Importing torch takes seconds: a typing mistake is told before.
     for package in ("torch", "transformers", "safetensors"):
         if not _is_installed(package):
             raise ConfigError(
@@ -79,8 +71,9 @@ def check_loadable(name: str, dtype: str = "float32", *, device: str = "cpu") ->
             )
     if dtype not in _DTYPES:
         raise UnknownName(f"unknown dtype {dtype!r}.{did_you_mean(dtype, _DTYPES)}")
-    if name in _KEYS:
-        _KEYS[name]()
+    if name in MADE_MODELS:
+        # Finding the key finds out if the package is there.
+        MADE_MODELS[name][0]()
     else:
         _model_folder(name)
     kind, colon, number = device.partition(":")
@@ -98,13 +91,15 @@ def check_loadable(name: str, dtype: str = "float32", *, device: str = "cpu") ->
 def _is_installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except (ImportError, ValueError):  # something hides it
+    except (ImportError, ValueError):
+        # A finder of the environment hides it.
         return False
 
 
 def _has_gpu() -> bool:
     devices = Path("/dev")
-    names = ("nvidia*", "nvhost*", "nvmap", "kfd", "dxg")  # dxg: of Windows, in its Linux
+    # kfd is AMD's; dxg is the GPU of Windows, in its Linux.
+    names = ("nvidia*", "nvhost*", "nvmap", "kfd", "dxg")
     return any(True for name in names for _ in devices.glob(name))
 
 
@@ -126,9 +121,9 @@ def _model_folder(name: str) -> Path:
 
 def found_model(name: str) -> Path | None:
     """Return the folder of a model that is on this machine already; nothing is made or loaded."""
-    key = _KEYS.get(name)
     try:
-        path = Path(name).expanduser() if key is None else cache_root() / key()
+        made = MADE_MODELS.get(name)
+        path = Path(name).expanduser() if made is None else cache_root() / made[0]()
         return path if path.is_dir() else None
     except (ConfigError, OSError, RuntimeError, ValueError):
         return None
@@ -155,7 +150,8 @@ def load_model(name: str, dtype: str = "float32", *, device: str = "cpu") -> tup
 
     weights = open_weights(path)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # progress bars
+        # Progress bars go to stderr.
+        with contextlib.redirect_stderr(io.StringIO()):
             tokenizer = AutoTokenizer.from_pretrained(path, **_SAFE)
             model = _with_weights(path, dtype, weights)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
@@ -201,6 +197,7 @@ def _with_weights(path: Path, dtype: str, weights: Any) -> Any:
         config = AutoConfig.from_pretrained(path, **_SAFE)
         tensors = {name: weights.read(name) for name in sorted(weights.names)}
         options |= {"config": config, "state_dict": tensors}
+        # The class is only known from the config; on "meta" it costs no memory.
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config)
         model, found = type(skeleton).from_pretrained(None, **options)

@@ -5,11 +5,10 @@ file but cannot save what it read, so the weights are put into a plain model of 
 saved as safetensors (fp32, 538 MB). The package's own code, which needs llama.cpp, is never
 imported.
 
-The tiny model has Qwen3's architecture and a byte-level vocabulary; its weights are random with a
-standard deviation of 0.08, because at this width 0.02 does not learn. Its chat template has the
-rules that make Qwen3's hard for token-in/token-out: reasoning is kept inside the turn that answers
-the last user message and stripped from earlier turns, tool answers are one user-side message, tool
-calls are JSON in `<tool_call>` tags.
+The tiny model has Qwen3's architecture, random weights and a byte-level vocabulary. Its chat
+template has the rules that make Qwen3's hard for token-in/token-out: reasoning is kept inside the
+turn that answers the last user message and stripped from earlier turns, tool answers are one
+user-side message, tool calls are JSON in `<tool_call>` tags.
 """
 
 from __future__ import annotations
@@ -51,17 +50,20 @@ def made_once(key: str, build: Builder) -> Path:
     if final.is_dir():
         return final
     final.parent.mkdir(parents=True, exist_ok=True)
+    # A rename makes the folder appear as a whole; what a kill leaves has another name.
     unfinished = final.with_name(f".{key}.unfinished")
     with open(final.with_name(f".{key}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if final.is_dir():
             return final
+        # Of a builder that was killed: the lock died with it.
         if unfinished.exists():
             shutil.rmtree(unfinished)
         unfinished.mkdir()
         try:
             _log.info("making %s, once", final)
-            with contextlib.redirect_stderr(io.StringIO()):  # progress bars of other packages
+            # Other packages' progress bars.
+            with contextlib.redirect_stderr(io.StringIO()):
                 build(unfinished)
             unfinished.rename(final)
         except BaseException:
@@ -107,6 +109,7 @@ def build_smollm2(folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+    # transformers reads GGUF and cannot save what it read, so a plain model takes the weights over.
     read = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     values = read.config.to_dict()
@@ -204,8 +207,9 @@ CHAT_TEMPLATE = """\
 """
 
 
+# Ids 256, 257, 258: padding, the opening and the end of a message.
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-"""Ids 256, 257, 258: padding, the opening and the end of a message."""
+# Ids 259 to 264: one token each, but text: decoding keeps them when it skips special tokens.
 MARKUP_TOKENS = (
     "<think>",
     "</think>",
@@ -214,7 +218,6 @@ MARKUP_TOKENS = (
     "<tool_response>",
     "</tool_response>",
 )
-"""Ids 259 to 264: one token each, but text: decoding keeps them when it skips special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +231,7 @@ class TinyConfig:
     num_kv_heads: int = 2
     intermediate_size: int = 384
     max_context: int = 4096
+    # At this width the usual 0.02 does not learn.
     initializer_range: float = 0.08
 
     def key(self) -> str:
@@ -260,6 +264,7 @@ def make_tiny(folder: Path, config: TinyConfig = TinyConfig()) -> None:
         eos_token_id=end,
         pad_token_id=pad,
     )
+    # The same config gives the same bytes, and the caller's random numbers stay as they are.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = Qwen3ForCausalLM(shape).to(torch.float32)
@@ -277,6 +282,7 @@ def byte_tokenizer(max_context: int = 4096) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {character: byte for byte, character in enumerate(_byte_alphabet())}
+    # Bytes and no merges: every text round-trips, and a test can count tokens by hand.
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()

@@ -11,7 +11,7 @@ from pathlib import Path
 import uvicorn
 
 from rolltree.errors import ConfigError
-from rolltree.inference.server.http import AnnouncingServer, impatient, listen
+from rolltree.inference.server.http import AnnouncingServer, listen, protocol_with_head_timeout
 from rolltree.viewer.app import create_viewer_app
 
 HOST = "127.0.0.1"
@@ -41,7 +41,7 @@ def serve_viewer(
     port = listener.getsockname()[1]
     config = uvicorn.Config(
         create_viewer_app(root, token, (f"{HOST}:{port}", f"localhost:{port}"), code=code),
-        http=impatient(_READ_TIMEOUT_S),
+        http=protocol_with_head_timeout(_READ_TIMEOUT_S),
         log_level="warning",
         access_log=False,
         server_header=False,

@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from rolltree.errors import UnsupportedSetting
-from rolltree.inference.local.plan import Alone, AttentionPlan
+from rolltree.inference.local.plan import Alone, AttentionPlan, additive
 
 NAME = "rolltree_slots"
 # Attention modules pass only what their own code knows, so the plan goes around them.
@@ -87,8 +87,7 @@ class LayerMask:
 
     def _hidden(self, queries: Tensor, first: int, length: int, dtype: torch.dtype) -> Tensor:
         seen = self._seen(queries[:, None], first, length)
-        hidden = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-        return hidden.masked_fill_(~seen, torch.finfo(dtype).min)
+        return additive(~seen, dtype, seen.device)
 
     def _first(self, token: Alone, device: torch.device) -> Alone:
         first = max(0, token.length - self.reach)

@@ -185,7 +185,7 @@ class LeanForward:
             layer.output.add_to(states, found.flatten(1))
             gate, up = layer.gate_up(layer.between(states)).chunk(2, dim=-1)
             layer.down.add_to(states, functional.silu(gate).mul_(up))
-        # The head only where a token is sampled.
+        # The head runs for the tokens that are followed by a sampled one.
         return functional.linear(self._norm(states[plan.newest]), *self._head)
 
     def _read_angles(self, states: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:

@@ -147,9 +147,11 @@ def _make_prefills(
     return tuple(prefills)
 
 
-def additive(hidden: NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a mask to add to scores, very low where `hidden`."""
-    mask = torch.from_numpy(hidden).to(device)
+def additive(
+    hidden: NDArray[np.bool_] | Tensor, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return a mask to add to scores, very low for those that are `hidden`."""
+    mask = torch.as_tensor(hidden, device=device)
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(
         # Not -inf: a row with nothing but -inf gives NaN.
         mask,

@@ -34,11 +34,11 @@ from rolltree.inference.server.http import (
     Unauthorized,
     answering_errors,
     failure,
-    impatient,
     is_loopback,
     json_body,
     json_response,
     listen,
+    protocol_with_head_timeout,
     while_connected,
 )
 from rolltree.inference.server.model_server import ServedModel
@@ -58,7 +58,7 @@ from rolltree.inference.server.requests import (
     sampling_of,
     tools_of,
 )
-from rolltree.inference.server.responses import Responses, ResponseStream, ids_answer
+from rolltree.inference.server.responses import Responses, ResponseStream, generate_response
 from rolltree.inference.server.weights import WeightReceiver
 from rolltree.types import IntArray
 
@@ -86,7 +86,7 @@ class Handlers:
         """`POST /v1/chat/completions`."""
         body = await json_body(request)
         given = check_fields(body, CHAT_FIELDS, self._served.name)
-        parsed = parse_request(given, chat=True, body=body, request_id=_named(request))
+        parsed = parse_request(given, chat=True, body=body, request_id=_request_id(request))
         messages = messages_of(given.get("messages"))
         prompt = await self._served.run(lambda: self._served.chat_prompt(messages, parsed.tools))
         return await self._complete(request, parsed, [prompt])
@@ -95,7 +95,7 @@ class Handlers:
         """`POST /v1/completions`: one string or list of ids, or several of either."""
         body = await json_body(request)
         given = check_fields(body, TEXT_FIELDS, self._served.name)
-        parsed = parse_request(given, chat=False, body=body, request_id=_named(request))
+        parsed = parse_request(given, chat=False, body=body, request_id=_request_id(request))
         given_prompts = _prompts(given.get("prompt"), parsed.n)
         prompts = await self._served.run(
             lambda: [self._served.text_prompt(prompt) for prompt in given_prompts]
@@ -132,14 +132,15 @@ class Handlers:
         params = check_fields(params, SAMPLING_PARAMS_FIELDS, served.name)
         if params.get("logprobs", 0) not in (0, 1):
             raise RequestError("only logprobs of sampled tokens are supported. Use 0 or 1.")
+        # Ids need no tokenizer, so no thread either.
         prompt = served.text_prompt(given["token_ids"])
         sampling = served.sample([prompt], sampling_of(params), num_choices(params))
         outputs = await while_connected(request, sampling)
-        answer = ids_answer(
+        answer = generate_response(
             served,
             prompt,
             outputs,
-            request_id=_own_name(given) or _named(request) or secrets.token_hex(12),
+            request_id=_request_id_in(given) or _request_id(request) or secrets.token_hex(12),
             logprobs="logprobs" in params,
             prompt_ids=bool(given.get("return_token_ids")),
         )
@@ -389,12 +390,12 @@ def create_app(
     return app
 
 
-def _named(request: Request) -> str:
-    """Return the request's name, so that a client can tell whose answer it gets."""
+def _request_id(request: Request) -> str:
+    """Return the client's name of the request, so that it can tell whose answer it gets."""
     return request.headers.get("x-request-id", "")[:128]
 
 
-def _own_name(given: Mapping[str, Any]) -> str:
+def _request_id_in(given: Mapping[str, Any]) -> str:
     """Return what the request's body calls it, if it does."""
     name = given.get("request_id", "")
     if not isinstance(name, str):
@@ -425,21 +426,21 @@ def _prompts(prompt: object, n: int) -> list[object]:
 class ServerOptions:
     """Where to listen and what to ask for.
 
-    `port` 0 takes a free one. `token` None generates one, which only a loopback address allows;
-    any other `host` needs `allow_remote` as well as a token. `admin_token` is asked for where
-    weights are replaced: None generates one for a loopback address; elsewhere weights then stay
-    as they are. A connection whose request has not
-    arrived after `read_timeout_s` is closed.
-
     Raises:
         ConfigError: the host is not loopback, and `allow_remote` or the token is missing.
     """
 
+    # Any other than a loopback address needs `allow_remote` as well as a token.
     host: str = "127.0.0.1"
+    # 0 takes a free one.
     port: int = 8000
+    # None generates one, which only a loopback address allows.
     token: str | None = None
     allow_remote: bool = False
+    # Requests that replace weights must carry it. None generates one for a loopback address; with
+    # any other, weights then stay as they are.
     admin_token: str | None = None
+    # A connection whose request has not arrived by then is closed.
     read_timeout_s: float = READ_TIMEOUT_S
 
     def __post_init__(self) -> None:
@@ -478,10 +479,11 @@ def serve(
     name = f"[{options.host}]" if ":" in options.host else options.host
     config = uvicorn.Config(
         create_app(served, token, admin_token=admin_token, read_timeout_s=options.read_timeout_s),
-        http=impatient(options.read_timeout_s),
+        http=protocol_with_head_timeout(options.read_timeout_s),
         log_level="warning",
         access_log=False,
         server_header=False,
+        # Streams may go on for minutes; their engine ends with the server.
         timeout_graceful_shutdown=5,
         ws="none",
     )

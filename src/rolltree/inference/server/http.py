@@ -25,13 +25,13 @@ logger = logging.getLogger("rolltree.inference")
 ResultT = TypeVar("ResultT")
 Handler = Callable[[Request], Awaitable[Response]]
 
+# A million ids are 7 MB of JSON.
 MAX_BODY_BYTES = 16 * 2**20
-"""A million ids are 7 MB of JSON."""
+# Decoding holds the interpreter, and `/health` waits: five million empty objects take a second.
 MAX_CONTAINERS = 200_000
-"""Decoding holds the interpreter, and `/health` waits: five million empty objects take a second."""
 READ_TIMEOUT_S = 30.0
+# Paths that need no token: they say only that the process lives.
 _OPEN = ("/health",)
-"""Paths that need no token: they say only that the process lives."""
 
 
 class Unauthorized:
@@ -51,6 +51,7 @@ class Unauthorized:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401 or 403."""
         if scope["type"] == "http" and scope["path"] not in _OPEN:
+            # Before the body: somebody without a token must not make the server read megabytes.
             given = dict(scope["headers"]).get(b"authorization", b"")
             error = self._refusal(given, scope["path"])
             if error is not None:
@@ -60,6 +61,7 @@ class Unauthorized:
         await self._app(scope, receive, send)
 
     def _refusal(self, given: bytes, path: str) -> RequestError | None:
+        # In constant time: a comparison that ends early tells how much of a guess is right.
         if self._admin is not None and hmac.compare_digest(given, self._admin):
             return None
         if not hmac.compare_digest(given, self._bearer):
@@ -93,7 +95,8 @@ def answering_errors(handler: Handler) -> Handler:
         except Exception as error:
             response = failure(error)
             if response.status_code in (408, 413):
-                response.headers["Connection"] = "close"  # some of the body may not have been read
+                # Some of the body may not have been read, and would be taken for the next request.
+                response.headers["Connection"] = "close"
             if response.status_code >= 500:
                 logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
             return response
@@ -126,7 +129,8 @@ async def json_body(request: Request) -> dict[str, Any]:
     try:
         async with asyncio.timeout(limit_s):
             async for part in request.stream():
-                if len(content) <= MAX_BODY_BYTES:  # the rest is read, or the answer would be lost
+                # The rest is read too: a client that is still writing would not read the answer.
+                if len(content) <= MAX_BODY_BYTES:
                     content += part
     except TimeoutError as error:
         if len(content) <= MAX_BODY_BYTES:
@@ -135,13 +139,15 @@ async def json_body(request: Request) -> dict[str, Any]:
             ) from error
     if len(content) > MAX_BODY_BYTES:
         raise RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes.", status=413)
+    # Counted in the bytes, before anything is decoded.
     if content.count(b"{") + content.count(b"[") > MAX_CONTAINERS:
         raise RequestError(
             f"the body has more than {MAX_CONTAINERS:,} objects and lists.", status=413
         )
     try:
         body = msgspec.json.decode(bytes(content))
-    except (ValueError, RecursionError) as error:  # msgspec's and the interpreter's own limits
+    # RecursionError: objects nested deeper than msgspec or the interpreter allows.
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not JSON ({error}).") from error
     if not isinstance(body, dict):
         raise RequestError("the body is JSON, but not an object.")
@@ -155,6 +161,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, ResultT]) 
         ClientDisconnect: the client left.
     """
     doing = asyncio.ensure_future(work)
+    # Nobody reads the answer of a client that hung up; its requests would hold their slots.
     leaving = asyncio.ensure_future(_left(request))
     try:
         await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -165,6 +172,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, ResultT]) 
         for task in (doing, leaving):
             if not task.done():
                 task.cancel()
+                # Awaited, so that nothing of the request is left when the handler returns.
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
 
@@ -174,14 +182,12 @@ async def _left(request: Request) -> None:
         pass
 
 
-def impatient(limit_s: float) -> type[asyncio.Protocol]:
-    """Return uvicorn's protocol, which closes connections whose request head is late.
-
-    uvicorn waits for ever for the rest of a head. The body's time limit is `json_body`'s.
-    """
+def protocol_with_head_timeout(limit_s: float) -> type[asyncio.Protocol]:
+    """Return uvicorn's protocol, which closes connections whose request head is late."""
+    # uvicorn waits for ever for the rest of a head. The body's time limit is `json_body`'s.
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-    class Impatient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    class HeadTimeoutProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         _late: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
@@ -207,7 +213,7 @@ def impatient(limit_s: float) -> type[asyncio.Protocol]:
                 self._late.cancel()
                 self._late = None
 
-    return Impatient
+    return HeadTimeoutProtocol
 
 
 def is_loopback(host: str) -> bool:
@@ -242,6 +248,7 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
+        # A server that was just stopped leaves its port in TIME_WAIT.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
     except OSError as error:

@@ -42,7 +42,7 @@ class ServedModel:
         renderer: the model's chat template and tokenizer.
         name: what requests call the model.
         load_weights: puts the weights of a folder into the engine's model, in place, and raises
-            before it changes anything where they do not fit; None serves without weight updates.
+            before it changes anything if they do not fit; None serves without weight updates.
         receiver: puts weights that a trainer sends into it; None serves without transfers.
         logprobs: which logprobs answers carry.
     """
@@ -60,10 +60,14 @@ class ServedModel:
         self.engine, self.renderer, self.name = engine, renderer, name
         self.logprobs: ServedLogprobs = logprobs
         self.created = int(time.time())
-        self.weight_version = "default"  # until a trainer gives it weights, as vLLM says
+        # Until a trainer gives it weights, as vLLM names them.
+        self.weight_version = "default"
         self._load_weights, self.receiver = load_weights, receiver
         self._pauses = AsyncExitStack()
+        # Two updates at once would leave a mixture of both.
         self._updating = asyncio.Lock()
+        # One thread: tokenizers are not made for several. Not the loop's: a long prompt takes tens
+        # of milliseconds, in which `/health` and every stream would wait.
         self._worker = ThreadPoolExecutor(1, "rolltree-render")
         self.is_paused = self._closed = False
 
@@ -78,10 +82,7 @@ class ServedModel:
         return self._load_weights is not None
 
     async def run(self, work: Callable[[], ResultT]) -> ResultT:
-        """Return what `work` returns: rendering, tokenizing or decoding, away from the event loop.
-
-        One at a time: tokenizers are not made for several threads.
-        """
+        """Do `work` (rendering, tokenizing, decoding) away from the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
     def _check_size(self, size: int, what: str = "characters", longest: int | None = None) -> None:
@@ -93,6 +94,8 @@ class ServedModel:
             PromptTooLong: the tokens of the context cannot hold as much.
         """
         longest = longest or self.renderer.vocabulary.longest_token
+        # Templates and tokenizers take time that grows with the text; a prompt that cannot fit is
+        # refused before.
         most = self.engine.max_context * longest
         if size > most:
             raise PromptTooLong(
@@ -131,7 +134,9 @@ class ServedModel:
         if isinstance(prompt, list):
             self._check_size(len(prompt), "ids", longest=1)
         if not isinstance(prompt, list) or not all(
-            type(token) is int and 0 <= token < 2**31 for token in prompt
+            # Not `isinstance`: JSON's true would be id 1.
+            type(token) is int and 0 <= token < 2**31
+            for token in prompt
         ):
             raise TokenError("a prompt is neither a string nor a list of token ids.")
         return np.array(prompt, np.int32)
@@ -157,7 +162,8 @@ class ServedModel:
             return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
         finally:
             for future in futures:
-                future.cancel()  # nothing to those that are done
+                # Those that are done ignore it.
+                future.cancel()
 
     def text(self, output: EngineOutput) -> str:
         """Return an answer's text without what stopped it."""
@@ -206,6 +212,8 @@ class ServedModel:
         """
         assert self._load_weights is not None
         async with self._updating, self.engine.paused():
+            # Paused: a step in the middle would sample with half of the old weights. The keys of
+            # the old ones are dropped by `publish`.
             await asyncio.to_thread(self._load_weights, folder)
             self.engine.publish(self.engine.version)
 
@@ -218,6 +226,8 @@ class ServedModel:
         """
         assert self.receiver is not None
         async with self._updating, self.engine.paused():
+            # Paused, as for `reload`; if it breaks off, the publisher leaves this server paused
+            # (design/0012).
             await asyncio.to_thread(self.receiver.receive, info)
             self.engine.publish(self.engine.version)
 
@@ -246,5 +256,6 @@ def choice_seeds(seed: int | None, n: int) -> list[int | None]:
     """
     if seed is None:
         return [None] * n
+    # Not `seed + index`: two requests with neighbouring seeds would share answers.
     derived = [np.random.SeedSequence([seed % 2**64, index]) for index in range(1, n)]
     return [seed, *(int(sequence.generate_state(1, np.uint64)[0]) for sequence in derived)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sized
 from dataclasses import dataclass, replace
-from reprlib import repr as shown  # of bounded length, and found in bounded time
+from reprlib import repr as shown
 from typing import Any, cast
 
 import msgspec
@@ -27,8 +27,8 @@ from rolltree.inference.template import TemplateError
 from rolltree.types import ChatMessage, SamplingParams
 from rolltree.untrusted import shorten
 
-_CALLERS_FAULT = (ConfigError, PromptTooLong, TokenError, UnsupportedSetting, TemplateError)
-"""Errors that the same request would raise again."""
+# Errors that the same request would raise again: a client must not retry it.
+_CLIENT_ERRORS = (ConfigError, PromptTooLong, TokenError, UnsupportedSetting, TemplateError)
 _CODES = {
     401: "invalid_api_key",
     403: "admin_key_required",
@@ -47,15 +47,16 @@ class RequestError(Exception):
 
 
 def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Return the status, and OpenAI's error object, that say what happened."""
+    """Return the status and OpenAI's error object for an exception."""
     status, code = 500, "internal_error"
     if isinstance(error, RequestError):
         status, code = error.status, _CODES.get(error.status, "invalid_request")
     elif isinstance(error, PromptTooLong):
         status, code = 400, "context_length_exceeded"
-    elif isinstance(error, _CALLERS_FAULT):
+    elif isinstance(error, _CLIENT_ERRORS):
         status, code = 400, "invalid_request"
     kind = "invalid_request_error" if status < 500 else "server_error"
+    # Messages quote values of the request, which can be megabytes.
     param, message = getattr(error, "param", None), shorten(message_of(error), _MAX_MESSAGE)
     return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -68,11 +69,12 @@ _SAMPLING = _names(
     "temperature top_p top_k max_tokens max_completion_tokens stop stop_token_ids seed min_p "
     "min_tokens presence_penalty frequency_penalty repetition_penalty logit_bias"
 )
+# Fields that do not affect the answer.
 _HARMLESS = _names(
     "user metadata store service_tier safety_identifier prompt_cache_key "
     "prompt_cache_retention request_id cache_salt"
 )
-"""Fields that do not affect the answer."""
+# Values that ask for what this server does anyway: clients send their defaults along.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "length_penalty": (1,),
     "top_logprobs": (0,),
@@ -95,7 +97,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "priority": (0,),
     "suffix": ("",),
 }
-"""Values that ask for what this server does anyway."""
 _COMMON = _SAMPLING | _HARMLESS | _NEUTRAL.keys() | {"model", "n"}
 _ANSWER = _names("stream stream_options logprobs return_token_ids return_tokens_as_token_ids")
 CHAT_FIELDS = _COMMON | _ANSWER | {"messages", "tools", "tool_choice"}
@@ -108,13 +109,15 @@ TOKENIZE_FIELDS = _names(
     "model prompt messages tools tool_choice add_generation_prompt return_token_strs "
     "add_special_tokens continue_final_message chat_template_kwargs"
 )
-_TEXT_MAX_TOKENS = 16  # OpenAI's default for text completions
+# OpenAI's default for text completions.
+_TEXT_MAX_TOKENS = 16
 _MAX_CHOICES = 256
-_MOST = {"stop": 4096, "stop_token_ids": 1024}
+# Every token is compared with all of them, in the thread that decodes for everybody.
+_MAX_ENTRIES = {"stop": 4096, "stop_token_ids": 1024}
 _MOST_STOP_CHARACTERS = 4096
 _MAX_MESSAGE = 2000
+# Most completions of one request: prompts times `n`.
 MAX_COMPLETIONS = 1024
-"""Most completions of one request: prompts times `n`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +137,13 @@ class ParsedRequest:
 
 
 def check_fields(body: Mapping[str, Any], known: frozenset[str], model: str) -> dict[str, Any]:
-    """Return the fields that are given (not null), every one of which is obeyed.
+    """Return the fields that are given (not null), and refuse those that would not be obeyed.
 
     Raises:
         RequestError: a field is unknown or too long, has a value that would be ignored, or names
             another model.
     """
+    # Null means "not given" in OpenAI's API.
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
         if name not in known:
@@ -154,10 +158,10 @@ def check_fields(body: Mapping[str, Any], known: frozenset[str], model: str) -> 
                 "ignore it. Leave it out, or use a server that supports it (vLLM).",
                 param=name,
             )
-        if name in _MOST and isinstance(value, Sized) and len(value) > _MOST[name]:
+        if name in _MAX_ENTRIES and isinstance(value, Sized) and len(value) > _MAX_ENTRIES[name]:
             raise RequestError(
                 f"{name} has {len(value):,} entries or characters, and every token is compared "
-                f"with them; at most {_MOST[name]:,} are taken.",
+                f"with them; at most {_MAX_ENTRIES[name]:,} are taken.",
                 param=name,
             )
     if given.get("model", model) != model:
@@ -172,10 +176,10 @@ def check_fields(body: Mapping[str, Any], known: frozenset[str], model: str) -> 
 def parse_request(
     given: Mapping[str, Any], *, chat: bool, body: Mapping[str, Any], request_id: str = ""
 ) -> ParsedRequest:
-    """Return what the checked fields of a chat or text completion ask for.
+    """Parse the checked fields of a chat or text completion.
 
     `body` is the request as it came: `max_tokens: null` means no limit, leaving it out of a text
-    completion means 16. `request_id` is what the client calls it (`X-Request-Id`).
+    completion means 16. `request_id` is the client's own (`X-Request-Id`).
 
     Raises:
         RequestError: a value cannot be used.
@@ -195,6 +199,7 @@ def parse_request(
             param="stream_options",
         )
     sampling = sampling_of(given)
+    # Null is a request for no limit here, so this asks for the key, not the value.
     if not chat and not {"max_tokens", "max_completion_tokens"} & body.keys():
         sampling = replace(sampling, max_tokens=_TEXT_MAX_TOKENS)
     return ParsedRequest(
@@ -233,6 +238,7 @@ def sampling_of(given: Mapping[str, Any]) -> SamplingParams:
 def num_choices(given: Mapping[str, Any]) -> int:
     """Return `n`, how many completions each prompt gets."""
     n = given.get("n", 1)
+    # True is an int in Python.
     if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= _MAX_CHOICES:
         raise RequestError(f"n = {shown(n)} is not a number from 1 to {_MAX_CHOICES}.", param="n")
     return n
@@ -270,6 +276,7 @@ def messages_of(value: object) -> list[ChatMessage]:
         RequestError: it is not; the message says where.
     """
     try:
+        # Checked by shape, then used as it came: templates read fields that are not listed here.
         msgspec.convert(value, list[_Message])
     except msgspec.ValidationError as error:
         raise RequestError(

@@ -40,9 +40,10 @@ from rolltree.types import (
 
 logger = logging.getLogger("rolltree.inference")
 DONE = b"data: [DONE]\n\n"
+# What a tool call may begin with, in any of the parsers' formats.
 _MAY_BE_A_CALL = re.compile(r"[<\[{]")
+# The beginning of markup that a model's parser reads at the end (harmony's headers).
 _CONTROL = "<|"
-"""Where a model's own markup may begin that its parser reads at the end (harmony's headers)."""
 _TAGS = (_CONTROL, *(tag for tags in REASONING_TAGS.values() for tag in tags if tag))
 
 
@@ -80,11 +81,11 @@ class Responses:
         return answer
 
     def ending(self, output: EngineOutput) -> dict[str, Any]:
-        """Return what is known of a choice when it ends."""
+        """Return the fields of a choice that are known when it ends."""
         fields = {"finish_reason": output.finish_reason.value, "stop_reason": output.stop}
         if not self.request.token_ids:
             return fields
-        return fields | {"weight_versions": spans(output.versions)} | routing(output)
+        return fields | {"weight_versions": version_spans(output.versions)} | routing(output)
 
     def tokens(self, ids: IntArray, values: FloatArray) -> dict[str, Any]:
         """Return the fields for sampled tokens that were asked for, int32 and float32 `[_T]`."""
@@ -104,6 +105,8 @@ class Responses:
             {
                 "token": text,
                 "logprob": value,
+                # A token can be a part of a character: its text is then a stand-in, which has other
+                # bytes.
                 "bytes": None if "\ufffd" in text else list(text.encode()),
                 "top_logprobs": [],
             }
@@ -125,7 +128,7 @@ def token_usage(prompts: Sequence[IntArray], outputs: Sequence[EngineOutput]) ->
     }
 
 
-def ids_answer(
+def generate_response(
     served: ServedModel,
     prompt: IntArray,
     outputs: Sequence[EngineOutput],
@@ -143,7 +146,7 @@ def ids_answer(
             "stop_reason": output.stop,
             "token_ids": output.completion_ids.tolist(),
             "logprobs": None,
-            "weight_versions": spans(output.versions),
+            "weight_versions": version_spans(output.versions),
             **routing(output),
         }
         if logprobs:
@@ -165,15 +168,15 @@ def ids_answer(
 
 
 def routing(output: EngineOutput) -> dict[str, str]:
-    """Return vLLM's field for the experts of a mixture, where the engine recorded them."""
+    """Return vLLM's field for the experts of a mixture, if the engine recorded them."""
     found = output.routed_experts
     return {} if found is None else {"routed_experts": encode_routing(found)}
 
 
-def spans(versions: IntArray) -> list[dict[str, Any]]:
+def version_spans(versions: IntArray) -> list[dict[str, Any]]:
     """Return policy versions int32 `[_C]` as vLLM's spans: tokens `[start, end)` had `version`.
 
-    >>> spans(np.array([3, 3, 4], np.int32))
+    >>> version_spans(np.array([3, 3, 4], np.int32))
     [{'version': '3', 'start': 0, 'end': 2}, {'version': '4', 'start': 2, 'end': 3}]
     """
     if not len(versions):
@@ -198,6 +201,7 @@ def settled_text(renderer: ChatRenderer, ids: Sequence[int], sampling: SamplingP
     """Return the part of an unfinished answer's text that no later token can change."""
     if ids and ids[-1] in sampling.stop_token_ids:
         ids = ids[:-1]
+    # The last character may be incomplete; the next token decides.
     text = cut_at_stop(renderer.decode_answer(ids), sampling.stop).rstrip("\ufffd")
     return text[: len(text) - _unsettled(text, sampling.stop)]
 
@@ -209,7 +213,9 @@ class TextDeltas:
         self._given = ""
 
     def next(self, text: str) -> str:
-        """Return what `text` has beyond what was given out before; nothing if they differ."""
+        """Return the part of `text` after what was given out before; nothing if they differ."""
+        # What was given out cannot be taken back. If a later token changed it after all, the
+        # difference is left to the token ids, which are exact.
         if not text.startswith(self._given):
             return ""
         new = text[len(self._given) :]
@@ -226,18 +232,19 @@ class MessageDeltas:
         self._is_new = True
 
     def next(self, text: str) -> dict[str, Any]:
-        """Return what an unfinished answer's settled text adds."""
+        """Return the delta for an unfinished answer's settled text."""
         text = text[: len(text) - _unsettled(text, _TAGS)]
         parsed = self._renderer.parse_text(text, FinishReason.LENGTH, None)
         content = str(parsed.message["content"]).partition(_CONTROL)[0]
         if self._tools:
             content = _before_calls(content)
-        if content.isspace():  # the space before a reasoning tag is not content
+        # The space before a reasoning tag is not content.
+        if content.isspace():
             content = ""
         return self._delta(str(parsed.message.get("reasoning_content", "")), content)
 
     def last(self, message: ChatMessage) -> dict[str, Any]:
-        """Return what the finished message adds; tool calls come whole, each in one piece."""
+        """Return the delta for the finished message; each tool call comes in one piece."""
         sent = outgoing_message(message)
         content = str(sent["content"] or "")
         delta = self._delta(str(sent.get("reasoning_content", "")), content)
@@ -257,7 +264,8 @@ class MessageDeltas:
 
 
 def _before_calls(content: str) -> str:
-    """Return what stays content whatever follows: calls strip the space around it."""
+    """Return the part that stays content whatever follows."""
+    # If a call follows, its parser strips the space around the content.
     if content[:1].isspace():
         return ""
     call = _MAY_BE_A_CALL.search(content)
@@ -304,6 +312,7 @@ class ResponseStream:
         self._served, self._request, self._prompts = served, request, prompts
         self._responses = Responses(served, request)
         self._loop = asyncio.get_running_loop()
+        # One queue for all choices: chunks go out in the order in which the engine sampled them.
         self._news: asyncio.Queue[tuple[_Choice, SampledToken | Future[EngineOutput]]]
         self._news = asyncio.Queue()
         self._choices: list[_Choice] = []
@@ -321,6 +330,8 @@ class ResponseStream:
         deltas = MessageDeltas(renderer, tools) if self._request.chat else TextDeltas()
         choice = _Choice(len(self._choices), prompt, deltas)
         tell = partial(self._tell, choice)
+        # `tell` gets the tokens and then the finished answer, both from the engine's thread, so the
+        # answer comes after its last token.
         answer = self._served.engine.submit(GenerateRequest(prompt, sampling), tell)
         answer.add_done_callback(tell)
         self._choices.append(choice)
@@ -329,6 +340,7 @@ class ResponseStream:
     def _tell(self, choice: _Choice, news: SampledToken | Future[EngineOutput]) -> None:
         """Hand news from the engine's thread over to the loop, unless that has ended."""
         with contextlib.suppress(RuntimeError):
+            # RuntimeError: the loop is closed, and nobody listens.
             self._loop.call_soon_threadsafe(self._news.put_nowait, (choice, news))
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -345,12 +357,15 @@ class ResponseStream:
                 outputs = [choice.output for choice in self._choices if choice.output is not None]
                 counted = token_usage(self._prompts, outputs)
                 yield _event(self._responses.head | {"choices": [], "usage": counted})
-        except Exception as error:  # told to the client, since the status is long sent
+        except Exception as error:
+            # As an event, since the status has been sent long ago.
             status, body = error_body(error)
+            # The client hears of its own mistakes; the log is for ours.
             if status >= 500:
                 logger.error("a stream of %s broke off", self._served.name, exc_info=error)
             yield _event(body)
         finally:
+            # Also when the client hung up, which closes this generator.
             self._cancel()
         yield DONE
 
@@ -359,7 +374,7 @@ class ResponseStream:
             answer.cancel()
 
     def _chunk(self, choice: _Choice, token: SampledToken) -> dict[str, Any]:
-        """Return what one more token adds."""
+        """Return the chunk for one more token."""
         is_first = not choice.ids
         choice.ids.append(token.id)
         text = settled_text(self._served.renderer, choice.ids, self._request.sampling)
@@ -368,7 +383,7 @@ class ResponseStream:
         return self._with_tokens(choice, ids, values, new, is_first)
 
     def _last_chunk(self, choice: _Choice, output: EngineOutput) -> dict[str, Any]:
-        """Return what the rest of an answer adds, and how it ended."""
+        """Return the chunk for the rest of an answer and its end."""
         new = slice(len(choice.ids), None)
         values = self._served.logprobs_of(output)[new]
         part = self._responses.ending(output)

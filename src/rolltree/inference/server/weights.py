@@ -85,9 +85,11 @@ class WeightReceiver:
         try:
             specs = specs_from_data(info.get("tensors"))
             size = info.get("bucket_bytes")
+            # A bool is an int, too.
             if type(size) is not int or size < 1:
                 raise ConfigError(f"update_info has bucket_bytes = {size!r}; it must be >= 1.")
             own = self._model.state_dict()
+            # All of it before the first byte is copied: afterwards the model is no longer whole.
             check_fit(own, {spec.name: spec.shape for spec in specs}, "that were announced")
             with torch.no_grad():
                 for tensors in receive(channel, fill_buckets(specs, size)):
@@ -158,6 +160,7 @@ def check_fit(own: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], whe
             raise _unfit(where, f"{name} has shape {shape}", tuple(own[name].shape))
     if unknown := sorted(shapes.keys() - own.keys()):
         raise _unfit(where, f"{_some(unknown)} are not parameters of the model")
+    # By address: a tied tensor has two names and comes once.
     loaded = {own[name].data_ptr() for name in shapes}
     missing = sorted(name for name in own.keys() - shapes if own[name].data_ptr() not in loaded)
     if missing:
@@ -181,6 +184,7 @@ def safetensors_files(folder: Path) -> list[Path]:
             f"in {shorten(str(folder), 200)}", f"they cannot be found ({error})"
         ) from error
     for path in files:
+        # A named pipe would block the reader for ever.
         if not path.is_file():
             raise _unfit(f"in {folder}", f"{path.name} is missing or is not a regular file")
     if not files:
@@ -192,6 +196,7 @@ def safetensors_files(folder: Path) -> list[Path]:
 
 
 def _read_index(path: Path) -> Iterable[str]:
+    # Whoever may publish can name any folder; its index must not fill the memory.
     if path.stat().st_size > _MAX_INDEX_BYTES:
         raise ValueError(f"{INDEX} has more than {_MAX_INDEX_BYTES:,} bytes")
     return msgspec.json.decode(path.read_bytes(), type=_Index).weight_map.values()

@@ -26,8 +26,10 @@ from torch import Tensor
 from rolltree.errors import ConfigError, ConnectionFailed
 from rolltree.inference.transfer.buckets import Bucket, pack, unpack_bucket
 
-dist: Any = torch_distributed  # its stubs leave out stores and groups
+# Its stubs leave out stores and groups.
+dist: Any = torch_distributed
 BackendName = Literal["gloo", "nccl"]
+# Waiting is polling: a gloo operation cannot be interrupted.
 _POLL_S = 0.0005
 _TOKEN_BYTES = 16
 
@@ -52,7 +54,7 @@ class Invitation:
 
 
 @dataclass(slots=True)
-class Flight:
+class PendingBroadcast:
     """A broadcast under way; it keeps its buffer alive."""
 
     work: Any
@@ -73,7 +75,7 @@ class Channel:
         self.device, self.timeout_s = device, timeout_s
         self._group = group
 
-    def start(self, buffer: Tensor) -> Flight:
+    def start(self, buffer: Tensor) -> PendingBroadcast:
         """Begin to broadcast `buffer`, or to receive into it.
 
         Raises:
@@ -83,9 +85,9 @@ class Channel:
         if group is None:
             raise _given_up()
         options.rootRank = 0
-        return Flight(group.broadcast([buffer], options), buffer, time.monotonic())
+        return PendingBroadcast(group.broadcast([buffer], options), buffer, time.monotonic())
 
-    def wait(self, flight: Flight) -> None:
+    def wait(self, flight: PendingBroadcast) -> None:
         """Wait until a broadcast is done.
 
         Raises:
@@ -103,7 +105,8 @@ class Channel:
                     )
                 time.sleep(_POLL_S)
             flight.work.wait()
-        except RuntimeError as error:  # torch's own: it names a socket, not the reason
+        except RuntimeError as error:
+            # torch's own names a socket, not the reason.
             self.close()
             raise ConnectionFailed(
                 f"the other side of a weight transfer is gone or gave up ({error})."
@@ -119,11 +122,13 @@ class Channel:
     def close(self) -> None:
         """Let go; the other members' operations fail, where they are connected still."""
         box, self._group = [self._group], None
-        if box[0] is not None:  # freeing a group waits for what it does, so a thread does it
+        # Dropping the last reference waits for the operation under way, which gloo cannot
+        # interrupt, so a thread of its own does it (design/0012).
+        if box[0] is not None:
             threading.Thread(target=_free, args=(box,), daemon=True).start()
 
 
-class Meeting:
+class Rendezvous:
     """The trainer's side of a channel that is being made.
 
     `invitation` is for the workers. Call `join` when `is_complete`.
@@ -143,9 +148,12 @@ class Meeting:
             is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=timeout_s),
-            master_listen_fd=listener.detach(),  # the default listens on every address
+            # torch's default listens on every address.
+            master_listen_fd=listener.detach(),
         )
         token = secrets.token_hex(_TOKEN_BYTES)
+        # Workers wait twice as long: while the trainer waits for a server that hangs, the good ones
+        # must not give up first (design/0012).
         self.invitation = Invitation(address, port, token, 1 + num_workers, backend, 2 * timeout_s)
         self._timeout_s = timeout_s
         self._store = dist.PrefixStore(token, store)
@@ -205,10 +213,10 @@ def send(
     largest = max((bucket.num_bytes for bucket in buckets), default=0)
     memories = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in buckets[:2]]
     failed: dict[Channel, Exception] = {}
-    flights: list[tuple[Channel, Flight]] = []
+    pending: list[tuple[Channel, PendingBroadcast]] = []
 
     def land() -> None:
-        for channel, flight in flights:
+        for channel, flight in pending:
             try:
                 channel.wait(flight)
             except ConnectionFailed as error:
@@ -218,16 +226,17 @@ def send(
     for number, bucket in enumerate(buckets):
         held = tensors[done : done + len(bucket.specs)]
         done += len(held)
+        # The other buffer is still being sent.
         buffer = pack(bucket, held, memories[number % 2])
         land()
-        flights = []
+        pending = []
         for channel in channels:
             if channel not in failed:
                 try:
-                    flights.append((channel, channel.start(buffer)))
+                    pending.append((channel, channel.start(buffer)))
                 except (ConnectionFailed, RuntimeError) as error:
                     failed[channel] = error
-        if not flights:
+        if not pending:
             return failed
     land()
     return failed
@@ -243,7 +252,7 @@ def receive(channel: Channel, buckets: Iterable[Bucket]) -> Iterator[list[tuple[
         BadResponse: a checksum differs.
     """
 
-    def start(bucket: Bucket | None) -> Flight | None:
+    def start(bucket: Bucket | None) -> PendingBroadcast | None:
         if bucket is None:
             return None
         return channel.start(
@@ -305,6 +314,7 @@ def _join(
         ) from error
     channel = Channel(group, device, timeout_s)
     greeting = torch.tensor(list(bytes.fromhex(invitation.token)), dtype=torch.uint8)
+    # The token has come over HTTP; only the trainer that sent it can broadcast it.
     heard = greeting.to(device) if rank == 0 else torch.zeros(_TOKEN_BYTES, dtype=torch.uint8)
     heard = heard.to(device)
     channel.broadcast(heard)
@@ -326,10 +336,12 @@ def _gloo(store: Any, rank: int, invitation: Invitation, timeout_s: float) -> An
 
 def _nccl(store: Any, rank: int, invitation: Invitation, timeout_s: float) -> Any:
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=2 * timeout_s)  # ours comes first
+    # Ours comes first.
+    options._timeout = timedelta(seconds=2 * timeout_s)
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
-    os.environ[name] = "2"  # a lost peer ends this group, not the process; read when it is made
+    # A lost peer ends this group, not the process. nccl reads it when the group is made.
+    os.environ[name] = "2"
     try:
         return dist.ProcessGroupNCCL(store, rank, invitation.world_size, options)
     finally:
@@ -361,13 +373,15 @@ def _own_address(invitation: Invitation) -> str:
     """Return the address from which this machine reaches the trainer; nothing is sent."""
     family = socket.AF_INET6 if ":" in invitation.address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # Connecting a datagram socket only looks up the route.
         probe.connect((invitation.address, invitation.port))
         return str(probe.getsockname()[0])
 
 
 def _free(box: list[Any]) -> None:
     group = box.pop()
-    if not isinstance(group, dist.ProcessGroupGloo):  # gloo's abort does nothing
+    # gloo's abort does nothing.
+    if not isinstance(group, dist.ProcessGroupGloo):
         group.abort()
 
 

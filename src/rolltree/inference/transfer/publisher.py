@@ -27,7 +27,7 @@ from rolltree.inference.transfer.buckets import Bucket, TensorSpec, fill_buckets
 from rolltree.inference.transfer.channel import (
     BackendName,
     Channel,
-    Meeting,
+    Rendezvous,
     check_backend,
     send,
 )
@@ -38,12 +38,13 @@ SETUP = (
     "--worker-extension-cls rolltree.inference.vllm.worker.WeightReload "
     """--weight-transfer-config '{"backend": "rolltree"}'."""
 )
+# A repeated request would join a transfer that has moved on (design/0012).
 _ONCE = RetryPolicy(max_retries=0)
 _FEW = RetryPolicy(max_retries=3, first_wait_s=0.1)
+# How long /update_weights may take: the transfer has time limits of its own.
 _DAY_S = 86400.0
-"""How long /update_weights may take: the transfer has time limits of its own."""
+# How long a server is given to say why it broke a transfer off.
 _REASON_S = 5.0
-"""How long a server is given to say why it broke a transfer off."""
 _POLL_S = 0.005
 
 
@@ -82,7 +83,8 @@ class WeightTransfer:
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
         check_backend(backend)
         self._device = torch.device("cpu")
-        if backend == "nccl":  # resolved here: other threads have another current device
+        # Resolved here: other threads have another current device.
+        if backend == "nccl":
             self._device = torch.device(device or f"cuda:{torch.cuda.current_device()}")
         elif device is not None:
             raise ConfigError(
@@ -136,6 +138,7 @@ class WeightTransfer:
                 async def load(server: HttpClient) -> None:
                     await self._load(server, channel, sending, info)
 
+                # One server that fails is dropped; its group is made anew at the next publish.
                 await update_server(server, load, version)
             except BaseException:
                 self._drop(server)
@@ -146,6 +149,7 @@ class WeightTransfer:
         try:
             await publish_by(update, clients, version)
         finally:
+            # Also after an error: the trainer changes the tensors when this returns.
             await sending.ended()
 
     def forget(self, client: HasServer) -> None:
@@ -165,20 +169,20 @@ class WeightTransfer:
     async def _channel_to(self, server: HttpClient) -> Channel:
         if server not in self._channels:
             try:
-                self._channels[server] = await self._meet(server)
+                self._channels[server] = await self._connect(server)
             except ModelError as error:
                 raise ModelError(
                     f"{server.root_url} cannot be sent weights: {error} {SETUP}"
                 ) from error
         return self._channels[server]
 
-    async def _meet(self, server: HttpClient) -> Channel:
+    async def _connect(self, server: HttpClient) -> Channel:
         answer = await call(server, "/get_world_size", None)
         num_workers = answer.get("world_size") if isinstance(answer, dict) else None
         if not isinstance(num_workers, int) or num_workers < 1:
             raise BadResponse(f"/get_world_size answered {answer!r}, without a world size.")
-        meeting = Meeting(self._address, num_workers, self._backend, self._timeout_s)
-        body = {"init_info": meeting.invitation.as_data()}
+        rendezvous = Rendezvous(self._address, num_workers, self._backend, self._timeout_s)
+        body = {"init_info": rendezvous.invitation.as_data()}
         asked = asyncio.ensure_future(
             call(
                 server,
@@ -189,13 +193,14 @@ class WeightTransfer:
             )
         )
         try:
-            await self._all_come(meeting, asked)
+            await self._wait_for_workers(rendezvous, asked)
             try:
-                channel = await asyncio.to_thread(meeting.join, self._device)
+                channel = await asyncio.to_thread(rendezvous.join, self._device)
             except ConnectionFailed:
                 await asyncio.wait([asked], timeout=_REASON_S)
                 if asked.done():
-                    asked.result()  # the server knows better what is wrong
+                    # The server knows better what is wrong.
+                    asked.result()
                 raise
             try:
                 await asked
@@ -203,19 +208,19 @@ class WeightTransfer:
                 channel.close()
                 raise
         finally:
-            await _ended(asked)
+            await _cancel_request(asked)
         return channel
 
-    async def _all_come(self, meeting: Meeting, asked: asyncio.Future[Any]) -> None:
+    async def _wait_for_workers(self, rendezvous: Rendezvous, asked: asyncio.Future[Any]) -> None:
         """Wait until every worker has connected, or one has failed."""
         end = asyncio.get_running_loop().time() + self._timeout_s
-        while not meeting.is_complete:
+        while not rendezvous.is_complete:
             if asked.done():
                 asked.result()
                 raise BadResponse("it reports that it is ready, but its workers did not connect.")
             if asyncio.get_running_loop().time() > end:
                 raise ConnectionFailed(
-                    f"its {meeting.invitation.world_size - 1} workers did not connect to "
+                    f"its {rendezvous.invitation.world_size - 1} workers did not connect to "
                     f"{self._address} within {self._timeout_s:g} s. Can they reach that address?"
                 )
             await asyncio.sleep(_POLL_S)
@@ -229,8 +234,12 @@ class WeightTransfer:
         asked = asyncio.ensure_future(
             call(server, "/update_weights", {"update_info": info}, retry=_ONCE, timeout_s=_DAY_S)
         )
+        # HTTP and broadcast end together: a server that answers with an error reads no more
+        # buckets.
         asked.add_done_callback(lambda done: _close_if_failed(done, channel))
         try:
+            # Shielded: the sending is for all servers, and ends when the last of them has
+            # everything.
             lost = (await asyncio.shield(sent)).get(channel)
             patience_s = self._timeout_s if lost is None else min(_REASON_S, self._timeout_s)
             await asyncio.wait([asked], timeout=patience_s)
@@ -244,7 +253,7 @@ class WeightTransfer:
                     f"{patience_s:g} s. See its log."
                 )
         finally:
-            await _ended(asked)
+            await _cancel_request(asked)
         await call(server, "/finish_weight_update", {}, retry=_ONCE)
 
 
@@ -309,17 +318,18 @@ async def _start(server: HttpClient) -> None:
     except ServerError as error:
         if error.status < 500:
             raise
-        # vLLM closes the connection behind an error, perhaps just when it is used again
+        # Retried: vLLM closes the connection after an error, perhaps just when it is used again.
         await call(server, "/collective_rpc", {"method": "abandon_weight_update"}, retry=_FEW)
         await call(server, "/start_weight_update", {}, retry=_ONCE)
 
 
-async def _ended(asked: asyncio.Future[Any]) -> None:
+async def _cancel_request(asked: asyncio.Future[Any]) -> None:
     """Give a request up, if it is not answered, and see its connection closed."""
     asked.cancel()
     await asyncio.wait([asked])
     if not asked.cancelled():
-        asked.exception()  # raised already, or of no interest
+        # Raised already, or of no interest; asyncio would log it as never retrieved.
+        asked.exception()
 
 
 def _close_if_failed(done: asyncio.Future[Any], channel: Channel) -> None:

@@ -21,11 +21,7 @@ Weights = Iterable[tuple[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step added to one request, and whether that is done.
-
-    The last one has the request's `routed_experts`, `[tokens, layers, top_k]` of all its tokens but
-    the last, where vLLM records them.
-    """
+    """What one step added to one request, and whether that is done."""
 
     request_id: str
     ids: Sequence[int]
@@ -34,6 +30,8 @@ class StepOutput:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     num_cached: int = 0
+    # `[tokens, layers, top_k]` of all tokens but the last; with the last output, if vLLM records
+    # them.
     routed_experts: Any = None
 
 
@@ -113,10 +111,15 @@ class VllmBackend:
                 "max_num_seqs": max_batch,
                 "kv_cache_memory_bytes": kv_budget_bytes,
                 "seed": seed,
-                "enforce_eager": current_platform.is_cpu(),  # compiling for a CPU takes minutes
-                "async_scheduling": False,  # else a step is still running when step() returns
+                # Compiling for a CPU takes minutes.
+                "enforce_eager": current_platform.is_cpu(),
+                # Otherwise a step is still running when step() returns, and would read weights that
+                # a publish is replacing.
+                "async_scheduling": False,
+                # Of the distribution that was sampled from: a ratio of policies needs these.
                 "logprobs_mode": "processed_logprobs",
-                "generation_config": "vllm",  # no sampling defaults from the model folder
+                # No sampling defaults from the model folder: every setting is the request's.
+                "generation_config": "vllm",
                 "trust_remote_code": False,
                 "worker_extension_cls": "rolltree.inference.vllm.worker.WeightReload",
                 "disable_log_stats": True,
@@ -147,6 +150,7 @@ class VllmBackend:
 
     def add(self, request_id: str, prompt_ids: list[int], fields: Mapping[str, Any]) -> None:
         """Begin a request."""
+        # Without stop strings vLLM need not decode text.
         params = self._params(**fields, detokenize=bool(fields["stop"]), output_kind=self._delta)
         self._engine.add_request(request_id, {"prompt_token_ids": prompt_ids}, params)
 
@@ -162,6 +166,8 @@ class VllmBackend:
         """Copy the weights into vLLM's own layout and drop every cached key and value."""
         worker = self._core.model_executor.driver_worker.worker
         worker.reload_all_weights(weights_iterator=iter(weights))
+        # Running requests, too: keys of the old weights under tokens of the new ones would be a
+        # policy that never existed.
         self._core.reset_prefix_cache(reset_running_requests=True)
 
     def close(self) -> None:
@@ -190,10 +196,13 @@ def _step_output(output: Any) -> StepOutput:
 
 
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process
+    # The engine in this process, where `load` can reach its worker.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding cores would slow the trainer's threads
-    "VLLM_LOGGING_LEVEL": "ERROR",  # it warns of what is set up here on purpose
+    # Binding cores would slow the trainer's threads.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # It warns of what is set up here on purpose.
+    "VLLM_LOGGING_LEVEL": "ERROR",
 }
 
 
@@ -211,12 +220,14 @@ def _process_settings_kept() -> Iterator[None]:
         else:
             os.environ.setdefault(name, value)
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    # vLLM seeds all three for the whole process; the trainer's next numbers must not change.
     states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
     dtype = torch.get_default_dtype()
     try:
         yield
     finally:
-        torch.set_num_threads = set_num_threads  # the CPU worker replaces it by a warning
+        # The CPU worker replaces it by a function that only warns.
+        torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
         random.setstate(states[0])
         np.random.set_state(states[1])

@@ -27,6 +27,7 @@ from rolltree.inference.local.client import LocalClient, configured_end_ids
 from rolltree.inference.vllm.backend import Backend, StepOutput, VllmBackend, Weights
 from rolltree.types import FinishReason, IntArray, SamplingParams
 
+# vLLM replaces lower temperatures by this one.
 _COLDEST = 0.01
 _DEFAULT_KV_BYTES = 2**30
 
@@ -49,6 +50,7 @@ class VllmRequest(EngineRequest):
         self.num_cached = max(self.num_cached, added.num_cached)
         self.routed_experts = added.routed_experts
         if self.on_token is not None:
+            # An answer's last token comes with the finished answer and its reason.
             told = len(added.ids) - added.finished
             for token, logprob in list(zip(added.ids, added.logprobs, strict=True))[:told]:
                 self.on_token(SampledToken(token, min(logprob, 0.0), None, version))
@@ -62,6 +64,7 @@ class VllmRequest(EngineRequest):
         own = isinstance(stop, str) or stop in self.sampling.stop_token_ids
         return EngineOutput(
             completion_ids=np.array(self.ids, np.int32),
+            # vLLM's rounding can give a logprob slightly above 0.
             logprobs=np.minimum(np.array(self.logprobs, np.float32), np.float32(0)),
             versions=np.array(self.versions, np.int32),
             finish_reason=FinishReason(finish_reason or "stop"),
@@ -150,6 +153,7 @@ class VllmEngine(EngineThread[VllmRequest]):
 
     def _step(self, new: list[VllmRequest], version: int) -> None:
         self._waiting.extend(new)
+        # Waiting is counted here (`wait_s`), so vLLM gets no more than it decodes.
         while self._waiting and len(self._running) < self.max_batch:
             self._admit(self._waiting.popleft())
         if not self._running:
@@ -237,8 +241,10 @@ def vllm_fields(
         "seed": seed % 2**63,
         "max_tokens": max_tokens,
         "stop": list(sampling.stop),
+        # Every end token is named, because `generation_config` is not read.
         "stop_token_ids": list(dict.fromkeys((*sampling.stop_token_ids, *ends))),
-        "logprobs": 0,  # the sampled token's alone
+        # The sampled token's alone.
+        "logprobs": 0,
         "skip_special_tokens": False,
         **{name: extra[name] for name in VllmEngine.extra_settings if name in extra},
     }
@@ -254,6 +260,7 @@ def parameters_of(model: Any) -> Callable[[], Weights]:
         for name, tensor in model.named_parameters():
             yield name, tensor.detach()
         persistent = model.state_dict(keep_vars=True)
+        # Some checkpoints have buffers (a router's bias), which an optimizer does not see.
         for name, tensor in model.named_buffers():
             if name in persistent:
                 yield name, tensor

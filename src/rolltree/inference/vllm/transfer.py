@@ -42,7 +42,8 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
         self._channel: Channel | None = None
-        self._expected: set[str] | None = None  # parameters, while an update is open
+        # Names of the parameters, while an update is open.
+        self._expected: set[str] | None = None
 
     def init_transfer_engine(self, init_info: Invitation) -> None:
         """Meet the trainer; an earlier one is forgotten."""
@@ -55,7 +56,9 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """Make the model ready to load layer by layer."""
         self._close_update()
         self._expected = {
-            name.replace(".base_layer.", ".") for name, _ in self.model.named_parameters()
+            # vLLM wraps layers that can have adapters; checkpoints name what is inside.
+            name.replace(".base_layer.", ".")
+            for name, _ in self.model.named_parameters()
         }
         initialize_layerwise_reload(self.model)
 
@@ -81,6 +84,8 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 reported = reported and names is not None
                 loaded |= names or set()
             missing = sorted((self._expected or set()) - loaded)
+            # Quantised models have parameters that no checkpoint has, and some loaders report
+            # nothing.
             if missing and reported and self.model_config.quantization is None:
                 raise RuntimeError(
                     f"{len(missing)} of the model's parameters were not sent, {missing[0]} among "
@@ -103,10 +108,9 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
             channel.close()
 
     def _close_update(self) -> None:
-        """End layerwise loading, also of layers that got half of their weights.
-
-        Left open, what they have would be counted again by the next update.
-        """
+        """End layerwise loading, also of layers that got half of their weights."""
+        # vLLM counts what each layer got. Left open, that would count for the next update, and a
+        # layer would be loaded from half of it (design/0012).
         if self._expected is not None:
             self._expected = None
             finalize_layerwise_reload(self.model, self.model_config)

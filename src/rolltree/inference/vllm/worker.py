@@ -39,6 +39,7 @@ def renew_output_layer(model: Any) -> None:
     """Pack the output layer's weights anew where vLLM keeps a packed copy of them."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+    # The probe after each publish found this: answers kept the old head (design/0022).
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)
@@ -47,7 +48,8 @@ def renew_output_layer(model: Any) -> None:
 def _register() -> None:
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-    except ImportError:  # no vLLM here, or one that is too old for transfers: reloading works
+    except ImportError:
+        # No vLLM here, or one that is too old for transfers: reloading works.
         return
     name = "rolltree.inference.vllm.transfer"
     WeightTransferEngineFactory.register_engine("rolltree", name, "TransferEngine")
