@@ -6,7 +6,8 @@
 
 Tiny mixtures with random weights: one routed by softmax as Qwen3-MoE, one by groups, sigmoid and
 bias as DeepSeek-V3. The embedded engine samples two turns per rollout and records the experts; the
-trainer reads them as one tree. What differs between the two: nothing; noise on the trainer's router
+trainer reads them as one tree. What differs between the two: nothing; nothing, in three turns of as
+many conversations as the engine has slots, which move between them; noise on the trainer's router
 weights, as after an update that the engine has not got; or the engine's bfloat16. With bfloat16 the
 rest of the model rounds too, and replay cannot undo that.
 """
@@ -60,7 +61,7 @@ MODELS: dict[str, Any] = {
     ),
     "deepseek_v3": DeepseekV3Config(first_k_dense_replace=1, **GROUPS, **MLA, **SIZES),
 }
-NOISES = {"nothing": 0.0, "router +-0.3 %": 0.003, "router +-3 %": 0.03, "engine bfloat16": 0.0}
+NOISES = {"nothing": 0.0, "no free slot": 0.0, "router +-0.3 %": 0.003, "router +-3 %": 0.03, "engine bfloat16": 0.0}
 
 
 def make_model(kind: str) -> Any:
@@ -81,15 +82,15 @@ def perturb(model: Any, noise: float) -> None:
         weight.add_(noise * weight.std() * torch.randn_like(weight))
 
 
-async def play(engine: LocalEngine, num_rollouts: int) -> list[State]:
-    """Sample groups of 4 rollouts of two turns that begin with one prompt."""
+async def play(engine: LocalEngine, num_rollouts: int, num_turns: int) -> list[State]:
+    """Sample groups of 4 rollouts that begin with one prompt."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCABULARY, 24).astype(np.int32) for _ in range(num_rollouts // 4)]
 
     async def rollout(index: int) -> State:
         trajectory, path, before = Trajectory(), prompts[index // 4], None
-        for turn in range(2):
-            sampling = SamplingParams(max_tokens=48, seed=2 * index + turn)
+        for turn in range(num_turns):
+            sampling = SamplingParams(max_tokens=48, seed=num_turns * index + turn)
             output = await engine.generate(GenerateRequest(path, sampling))
             response = ModelResponse(
                 message={},
@@ -119,9 +120,11 @@ def measure(kind: str, what: str, num_rollouts: int) -> dict[str, Any]:
     perturb(trained, NOISES[what])
 
     async def sample() -> list[State]:
-        engine = LocalEngine(served, max_batch=16, max_context=256, record_experts=True)
+        is_full = what == "no free slot"
+        num_slots = num_rollouts if is_full else 16
+        engine = LocalEngine(served, max_batch=num_slots, max_context=256, record_experts=True)
         try:
-            return await play(engine, num_rollouts)
+            return await play(engine, num_rollouts, 3 if is_full else 2)
         finally:
             await engine.aclose()
 
@@ -177,7 +180,7 @@ def main() -> int:
             f"{row['model']}, {row['differs']}",
             row["replayed"]["mean"] / row["own"]["mean"],
         )
-        if row["differs"] == "nothing":
+        if row["differs"] in ("nothing", "no free slot"):
             bars.append(Bar.at_most(f"mean mismatch ({name})", row["replayed"]["mean"], 2e-5))
         elif row["differs"] == "engine bfloat16":
             bars.append(Bar.below(f"of the mismatch is left by replay ({name})", ratio, 1.0))

@@ -99,7 +99,7 @@ def test_text_that_changes_is_not_given_twice() -> None:
 @given(st.lists(st.integers(0, 3), max_size=12))
 def test_spans_say_what_the_versions_are(versions: list[int]) -> None:
     array = np.array(sorted(versions), np.int32)
-    answer = {"choices": [{"weight_versions": spans(array)}]}
+    answer = {"choices": [{"weight_versions": version_spans(array)}]}
     assert extract_versions(answer, len(array), 9).tolist() == array.tolist()
 
 
