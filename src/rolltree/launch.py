@@ -175,6 +175,8 @@ async def train_async(
                     shown = reporter or _default_reporter(quiet, stack)
                     if model is not None:
                         notify = partial(stored.announce, show=shown.on_notice)
+                        # An object keeps its weights when a call fails: they are compared with
+                        # those the run began with.
                         begin(model, checked, stored, notify, is_alone=ranks is None)
                     if client is not None:
                         _check_engine(checked, ranks is not None)
@@ -216,7 +218,7 @@ async def train_async(
 
 
 def _object(name: str, given: Any, settings: dict[str, Any]) -> Any:
-    """Return what is given as an object; a section, or the main key of one, becomes a setting."""
+    """Return the given object; a section, or the main key of one, becomes a setting instead."""
     # An environment may be a path, and is loaded later.
     is_name = isinstance(given, str | Path) and name != "env"
     if not is_name and not isinstance(given, Mapping):
@@ -372,7 +374,7 @@ def held_out(
 
 
 def _check_engine(config: TrainConfig, has_ranks: bool) -> None:
-    """Refuse an engine that was given where it would not serve what is trained."""
+    """Refuse an engine that was given but would not serve what is trained."""
     if has_ranks or config.model.lora_rank:
         what = "several ranks train" if has_ranks else "model.lora_rank is set"
         raise ConfigError(
@@ -400,6 +402,8 @@ def stop_on_sigterm() -> Iterator[None]:
             received.append(signal.SIGTERM)
             task.cancel()
 
+    # Not `signal.signal`: its handler could run in the middle of any bytecode, also of a
+    # checkpoint.
     loop.add_signal_handler(signal.SIGTERM, stop)
     try:
         yield

@@ -83,7 +83,7 @@ _FIELD = re.compile(
 
 
 def is_secret_key(key: str) -> bool:
-    """Say whether a field of this name holds a secret.
+    """Whether a field of this name holds a secret.
 
     >>> [is_secret_key(k) for k in ("api_key", "apiKey", "hf_token", "max_tokens", "eos_token")]
     [True, True, True, False, False]

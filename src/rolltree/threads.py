@@ -104,7 +104,7 @@ class _Work(Generic[T]):
 async def run_in_thread(
     work: Callable[[], T], *, limit_s: float | None = None, name: str = "rolltree-work"
 ) -> T:
-    """Return what `work()` returns, from a thread with this task's context variables.
+    """Run `work` in a thread with this task's context variables, and return its result.
 
     Raises:
         TimeoutError: it took longer than `limit_s`; the thread was stopped.
@@ -121,7 +121,7 @@ async def run_in_thread(
 
 
 async def run_in_pool(work: Callable[[], T]) -> T:
-    """Return what `work()` returns, from a thread of a shared pool, with this task's context.
+    """Run `work` in a thread of a shared pool with this task's context, and return its result.
 
     Cancellation leaves the work running.
     """

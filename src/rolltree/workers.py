@@ -99,7 +99,7 @@ class WorkerPool:
             self._free = threading.Semaphore(max_workers)
 
     def call(self, value: Any, *, limit_s: float | None = None) -> Any:
-        """Return what the function returns for a JSON value; blocks until it has.
+        """Call the function with a JSON value and return its result; blocks until then.
 
         Raises:
             WorkerCallError: the function raised.
@@ -297,7 +297,7 @@ class _Worker:
 
 
 def _scrubbed() -> dict[str, str]:
-    """Return what Python needs of this environment; one thread for numerical libraries."""
+    """Return the variables that Python needs; one thread for numerical libraries."""
     kept = {name: os.environ[name] for name in _PASSED if name in os.environ}
     return {**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 

@@ -46,6 +46,7 @@ class GenerateAnswer(msgspec.Struct):
 
 
 _UNLIMITED = 2**20  # SGLang's default is 128; it cuts at the context window
+# One pass over an answer that repeats three values per token.
 _DECODER = msgspec.json.Decoder(GenerateAnswer)
 
 
@@ -81,6 +82,7 @@ def sampled_of(answer: GenerateAnswer, version: int) -> Answer:
             "call cannot be trained. Which version of SGLang is it?"
         )
     ids = [token for _, token, _ in triples]
+    # Both are sent. If they differ, nothing says which ids were sampled.
     if answer.output_ids is not None and answer.output_ids != ids:
         raise TokenError(
             f"SGLang's output_ids ({len(answer.output_ids)}) are not the ids of its logprobs "
@@ -177,6 +179,7 @@ class SGLangClient(TokenClient):
             "input_ids": request.prompt_ids.tolist(),
             "sampling_params": sampling_params(sampling, self.renderer.end_ids),
             "return_logprob": True,
+            # No logprobs of the prompt.
             "logprob_start_len": -1,
         }
         outcome = await self._server.post("/generate", body, decode_answer)
@@ -186,6 +189,8 @@ class SGLangClient(TokenClient):
         check_num_sampled(len(ids), sampling.max_tokens)
         if answer.finish_reason == FinishReason.STOP:
             answer.text = self.renderer.answer_text(ids, sampling)
+        # SGLang computes them before these cuts, so they are not of the distribution that was
+        # sampled from.
         if sampling.top_p != 1.0 or sampling.top_k:
             answer.logprobs = None
         answer.add_outcome(outcome)
@@ -212,7 +217,9 @@ def sampling_params(sampling: SamplingParams, end_ids: Sequence[int]) -> dict[st
         "repetition_penalty": 1.0,
         "max_new_tokens": _UNLIMITED if sampling.max_tokens is None else sampling.max_tokens,
         "stop_token_ids": list(dict.fromkeys((*sampling.stop_token_ids, *end_ids))),
+        # The renderer reads tool calls and reasoning from special tokens.
         "skip_special_tokens": False,
+        # What was sampled is trained, the stop string included.
         "no_stop_trim": True,
     }
     if sampling.stop:

@@ -72,7 +72,7 @@ class _Safe:
 
 
 class _Pickled:
-    """A file of `torch.save`, memory-mapped where its format allows it."""
+    """A file of `torch.save`, memory-mapped if its format allows it."""
 
     def __init__(self, path: Path) -> None:
         mapped = zipfile.is_zipfile(path)

@@ -425,7 +425,7 @@ class FolderSandbox(ABC):
 
     @abstractmethod
     def launch(self, command: Sequence[str], limits: Limits) -> Launch:
-        """Return how to run a command."""
+        """Wrap a command in everything that isolates it."""
 
     @property
     @abstractmethod
@@ -544,7 +544,7 @@ class FolderSandbox(ABC):
         await self.close()
 
     def _prepared(self, command: Sequence[str], limits: Limits) -> Launch:
-        """Return how to run a command in a folder that can be entered."""
+        """Wrap a command, and restore the folder's rights."""
         self._folder.reset()
         # Another run of this sandbox could kill this one before it is confined.
         alone = not self._running and not any(session.is_alive for session in self._sessions)

@@ -156,7 +156,7 @@ class LocalBackend:
         return f"its user could not reach {hidden[0]}" if hidden else ""
 
     async def _try(self, candidate: Candidate) -> str:
-        """Return why a candidate does not work, or an empty string."""
+        """Return the reason why a candidate cannot work, or an empty string."""
         try:
             sandbox = await asyncio.to_thread(LocalSandbox, self, candidate, Limits(wall_s=20.0))
         except SandboxError as error:

@@ -192,7 +192,7 @@ def is_world_reachable(path: str) -> bool:
 
 
 def num_tasks_of_user() -> int:
-    """Return how many threads the user of this process runs now."""
+    """Count the threads that the user of this process runs now."""
     count = 0
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
@@ -239,7 +239,7 @@ class Candidate:
 
 
 def candidates(machine: Machine, wanted: str = "auto") -> list[Candidate]:
-    """Return what this machine may be able to do, best first.
+    """Return the ways to confine code that may work on this machine, best first.
 
     Raises:
         ConfigError: there is no such level.

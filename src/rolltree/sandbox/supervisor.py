@@ -286,7 +286,7 @@ class Watch:
         return ""
 
     def kernel_bytes(self, pids: list[int], room: int) -> int:
-        """Return what the kernel may hold for the tree, at most: in sockets, pipes and mappings.
+        """Bound what the kernel may hold for the tree in sockets, pipes and mappings.
 
         Descriptors are told apart, and mappings counted, only when there could be enough of them to
         fill `room` bytes; a mapping has at least a page.
@@ -310,7 +310,7 @@ class Watch:
         return in_turns(self.portions, pids, proportional, 0.0)
 
     def count_mappings(self, pids: list[int]) -> int:
-        """Return how many mappings the tree has."""
+        """Count the mappings of the tree."""
         return in_turns(self.mappings, pids, num_mappings, _COUNT_S)
 
     def cpu_s(self, pids: list[int]) -> float:
@@ -366,7 +366,7 @@ class Watch:
             time.sleep(0.001)
 
     def report(self, ended: str) -> dict[str, Any]:
-        """Return what the tree used and how it ended."""
+        """Return the resources used and the end of the tree, as the status pipe gets them."""
         status = self.main_status
         exited = ended == "exit" and status is not None
         killed = ended == "signal" and status is not None
@@ -456,7 +456,7 @@ def num_descriptors(pid: int) -> int:
 
 
 def descriptors(pid: int) -> set[str]:
-    """Return what the open descriptors of a process are, like "socket:[4711]".
+    """Return the targets of a process's open descriptors, like "socket:[4711]".
 
     A program that nobody may read hides them from a user who is not root; then the worst is taken.
     """
@@ -474,7 +474,7 @@ def descriptors(pid: int) -> set[str]:
 
 
 def address_pages(pid: int) -> int:
-    """Return how many pages the address space of a process has."""
+    """Return the number of pages in the address space of a process."""
     try:
         with open(f"/proc/{pid}/statm") as file:
             return int(file.read().split()[0])
@@ -483,7 +483,7 @@ def address_pages(pid: int) -> int:
 
 
 def num_mappings(pid: int) -> int:
-    """Return how many parts of its address space a process has mapped apart."""
+    """Return the number of separate mappings in the address space of a process."""
     try:
         with open(f"/proc/{pid}/maps", "rb") as file:
             return file.read().count(b"\n")
@@ -495,7 +495,7 @@ def num_mappings(pid: int) -> int:
 
 
 def socket_bytes() -> int:
-    """Return how much one socket may hold; code cannot change that."""
+    """Return the size of a socket's buffer; code cannot change it."""
     try:
         with open("/proc/sys/net/core/wmem_default") as file:
             return int(file.read())

@@ -1,4 +1,4 @@
-"""Fields, deltas and spans of the server, without one."""
+"""Fields, deltas and version_spans of the server, without one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ from rolltree.inference.server.requests import (
     messages_of,
     parse_request,
 )
-from rolltree.inference.server.responses import MessageDeltas, TextDeltas, settled_text, spans
+from rolltree.inference.server.responses import (
+    MessageDeltas,
+    TextDeltas,
+    settled_text,
+    version_spans,
+)
 from rolltree.testing.tokenizer import ByteTokenizer
 from rolltree.types import FinishReason, SamplingParams
 

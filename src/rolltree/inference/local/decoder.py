@@ -164,7 +164,7 @@ class Decoder:
         self.counts.num_cached_tokens += shared
 
     def _share(self, missing: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many tokens of each row to compute: one, or a share of the prompt limit."""
+        """Return how much of each row to compute: one token, or a share of the prompt limit."""
         # One token for everybody first: a long prompt must not hold up those who decode.
         counts = np.minimum(missing, 1)
         left = self.prefill_chunk

@@ -65,7 +65,7 @@ class _Linear:
     """One or several linear maps of the same input, side by side: `[_T, in]` to `[_T, out]`.
 
     With `packed` they are kept as one transposed copy, with which products on a CPU are 1.3 times
-    as fast (design/0002). Without, and where they have biases, the model's own tensors are used.
+    as fast (design/0002). Without, and if they have biases, the model's own tensors are used.
     """
 
     def __init__(self, *modules: Any, packed: bool) -> None:

@@ -115,7 +115,7 @@ def choose_route(model: Any, max_context: int, packed: bool = False) -> Route:
 
 
 def _slots_reason(trials: list[_Trial], *, lean: bool, counts: bool, packed: bool) -> str | None:
-    """Return why slots do not give the logits of the trials, or None."""
+    """Return the reason why slots do not give the logits of the trials, or None."""
     try:
         shapes = [replace(_kv_shape(tried), counts=counts) for tried, _ in trials]
         routes = [Route(shape, lean) for shape in shapes]

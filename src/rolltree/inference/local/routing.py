@@ -72,7 +72,7 @@ class Routers:
 
 
 def is_mixture(model: Any) -> bool:
-    """Return whether a model's configuration counts experts."""
+    """Whether a model's configuration counts experts."""
     config = model.config.get_text_config(decoder=True)
     return any((getattr(config, name, None) or 0) > 1 for name in _EXPERT_COUNTS)
 

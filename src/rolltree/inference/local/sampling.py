@@ -275,7 +275,7 @@ def make_processors(
     vocab_size: int,
     device: torch.device,
 ) -> Processors | None:
-    """Return what the settings in `extra` ask for; None if that is nothing.
+    """Make the processors for the settings in `extra`; None if they change nothing.
 
     `end_ids` are those that `min_tokens` keeps away. Names outside `PROCESSED` are not looked at.
 

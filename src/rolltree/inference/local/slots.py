@@ -258,7 +258,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         return plan.positions - torch.arange(len(plan.positions), device=plan.positions.device)
 
     def get_max_length(self) -> int:
-        """Return how many tokens a slot holds."""
+        """Return the capacity of a slot in tokens."""
         return self.owner.capacity
 
 

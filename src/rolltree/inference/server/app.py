@@ -1,4 +1,4 @@
-"""The application and its process: which path is answered by what, where it listens.
+"""The application and its process: the handlers of all paths, and the address it listens on.
 
 OpenAI's `/v1/models`, `/v1/chat/completions` and `/v1/completions`; vLLM's `/tokenize`,
 `/detokenize`, `/inference/v1/generate` and its weight updates, so that one publisher
@@ -238,7 +238,7 @@ class WeightHandlers:
         return json_response({"status": "resumed"})
 
     async def is_paused(self, request: Request) -> Response:
-        """Say whether the server is paused."""
+        """Answer `{"is_paused": ...}`."""
         return json_response({"is_paused": self._served.is_paused})
 
     async def collective_rpc(self, request: Request) -> Response:
@@ -283,11 +283,11 @@ class WeightHandlers:
         return json_response({"success": True, "new_version": version})
 
     async def weight_info(self, request: Request) -> Response:
-        """Say which version the weights have; "default" are those that it was started with."""
+        """Answer the version of the weights; "default" are those that it was started with."""
         return json_response({"weight_version": self._served.weight_version})
 
     async def get_world_size(self, request: Request) -> Response:
-        """Say how many processes take part in a transfer."""
+        """Answer the number of processes that take part in a transfer."""
         return json_response({"world_size": self._receiver().world_size})
 
     async def init_weight_transfer(self, request: Request) -> Response:
@@ -396,7 +396,7 @@ def _request_id(request: Request) -> str:
 
 
 def _request_id_in(given: Mapping[str, Any]) -> str:
-    """Return what the request's body calls it, if it does."""
+    """Return the name of the request in its body, if there is one."""
     name = given.get("request_id", "")
     if not isinstance(name, str):
         raise RequestError("request_id is not a string.", param="request_id")

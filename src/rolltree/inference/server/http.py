@@ -155,7 +155,7 @@ async def json_body(request: Request) -> dict[str, Any]:
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """Return what `work` gives; cancel it when the client leaves. The body must have been read.
+    """Await `work`, and cancel it when the client leaves. The body must have been read.
 
     Raises:
         ClientDisconnect: the client left.

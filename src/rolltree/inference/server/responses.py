@@ -116,7 +116,7 @@ class Responses:
 
 
 def token_usage(prompts: Sequence[IntArray], outputs: Sequence[EngineOutput]) -> dict[str, Any]:
-    """Return how many tokens were read and sampled; a prompt counts once for all its choices."""
+    """Count the tokens read and sampled; a prompt counts once for all its choices."""
     num_prompt = sum(map(len, prompts))
     num_completion = sum(len(output.completion_ids) for output in outputs)
     num_cached = sum(output.num_cached_tokens for output in outputs)

@@ -120,7 +120,7 @@ class Channel:
         self.wait(self.start(buffer))
 
     def close(self) -> None:
-        """Let go; the other members' operations fail, where they are connected still."""
+        """Let go; the operations of members that are still connected fail."""
         box, self._group = [self._group], None
         # Dropping the last reference waits for the operation under way, which gloo cannot
         # interrupt, so a thread of its own does it (design/0012).

@@ -56,7 +56,7 @@ class VllmRequest(EngineRequest):
                 self.on_token(SampledToken(token, min(logprob, 0.0), None, version))
 
     def output(self, finish_reason: str | None, stop: str | int | None) -> EngineOutput:
-        """Return what was sampled, now that it is complete.
+        """Return the complete answer.
 
         Raises:
             ValueError: vLLM stopped for a reason that is not known here.
@@ -251,7 +251,7 @@ def vllm_fields(
 
 
 def parameters_of(model: Any) -> Callable[[], Weights]:
-    """Return what gives a Hugging Face model's weights, named as in its checkpoint.
+    """Return a function that yields a model's weights, named as in a Hugging Face checkpoint.
 
     Tied weights come once, under the first of their names.
     """

@@ -36,7 +36,7 @@ class WeightReload:
 
 
 def renew_output_layer(model: Any) -> None:
-    """Pack the output layer's weights anew where vLLM keeps a packed copy of them."""
+    """Pack the output layer's weights anew if vLLM keeps a packed copy of them."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     # The probe after each publish found this: answers kept the old head (design/0022).
