@@ -33,8 +33,11 @@ _DTYPES = ("float32", "bfloat16", "float16")
 # The names that need no folder: under which key each is kept, and what makes it. The key of SmolLM2
 # has the version of its package, so an upgrade converts it anew.
 MADE_MODELS: dict[str, tuple[Callable[[], str], Callable[[Path], None]]] = {
-    "smollm2-135m": (lambda: f"smollm2-135m-{gguf_path()[1]}", build_smollm2),
-    "tiny": (lambda: TinyConfig().key(), make_tiny),
+    "smollm2-135m": (
+        lambda: f"smollm2-135m-{gguf_path()[1]}",
+        lambda folder: build_smollm2(folder),
+    ),
+    "tiny": (lambda: TinyConfig().key(), lambda folder: make_tiny(folder)),
 }
 
 
