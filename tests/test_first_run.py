@@ -40,4 +40,4 @@ def test_it_needs_only_the_public_face():
         for node in ast.walk(ast.parse(SCRIPT.read_text()))
         if isinstance(node, ast.Import | ast.ImportFrom)
     }
-    assert names == {"__future__", "argparse", "asyncio", "rolltree"}
+    assert names == {"__future__", "argparse", "rolltree"}
