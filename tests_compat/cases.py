@@ -219,11 +219,15 @@ for _name in (
     *("errors_of_load", "attributes_of_response", "failing", "defects"),
 ):
     probe(_name)
-for _name in ("completed", "begun", "responses", "clients", "rubrics"):
+for _name in (
+    *("completed", "begun", "responses", "clients", "rubrics"),
+    *("steps", "tools", "scored", "abstract"),
+):
     probe(f"{_name}_by_hand", "hand_probes")
 
 own("edits", "edited", settings=_FEW)
 own("edits", "edited", "tokens", settings=_WITH_TOKENS)
+own("edits", "held", settings=_WITH_TOKENS)
 own("edits", "several_calls", settings=_ALONE)
 own("edits", "several_calls", "tokens", settings={**_WITH_TOKENS, **_ALONE})
 own("edits", "one_turn_asks", settings=_FEW)

@@ -95,6 +95,7 @@ DIFFERENCES: tuple[Difference, ...] = (
             "calls_typed.*|scored_rubric_group|scored_replaced|states_by_hand|wiki_search|"
             "math_python",
         ),
+        Seen(r"result\.score_group \w+\.steps\[\d\]", _numbers, "scored_by_hand"),
     ),
     Difference(
         "a stop condition that holds before the first turn is an IndexError, an `is_completed` "
@@ -179,6 +180,33 @@ DIFFERENCES: tuple[Difference, ...] = (
         "a call of a `StatefulToolEnv`'s tool whose arguments are not JSON raises",
         "the model is told: a failed rollout has no reward, and a policy could learn to have none",
         _outcome("edits_spoiled_text_stateful"),
+    ),
+    Difference(
+        "a `ToolEnv` asserts that the message that it answers has tool calls",
+        "one without calls is answered with nothing, for the same reason",
+        Seen(r"result\.\w+ (no calls|calls are none)", cases="tools_by_hand"),
+    ),
+    Difference(
+        "`update_tool_args` must be a plain function",
+        "it may be asynchronous",
+        Seen(r"result\.Later (one|two)\[\d\]\.content", cases="tools_by_hand"),
+    ),
+    Difference(
+        "`remove_tool` of a `StatefulToolEnv` is a KeyError for a tool that the constructor got",
+        "the tool is removed",
+        Seen(r"result\.(Stateful|Later) removes", cases="tools_by_hand"),
+    ),
+    Difference(
+        "an `Environment` of one's own must define `setup_state`",
+        "it may leave it out",
+        Seen(r"result\.NoSetup", cases="abstract_by_hand"),
+    ),
+    Difference(
+        "`score_rollout` leaves the rewards of the steps as they are, and a state without `timing` "
+        "cannot be scored",
+        "steps without a reward get the rollout's, as with `score_group`; it can",
+        Seen(r"result\.score_rollout \w+\.steps\[\d\]", cases="scored_by_hand"),
+        Seen(r"result\.no timing\.\w+", cases="scored_by_hand"),
     ),
     Difference(
         "`init_state` asks for a client and a model; `generate` does not know `score_rollouts`",

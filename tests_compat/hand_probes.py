@@ -237,3 +237,160 @@ def rubrics_by_hand(url: str) -> Any:
             )
         ),
     }
+
+
+def steps_by_hand(url: str) -> Any:
+    """`add_model_response` of what is no response of the environment's type, or is several."""
+    import turns
+    import verifiers as vf
+    from openai.types import Completion
+    from openai.types.chat import ChatCompletion
+
+    def chat(num: int) -> Any:
+        said = {"message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}
+        choices = [{**said, "index": index} for index in range(num)]
+        fields = {"id": "1", "created": 0, "model": "m", "object": "chat.completion"}
+        return ChatCompletion.model_validate({**fields, "choices": choices})
+
+    def text() -> Any:
+        choice = {"index": 0, "finish_reason": "stop", "text": "hi", "logprobs": None}
+        fields = {"id": "1", "created": 0, "model": "m", "object": "text_completion"}
+        return Completion.model_validate({**fields, "choices": [choice]})
+
+    async def step(kind: Any, response: Any) -> Any:
+        env = vf.SingleTurnEnv(dataset=turns.sums(1), rubric=vf.Rubric(), message_type=kind)
+        state = vf.State(trajectory=[])
+        await env.add_model_response(state, STEP["prompt"] if kind == "chat" else "q", response)
+        return [step["completion"] for step in state["trajectory"]]
+
+    responses = {
+        "none": None,
+        "odd": SimpleNamespace(id="1"),
+        "one": chat(1),
+        "two": chat(2),
+        "text": text(),
+        "empty": ChatCompletion.model_construct(id="1", choices=[]),
+    }
+    return {
+        f"{name} as {kind}": attempt(lambda: asyncio.run(step(kind, response)))
+        for name, response in responses.items()
+        for kind in ("chat", "completion")
+    }
+
+
+def tools_by_hand(url: str) -> Any:
+    """`env_response`, `remove_tool` and `update_tool_args` called by themselves."""
+    import copy
+
+    import turns
+    import verifiers as vf
+
+    def add(a: int, b: int = 1) -> int:
+        return a + b
+
+    class Stateful(vf.StatefulToolEnv):
+        def update_tool_args(self, tool_name, tool_args, messages, state, **kwargs):
+            return {**tool_args, "b": 5}
+
+    class Later(vf.StatefulToolEnv):
+        async def update_tool_args(self, tool_name, tool_args, messages, state, **kwargs):
+            return {**tool_args, "b": 5}
+
+    def called(*arguments: Any) -> list[Any]:
+        functions = [{"name": "add", "arguments": each} for each in arguments]
+        calls = [{"id": str(n), "function": each} for n, each in enumerate(functions)]
+        return [{"role": "assistant", "tool_calls": calls}]
+
+    messages = {
+        "one": called('{"a": 1}'),
+        "two": called('{"a": 1}', '{"a": 2, "c": 3}'),
+        "nothing called": called(),
+        "no calls": [{"role": "assistant", "content": "x"}],
+        "calls are none": [{"role": "assistant", "content": "x", "tool_calls": None}],
+        "text": "text",
+        "tuple": tuple(called('{"a": 1}')),
+        "no messages": [],
+    }
+    found: dict[str, Any] = {}
+    for kind in (vf.ToolEnv, Stateful, Later):
+
+        def made(tools: Any, kind: Any = kind) -> Any:
+            return kind(dataset=turns.sums(1), rubric=vf.Rubric(), tools=tools)
+
+        def removed(tools: Any, *later: Any, made: Any = made) -> Any:
+            env = made(tools)
+            for tool in later:
+                env.add_tool(tool)
+            env.remove_tool(add)
+            return [sorted(env.tool_map), len(env.tools), len(env.oai_tools)]
+
+        for name, given in messages.items():
+            found[f"{kind.__name__} {name}"] = attempt(
+                lambda made=made, given=given: asyncio.run(
+                    made([add]).env_response(copy.deepcopy(given), vf.State())
+                )
+            )
+        found[f"{kind.__name__} removes"] = attempt(lambda removed=removed: removed([add]))
+        found[f"{kind.__name__} removes added"] = attempt(lambda removed=removed: removed([], add))
+    return found
+
+
+def scored_by_hand(url: str) -> Any:
+    """`score_group` and `score_rollout` of states that have metrics, or have no timing."""
+    import copy
+    from contextlib import nullcontext
+
+    import verifiers as vf
+
+    def one(completion):
+        return 1.0
+
+    def all_two(completions):
+        return [2.0 for _ in completions]
+
+    timing = {"start_time": 0.0, "generation_ms": 0.0, "scoring_ms": 0.0, "total_ms": 0.0}
+    fields = {"completion": STEP["completion"], "prompt": STEP["prompt"], "task": "t"}
+    given = {**fields, "reward": 9.0, "metrics": {"lines": 7.0}, "trajectory": [STEP]}
+    rubrics = {
+        "plain": lambda: vf.Rubric([one]),
+        "group function": lambda: vf.Rubric([all_two]),
+        "none": vf.Rubric,
+        "sum": lambda: vf.RubricGroup([vf.Rubric([one]), vf.Rubric([one], [2.0])]),
+        "nested": lambda: vf.RubricGroup(
+            [vf.RubricGroup([vf.Rubric([one])]), vf.RubricGroup([vf.Rubric([one])])]
+        ),
+        "of nothing": lambda: vf.RubricGroup([vf.Rubric()]),
+    }
+
+    def scored(rubric: Any, how: str, **more: Any) -> Any:
+        state = vf.State(copy.deepcopy({**given, **more}))
+        whom = [state] if how == "score_group" else state
+        asyncio.run(getattr(rubric, how)(whom, score_sem=nullcontext()))
+        return {
+            "reward": state["reward"],
+            "metrics": state["metrics"],
+            "steps": [step["reward"] for step in state["trajectory"]],
+        }
+
+    found: dict[str, Any] = {}
+    for name, make in rubrics.items():
+        for how in ("score_group", "score_rollout"):
+            found[f"{how} {name}"] = attempt(
+                lambda make=make, how=how: scored(make(), how, timing=timing)
+            )
+    found["no timing"] = attempt(lambda: scored(vf.Rubric([one]), "score_group"))
+    return found
+
+
+def abstract_by_hand(url: str) -> Any:
+    """Environments that leave methods out."""
+    import turns
+    import verifiers as vf
+
+    class NoSetup(vf.Environment):
+        async def rollout(self, *args, **kwargs): ...
+
+    return {
+        kind.__name__: attempt(lambda kind=kind: type(kind(dataset=turns.sums(1))).__name__)
+        for kind in (vf.Environment, NoSetup, vf.MultiTurnEnv, vf.StatefulToolEnv, vf.ToolEnv)
+    }

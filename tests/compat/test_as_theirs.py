@@ -1,6 +1,7 @@
 """What finished code of verifiers 0.1.8 relies on: states, names, errors and messages as there."""
 
 import logging
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -8,6 +9,9 @@ import pytest
 
 from rolltree.compat import verifiers as vf
 from rolltree.compat.helpers import parse_response_messages, parse_response_tokens
+from rolltree.environments import Environment
+from rolltree.errors import INFRASTRUCTURE, record_error
+from rolltree.testing import ScriptedClient
 from rolltree.types import FinishReason, ModelResponse
 
 ROWS = [{"question": "1 + 1 =", "answer": "2"}]
@@ -139,6 +143,27 @@ async def test_what_is_no_response_of_its_type_is_an_assertion_error(parse, resp
         await parse(response, "completion")
 
 
+@pytest.mark.parametrize("response", [None, SimpleNamespace(id="1"), chat_response()])
+async def test_a_step_of_what_is_no_response_is_an_assertion_error(response):
+    if response is not None and hasattr(response, "choices"):
+        response.choices *= 2  # tokens of two answers are no step
+    state = vf.State(prompt=STEP["prompt"], trajectory=[])
+    with pytest.raises(AssertionError) as raised:
+        await single().add_model_response(state, STEP["prompt"], response)
+    assert record_error(raised.value, "model").type == "BadResponse"
+    assert state["trajectory"] == []
+
+
+async def test_a_server_that_sends_no_answer_fails_the_rollout_as_a_server():
+    class Empty(vf.SingleTurnEnv):
+        async def get_model_response(self, client, model, prompt, **settings):
+            return SimpleNamespace(id="1", choices=[])
+
+    env = Empty(dataset=ROWS, rubric=vf.Rubric())
+    results = await Environment.generate(env, env.dataset, ScriptedClient("x"))
+    assert results.state[0]["error"].type in INFRASTRUCTURE
+
+
 async def test_a_response_without_choices_says_nothing():
     nothing = SimpleNamespace(choices=[])
     assert await parse_response_messages(nothing, "completion") == ""
@@ -186,6 +211,47 @@ async def test_the_callers_extra_body_replaces_the_environments(given):
     assert env.seen["top_p"] == 0.5
     await env.rollout(env.get_eval_inputs()[0], None, "none", given)
     assert env.seen == given
+
+
+class Sum(vf.StatefulToolEnv):
+    async def update_tool_args(self, tool_name, tool_args, messages, state, **kwargs):
+        return {**tool_args, "b": 5}
+
+
+def plus(a: int, b: int) -> int:
+    return a + b
+
+
+async def test_a_tool_environment_answers_lists_of_messages_only():
+    env = vf.ToolEnv(dataset=ROWS, tools=[plus])
+    for messages in ("text", tuple(STEP["prompt"])):
+        with pytest.raises(AssertionError):
+            await env.env_response(messages, vf.State())
+    assert await env.env_response(STEP["completion"], vf.State()) == []
+
+
+async def test_tools_that_the_constructor_was_given_can_be_removed_and_completed():
+    env = Sum(dataset=ROWS, tools=[plus])
+    function = {"name": "plus", "arguments": '{"a": 1}'}
+    messages = [{"role": "assistant", "tool_calls": [{"id": "1", "function": function}]}]
+    (answer,) = await env.env_response(messages, vf.State())
+    assert answer["content"] == "6"
+    env.remove_tool(plus)
+    assert (env.tools, env.oai_tools, env.tool_map) == ([], [], {})
+
+
+@pytest.mark.parametrize("nested", [False, True])
+async def test_a_group_keeps_the_metrics_that_an_environment_gave(nested):
+    group = vf.RubricGroup([vf.Rubric([right]), vf.Rubric([right], [0.5])])
+    group = vf.RubricGroup([group]) if nested else group
+    timing = {"generation_ms": 0.0, "scoring_ms": 0.0, "total_ms": 0.0}
+    given = {"prompt": STEP["prompt"], "completion": STEP["completion"], "answer": "2"}
+    state = vf.State(given, task="t", trajectory=[], timing=timing, metrics={"lines": 3.0})
+    await group.score_group([state], nullcontext())
+    assert state["metrics"] == {"lines": 3.0, "right": 2.0}
+    assert state["reward"] == 1.5
+    await group.score_rollout(state, nullcontext())
+    assert state["metrics"] == {"right": 2.0}
 
 
 async def test_a_tool_error_names_the_function_as_there():

@@ -1,6 +1,7 @@
 """Rubrics, judges, parsers, tool schemas and example tools as verifiers 0.1.8 had them."""
 
 import asyncio
+import copy
 import functools
 import importlib
 import logging
@@ -313,7 +314,9 @@ def test_a_blocking_openai_client_is_asked_in_threads_with_one_warning(caplog, m
     assert threading.main_thread() not in threads
     assert len(threads) == 2
     assert sum("in threads" in record.message for record in caplog.records) == 1
-    assert model_calls.async_client(client).base_url == client.base_url
+    wrapped = model_calls.async_client(client)
+    assert wrapped.base_url == copy.copy(wrapped).base_url == client.base_url
+    assert copy.copy(wrapped.chat).completions
     client.close()
 
 

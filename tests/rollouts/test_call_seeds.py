@@ -1,6 +1,7 @@
 """Every model call of a rollout samples with a seed of its own, whoever makes it."""
 
 import asyncio
+import copy
 import importlib
 
 import numpy as np
@@ -207,6 +208,23 @@ async def test_under_verifiers_names_every_call_has_its_seed(args):
         seen.append([answer for state in results.state for answer in state["said"]])
         assert len(set(seen[-1])) == 9
     assert seen[2] == seen[3]
+
+
+@pytest.mark.parametrize("name", ["rolltree", "rolltree.compat"])
+async def test_copies_and_sessions_of_the_client_count_with_it(name):
+    rooms = rt if name == "rolltree" else importlib.import_module(f"{name}.environments")
+
+    class Copies(rooms.SingleTurnEnv):
+        async def setup_state(self, state):
+            client = state["client"]
+            for each in (client, copy.copy(client), client.session()):
+                await rt.inference.as_client(each).chat(ASK)
+            return state
+
+    client, env = Seeing(), Copies(dataset=ROWS[:1], rubric=None)
+    results = await play(env, client=client)
+    assert results.metadata.num_failed == 0
+    assert client.seeds == family(results.results[0].request.sampling_seed, 4)
 
 
 async def test_agents_and_a_world_that_asks_never_share_a_seed():

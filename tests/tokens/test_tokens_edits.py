@@ -125,6 +125,32 @@ def test_lists_of_a_step_made_by_hand_stay_the_authors() -> None:
     assert weights(trajectory) == [[1, 0, 1]]
 
 
+TAKEN: dict[str, Callable[[Trajectory, Any], Any]] = {
+    "appended": lambda trajectory, step: trajectory.append(step),
+    "extended": lambda trajectory, step: trajectory.extend([step]),
+    "inserted": lambda trajectory, step: trajectory.insert(0, step),
+    "assigned": lambda trajectory, step: trajectory.__setitem__(slice(None), [step]),
+}
+
+
+@pytest.mark.parametrize("take", list(TAKEN))
+def test_the_dict_of_a_step_made_by_hand_stays_the_authors(take: str) -> None:
+    step = plain_step([1, 2], [3, 4, 5])
+    tokens: Any = step["tokens"]
+    trajectory = Trajectory()
+    TAKEN[take](trajectory, step)
+    assert trajectory[0]["tokens"].as_recorded
+    tokens["completion_mask"] = [1, 0, 0]
+    for found in (trajectory, stored(trajectory), copy.deepcopy(trajectory), trajectory[:]):
+        assert weights(found) == [[1, 0, 0]]
+        assert found[0]["tokens"]["completion_mask"] == [1, 0, 0]
+    assert weights(pickle.loads(pickle.dumps(trajectory))) == [[1, 0, 0]]
+    trajectory[0]["tokens"]["completion_mask"] = [0, 1, 1]  # the later assignment counts
+    assert weights(trajectory) == [[0, 1, 1]]
+    tokens["completion_mask"] = [0, 0, 1]
+    assert weights(trajectory) == [[0, 0, 1]]
+
+
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("key", ["completion_mask", "completion_logprobs", "completion_ids"])
 def test_a_list_that_no_longer_fits_is_refused(make: Any, key: str) -> None:

@@ -264,6 +264,18 @@ class TestTelling:
         assert [entry for entry in heard if entry[0] == "step"] == [("step", 1, 1), ("step", 2, 2)]
         assert heard[-1] == ("end", 2)
 
+    def test_a_reporter_that_fails_at_the_end_is_a_notice(self, model, tmp_path):
+        class Plots(Silent):
+            def on_end(self, report):
+                raise ValueError("no such figure")
+
+        config = make_config(model, tmp_path / "run", train={"num_steps": 1})
+        for _ in range(2):  # the same command again has the same reporter
+            assert len(start(config, reporter=Plots()).metrics) == 1
+        with Run.open(tmp_path / "run", "r") as run:
+            told = [event.data["message"] for event in run.events("notice")]
+        assert any("on_end failed (ValueError: no such figure)" in message for message in told)
+
     def test_every_metric_is_stored_as_it_is_reported(self, model, tmp_path):
         report = start(make_config(model, tmp_path / "run", train={"num_steps": 1}))
         (step,) = report.metrics

@@ -2,6 +2,7 @@
 
 import verifiers as vf
 from turns import correct, num_turns, sums
+from verifiers.utils.response_utils import parse_response_messages, parse_response_tokens
 
 
 class Edited(vf.MultiTurnEnv):
@@ -28,6 +29,36 @@ class Edited(vf.MultiTurnEnv):
 
 def edited(**kwargs):
     return Edited(dataset=sums(3), rubric=vf.Rubric(funcs=[num_turns]), max_turns=2, **kwargs)
+
+
+class Held(vf.MultiTurnEnv):
+    """Makes its steps, and edits what it put into them once they are in the trajectory."""
+
+    async def env_response(self, messages, state, **kwargs):
+        for tokens in state["held"]:
+            tokens["completion_mask"] = [0] * len(tokens["completion_ids"])
+            tokens["completion_logprobs"][0] = -1.5
+        return [{"role": "user", "content": "Sure?"}]
+
+    async def add_model_response(self, state, prompt_messages, response):
+        tokens = await parse_response_tokens(response, "chat")
+        completion = await parse_response_messages(response, "chat")
+        step = vf.types.TrajectoryStep(
+            prompt=prompt_messages,
+            completion=completion,
+            response=response,
+            tokens=tokens,
+            reward=None,
+            advantage=None,
+            extras={},
+        )
+        state["trajectory"].append(step)
+        state.setdefault("held", []).append(tokens)
+        completion[0]["content"] += " (edited)"
+
+
+def held(**kwargs):
+    return Held(dataset=sums(3), rubric=vf.Rubric(funcs=[num_turns]), max_turns=2, **kwargs)
 
 
 class SeveralCalls(vf.MultiTurnEnv):

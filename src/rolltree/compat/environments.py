@@ -25,7 +25,13 @@ from rolltree.compat.datasets import (
     with_prompts,
     with_task,
 )
-from rolltree.compat.helpers import NullAsyncContext, concat_messages, cut_tokens, maybe_await
+from rolltree.compat.helpers import (
+    NullAsyncContext,
+    WrongResponse,
+    concat_messages,
+    cut_tokens,
+    maybe_await,
+)
 from rolltree.compat.model_calls import ask, is_direct, is_sendable
 from rolltree.compat.own_names import OwnNames, set_for_author
 from rolltree.compat.parsers import Parser
@@ -36,7 +42,8 @@ from rolltree.environments.completion import conversation
 from rolltree.environments.dataset import Data, RowFormat, Rows
 from rolltree.environments.lifecycle import Mark, Role, mark_of, register
 from rolltree.environments.multiturn import invalid_response_error
-from rolltree.errors import ConfigError
+from rolltree.errors import BadResponse, ConfigError
+from rolltree.inference.parse import read
 from rolltree.rollouts import Split, current_episode
 from rolltree.rubrics import as_rubric
 from rolltree.tokens import record_call
@@ -360,7 +367,16 @@ class Environment(OwnNames, Batches, rooms.Environment):
         """Return the record of a response; a message of the openai package is as theirs was."""
         if isinstance(response, ModelResponse):
             return response
-        made = self.response_record(state, response)
+        choices = read(response, "choices")
+        if self.message_type == "chat" and isinstance(choices, list) and len(choices) > 1:
+            raise WrongResponse(
+                f"the response has {len(choices)} choices, and a step is one answer. Ask with "
+                "n = 1, or hand on a response with the choice that you want."
+            )
+        try:
+            made = self.response_record(state, response)
+        except BadResponse as error:
+            raise WrongResponse(str(error)) from error
         # verifiers has tokens with logprobs or none at all.
         if made.logprobs is None and made.completion_ids is not None:
             made = replace(made, prompt_ids=None, completion_ids=None, versions=None)
@@ -400,7 +416,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
         """Write a failure into the state and raise it."""
         # verifiers has no failed states: a caller of `rollout` gets the exception itself, and
         # `rollouts` below turns it into data for the engine.
-        super().record_failure(state, getattr(error, "rolltree_error", error))
+        super().record_failure(state, error)
         raise error
 
     async def rollouts(

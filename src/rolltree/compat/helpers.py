@@ -25,6 +25,14 @@ from rolltree.types import (
 )
 
 
+class WrongResponse(BadResponse, AssertionError):
+    """What verifiers asserts of a response does not hold."""
+
+
+# By its name it is known to be the server's failure, and the rollout is played again.
+WrongResponse.__name__ = "BadResponse"
+
+
 class NullAsyncContext(nullcontext[None]):
     """An asynchronous context manager without a limit."""
 
@@ -142,7 +150,7 @@ async def parse_response_messages(response: Any, message_type: MessageType) -> M
             message, text = extract_message(response, message_type)
     except BadResponse as error:
         # verifiers asserts the response's class; authors' tests expect an AssertionError.
-        raise AssertionError(str(error)) from error
+        raise WrongResponse(str(error)) from error
     said = {name: value for name, value in message.items() if name != "reasoning_content"}
     return [said] if message_type == "chat" else text
 

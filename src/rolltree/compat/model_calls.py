@@ -57,6 +57,13 @@ async def answer_of(asked: Any) -> Any:
     return await asked if inspect.isawaitable(asked) else asked
 
 
+def _attribute(wrapper: Any, wrapped: str, name: str) -> Any:
+    """Return an attribute of what is wrapped; copies are asked before they wrap anything."""
+    if wrapped not in vars(wrapper):
+        raise AttributeError(name)
+    return getattr(vars(wrapper)[wrapped], name)
+
+
 class ThreadedOpenAI:
     """A blocking client whose `chat.completions.create` and `completions.create` are awaited.
 
@@ -70,7 +77,7 @@ class ThreadedOpenAI:
         self.completions = _Endpoint(client.completions)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.blocking_client, name)
+        return _attribute(self, "blocking_client", name)
 
 
 class _Endpoint:
@@ -82,7 +89,7 @@ class _Endpoint:
         return await run_in_thread(lambda: self._blocking.create(**fields), name="openai-request")
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._blocking, name)
+        return _attribute(self, "_blocking", name)
 
 
 class _Chat(_Endpoint):

@@ -334,7 +334,7 @@ class RubricGroup(Rubric, rooms.RubricGroup):
             for total in totals:
                 total.take()
         for total in totals:
-            total.write(started)
+            total.write(started, keeps_given=True)
         write_advantages(states)
 
 
@@ -371,8 +371,10 @@ class _Sum:
         for step, reward, advantage in self._steps:
             step["reward"], step["advantage"] = reward, advantage
 
-    def write(self, started: float) -> None:
-        """Write the sums into the state."""
+    def write(self, started: float, *, keeps_given: bool = False) -> None:
+        """Write the sums into the state; `keeps_given`: beside the metrics that it had before."""
+        if keeps_given:
+            self.scores.metrics = {**self._before["metrics"], **self.scores.metrics}
         _write(self.state, self.scores, started)
         if self._errors:
             self.state["scoring_errors"] = self._errors

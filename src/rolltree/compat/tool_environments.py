@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 from rolltree import environments as rooms
 from rolltree.compat.environments import MultiTurnEnv, stop
@@ -105,8 +105,11 @@ class ToolEnv(MultiTurnEnv, rooms.ToolEnv):
 
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
         """Return one tool message per call of the last message, in the calls' order."""
+        assert isinstance(messages, list), "a tool environment answers chats"
         answers: list[ChatMessage] = []
-        for call in cast("list[ChatMessage]", messages)[-1].get("tool_calls") or ():
+        # verifiers asserts that there are calls; a failed rollout has no reward, and a policy could
+        # learn to have none.
+        for call in messages[-1].get("tool_calls") or ():
             function = call.get("function", {})
             name, call_id = function.get("name", ""), call.get("id", "")
             try:

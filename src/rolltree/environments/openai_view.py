@@ -49,6 +49,9 @@ class OpenAIView:
         return _Endpoint(self.__rolltree_client__, "completion")
 
     def __getattr__(self, name: str) -> Any:
+        # Copying and pickling ask before there is a client.
+        if name.startswith("__"):
+            raise AttributeError(name)
         return getattr(self.__rolltree_client__, name)
 
 

@@ -128,7 +128,7 @@ class StepTokens(LazyDict):
     float32, so `==` compares them as such.
     """
 
-    __slots__ = ("call", "tree")
+    __slots__ = ("_held", "_seen", "call", "tree")
     _builders: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
         "prompt_ids": lambda view: view.tree.prompt_ids(view.call).tolist(),
         "prompt_mask": lambda view: mask_list(view.tree.prompt_mask(view.call)),
@@ -141,10 +141,23 @@ class StepTokens(LazyDict):
         super().__init__(dict.fromkeys(TOKEN_KEYS))
         self.tree = tree
         self.call = call
+        # An author's own dict, and what was under its keys when it was last looked at.
+        self._held: Mapping[str, Any] | None = None
+        self._seen: tuple[Any, ...] = ()
+
+    def peek(self, key: str) -> Any:
+        """Return `self[key]` without keeping what was built for it."""
+        self._follow()
+        return super().peek(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self._follow()
+        return super().__getitem__(key)
 
     @property
     def assigned(self) -> tuple[str, ...]:
         """The keys that no longer say what was recorded: they were assigned or edited in place."""
+        self._follow()
         return tuple(key for key, value in dict.items(self) if self._differs(key, value))
 
     @property
@@ -162,13 +175,25 @@ class StepTokens(LazyDict):
     def hold(self, tokens: Mapping[str, Any]) -> None:
         """Make the author's own lists the view's, where they say what was recorded.
 
-        Whoever built the step may hold its lists and edit them later.
+        Whoever built the step may hold its lists or this dict, and edit them later.
         """
         for key, value in tokens.items():
             if key not in self._builders:
                 self[key] = value
             elif isinstance(value, list) and not self._differs(key, value):
                 dict.__setitem__(self, key, value)
+        if isinstance(tokens, dict):
+            self._held, self._seen = tokens, tuple(map(tokens.get, TOKEN_KEYS))
+
+    def _follow(self) -> None:
+        """Take what was assigned in the dict that `hold` was given since it was last looked at."""
+        if self._held is None:
+            return
+        found = tuple(map(self._held.get, TOKEN_KEYS))
+        for key, value, before in zip(TOKEN_KEYS, found, self._seen, strict=True):
+            if value is not before:
+                dict.__setitem__(self, key, value)
+        self._seen = found
 
     def _same(self, key: str, mine: Any, theirs: Any) -> bool:
         if mine == theirs or key != "completion_logprobs":

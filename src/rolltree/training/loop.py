@@ -507,7 +507,13 @@ class _Loop:
             export_together(self.parts.model, self.parts.tokenizer, path, self.config, self.ranks)
         self.run.add_event("finished", step=self.done)
         report = TrainReport.read(self.run)
-        self.reporter.on_end(report)
+        try:
+            self.reporter.on_end(report)
+        except Exception as error:  # noqa: BLE001  the run is done, and its caller wants the report
+            self.notify(
+                f"the reporter's on_end failed ({type(error).__name__}: {error}); the run is done "
+                "and stored."
+            )
         return report
 
 

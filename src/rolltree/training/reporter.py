@@ -97,7 +97,8 @@ def _shown(value: object) -> str:
 class Reporter(Protocol):
     """Progress callbacks, called in the loop's thread; an error in one ends the run.
 
-    Subclass it and override what you need.
+    An error in `on_end` is a notice, because the run is done. Subclass it and override what you
+    need.
     """
 
     def on_start(self, start: TrainStart) -> None:
