@@ -139,8 +139,9 @@ class RewardFunction:
 def scoring_error(func: RewardFunc, name: str, error: Exception) -> ErrorRecord:
     """Return what a reward function raised as data; its message names function, file and line."""
     record = record_error(error, "scoring")
-    where = f"(reward function {name!r}{_place(func, error)})"
-    return replace(record, message=f"{record.message} {where}")
+    # First, because whoever shows a long message cuts its end.
+    where = f"reward function {name!r}{_place(func, error)}"
+    return replace(record, message=f"{where}: {record.message}")
 
 
 def _place(func: RewardFunc, error: Exception) -> str:
