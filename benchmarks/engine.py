@@ -48,8 +48,8 @@ from talk import words
 from verdict import Bar, conclude, make_parser
 
 import rolltree
-from rolltree.inference.client_base import ModelCall, RootClient
-from rolltree.inference.session import CallTree
+from rolltree.inference.call import Answer, CallTree, ModelCall
+from rolltree.inference.client_base import RootClient
 from rolltree.store import Run
 from rolltree.tasks import yield_fairly
 from rolltree.types import FinishReason, ModelResponse
@@ -105,23 +105,22 @@ class LatentModel(RootClient[Memory]):
         if before is not None:
             prompt = np.concatenate((memory.calls.path(before.call_id), prompt))
         text = f"{self.num_answers} {self.text}"
-        response = ModelResponse(
-            message={"role": "assistant", "content": text},
-            text=text,
-            finish_reason=FinishReason.STOP,
-            temperature=call.sampling.temperature,
+        answer = Answer(
+            FinishReason.STOP,
+            text,
+            {"role": "assistant", "content": text},
             prompt_ids=prompt,
             completion_ids=self.sampled.copy(),
             logprobs=self.logprobs.copy(),
             versions=self.versions.copy(),
             num_prompt_tokens=len(prompt),
             num_completion_tokens=len(self.sampled),
-            extends=None if before is None else before.call_id,
             id=f"chatcmpl-{self.num_answers}",
             model="latent",
         )
-        memory.last = memory.calls.insert(response)
-        return response
+        extends = None if before is None else before.call_id
+        memory.last = memory.calls.record(answer, call, extends)
+        return memory.last
 
 
 class Talk(rolltree.MultiTurnEnv):
