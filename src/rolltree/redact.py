@@ -52,11 +52,13 @@ _TOKEN_KINDS = _SERVICES | _words(
     "auth access api bearer refresh session id security oauth csrf xsrf sas personal service admin "
     "deploy client server webhook login gateway proxy judge llm my app root registry push device"
 )
-# `hftoken`, `pgpassword`.
-_GLUED = re.compile(
-    rf"(?:{'|'.join(_KEY_KINDS)})keys?|(?:{'|'.join(_TOKEN_KINDS)})tokens?|"
-    r"\w*(?:password|passwd|apikey|secret)|(?:db|user|smtp|ftp|my|admin)(?:pass|pwd)"
-)
+# `hftoken`, `dbpass`: what may stand before an end without anything between.
+_GLUED = {
+    **dict.fromkeys(("key", "keys"), _KEY_KINDS),
+    **dict.fromkeys(("token", "tokens"), _TOKEN_KINDS),
+    **dict.fromkeys(("pass", "pwd"), _words("db user smtp ftp my admin")),
+}
+_GLUED_ENDS = ("password", "passwd", "apikey", "secret")
 _PAIRS = {("auth", "header"), ("connection", "string"), ("webhook", "url"), ("seed", "phrase")}
 # Of `api_key_env` the value is a name, of `token_count` a number.
 _NAMES_ONLY = _words("var env name names file path ids id count type mode method length kind")
@@ -111,7 +113,9 @@ def _is_secret_key(key: str) -> bool:
         return False
     # Joined as well: e2b is three parts.
     last, kind = parts[-1], {*parts[:-1], "".join(parts[:-1])}
-    if _ALWAYS.intersection(parts) or _GLUED.fullmatch(last):
+    if _ALWAYS.intersection(parts) or last.endswith(_GLUED_ENDS):
+        return True
+    if any(last.endswith(end) and last[: -len(end)] in before for end, before in _GLUED.items()):
         return True
     if last in _AT_THE_END:
         return last != "pass" or not kind & _PLAIN_PASS

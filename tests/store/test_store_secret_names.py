@@ -23,8 +23,8 @@ SECRET = [
     "hfkey", "hftoken", "ghtoken", "wandbkey", "sshkey", "privatekey", "sessiontoken", "idtoken",
     "nvidia_key", "ngc_key", "elevenlabs_key", "assemblyai_key", "deepl_key", "mapbox_token",
     "vault_token", "kube_token", "mcp_token", "weather_key", "maps_key", "consumer_key", "rsa_key",
-    "gpg_key", "tls_key", "kms_key", "aes_key", "fernet_key", "hmac_key", "shared_key", "seed_phrase",
-    "priv_key", "licence_key", "device_token", "cosmos_key",
+    "gpg_key", "tls_key", "kms_key", "aes_key", "fernet_key", "hmac_key", "shared_key",
+    "seed_phrase", "priv_key", "licence_key", "device_token", "cosmos_key",
 ]  # fmt: skip
 ORDINARY = [
     "max_tokens", "token_ids", "author", "keyboard", "passage", "pass_rate", "pass_at_k",
