@@ -29,7 +29,7 @@ _IOCTL_ALLOWED = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 # allows it); SETLEASE and NOTIFY reach host files that can only be read; SETPIPE_SZ makes memory
 # that is not counted: a pipe's size cannot be read from outside.
 _FCNTL_REFUSED = (8, 10, 15, 1024, 1026, 1031)
-_MAP_KIND, _SHARED_ANONYMOUS = 0x2F, 0x21
+_MAP_KIND, _SHARED_ANONYMOUS, _HUGE_PAGES = 0x2F, 0x21, 0x40000
 _PAGEOUT = 21
 # PDEATHSIG (set, get), GET_DUMPABLE, NAME (set, get), NO_NEW_PRIVS (set, get), SET_VMA. Not
 # SET_DUMPABLE: it hides a process from a supervisor that is not root.
@@ -120,9 +120,11 @@ def _checks() -> dict[str, list[bytes]]:
         "fcntl": [_argument(1), *_one_of(_FCNTL_REFUSED), allow, refuse],
         # Shared memory without a file stays whole when all but a page is unmapped, and is resident
         # nowhere: 1,200 MB under a limit of 128 MiB (design/0019). For the same reason
-        # `memfd_create` and System V segments are not listed.
+        # `memfd_create` and System V segments are not listed. Huge pages come from a pool of the
+        # host's, and are not counted as resident either.
         "mmap": [
             _argument(3),
+            _jump(_ANY_BIT, _HUGE_PAGES, 2, 0),
             struct.pack("<HBBI", _AND, 0, 0, _MAP_KIND),
             _jump(_EQUAL, _SHARED_ANONYMOUS, 0, 1),
             refuse,
