@@ -855,9 +855,13 @@ def signal_the_supervisor():
 
 
 def with_a_pipe(function):
+    return with_both_ends(lambda read, write: function(read))
+
+
+def with_both_ends(function):
     read, write = os.pipe()
     try:
-        return function(read)
+        return function(read, write)
     finally:
         os.write(write, b"x")
         os.close(read)
@@ -917,6 +921,37 @@ def use_the_hosts_huge_pages():
     if found == 2**64 - 1:
         raise OSError(ctypes.get_errno(), "mmap")
     return "mapped"
+
+
+def pinned(move):
+    """Put a page of a file into a pipe: the memory around it stays when the file is cut."""
+    with open("spliced", "wb+") as file:
+        file.write(bytes(4096))
+        file.flush()
+        return with_both_ends(lambda read, write: move(file.fileno(), write))
+
+
+for _name, _move in {
+    "splice": lambda file, pipe: os.splice(file, pipe, 1, offset_src=0),
+    "sendfile": lambda file, pipe: os.sendfile(pipe, file, 0, 1),
+}.items():
+    attempt(name=f"pin memory by {_name}", control=True)(lambda move=_move: pinned(move))
+
+
+@attempt(name="pin memory by tee", control=True)
+def tee():
+    def twice(read, write):
+        os.write(write, b"x")
+        if libc.syscall({0: 276, 1: 77}[COLUMN], read, write_of_another, 1, 0) < 0:
+            raise OSError(ctypes.get_errno(), "tee")
+        return "twice"
+
+    read_of_another, write_of_another = os.pipe()
+    try:
+        return with_both_ends(twice)
+    finally:
+        os.close(read_of_another)
+        os.close(write_of_another)
 
 
 @attempt(control=True)
