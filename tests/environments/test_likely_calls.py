@@ -234,3 +234,39 @@ async def test_a_rows_tools_win(names):
     states = [await bare.init_state(row) for row in rows]
     assert [state["oai_tools"] or [] for state in states] == [[TOOL], []]
     assert a_request(rt.SingleTurnEnv(dataset=rows)).input["info"] == {"oai_tools": [TOOL]}
+
+
+# settings of the wrong kind
+
+
+async def test_a_second_function_is_not_taken_for_weights(names):
+    with pytest.raises(ConfigError, match=r"weights.*a list, Rubric\(\[first, second\]\)"):
+        rt.Rubric(always, exact)
+    with pytest.raises(ConfigError, match="weights"):
+        rt.Rubric([always], weights=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"num_examples": "3"}, "num_examples is '3'"),
+        ({"num_examples": 1.5}, "num_examples is 1.5"),
+        ({"num_examples": None}, "num_examples is None"),
+        ({"rollouts_per_example": "3"}, "rollouts_per_example is '3'"),
+        ({"sampling": 5}, "sampling is 5"),
+        ({"sampling": ["max_tokens"]}, r"sampling is \['max_tokens'\]"),
+        ({"seed": "x"}, "seed is 'x'"),
+        ({"max_concurrent": "8"}, "max_concurrent is '8'"),
+        ({"max_concurrent": 0}, "max_concurrent is 0"),
+    ],
+)
+async def test_settings_of_an_evaluation_of_another_kind_are_named(settings, told):
+    with pytest.raises(ConfigError, match=told):
+        await evaluate_async(load_environment(), ScriptedModel("a"), **settings)
+
+
+def test_an_environment_needs_no_loading():
+    with pytest.raises(ConfigError, match="SingleTurnEnv already"):
+        rt.load_environment(load_environment())
+    with pytest.raises(ConfigError, match="name or a path"):
+        rt.load_environment(3)
