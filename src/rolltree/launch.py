@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rolltree.environments import Environment, changed_code, load_environment
 from rolltree.environments.check import shared_questions
-from rolltree.errors import ConfigError, StoreError, Stopped
+from rolltree.errors import ConfigError, Stopped, StoreError
 from rolltree.evaluation import EvalProgress, evaluate_async, stored_report
 from rolltree.evaluation.report import keep_report
 from rolltree.inference import ModelClient
