@@ -80,6 +80,27 @@ def test_rows_that_are_no_dicts_are_named(names, rows):
         names.SingleTurnEnv(dataset=rows)
 
 
+ASK_NOTHING = [{"question": 3}, {"question": None}, {"question": ["7 + 5 ="]}, {"question": b"q"}]
+NO_MESSAGES = [{"prompt": 3.5}, {"prompt": ["hi"]}, {"prompt": {"role": "user", "content": "hi"}}]
+
+
+def refused(kind, row):
+    with pytest.raises(ConfigError, match=r"row 0 .*(int|None|list|str|bytes|float|dict)"):
+        kind(dataset=[row]).get_dataset()[0]
+    with pytest.raises(ConfigError, match=r"row 0 .*(int|None|list|str|bytes|float|dict)"):
+        kind(dataset=[row], message_type="completion").get_dataset()[0]
+
+
+@pytest.mark.parametrize("row", ASK_NOTHING)
+def test_a_question_that_is_no_text_is_named(names, row):
+    refused(names.SingleTurnEnv, row)
+
+
+@pytest.mark.parametrize("row", NO_MESSAGES)
+def test_a_prompt_that_is_no_messages_is_named(row):  # verifiers takes any
+    refused(rt.SingleTurnEnv, row)
+
+
 async def always(completion) -> float:
     return 1.0
 

@@ -121,7 +121,8 @@ class RewardFunction:
     def _missing(
         self, name: str, known: Mapping[str, Any], state: Mapping[str, Any]
     ) -> ConfigError:
-        asked = f"reward function {self.name!r} asks for {name!r}"
+        # The record of what a function raised names it.
+        asked = f"it asks for {name!r}"
         if name in ("answer", "answers"):
             row = known["state"] if "state" in known else known["states"][0]
             columns = ", ".join(map(repr, row.get("input") or row))
