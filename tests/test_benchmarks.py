@@ -1,5 +1,6 @@
 """Every benchmark ends in one way, and each of its bars can fail. Nothing is measured here."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 import pytest
 
 from bench_kit import FOLDER, NAMES, load
+from rolltree.store import Run
 
 
 @pytest.fixture
@@ -240,3 +242,20 @@ def test_the_bars_of_the_engine_can_fail():
 
     assert met("engine_tokens", results(3.1, 1.0)) == [True, True, True]
     assert met("engine_tokens", results(1.2, 0.99)) == [False, False, False]
+
+
+def test_the_model_of_the_engines_benchmark_answers(tmp_path):
+    """`quick.py`, which CI runs, plays with it too; a rollout that fails ends either."""
+    engine = load("engine")
+    found = asyncio.run(
+        engine.evaluate(
+            tmp_path / "run",
+            engine.LatentModel(0.0, 0.0, told=8, sampled=4),
+            engine.make_environment(3, turns=2, told=8),
+            3,
+            3,
+        )
+    )
+    assert found["cpu_s"] > 0
+    with Run.open(tmp_path / "run", "r") as run:
+        assert [row.num_calls for row in run.rollouts()] == [2, 2, 2]

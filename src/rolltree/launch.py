@@ -9,15 +9,16 @@ import asyncio
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager, nullcontext
+from contextlib import AsyncExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rolltree.environments import Environment, changed_code, load_environment
 from rolltree.environments.check import shared_questions
-from rolltree.errors import ConfigError, Stopped
-from rolltree.evaluation import EvalProgress, evaluate_async
+from rolltree.errors import ConfigError, Stopped, StoreError
+from rolltree.evaluation import EvalProgress, evaluate_async, stored_report
+from rolltree.evaluation.report import keep_report
 from rolltree.inference import ModelClient
 from rolltree.models import check_loadable
 from rolltree.redact import remember, secrets_in
@@ -198,6 +199,10 @@ async def train_async(
                         reporter=shown,
                         ranks=ranks,
                     )
+                    # `show --phase train` would read every rollout for it; it only saves time.
+                    with suppress(StoreError):
+                        if stored.kept_report("train") is None:
+                            keep_report(stored, stored_report(stored, "train"))
             # Raised after the other ranks were told to stop, or they would wait for ever.
             except (asyncio.CancelledError, Stopped) as error:
                 stopped = error

@@ -40,27 +40,36 @@ _SERVICES = _words(
     "fireworks deepseek openrouter replicate perplexity hf huggingface wandb github gh gitlab git "
     "bitbucket slack discord telegram bot stripe twilio sendgrid mailgun serper serpapi tavily exa "
     "brave bing firecrawl e2b daytona modal prime notion linear jira pinecone langsmith hub npm "
-    "pypi"
+    "pypi nvidia ngc elevenlabs assemblyai deepgram deepl mapbox maps weather vault consul kube "
+    "cosmos datadog sentry mcp"
 )
 _KEY_KINDS = _SERVICES | _words(
     "api access private secret auth signing account ssh master encryption decryption deploy "
-    "service subscription license storage admin client server llm judge gateway proxy my app root"
+    "service subscription license licence storage admin client server llm judge gateway proxy my "
+    "app root consumer shared priv rsa dsa gpg pgp tls ssl kms aes fernet hmac"
 )
 _TOKEN_KINDS = _SERVICES | _words(
     "auth access api bearer refresh session id security oauth csrf xsrf sas personal service admin "
-    "deploy client server webhook login gateway proxy judge llm my app root registry push"
+    "deploy client server webhook login gateway proxy judge llm my app root registry push device"
 )
-_GLUED = re.compile(
-    r"(?:api|auth|access|private|secret|bearer|bot|refresh|openai|anthropic)(?:key|token)s?"
-)
+# `hftoken`, `dbpass`: what may stand before an end without anything between.
+_GLUED = {
+    **dict.fromkeys(("key", "keys"), _KEY_KINDS),
+    **dict.fromkeys(("token", "tokens"), _TOKEN_KINDS),
+    **dict.fromkeys(("pass", "pwd"), _words("db user smtp ftp my admin")),
+}
+_GLUED_ENDS = ("password", "passwd", "apikey", "secret")
+_PAIRS = {("auth", "header"), ("connection", "string"), ("webhook", "url"), ("seed", "phrase")}
 # Of `api_key_env` the value is a name, of `token_count` a number.
 _NAMES_ONLY = _words("var env name names file path ids id count type mode method length kind")
 
 _TEXTS = (
     re.compile(r"\b(?:sk|pk|rk)[-_][A-Za-z0-9_-]{16,}"),
     re.compile(
-        r"\b(?:hf|gh[opsur]|github_pat|glpat|gsk|xai|r8|npm|tvly|pplx|dop_v1)[_-][\w-]{16,}"
+        r"\b(?:hf|gh[opsur]|github_pat|glpat|gsk|xai|r8|npm|tvly|pplx|dop_v1|nvapi|pypi|ntn|lin_api|"
+        r"dckr_pat|sbp|e2b|rpa)[_-][\w-]{16,}"
     ),
+    re.compile(r"\bSG\.[\w-]{16,}\.[\w-]{16,}|\bhvs\.[\w-]{16,}|\b\d{8,10}:AA[\w-]{32,}"),
     re.compile(r"\b(?:xox[a-z]|xapp)-[A-Za-z0-9_-]{10,}"),
     re.compile(r"\bA(?:KI|SI)A[0-9A-Z]{16}\b|\bAIza[\w-]{35}|\bya29\.[\w-]{16,}"),
     # A JSON web token.
@@ -68,10 +77,15 @@ _TEXTS = (
     re.compile(r"(?<=-----BEGIN PRIVATE KEY-----)[^-]+|(?<= PRIVATE KEY-----)[^-]+(?=-----END )"),
     re.compile(r"(?<=hooks\.slack\.com/services/)[\w/]+"),
     # The user of a URL, which is often a token without a password.
-    re.compile(r"(?<=://)[^/@\s?#]+(?=@)"),
+    re.compile(r"""(?<=://)[^/\s?#<>"']+(?=@)"""),
     re.compile(r"(?i)(?<=bearer )[A-Za-z0-9._~+/=-]{8,}"),
+    # With the header's name before it: "basic" alone is an ordinary word.
     re.compile(
-        r"(?i)(?<=[?&]key=)[^&\s]+|(?<=api_key=)(?!\.\.\.|\$)[^&\s]+|(?<=[?&]token=)[^&\s]+"
+        r"""(?i)(?:(?<=authorization: basic )|(?<=authorization['"]: ['"]basic ))[\w+/=-]{4,}"""
+    ),
+    re.compile(
+        r"(?i)(?<=[?&]key=)[^&\s]+|(?<=api_key=)(?!\.\.\.|\$)[^&\s]+|(?<=[?&]token=)[^&\s]+|"
+        r"(?<=[?&]sig=)[^&\s]+|(?<=-signature=)[^&\s]+"
     ),
 )
 _BARE = r"[^\s\"',;)&}\]]"
@@ -99,11 +113,13 @@ def _is_secret_key(key: str) -> bool:
         return False
     # Joined as well: e2b is three parts.
     last, kind = parts[-1], {*parts[:-1], "".join(parts[:-1])}
-    if _ALWAYS.intersection(parts) or _GLUED.fullmatch(last):
+    if _ALWAYS.intersection(parts) or last.endswith(_GLUED_ENDS):
+        return True
+    if any(last.endswith(end) and last[: -len(end)] in before for end, before in _GLUED.items()):
         return True
     if last in _AT_THE_END:
         return last != "pass" or not kind & _PLAIN_PASS
-    if parts[-2:] in (["auth", "header"], ["connection", "string"], ["webhook", "url"]):
+    if tuple(parts[-2:]) in _PAIRS:
         return True
     if last in ("key", "keys"):
         return bool(kind & _KEY_KINDS) and not kind & {"public", "primary", "foreign"}

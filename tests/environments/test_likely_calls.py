@@ -80,6 +80,27 @@ def test_rows_that_are_no_dicts_are_named(names, rows):
         names.SingleTurnEnv(dataset=rows)
 
 
+ASK_NOTHING = [{"question": 3}, {"question": None}, {"question": ["7 + 5 ="]}, {"question": b"q"}]
+NO_MESSAGES = [{"prompt": 3.5}, {"prompt": ["hi"]}, {"prompt": {"role": "user", "content": "hi"}}]
+
+
+def refused(kind, row):
+    with pytest.raises(ConfigError, match=r"row 0 .*(int|None|list|str|bytes|float|dict)"):
+        kind(dataset=[row]).get_dataset()[0]
+    with pytest.raises(ConfigError, match=r"row 0 .*(int|None|list|str|bytes|float|dict)"):
+        kind(dataset=[row], message_type="completion").get_dataset()[0]
+
+
+@pytest.mark.parametrize("row", ASK_NOTHING)
+def test_a_question_that_is_no_text_is_named(names, row):
+    refused(names.SingleTurnEnv, row)
+
+
+@pytest.mark.parametrize("row", NO_MESSAGES)
+def test_a_prompt_that_is_no_messages_is_named(row):  # verifiers takes any
+    refused(rt.SingleTurnEnv, row)
+
+
 async def always(completion) -> float:
     return 1.0
 
@@ -234,3 +255,39 @@ async def test_a_rows_tools_win(names):
     states = [await bare.init_state(row) for row in rows]
     assert [state["oai_tools"] or [] for state in states] == [[TOOL], []]
     assert a_request(rt.SingleTurnEnv(dataset=rows)).input["info"] == {"oai_tools": [TOOL]}
+
+
+# settings of the wrong kind
+
+
+async def test_a_second_function_is_not_taken_for_weights(names):
+    with pytest.raises(ConfigError, match=r"weights.*a list, Rubric\(\[first, second\]\)"):
+        rt.Rubric(always, exact)
+    with pytest.raises(ConfigError, match="weights"):
+        rt.Rubric([always], weights=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"num_examples": "3"}, "num_examples is '3'"),
+        ({"num_examples": 1.5}, "num_examples is 1.5"),
+        ({"num_examples": None}, "num_examples is None"),
+        ({"rollouts_per_example": "3"}, "rollouts_per_example is '3'"),
+        ({"sampling": 5}, "sampling is 5"),
+        ({"sampling": ["max_tokens"]}, r"sampling is \['max_tokens'\]"),
+        ({"seed": "x"}, "seed is 'x'"),
+        ({"max_concurrent": "8"}, "max_concurrent is '8'"),
+        ({"max_concurrent": 0}, "max_concurrent is 0"),
+    ],
+)
+async def test_settings_of_an_evaluation_of_another_kind_are_named(settings, told):
+    with pytest.raises(ConfigError, match=told):
+        await evaluate_async(load_environment(), ScriptedModel("a"), **settings)
+
+
+def test_an_environment_needs_no_loading():
+    with pytest.raises(ConfigError, match="SingleTurnEnv already"):
+        rt.load_environment(load_environment())
+    with pytest.raises(ConfigError, match="name or a path"):
+        rt.load_environment(3)

@@ -12,7 +12,8 @@ PHRASES = {
     r"\bnobody (?:knows|could tell|can tell|says)\b": "say what is not known",
     r"\bamiss\b": "rejects, wrong",
     r"\bmend(?:s|ed|ing)?\b": "fix",
-    r"\bweather\b": "failures outside the program",
+    # Not the service that tools ask, among the names of `redact`.
+    r"(?<!\bmaps )\bweather\b": "failures outside the program",
     r"\bwhile there is hope\b": "until ...",
     r"\blast words\b": "the final response",
     r"\bas much as it likes\b": "unlimited",

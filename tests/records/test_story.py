@@ -151,7 +151,7 @@ def test_a_tool_that_times_out_is_named():
 
 
 def test_a_reward_function_that_raises_is_told_with_where():
-    said = "KeyError: 'x' (reward function 'broken', env.py:6)"
+    said = "KeyError: reward function 'broken', env.py:6: 'x'"
     looked = [Looked(each, scoring_errors=(("broken", said),)) for each in plain(1)[:2]]
     looked += [Looked(each) for each in plain(1)[:2]]
     (found,) = told("scoring", rollouts=plain(1), looked=looked)

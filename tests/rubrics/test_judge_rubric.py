@@ -73,7 +73,8 @@ async def test_a_judge_that_fails_is_no_zero():
     first, second = a_state(), a_state()
     await rubric.score_rollout(first)
     assert first["reward"] is None
-    assert first["error"].message.startswith("judge away (reward function 'correct', ")
+    assert first["error"].message.startswith("reward function 'correct', ")
+    assert first["error"].message.endswith(": judge away")
     assert first["error"].phase == "scoring"
     await rubric.score_rollout(second)
     assert second["reward"] == 1.0

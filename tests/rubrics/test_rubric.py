@@ -97,9 +97,9 @@ def test_a_failed_metric_leaves_the_reward():
     assert state["reward"] == 1.0
     assert state["metrics"]["broken"] is None
     assert state["error"] is None
-    assert state["scoring_errors"]["broken"]["message"].startswith(
-        "no judge (reward function 'broken', "
-    )
+    said = state["scoring_errors"]["broken"]["message"]
+    assert said.startswith("reward function 'broken', ")
+    assert said.endswith(": no judge")
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), "1.0", [1.0]])

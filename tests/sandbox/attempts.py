@@ -16,6 +16,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 
 H = {}
 ATTEMPTS = {}
@@ -88,6 +89,10 @@ NUMBERS = {
     "socket": (41, 198),
     "landlock_restrict_self": (446, 446),
 }
+
+
+def _refused(why):
+    raise PermissionError(errno.EPERM, why)
 
 
 class Reached(Exception):
@@ -647,6 +652,114 @@ def uncover_the_folder():
 
 
 @attempt(control=True)
+def read_the_bait_by_openat2():
+    how = struct.pack("QQQ", 0, 0, 0)
+    fd = libc.syscall(437, -100, H["file"].encode(), how, len(how))
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), "openat2")
+    return os.read(fd, 64)
+
+
+@attempt(control=True)
+def read_the_bait_from_its_folder():
+    """Landlock lets everybody enter a folder, and hold a path."""
+    here = os.getcwd()
+    os.chdir(H["dir"])
+    try:
+        return content("file")
+    finally:
+        os.chdir(here)
+
+
+@attempt(control=True)
+def read_the_bait_beneath_a_held_path():
+    fd = os.open(H["dir"], os.O_PATH | os.O_DIRECTORY)
+    try:
+        return os.read(os.open("file", os.O_RDONLY, dir_fd=fd), 64)
+    finally:
+        os.close(fd)
+
+
+@attempt(control=True)
+def read_the_bait_by_a_held_path():
+    fd = os.open(H["file"], os.O_PATH)
+    try:
+        return content(f"/proc/self/fd/{fd}")
+    finally:
+        os.close(fd)
+
+
+@attempt
+def run_the_bait_by_a_held_path():
+    def run():
+        fd = os.open(H["program"], os.O_PATH)
+        words = (ctypes.c_char_p * 2)(b"x", None)
+        libc.syscall({0: 322, 1: 281}[COLUMN], fd, b"", words, words, 0x1000)  # execveat, empty
+        raise OSError(ctypes.get_errno(), "execveat")
+
+    return in_child(run) or "it ran in place of the child"
+
+
+@attempt(control=True)
+def run_a_program_beside_the_bait():
+    return subprocess.run([H["program"]], capture_output=True, text=True, check=False).stdout
+
+
+@attempt(control=True)
+def print_the_bait_by_an_interpreter_line():
+    with open("shown.sh", "w") as file:
+        file.write(f"#!/bin/cat {H['file']}\n")
+    os.chmod("shown.sh", 0o700)
+    done = subprocess.run(["./shown.sh"], capture_output=True, text=True, check=False)
+    os.unlink("shown.sh")
+    return H["secret"] in done.stdout or _refused(done.stderr)
+
+
+@attempt(control=True)
+def exchange_the_bait_for_an_own_file():
+    open("x", "w").close()
+    pair = (-100, f"{os.getcwd()}/x".encode(), -100, H["victim"].encode(), 2)  # RENAME_EXCHANGE
+    for _ in range(2):  # and back
+        if libc.syscall({0: 316, 1: 276}[COLUMN], *pair) < 0:
+            raise OSError(ctypes.get_errno(), "renameat2")
+    return "exchanged"
+
+
+@attempt(control=True)
+def make_a_link_beside_the_bait():
+    os.symlink("x", f"{H['dir']}/written-link")
+    return "made"
+
+
+@attempt(control=True)
+def make_a_pipe_beside_the_bait():
+    os.mkfifo(f"{H['dir']}/written-pipe")
+    return "made"
+
+
+@attempt(control=True)
+def make_a_nameless_file_beside_the_bait():
+    return os.open(H["dir"], os.O_TMPFILE | os.O_WRONLY)
+
+
+@attempt
+def give_a_program_a_capability():
+    with open("able", "w"):
+        os.setxattr("able", "security.capability", b"\1\0\0\2" + b"\xff" * 16)
+    return "able"
+
+
+@attempt
+def leave_a_program_of_root_that_anyone_can_run():
+    with open("rooted", "w"):
+        os.chmod("rooted", 0o4755)
+    found = os.stat("rooted")
+    if found.st_uid == 0 and found.st_mode & 0o4000 and not os.statvfs(".").f_flag & os.ST_NOSUID:
+        return "a set-user-id file of root"
+    return _refused("nobody gains anything")
+
+
+@attempt(control=True)
 def delete_the_bait():
     os.unlink(H["victim2"])
     return "deleted"
@@ -742,9 +855,13 @@ def signal_the_supervisor():
 
 
 def with_a_pipe(function):
+    return with_both_ends(lambda read, write: function(read))
+
+
+def with_both_ends(function):
     read, write = os.pipe()
     try:
-        return function(read)
+        return function(read, write)
     finally:
         os.write(write, b"x")
         os.close(read)
@@ -794,6 +911,109 @@ def share_memory_that_no_limit_sees():
 def share_memory_of_a_device():
     with open("/dev/zero", "rb") as file:
         return mmap.mmap(file.fileno(), 4096, prot=mmap.PROT_READ)[:8]
+
+
+@attempt
+def use_the_hosts_huge_pages():
+    """They are no resident memory, and a database on the host may count on them."""
+    libc.mmap.restype = ctypes.c_size_t
+    found = libc.mmap(None, ctypes.c_size_t(2**21), 3, 0x40022, -1, ctypes.c_long(0))
+    if found == 2**64 - 1:
+        raise OSError(ctypes.get_errno(), "mmap")
+    return "mapped"
+
+
+def pinned(move):
+    """Put a page of a file into a pipe: the memory around it stays when the file is cut."""
+    with open("spliced", "wb+") as file:
+        file.write(bytes(4096))
+        file.flush()
+        return with_both_ends(lambda read, write: move(file.fileno(), write))
+
+
+for _name, _move in {
+    "splice": lambda file, pipe: os.splice(file, pipe, 1, offset_src=0),
+    "sendfile": lambda file, pipe: os.sendfile(pipe, file, 0, 1),
+}.items():
+    attempt(name=f"pin memory by {_name}", control=True)(lambda move=_move: pinned(move))
+
+
+@attempt(name="pin memory by tee", control=True)
+def tee():
+    def twice(read, write):
+        os.write(write, b"x")
+        if libc.syscall({0: 276, 1: 77}[COLUMN], read, write_of_another, 1, 0) < 0:
+            raise OSError(ctypes.get_errno(), "tee")
+        return "twice"
+
+    read_of_another, write_of_another = os.pipe()
+    try:
+        return with_both_ends(twice)
+    finally:
+        os.close(read_of_another)
+        os.close(write_of_another)
+
+
+@attempt(control=True)
+def own_a_socket_as_the_host_process():
+    """What F_SETOWN does, asked of the socket (FIOSETOWN, SIOCSPGRP)."""
+    left, right = socket.socketpair()
+    with left, right:
+        owner = struct.pack("i", H["victim_pid"])
+        return [fcntl.ioctl(left, number, owner) for number in (0x8901, 0x8902)] and "owned"
+
+
+@attempt
+def kill_the_supervisor_by_an_exit_signal():
+    """A sibling is the supervisor's child: it must die with SIGCHLD whatever it was made with."""
+    clone_parent = 0x8000
+    pid = libc.syscall(NUMBERS["clone"][COLUMN], clone_parent | signal.SIGKILL, 0, 0, 0, 0)
+    if pid == 0:
+        os._exit(0)
+    if pid < 0:
+        raise OSError(ctypes.get_errno(), "clone")
+    time.sleep(0.1)  # who is dead by now reports nothing
+    raise PermissionError(errno.EPERM, "the supervisor lives on")
+
+
+@attempt
+def call_in_the_32_bit_way():
+    def ask_for_the_process_id():
+        if platform.machine() != "x86_64":
+            raise PermissionError(errno.EPERM, "no such way")
+        code = b"\xb8\x14\x00\x00\x00\xcd\x80\xc3"  # mov eax, 20; int 0x80; ret
+        page = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 7)
+        page.write(code)
+        at = ctypes.addressof(ctypes.c_char.from_buffer(page))
+        return ctypes.CFUNCTYPE(ctypes.c_int)(at)()
+
+    return in_child(ask_for_the_process_id) or _refused("the child was killed")
+
+
+@attempt
+def signal_another_thread_by_a_timer():
+    event = struct.pack("PiiIi", 0, signal.SIGUSR1, 4, H["victim_pid"], 0).ljust(64, b"\0")
+    made = libc.syscall({0: 222, 1: 107}[COLUMN], 0, event, ctypes.byref(ctypes.c_int()))
+    return made >= 0 or _refused("the kernel knows no such thread here")
+
+
+@attempt
+def signal_a_child_by_its_descriptor():
+    """A descriptor of a process can be passed on, and no scope holds for it then."""
+    found = ctypes.c_int(-1)
+    flags = 0x1000 | signal.SIGCHLD  # CLONE_PIDFD
+    pid = libc.syscall(NUMBERS["clone"][COLUMN], flags, 0, ctypes.byref(found), 0, 0)
+    if pid == 0:
+        os._exit(0)
+    if pid < 0:
+        raise OSError(ctypes.get_errno(), "clone")
+    try:
+        if libc.syscall(424, found.value, 0, None, 0) < 0:  # pidfd_send_signal
+            raise OSError(ctypes.get_errno(), "pidfd_send_signal")
+        return "sent"
+    finally:
+        os.close(found.value)
+        os.waitpid(pid, 0)
 
 
 @attempt(control=True)

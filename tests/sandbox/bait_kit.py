@@ -60,6 +60,8 @@ def laid_out(victim, label):
         (folder / name).write_text(SECRET)
         (folder / name).chmod(0o666)
     os.mkfifo(folder / "fifo", 0o666)
+    (folder / "program").write_text("#!/bin/sh\necho it ran\n")
+    (folder / "program").chmod(0o755)
     shm = Path("/dev/shm") / f"rolltree-bait-{label}-{os.getpid()}"
     shm.write_text(SECRET)
     shm.chmod(0o666)
@@ -68,7 +70,7 @@ def laid_out(victim, label):
         yield {
             **{
                 name: str(folder / name)
-                for name in ("file", "victim", "victim2", "victim3", "fifo")
+                for name in ("file", "victim", "victim2", "victim3", "fifo", "program")
             },
             **names,
             "dir": str(folder),

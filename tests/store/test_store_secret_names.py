@@ -19,7 +19,12 @@ SECRET = [
     "DISCORD_BOT_TOKEN", "csrf_token", "sas_token", "master_key", "OPENAI_KEY", "openaiKey",
     "accesstoken", "authtoken", "secretKey", "X-Auth", "proxyAuth", "auth_header", "api_tokens",
     "personal_access_token", "serpapi_key", "E2B_KEY", "user_pass", "creds", "session_cookie",
-    "otp",
+    "otp", "xapikey", "pgpassword", "PGPASSWORD", "dbpass", "userpwd", "jwtsecret", "myapikey",
+    "hfkey", "hftoken", "ghtoken", "wandbkey", "sshkey", "privatekey", "sessiontoken", "idtoken",
+    "nvidia_key", "ngc_key", "elevenlabs_key", "assemblyai_key", "deepl_key", "mapbox_token",
+    "vault_token", "kube_token", "mcp_token", "weather_key", "maps_key", "consumer_key", "rsa_key",
+    "gpg_key", "tls_key", "kms_key", "aes_key", "fernet_key", "hmac_key", "shared_key",
+    "seed_phrase", "priv_key", "licence_key", "device_token", "cosmos_key",
 ]  # fmt: skip
 ORDINARY = [
     "max_tokens", "token_ids", "author", "keyboard", "passage", "pass_rate", "pass_at_k",
@@ -29,6 +34,8 @@ ORDINARY = [
     "auth_method", "bypass", "compass", "pattern", "patience", "path", "passed", "author_id",
     "authority", "password_length", "token_count", "dsname", "num_tokens", "tokens_per_second",
     "end_token", "api_key_var", "key_path", "secretary_count", "cookiecutter_version",
+    "hotkey", "turkey", "eostoken", "padtoken", "nexttoken", "trespass", "user_token", "seed",
+    "random_seed", "search_key", "map_key", "phrase", "sessions", "kms",
     "question_key", "text_key", "cache_key", "column_key", "completion_tokens", "spawn", "patch",
 ]  # fmt: skip
 
@@ -53,7 +60,11 @@ LOOKS = [
     "sk-ant-api03-abcdefghijklmnop", "sk_live_abcdefghijklmnop", "github_pat_11ABCDEFG0abcdefghij",
     "ghu_abcdefghijklmnopqrst", "xoxp-1234567890-abcdef", "AIza" + "a1B2c" * 7, "ASIA" + "A1" * 8,
     "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl", "gsk_abcdefghijklmnop1234",
-    "npm_abcdefghijklmnopqrstuvwxyz",
+    "npm_abcdefghijklmnopqrstuvwxyz", "nvapi-abcdefghijklmnopqrst12", "pypi-AgEIcHlwaS5vcmcCJD12",
+    "SG.abcdefghijklmnop.qrstuvwxyz0123456789abcd", "hvs.CAESIabcdefghijkl1234",
+    "ntn_123456789abcdefghijklmn", "lin_api_abcdefghijklmnop1234", "sbp_abcdefghijklmnop1234",
+    "dckr_pat_abcdefghijklmnop12345", "e2b_0123456789abcdef0123", "rpa_ABCDEFGHIJKLMNOP12",
+    "1234567890:AAEabcdefghijklmnopqrstuvwxyz01234",
 ]  # fmt: skip
 
 
@@ -67,7 +78,13 @@ def test_what_looks_like_a_secret(secret):
     [
         ("http://abc123token@host:8000/v1", f"http://{REDACTED}@host:8000/v1"),
         ("postgres://me:pw@host/db", f"postgres://{REDACTED}@host/db"),
+        ("postgres://me:p@ss@host/db", f"postgres://{REDACTED}@host/db"),
         ("https://example.com/user@domain", None),
+        ("Authorization: Basic QWxhZGRpbjpvcGVu=", "Authorization: Basic %s"),
+        ("{'Authorization': 'Basic QWxhZGRpbjpvcGVu'}", "{'Authorization': 'Basic %s'}"),
+        ("basic JavaScript2000", None),
+        ("https://h/c?sv=2020&sig=abcDEF%3D&se=2", "https://h/c?sv=2020&sig=%s&se=2"),
+        ("https://h/k?X-Amz-Signature=ab01&x=1", "https://h/k?X-Amz-Signature=%s&x=1"),
         ("bad {'slack_token': 'plain', 'n': 3}", "bad {'slack_token': '%s', 'n': 3}"),
         ('Client(openai_key="plainword", timeout=3)', 'Client(openai_key="%s", timeout=3)'),
         ("SLACK_TOKEN=abc12345 is wrong", "SLACK_TOKEN=%s is wrong"),

@@ -57,6 +57,8 @@ def test_an_environment_object_is_trained_evaluated_and_stored(model, tmp_path, 
     with report.run as run:
         assert run.config["env"]["id"] == "short"
         assert run.num_rollouts(phase="train") == 12
+        kept = run.kept_report("train")  # `show --phase train` would read every rollout
+        assert (kept["num_rollouts"], kept["num_examples"]) == (12, 4)
     shown = repr(report)
     assert shown.startswith(f"TrainReport(2 steps, run {tmp_path / 'run'})")
     assert "eval_after: held-out reward 0." in shown

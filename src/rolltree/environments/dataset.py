@@ -10,7 +10,7 @@ import functools
 import json
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,20 +68,34 @@ class RowFormat:
         if self.message_type == "completion":
             if not isinstance(prompt, str):
                 raise ConfigError(
-                    f"the prompt of row {index} is a list of messages, but message_type is "
+                    f"the prompt of row {index} is a {type(prompt).__name__}, but message_type is "
                     "'completion', which continues a string. Use a string or message_type='chat'."
                 )
             return prompt
         if isinstance(prompt, str):
             messages: list[ChatMessage] = [{"role": "user", "content": prompt}]
+        elif isinstance(prompt, Iterable) and not isinstance(prompt, Mapping | bytes):
+            messages = [self._message(message, index) for message in prompt]
         else:
-            messages = [_without_none(message) for message in prompt]
+            raise self._asks_nothing(prompt, index)
         head: list[ChatMessage] = []
         if messages and messages[0].get("role") == "system":
             head = [messages.pop(0)]
         elif self.system_prompt is not None:
             head = [{"role": "system", "content": self.system_prompt}]
         return [*head, *self.few_shot, *messages]
+
+    def _message(self, message: Any, index: int) -> ChatMessage:
+        if not isinstance(message, Mapping):
+            raise self._asks_nothing([message], index)
+        return _without_none(message)
+
+    def _asks_nothing(self, prompt: Any, index: int) -> ConfigError:
+        return ConfigError(
+            f"row {index} of a data set has a {type(prompt).__name__} to ask, {str(prompt)[:60]!r}, "
+            f"and not a text or a list of messages. Write a string under {self.question_key!r}, or "
+            'under \'prompt\' messages such as [{"role": "user", "content": "7 + 5 ="}].'
+        )
 
 
 class Rows(Sequence[Row]):

@@ -49,6 +49,12 @@ def load_environment(
         ConfigError: an argument is not one that the environment takes, or what it returned is not
             an environment, or was made with the real verifiers package.
     """
+    if isinstance(env_id, Environment):
+        raise ConfigError(
+            f"this is a {type(env_id).__name__} already: it needs no loading. Pass it on as it is."
+        )
+    if not isinstance(env_id, str | os.PathLike):
+        raise ConfigError(f"{env_id!r} is not the name or a path of an environment.")
     name = os.fspath(env_id)
     # Before the environment is imported: its `import verifiers` is looked up then.
     provide(force=compat)

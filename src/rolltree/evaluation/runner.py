@@ -22,7 +22,7 @@ from rolltree.inference.reachable import check_servers
 from rolltree.redact import redact
 from rolltree.rollouts import GroupScorer, RolloutEngine, RolloutSource, Split
 from rolltree.rollouts.record import run_stored
-from rolltree.rollouts.requests import RequestPlan, build_requests
+from rolltree.rollouts.requests import RequestPlan, build_requests, check_whole
 from rolltree.store import Run, StoredRollout, to_plain
 from rolltree.store.weights import note_weights
 from rolltree.tasks import run_sync, yield_fairly
@@ -96,6 +96,13 @@ async def evaluate_async(
     refuse_unknown("evaluate", unknown, evaluate_async)
     start = time.monotonic()
     model = as_client(client)
+    check_whole(
+        num_examples=num_examples,
+        rollouts_per_example=rollouts_per_example,
+        seed=seed,
+        max_concurrent=max_concurrent,
+        retries=retries,
+    )
     if rollouts_per_example < 1:
         raise ConfigError(
             f"rollouts_per_example is {rollouts_per_example}; nothing would be measured. Use 1 or "

@@ -208,6 +208,11 @@ def resolve_sampling(
     # Its fields have defaults, so one that the caller set cannot be told from one left alone.
     if isinstance(sampling, SamplingParams):
         return sampling
+    if not isinstance(sampling, Mapping | None):
+        raise ConfigError(
+            f"sampling is {sampling!r}, which names no fields. Pass a dict, such as "
+            '{"max_tokens": 256}, or SamplingParams.'
+        )
     return sampling_from_args(merge_args(getattr(source, "sampling_args", None), sampling))
 
 
@@ -308,6 +313,17 @@ def check_source(source: object) -> None:
         kind = "class" if isinstance(source, type) else "function"
         what, do = f"the {kind} {name!r}", f"Call it: {name}(...)."
     raise ConfigError(f"the environment is {what}, which plays no episodes itself. {do}")
+
+
+def check_whole(**numbers: object) -> None:
+    """Refuse what counts nothing.
+
+    Raises:
+        ConfigError: a value is not a whole number.
+    """
+    for name, value in numbers.items():
+        if not hasattr(value, "__index__"):
+            raise ConfigError(f"{name} is {value!r}, which is not a whole number. Pass an int.")
 
 
 def build_requests(

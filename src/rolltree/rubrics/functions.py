@@ -121,7 +121,8 @@ class RewardFunction:
     def _missing(
         self, name: str, known: Mapping[str, Any], state: Mapping[str, Any]
     ) -> ConfigError:
-        asked = f"reward function {self.name!r} asks for {name!r}"
+        # The record of what a function raised names it.
+        asked = f"it asks for {name!r}"
         if name in ("answer", "answers"):
             row = known["state"] if "state" in known else known["states"][0]
             columns = ", ".join(map(repr, row.get("input") or row))
@@ -139,8 +140,9 @@ class RewardFunction:
 def scoring_error(func: RewardFunc, name: str, error: Exception) -> ErrorRecord:
     """Return what a reward function raised as data; its message names function, file and line."""
     record = record_error(error, "scoring")
-    where = f"(reward function {name!r}{_place(func, error)})"
-    return replace(record, message=f"{record.message} {where}")
+    # First, because whoever shows a long message cuts its end.
+    where = f"reward function {name!r}{_place(func, error)}"
+    return replace(record, message=f"{where}: {record.message}")
 
 
 def _place(func: RewardFunc, error: Exception) -> str:

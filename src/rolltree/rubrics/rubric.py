@@ -117,6 +117,11 @@ class Rubric:
         parser: Parser | None = None,
     ) -> None:
         funcs = [funcs] if callable(funcs) else list(funcs or ())
+        if weights is not None and not hasattr(weights, "__len__"):
+            raise ConfigError(
+                f"the weights of a rubric are {weights!r}, and not one number for each function. "
+                "Several functions are a list, Rubric([first, second])."
+            )
         if weights is not None and len(weights) != len(funcs):
             raise ConfigError(
                 f"a rubric got {len(funcs)} functions and {len(weights)} weights. Pass one weight "

@@ -2,9 +2,10 @@
 
 It lists what is allowed, so a call that a later kernel adds is refused (design/0005). Not listed
 are sockets, namespaces, mounts, keys, tracing, other processes' memory, BPF, io_uring, file
-handles, message queues, shared memory segments and performance counters. A refused call fails with
-EPERM, an unlisted one with ENOSYS; a call in a foreign calling convention (32-bit on x86_64) kills
-the process. Files are the business of Landlock or the mount namespace.
+handles, message queues, shared memory segments, performance counters, and what puts pages of a file
+into a pipe or socket: `splice`, `tee`, `sendfile` (design/0019). A refused call fails with EPERM,
+an unlisted one with ENOSYS; a call in a foreign calling convention (32-bit on x86_64) kills the
+process. Files are the business of Landlock or the mount namespace.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _IOCTL_ALLOWED = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 # allows it); SETLEASE and NOTIFY reach host files that can only be read; SETPIPE_SZ makes memory
 # that is not counted: a pipe's size cannot be read from outside.
 _FCNTL_REFUSED = (8, 10, 15, 1024, 1026, 1031)
-_MAP_KIND, _SHARED_ANONYMOUS = 0x2F, 0x21
+_MAP_KIND, _SHARED_ANONYMOUS, _HUGE_PAGES = 0x2F, 0x21, 0x40000
 _PAGEOUT = 21
 # PDEATHSIG (set, get), GET_DUMPABLE, NAME (set, get), NO_NEW_PRIVS (set, get), SET_VMA. Not
 # SET_DUMPABLE: it hides a process from a supervisor that is not root.
@@ -120,9 +121,11 @@ def _checks() -> dict[str, list[bytes]]:
         "fcntl": [_argument(1), *_one_of(_FCNTL_REFUSED), allow, refuse],
         # Shared memory without a file stays whole when all but a page is unmapped, and is resident
         # nowhere: 1,200 MB under a limit of 128 MiB (design/0019). For the same reason
-        # `memfd_create` and System V segments are not listed.
+        # `memfd_create` and System V segments are not listed. Huge pages come from a pool of the
+        # host's, and are not counted as resident either.
         "mmap": [
             _argument(3),
+            _jump(_ANY_BIT, _HUGE_PAGES, 2, 0),
             struct.pack("<HBBI", _AND, 0, 0, _MAP_KIND),
             _jump(_EQUAL, _SHARED_ANONYMOUS, 0, 1),
             refuse,
@@ -168,8 +171,8 @@ fstat 5  lstat 6  newfstatat 262  statx 332  statfs 137  fstatfs 138  poll 7  pp
 select 23  pselect6 270  epoll_create 213  epoll_create1 291  epoll_ctl 233  epoll_wait 232
 epoll_pwait 281  epoll_pwait2 441  eventfd 284  eventfd2 290  timerfd_create 283
 timerfd_settime 286  timerfd_gettime 287  lseek 8  pread64 17  pwrite64 18  readv 19
-writev 20  preadv 295  pwritev 296  preadv2 327  pwritev2 328  sendfile 40  splice 275
-tee 276  copy_file_range 326  fallocate 285  fadvise64 221  fsync 74  fdatasync 75
+writev 20  preadv 295  pwritev 296  preadv2 327  pwritev2 328
+copy_file_range 326  fallocate 285  fadvise64 221  fsync 74  fdatasync 75
 sync_file_range 277  truncate 76  ftruncate 77  mmap 9  mprotect 10  munmap 11  brk 12
 mremap 25  madvise 28  msync 26  membarrier 324  rt_sigaction 13  rt_sigprocmask 14
 rt_sigreturn 15  rt_sigpending 127  rt_sigtimedwait 128  rt_sigsuspend 130  sigaltstack 131
@@ -202,7 +205,7 @@ read 63  write 64  openat 56  openat2 437  close 57  close_range 436  fstat 80  
 statx 291  statfs 43  fstatfs 44  ppoll 73  pselect6 72  epoll_create1 20  epoll_ctl 21
 epoll_pwait 22  epoll_pwait2 441  eventfd2 19  timerfd_create 85  timerfd_settime 86
 timerfd_gettime 87  lseek 62  pread64 67  pwrite64 68  readv 65  writev 66  preadv 69
-pwritev 70  preadv2 286  pwritev2 287  sendfile 71  splice 76  tee 77  copy_file_range 285
+pwritev 70  preadv2 286  pwritev2 287  copy_file_range 285
 fallocate 47  fadvise64 223  fsync 82  fdatasync 83  sync_file_range 84  truncate 45
 ftruncate 46  mmap 222  mprotect 226  munmap 215  brk 214  mremap 216  madvise 233  msync 227
 membarrier 283  rt_sigaction 134  rt_sigprocmask 135  rt_sigreturn 139  rt_sigpending 136

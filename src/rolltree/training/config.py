@@ -206,7 +206,10 @@ _KNOWN_AS = {
     **dict.fromkeys(("loss_agg_mode", "importance_sampling_level"), "algorithm.aggregation"),
     **dict.fromkeys(("entropy_coeff", "ent_coef"), "algorithm.entropy_coef"),
     **dict.fromkeys(
-        ("max_steps", "total_training_steps", "num_train_steps", "num_train_epochs", "epochs"),
+        (
+            *("steps", "max_steps", "total_training_steps", "num_train_steps"),
+            *("num_train_epochs", "epochs", "iterations"),
+        ),
         "train.num_steps",
     ),
     **dict.fromkeys(("num_iterations", "ppo_epochs", "mu"), "train.updates_per_step"),
