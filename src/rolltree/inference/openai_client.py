@@ -18,7 +18,7 @@ from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client_base import MessageClient
 from rolltree.inference.context_limit import DEFAULT_MAX_TOKENS, ContextLimit, cut_by_default
 from rolltree.inference.http import MAX_ANSWER_BYTES, HttpClient
-from rolltree.inference.message_session import MessageSession, ask_for_tokens
+from rolltree.inference.message_session import MessageSession, send_with_token_fields
 from rolltree.inference.parse import (
     begin_answer,
     extract_message,
@@ -251,12 +251,12 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
             return await self._server.post(_PATHS[message_type], body, finished(decode))
 
         try:
-            return await ask_for_tokens(self.tokens, send)
+            return await send_with_token_fields(self.tokens, send)
         except ServerError as error:
             if "max_completion_tokens" not in str(error) or self._max_tokens_field != "max_tokens":
                 raise
             self._max_tokens_field = "max_completion_tokens"  # newer OpenAI models insist on it
-            return await ask_for_tokens(self.tokens, send)
+            return await send_with_token_fields(self.tokens, send)
 
     async def _respond_by_token(
         self, session: TokenSession, prompt: Prompt, call: ModelCall, decode: Decode
@@ -277,7 +277,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         answer.add_outcome(outcome)
         max_tokens = sampling.max_tokens
         if not read_tokens(answer, response, kind, version, prompt.ids, max_tokens=max_tokens):
-            self.tokens.refuse("the answer holds none")
+            self.tokens.refuse("its answer has none")
             answer.text = extract_message(response, "completion")[1]
             return session.complete(prompt, answer, call)
         ids = answer.completion_ids

@@ -34,7 +34,7 @@ class TemplateLimitError(TemplateError):
 
 
 _pool = WorkerPool(
-    "rolltree.inference.template_worker:render_order",
+    "rolltree.inference.template_worker:render_request",
     memory_bytes=MEMORY_BYTES,
     max_workers=2,
     max_idle=2,

@@ -31,7 +31,7 @@ from rolltree.inference import WeightTransfer, publish_weights
 from rolltree.inference.call import ModelCall
 from rolltree.inference.openai_client import OpenAIClient, OpenAIMemory
 from rolltree.inference.publish import RELOAD_METHOD, HasServer, served_version
-from rolltree.inference.reachable import FIRST_ANSWER_S
+from rolltree.inference.reachable import FIRST_ANSWER_TIMEOUT_S
 from rolltree.inference.retry import RetryPolicy
 from rolltree.rollouts.requests import current_episode
 from rolltree.training.checkpoint_formats import export_model
@@ -359,7 +359,7 @@ class Servers(ABC):
     @property
     def _patience_s(self) -> float:
         """How long all servers may be away: not long before the first one has ever answered."""
-        return self._limit_s if self._has_answered else min(self._limit_s, FIRST_ANSWER_S)
+        return self._limit_s if self._has_answered else min(self._limit_s, FIRST_ANSWER_TIMEOUT_S)
 
     def _limit(self) -> str:
         """Return what `_patience_s` comes from."""
