@@ -184,7 +184,7 @@ def leak_rate(shown: Sequence[tuple[str, str]]) -> tuple[float, float]:
 
 
 def shared_questions(env: Environment) -> tuple[list[str], int]:
-    """Return the evaluation questions that are training questions, and how many were looked at."""
+    """Return the evaluation questions that are also training questions, and the number checked."""
     train_rows, eval_rows = env.own_rows("train"), env.own_rows("eval")
     if train_rows is None or eval_rows is None:
         return [], 0
@@ -203,8 +203,8 @@ def _overlap(env: Environment) -> list[ContractFinding]:
     return [
         ContractFinding(
             "overlap",
-            f"{len(shared)} of {num_tested} evaluation questions are training questions, such as "
-            f"{shared[0][-80:]!r}",
+            f"{len(shared)} of {num_tested} evaluation questions are also training questions, "
+            f"such as {shared[0][-80:]!r}",
         )
     ]
 
