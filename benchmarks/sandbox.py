@@ -192,7 +192,7 @@ def cells() -> Iterator[dict[str, Any]]:
 def spawn(
     who: str, python: str, inside: str | None, places: list[str], uid: int | None
 ) -> Iterator[dict[str, Any]]:
-    """Measure in a process of its own, level by level."""
+    """Measure in its own process, level by level."""
     script = __file__ if uid is None else copy_of_script(places)
     found = os.pathsep.join(places)
     for level in LEVELS:

@@ -91,7 +91,7 @@ def read_regular(path: str | Path, max_bytes: int = MAX_BYTES, *, follow: bool =
 
 @contextlib.contextmanager
 def whole_file(target: str | Path, *, follow: bool = True) -> Iterator[Path]:
-    """Yield a new file beside `target`, which takes its place, synced, when the block ends well.
+    """Yield a temporary file that replaces `target`, synced, when the block succeeds.
 
     A kill leaves the older target, and a hidden file that the next one removes. Anything but a
     regular file, such as `/dev/stdout`, is written itself. Without `follow` a link is replaced.
@@ -124,7 +124,7 @@ def whole_file(target: str | Path, *, follow: bool = True) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def whole_folder(target: str | Path) -> Iterator[Path]:
-    """Yield a new folder beside `target`, which becomes it, synced, when the block ends well.
+    """Yield a temporary folder that becomes `target`, synced, when the block succeeds.
 
     `target` must be missing or empty then.
     """

@@ -287,8 +287,8 @@ def _check_arguments(config: Any, environment: Any, **given: Any) -> None:
         raise ConfigError(
             "the model was given as an object, without its tokenizer. Pass both."
             if given["tokenizer"] is None
-            else "a model that is loaded by name has its own tokenizer. Leave tokenizer out, or pass "
-            "the model object too."
+            else "a model that is loaded by name has its own tokenizer. Leave tokenizer out, or "
+            "pass the model object too."
         )
 
 

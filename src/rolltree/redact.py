@@ -235,7 +235,7 @@ def remember(*secrets: str) -> None:
 
 
 def secrets_in(config: Any) -> tuple[str, ...]:
-    """Return the texts that stand under secret keys of a config, the longest first.
+    """Return the texts under secret keys of a config, the longest first.
 
     >>> secrets_in({"args": {"judge_api_key": "plain-word", "n": 3}})
     ('plain-word',)

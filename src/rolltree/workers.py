@@ -135,7 +135,7 @@ class WorkerPool:
                 worker.end()
                 raise
             call.end()
-            # Threads or processes of a finished call would go on beside the next one.
+            # Threads or processes of a finished call would keep running during the next one.
             if reply["reusable"] and len(self._idle) < self.max_idle:
                 self._idle.append(worker)
             else:

@@ -22,7 +22,7 @@ from rolltree.untrusted import read_json_start
 
 @dataclass(frozen=True, slots=True)
 class ParsedCalls:
-    """What a message says: its calls, and what looks like a call and cannot be read."""
+    """A parsed message: its calls, and what looks like a call but cannot be parsed."""
 
     calls: tuple[RawToolCall, ...] = ()
     problems: tuple[str, ...] = ()

@@ -562,7 +562,7 @@ class MultiTurnEnv(Environment, rooms.MultiTurnEnv):
     ) -> State:
         settings = {"client": client, "model": model, "sampling_args": sampling_args}
         signature = inspect.signature(self.init_state)
-        # Authors override `init_state` with names of their own, with positional parameters, or with
+        # Authors override `init_state` with their own names, with positional parameters, or with
         # the input alone. The first form that the signature takes is the one that verifiers would
         # have used.
         for args, named in (((), settings), (tuple(settings.values()), {}), ((), {})):

@@ -25,7 +25,7 @@ _teardown_handlers _ensure_example_id _ensure_prompt _ensure_task _cleanup _tear
 _render_stop _render_timing _render_completion _prepare_rollout_results _logger
 """
 THEIRS = frozenset(_THEIRS.split())
-"""What verifiers 0.1.8's environments have: to set or override one of these is meant."""
+"""Attributes of verifiers 0.1.8's environments, which authors set or override on purpose."""
 
 
 _UNSET: Any = object()

@@ -226,7 +226,7 @@ def strict(schema: Any, root: Any = None) -> dict[str, Any]:
     # As openai-agents, which takes null for no default.
     if schema.get("default", ...) is None:
         del schema["default"]
-    # A reference with a description beside it is not allowed, so it is replaced by its target.
+    # A reference with a description next to it is not allowed, so it is replaced by its target.
     if "$ref" in schema and len(schema) > 1:
         target = root
         for step in schema.pop("$ref").removeprefix("#/").split("/"):

@@ -67,7 +67,7 @@ class ContractFinding:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What was found. `notes` tell what could not be checked, or looks odd and may be intended."""
+    """The findings. `notes` list what could not be checked, or looks odd but may be intended."""
 
     env_id: str
     num_examples: int

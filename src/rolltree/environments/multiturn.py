@@ -277,10 +277,10 @@ _ENCODE = msgspec.msgpack.Encoder().encode
 
 
 class _StopInputs:
-    """What stop conditions may look at, as it is now, to see later whether it has changed.
+    """A snapshot of what stop conditions may read, to detect changes later.
 
     That is the state, the last step's reward and extras, the clock, and the environment's
-    attributes, if they are set anew. A state that holds objects other than plain data counts as
+    attributes, if they are reassigned. A state that holds objects other than plain data counts as
     changed: they cannot be compared.
     """
 

@@ -123,7 +123,7 @@ def check_shown_tools(
 
 
 def answers_for_all(client: object) -> bool:
-    """Whether a client answers for agents with a client of their own too: recorded answers do.
+    """Whether a client answers for agents with their own client too: recorded answers do.
 
     The clients behind one that passes calls on are asked, too.
     """

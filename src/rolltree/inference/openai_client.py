@@ -43,14 +43,14 @@ from rolltree.inference.wire import Decode, Response, decode_response
 from rolltree.types import FinishReason, MessageType, ModelResponse, SamplingParams
 
 TokenEndpoint = Literal["auto", "generate", "completions"]
-"""Where prompts of ids are sent: see and fall back, vLLM's token-in endpoint, or completions."""
+"""The endpoint for prompts of ids: try and fall back, vLLM's token-in endpoint, or completions."""
 _TOKEN_IN_PATH = "/inference/v1/generate"
 _ABSENT = (404, 405, 501)
 _PATHS: dict[MessageType, str] = {"chat": "/chat/completions", "completion": "/completions"}
 
 
 class OpenAIMemory(MessageSession):
-    """What a session remembers: its calls by message, and by token where prompts are rendered."""
+    """The memory of a session: its calls by message, and by token if prompts are rendered."""
 
     def __init__(self, tokens: TokenFields, renderer: ChatRenderer | None) -> None:
         super().__init__(tokens)

@@ -223,7 +223,7 @@ class PooledSession(ClientBase):
         return self._pool.version
 
     def session(self) -> PooledSession:
-        """Return a session of its own, with nothing remembered."""
+        """Return a new, empty session."""
         return self._pool.session()
 
     async def call(self, call: ModelCall) -> ModelResponse:

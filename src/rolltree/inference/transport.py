@@ -30,7 +30,7 @@ _LARGE_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """What a server sent: a status, the unpacked body, and its `Retry-After`."""
+    """A server's response: a status, the decompressed body, and its `Retry-After`."""
 
     status: int
     body: bytes

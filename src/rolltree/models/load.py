@@ -31,7 +31,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 # The names that need no folder: under which key each is kept, and what makes it. The key of SmolLM2
-# has the version of its package, so an upgrade converts it anew.
+# has the version of its package, so an upgrade converts it again.
 MADE_MODELS: dict[str, tuple[Callable[[], str], Callable[[Path], None]]] = {
     "smollm2-135m": (
         lambda: f"smollm2-135m-{gguf_path()[1]}",

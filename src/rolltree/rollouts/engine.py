@@ -54,7 +54,7 @@ from rolltree.types import (
 
 
 class CreditAssigned(Protocol):
-    """What credit gives: the states that train, and for each an advantage per call."""
+    """The result of credit: the states that train, and for each an advantage per call."""
 
     @property
     def trained(self) -> Sequence[State]:
@@ -66,7 +66,7 @@ class CreditAssigned(Protocol):
 
     @property
     def effects(self) -> Sequence[TruncationEffect]:
-        """What was decided about each of them if truncated."""
+        """The decision about each of them if truncated."""
 
 
 Credit = Callable[[Sequence[RolloutResult]], CreditAssigned]
@@ -84,7 +84,7 @@ class DroppedGroup:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedBatch:
-    """What became of some requests.
+    """The outcome of some requests.
 
     `results` has one result per request, failed and dropped ones too. `batch` holds the samples,
     `meta[i]` says what sample i is: one dict per rollout in it, see `sample_meta`.
@@ -102,7 +102,7 @@ class GeneratedBatch:
 
     @property
     def num_failed(self) -> int:
-        """How many episodes failed."""
+        """Number of episodes that failed."""
         return sum(result.error is not None for result in self.results)
 
 
@@ -303,7 +303,7 @@ class RolloutEngine:
         num_workers = self.max_concurrent if total is None else min(self.max_concurrent, total)
         workers: list[asyncio.Task[None]] = []
 
-        # Workers are started by a task of their own, so that results of the first ones can be taken
+        # Workers are started by a separate task, so that results of the first ones can be taken
         # while ten thousand are still being made.
         async def start() -> None:
             for index in range(num_workers):

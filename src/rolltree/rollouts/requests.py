@@ -1,4 +1,4 @@
-"""What the rollout engine runs: sources of examples, and the requests made from them.
+"""The input of the rollout engine: sources of examples, and the requests made from them.
 
 One request is one episode; several are made by transforming requests (`RequestStrategy`).
 Everything random comes from one `run_seed` through `rolltree.seeds`.

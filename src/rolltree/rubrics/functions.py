@@ -167,7 +167,7 @@ def _unwrapped(func: Any) -> Any:
 
 
 def rollout_arguments(state: State, objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a rollout's reward functions can ask for, beside the state's own keys.
+    """Return what a rollout's reward functions can ask for, besides the state's own keys.
 
     That is the row's columns too, if the state has no key of that name. A row without an answer
     has no argument of that name.

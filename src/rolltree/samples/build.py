@@ -295,7 +295,7 @@ def by_prefix(tree: TokenTree, calls: Sequence[ResolvedStep]) -> list[Group]:
 def turns_of(rollout: ResolvedRollout) -> list[Group]:
     """Return each turn's calls in order of first call, with the advantage of the turn's last step.
 
-    A turn is an agent and a turn number; a call without a turn number is a turn of its own.
+    A turn is an agent and a turn number; a call without a turn number is its own turn.
     """
     turns: dict[tuple[str, int | None, int], list[ResolvedStep]] = {}
     for step in rollout.steps:

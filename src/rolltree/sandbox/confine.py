@@ -54,7 +54,7 @@ def main(spec: dict[str, Any]) -> NoReturn:
         # This takes a capability that the change of user gives up.
         drop_bounding_set()
         drop_user(spec["uid"])
-        # Root without a user of its own would keep them all.
+        # Root without its own user would keep them all.
         drop_capabilities(spec["machine"])
         # Set-user-id programs gain nothing from here on. Without this, an unprivileged process may
         # load neither Landlock rules nor the filter.

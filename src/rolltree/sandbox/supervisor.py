@@ -1,4 +1,4 @@
-"""The supervisor of one sandboxed process tree: a program of its own, run with `python -I -S`.
+"""The supervisor of one sandboxed process tree: a separate program, run with `python -I -S`.
 
 It starts the command, becomes the parent of everything the tree leaves behind (subreaper, so a
 process that forks twice or opens its own session is still its child), watches the limits and kills
@@ -49,7 +49,7 @@ def main() -> None:
     """Run one tree to its end."""
     spec = json.loads(sys.argv[1])
     # Before the first fork: what loses its parent becomes a child of this process, so `descendants`
-    # finds a program that forks twice or opens a session of its own (design/0005).
+    # finds a program that forks twice or opens its own session (design/0005).
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # `select` starts again after a signal (PEP 475); a byte in this pipe ends it at once when a
     # child dies.
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def start(spec: dict[str, Any], ready_fd: int) -> int:
-    """Start the command in a session of its own; return its process id."""
+    """Start the command in its own session; return its process id."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -551,7 +551,7 @@ def too_much(folder: str, max_bytes: int, max_files: int) -> bool:
                 count += 1
                 with contextlib.suppress(OSError):
                     size += entry.stat(follow_symlinks=False).st_blocks * 512
-                    # A link may lead to a folder of the host; what lies there is not the code's.
+                    # A link may lead to a folder of the host, whose contents are not the code's.
                     if entry.is_dir(follow_symlinks=False):
                         pending.append(entry.path)
                 if size > max_bytes or count > max_files:

@@ -34,7 +34,7 @@ _MAX_EMPTY_ROWS = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """What is left of a value that cannot be stored: the name of its type."""
+    """Stands in for a value that cannot be stored: the name of its type."""
 
     type: str
 

@@ -1,4 +1,4 @@
-"""What can be read of a run: rollouts, steps, trained tokens, events, sums, SQL, export."""
+"""Reads a run: rollouts, steps, trained tokens, events, sums, SQL, export."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ class StoredRun:
         return self._database.totals()[1]
 
     def totals_with_sums(self) -> list[tuple[Totals, Totals]]:
-        """Return the stored sums of each phase and environment beside those of its rows."""
+        """Return the stored sums of each phase and environment, and those of its rows."""
         with self._database.snapshot() as connection:  # a writer may add rows between the two
             stored = self._database.totals()[1]
             rows = [

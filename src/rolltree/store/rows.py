@@ -141,7 +141,7 @@ class StoredEvaluation:
 
 
 class StoredColumn(NamedTuple):
-    """How one field of `StoredRollout` lies in SQL."""
+    """How one field of `StoredRollout` is stored in SQL."""
 
     sql: str
     encode: Callable[[Any, Secrets], Any]

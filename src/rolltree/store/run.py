@@ -56,7 +56,7 @@ class Run(StoredRun):
     ) -> Run:
         """Make a new run directory and open it for writing.
 
-        `config` is stored redacted, in the database and as `config.json` for people; what stands
+        `config` is stored redacted, in the database and as `config.json` for people; what is
         under its secret keys is protected, and cut out of all that is stored. `secrets`
         are those of `protect`.
 

@@ -1,4 +1,4 @@
-"""Which functions reward a source's rollouts, and with which weights: noted in a run, read there.
+"""Stores the reward functions of a source and their weights in a run, and reads them.
 
 A note is kept with the time since when it holds, so rollouts that other weights scored before are
 told apart from those that came after.

@@ -44,7 +44,7 @@ _RNG, _STATE, _LATEST = "rng.safetensors", "state.json", "latest"
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """Where a run stands: `step` steps are done and the weights are policy `version`.
+    """The progress of a run: `step` steps are done and the weights are policy `version`.
 
     Example: `TrainState(step=20, version=20)`. Task order, seeds and learning rate follow from the
     step, so nothing else has a position. `averages`: what each role has usually earned, where the

@@ -1,4 +1,4 @@
-"""Where the loop gets the rollouts of a step: a synchronous and an asynchronous feed.
+"""Feeds, which give the loop the rollouts of each step, synchronously or asynchronously.
 
 `SyncFeed` samples a step's groups when the step asks for them. With dynamic sampling (DAPO, Yu et
 al. 2025, arXiv:2503.14476, section 3.2) groups whose advantages are all zero are replaced, at most
@@ -56,7 +56,7 @@ class StepRollouts:
 
 
 class Feed(Protocol):
-    """Where the loop gets a step's rollouts."""
+    """A source of each step's rollouts."""
 
     async def next(self, step: int) -> StepRollouts:
         """Return the rollouts that step `step` trains on."""
@@ -389,7 +389,7 @@ class StreamFeed:
 def _planned(
     config: TrainConfig, rollouts: RolloutEngine, first: int
 ) -> Iterator[tuple[RolloutRequest, ...]]:
-    """Yield group after group of the plan, from that of step `first` on, for ever."""
+    """Yield group after group of the plan, from that of step `first` on, forever."""
     for step in itertools.count(first):
         requests = step_requests(config, rollouts.source, step)
         for _, members in itertools.groupby(requests, key=lambda request: request.group_id):

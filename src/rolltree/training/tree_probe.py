@@ -1,4 +1,4 @@
-"""Whether a model computes the same, and has the same gradient, on a tree and on its rows.
+"""Checks that a model has the same outputs and gradients on a tree and on its rows.
 
 Asked of a copy of its first layers with weights moved away from initialisation and short windows,
 so that gates, sinks, sparse attention and states show. The model itself, which an engine may be

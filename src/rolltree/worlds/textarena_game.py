@@ -127,7 +127,7 @@ class TextArenaWorld(Adapter):
             try:
                 yield
             finally:
-                # Where this game's stream stands now, for its next step.
+                # The current position of this game's stream, for its next step.
                 self._stream = random.getstate()
                 random.setstate(before)
 

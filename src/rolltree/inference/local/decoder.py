@@ -124,7 +124,7 @@ class Decoder:
         slots, cache = self.slots, self.runner.cache
         num_free = min(self.max_batch, len(slots.taken)) - int(slots.taken.sum())
         # A copy: requests are taken out on the way. One that waits for a prompt does not hold up
-        # those behind it.
+        # those after it.
         for request in list(self.waiting) if num_free > 0 else ():
             if num_free == 0:
                 return
@@ -176,7 +176,7 @@ class Decoder:
     def _sample(self, rows: list[int], logits: torch.Tensor, version: int) -> None:
         slots, device = self.slots, logits.device
         requests = [request for row in rows if (request := slots.request[row]) is not None]
-        # Drawn per request, so that a row's tokens do not depend on who is beside it.
+        # Drawn per request, so that a row's tokens do not depend on the other rows.
         uniforms = torch.tensor([next(request.uniforms) for request in requests], device=device)
         adjusted = []
         for at, request in enumerate(requests):

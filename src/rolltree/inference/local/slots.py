@@ -131,7 +131,7 @@ class SlotTable:
 
 
 class LayerShape(NamedTuple):
-    """What one token's keys and values look like in a layer."""
+    """The shape of one token's keys and values in a layer."""
 
     num_heads: int  # key/value heads
     key_dim: int
@@ -140,7 +140,7 @@ class LayerShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What one token's keys and values look like in every layer of a model.
+    """The shape of one token's keys and values in every layer of a model.
 
     None is a layer that keeps none of its own. `counts`: the cache's length is a tensor, for
     models that count positions from it rather than take those that they are given.
