@@ -145,7 +145,7 @@ ROWS: dict[str, tuple[Callable[[Answer, int, int], Any], int]] = {
 
 
 def batch_of(row: str) -> int:
-    """Return the rows of the batch, where nobody asks for another size."""
+    """Return the rows of the batch, if no other size is given."""
     return BATCH if row != "turns" else 16
 
 

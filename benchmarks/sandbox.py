@@ -178,7 +178,7 @@ def copy_modules(places: list[str], folder: Path) -> list[str]:
 
 
 def cells() -> Iterator[dict[str, Any]]:
-    """Measure all levels as everybody whom this process can be."""
+    """Measure all levels as every user that this process can be."""
     is_root = os.geteuid() == 0
     with reachable() as (python, places):
         yield from spawn("root" if is_root else "user", sys.executable, None, sys.path[1:], None)

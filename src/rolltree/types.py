@@ -218,7 +218,7 @@ class ModelResponse:
             ("routed_experts", None),  # the tree's stream holds them
         ):
             object.__setattr__(self, name, value)
-        if known is None or known.flags.writeable:  # somebody else's array, who may write into it
+        if known is None or known.flags.writeable:  # the caller's array, which may still change
             object.__setattr__(self, "prompt_ids", tree.prompt_view(call))
 
     @classmethod

@@ -262,7 +262,7 @@ class Agent:
                 # A mistake in the parser: it fails the episode, the call is kept.
                 self._add_step(response, record, "env", ParseResult(None), tool_calls)
                 raise
-        # The model must be told something that it can do better by.
+        # The feedback must help the model to do better.
         if parsed.failed and parsed.obs is None:
             parsed = replace(parsed, obs=self.parse_feedback)
         if parsed.failed:

@@ -120,7 +120,7 @@ class ReActCalls:
     needs_answers = False
 
     def schemas(self, tools: Sequence[ToolSchema]) -> list[ToolSchema]:
-        """Return nothing: the tools are told in the system prompt."""
+        """Return nothing: the tools are described in the system prompt."""
         return []
 
     def instructions(self, tools: Sequence[ToolSchema]) -> str:

@@ -136,7 +136,7 @@ def _by_group(results: Sequence[RolloutResult]) -> list[list[RolloutResult]]:
 
 @contextmanager
 def _progress(num_groups: int, num_rollouts: int, shown: bool) -> Iterator[Callable[[], object]]:
-    """Show a bar of `tqdm`, where it is installed; yield what advances it."""
+    """Show a bar of `tqdm`, if it is installed; yield what advances it."""
     try:
         from tqdm import tqdm
     except ImportError:

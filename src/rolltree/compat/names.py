@@ -85,7 +85,7 @@ STAND_INS: dict[str, tuple[str, str]] = {
     "CreateSandboxRequest": (f"{_COMPAT}.sandbox_client", "SandboxRequest"),
     "SandboxClient": (f"{_COMPAT}.sandbox_client", "SandboxClient"),
 }
-"""Modules and names for those of `prime_sandboxes` where that package is not installed."""
+"""Modules and names for those of `prime_sandboxes` if that package is not installed."""
 
 _PLAIN = (
     "ast asyncio atexit base64 httpx importlib inspect json logging nltk os random re signal "

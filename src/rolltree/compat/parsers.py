@@ -97,7 +97,7 @@ class ThinkParser(Parser, rooms.ThinkParser):
     def get_format_reward_func(self) -> Callable[..., float]:
         """Return a reward function: the mean of `score_format` over the assistant messages.
 
-        It raises ZeroDivisionError, which a rubric scores 0, where there is none.
+        It raises ZeroDivisionError, which a rubric scores 0, if there is none.
         """
 
         def format_reward_func(completion: list[ChatMessage], **kwargs: Any) -> float:

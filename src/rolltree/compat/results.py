@@ -34,7 +34,7 @@ def get_results_path(env_id: str, model: str, base_path: Path = Path("./outputs"
 
 
 def get_eval_results_path(config: Any) -> Path:
-    """Return a new folder for results: in the environment's own folder where there is one."""
+    """Return a new folder for results: in the environment's own folder if there is one."""
     folder = Path(config.env_dir_path) / config.env_id.replace("-", "_")
     base = folder / "outputs" if folder.exists() else Path("./outputs")
     return get_results_path(config.env_id, config.model, base)
@@ -282,7 +282,7 @@ def setup_client(config: Any) -> Any:
 def load_endpoints(endpoints_path: str) -> dict[str, Any]:
     """Return `ENDPOINTS` of a Python file, or of the one named endpoints in a folder.
 
-    Where there is no such file, or it has no `ENDPOINTS`, a warning says so and there are none.
+    If there is no such file, or it has no `ENDPOINTS`, a warning says so and there are none.
     """
     path = Path(endpoints_path)
     file = path / "endpoints.py" if path.is_dir() else path

@@ -27,7 +27,7 @@ from rolltree.types import Messages, SamplingArgs, State
 Semaphore = AbstractAsyncContextManager[Any]
 F = TypeVar("F", bound=RewardFunc)
 V = TypeVar("V")
-# How verifiers tells a group function: one of these parameters, or `list` as the annotation.
+# How verifiers recognizes a group function: one of these parameters, or `list` as the annotation.
 _PLURALS = {"states", "prompts", "completions", "answers", "tasks", "infos"}
 
 

@@ -196,7 +196,7 @@ def strict(schema: Any, root: Any = None) -> dict[str, Any]:
     """Return a JSON schema in OpenAI's strict form; `schema` is changed.
 
     Objects are closed, unless they say that they are open, and require all that they have; defaults
-    of null are left out, and what a reference points to replaces it where it has a description.
+    of null are left out, and what a reference points to replaces it if it has a description.
     """
     root = schema if root is None else root
     for name in ("$defs", "definitions"):

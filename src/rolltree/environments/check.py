@@ -366,7 +366,7 @@ async def play(env: Environment, rows: Any, index: int, probe: Probe) -> State:
 
 async def _generate(env: Environment, row: Any, probe: Probe) -> State:
     """Play one row with the engine's own `generate`: compat's raises where this one records."""
-    # A fixed seed: a finding must come again when somebody looks into it.
+    # A fixed seed: a finding must be reproducible.
     results = await Environment.generate(env, list(row), probe, seed=1)
     return results.state[0]
 

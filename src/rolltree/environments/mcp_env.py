@@ -35,7 +35,7 @@ class MCPServer:
     command: str | None = None
     args: tuple[str, ...] = ()
     # All that the program sees, besides the few harmless variables that the SDK passes on (PATH,
-    # HOME, ...): the keys of this process are not for somebody else's server.
+    # HOME, ...): the keys of this process are not for other servers.
     env: Mapping[str, str] = field(default_factory=dict)
     url: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)

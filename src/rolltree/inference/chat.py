@@ -52,8 +52,8 @@ class ChatRenderer:
         reasoning: a name in `REASONING_TAGS`, `"auto"` (found in the template), or `"none"`.
         end_ids: further token ids that end a turn, besides the tokenizer's and the template's.
         control_in_messages: whether control tokens that a message spells out ("<|im_end|>") become
-            those tokens. Otherwise they are text, so that nobody but the template and the model
-            ends a turn or begins one. Messages of the assistant are the model's own.
+            those tokens. Otherwise they are text, so that only the template and the model
+            can end or begin a turn. Messages of the assistant are the model's own.
 
     A tokenizer without a template does for text completions; messages then raise `ConfigError`.
 

@@ -171,7 +171,7 @@ class Session(ClientBase, Generic[MemoryT]):
         return Session(client, self._memory)
 
     async def call(self, call: ModelCall) -> ModelResponse:
-        """Make one call, continuing an earlier one where it fits."""
+        """Make one call, continuing an earlier one if it fits."""
         return annotate_sampling(await self._client.respond(call, self._memory), call.sampling)
 
     def remember(self, call: ModelCall, response: ModelResponse) -> ModelResponse:
@@ -233,7 +233,7 @@ class MessageClient(RootClient[MemoryT]):
         """Send one request: `content` is its messages or prompt."""
 
     async def respond_by_message(self, call: ModelCall, memory: MessageSession) -> ModelResponse:
-        """Send messages, a string or ids, and read the tokens of the answer where it has them."""
+        """Send messages, a string or ids, and read the tokens of the answer if it has them."""
         version = self.version  # as it is before sending: no sampled token is older
         prompt = call.prompt
         if isinstance(prompt, np.ndarray):

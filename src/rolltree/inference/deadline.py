@@ -1,7 +1,7 @@
 """Wraps a model client for one rollout: adds its deadline, and the seeds of its calls.
 
-The clock counts the seconds that an episode, or a part of one, took itself; the time that a
-model call waited in queues and retries (`ModelResponse.wait_s`) is subtracted. A deadline counts everything.
+The clock counts the seconds that an episode, or a part of one, took itself, without the time that
+model calls waited in queues and retries (`ModelResponse.wait_s`). A deadline counts everything.
 """
 
 from __future__ import annotations

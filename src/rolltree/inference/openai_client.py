@@ -149,7 +149,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         return OpenAIMemory(self.tokens, self.renderer)
 
     async def respond(self, call: ModelCall, memory: OpenAIMemory) -> ModelResponse:
-        """Send ids where prompts are rendered here and the server returns ids, else messages."""
+        """Send ids if prompts are rendered here and the server returns ids, else messages."""
         by_token = memory.by_token
         if by_token is None or not self.tokens.wanted or isinstance(call.prompt, np.ndarray):
             return await self.respond_by_message(call, memory)
@@ -209,7 +209,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         model: str | None,
         decode: Decode,
     ) -> Outcome[Response]:
-        """Ask for all that fits where the call has no limit.
+        """Request as many tokens as fit if the call has no limit.
 
         A text completion without `max_tokens` that was cut after 16 tokens is asked again with the
         context's limit, and later ones are asked so at once.

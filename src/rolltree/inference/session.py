@@ -35,7 +35,7 @@ class Prompt:
     """Ids to send, int32 `[_P]`, and how they came about.
 
     `extends` is the `call_id` of the call that they continue exactly. `reason` says why they do not
-    continue a call whose messages come first in the history, where that is so.
+    continue a call whose messages come first in the history, if possible.
     """
 
     ids: IntArray

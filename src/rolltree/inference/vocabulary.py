@@ -63,7 +63,7 @@ class Vocabulary:
 
     @cached_property
     def longest_token(self) -> int:
-        """Most characters that one token can stand for; a guess where the tokenizer has no list."""
+        """Maximum characters of one token; a guess if the tokenizer has no list."""
         vocabulary: Mapping[str, int] = getattr(self.tokenizer, "get_vocab", dict)()
         return max(map(len, vocabulary), default=_LONGEST_TOKEN)
 

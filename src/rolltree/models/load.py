@@ -65,7 +65,7 @@ def check_loadable(name: str, dtype: str = "float32", *, device: str = "cpu") ->
         ConfigError: torch is not installed, the package of a made model is missing, a folder holds
             no model, or this machine has no such device.
     """
-    # Importing torch takes seconds: a typing mistake is told before.
+    # Importing torch takes seconds: a typing mistake is reported before.
     for package in ("torch", "transformers", "safetensors"):
         if not _is_installed(package):
             raise ConfigError(

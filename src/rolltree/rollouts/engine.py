@@ -178,7 +178,7 @@ class RolloutEngine:
 
     Raises:
         ConfigError: a limit makes no sense, or the source has tools and the client's chat template
-            leaves tools out of the prompt. Where rows have tools of their own, `run` raises it at
+            leaves tools out of the prompt. If rows have their own tools, `run` raises it at
             the first such row.
     """
 
@@ -568,6 +568,6 @@ def _with_state_error(result: RolloutResult) -> RolloutResult:
 
 def _error_in(states: tuple[State, ...]) -> ErrorRecord | None:
     """Return what an episode failed with. A delegated rollout that failed is not the episode's."""
-    # A parent is told of a child's failure and goes on, so the episode has not failed by it.
+    # A parent learns of a child's failure and continues, so the episode has not failed.
     own = (state for state in states if state.parent_rollout is None)
     return next((state.error for state in own if state.error is not None), None)

@@ -229,7 +229,7 @@ RequestOfExample: TypeAlias = Callable[[str, int], RolloutRequest]
 
 
 class DistinctRequests(Iterator[RolloutRequest]):
-    """Requests whose ids are known to differ, so that nobody has to remember them."""
+    """Requests whose ids are known to differ, so that ids need not be remembered."""
 
     def __init__(self, requests: Iterator[RolloutRequest]) -> None:
         self._requests = requests

@@ -288,7 +288,7 @@ def _call(call: FunctionCall) -> RawScore:
 
 
 def _failure(error: Exception, call: FunctionCall) -> ErrorRecord:
-    """Return what a function raised; a rollout without a model call is told as the cause."""
+    """Return what a function raised; a rollout without a model call is named as the cause."""
     function, known, _ = call
     record = scoring_error(function.func, function.name, error)
     states = known.get("states") or [known["state"]]

@@ -3,8 +3,8 @@
 It is the last trusted code before untrusted code, and uses the standard library only. In order: a
 private umask, no inherited descriptors, an own user id (when started by root), no capabilities, no
 way to regain privileges, resource limits, a Landlock ruleset, the system call filter, the command.
-What fails is told through the ready pipe, and the command is not run. `local` appends the call of
-`main` with the specification to the source: importing a parser would take longer than the rest.
+Failures are reported through the ready pipe, and the command is not run. `local` appends the call
+of `main` with the specification to the source: importing a parser would take longer than the rest.
 Time and process trees are `supervisor`'s matter, mounts are bubblewrap's.
 """
 

@@ -105,7 +105,7 @@ def _takes_groups(folder: Path) -> bool:
         group.mkdir()
     except OSError:
         return False
-    # Neither ownership nor modes tell: the kernel also asks who owns the group of the mover.
+    # Neither ownership nor modes suffice: the kernel also asks who owns the group of the mover.
     move = ["/bin/sh", "-c", 'echo 0 > "$1"', "sh", str(group / "cgroup.procs")]
     try:
         return subprocess.run(move, stderr=subprocess.DEVNULL, check=False).returncode == 0

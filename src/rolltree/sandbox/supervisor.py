@@ -56,7 +56,7 @@ def main() -> None:
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    # Being told to end is as good as losing the owner: the loop ends, and the tree with it.
+    # A request to end has the effect of losing the owner: the loop ends, and the tree with it.
     signal.signal(signal.SIGTERM, lambda *_: os.close(spec["control_fd"]))
     # The code must inherit none of these: it could swallow the command to kill, forge the report,
     # or reach the mount namespace from outside.
@@ -288,8 +288,8 @@ class Watch:
     def kernel_bytes(self, pids: list[int], room: int) -> int:
         """Bound what the kernel may hold for the tree in sockets, pipes and mappings.
 
-        Descriptors are told apart, and mappings counted, only when there could be enough of them to
-        fill `room` bytes; a mapping has at least a page.
+        Descriptors are distinguished, and mappings counted, only if there could be enough of them
+        to fill `room` bytes; a mapping has at least a page.
         """
         # Socket buffers are in no file that a supervisor may read, so each descriptor counts as a
         # full socket at first (design/0019).
@@ -428,7 +428,7 @@ def in_turns(
     began = time.monotonic()
     for pid in seen.keys() - set(pids):
         del seen[pid]
-    # The one measured longest ago comes first, so everybody has a turn.
+    # The one measured longest ago comes first, so each has its turn.
     for pid in sorted(pids, key=lambda pid: seen.get(pid, (0.0, 0))):
         if began - seen.get(pid, (0.0, 0))[0] < fresh_s:
             break

@@ -105,7 +105,7 @@ class Database:
                     f"{path} is empty: the program that made it was stopped before it could write. "
                     "Nothing is lost; start that command again, or delete the directory."
                 )
-            # The file may be anybody's: no function with side effects from its schema.
+            # The file may be untrusted: no function with side effects from its schema.
             self._connection.execute("PRAGMA trusted_schema = OFF")
             check_schema(self._connection, path)
             if not self.is_new:
@@ -359,7 +359,7 @@ class Database:
             yield from (rows[row_id] for row_id in page if row_id in rows)
 
     def readable(self, columns: Sequence[str]) -> Iterator[tuple[Any, ...] | int]:
-        """Yield every row that SQLite can read, and the id where there is one it cannot.
+        """Yield every row that SQLite can read, and the id of each that it cannot.
 
         It reads no index, and row by row where a page of the file is damaged.
         """
@@ -423,7 +423,7 @@ def check_files(folder: Path, *, writes: bool) -> None:
     SQLite opens its files by name and follows links, so this is done before it does.
 
     Raises:
-        StoreError: there is one, or nobody can look.
+        StoreError: there is one, or it cannot be checked.
     """
     try:
         for name in _FILES:

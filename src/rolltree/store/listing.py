@@ -42,7 +42,7 @@ class PhaseSummary:
     mean_reward: float | None
     num_prompt_tokens: int
     num_completion_tokens: int
-    # How many requests an evaluation is to have; None if nobody said.
+    # How many requests an evaluation is to have; None if unknown.
     num_planned: int | None = None
     low: float | None = None
     high: float | None = None

@@ -186,7 +186,7 @@ class StoredRun:
             yield found
             num_rows += 1
         missing = limit is None and not offset and before is not None and before[0] != num_rows
-        if missing and before == self._expected(where):  # nobody wrote during the iteration
+        if missing and before == self._expected(where):  # no write during the iteration
             what = f"an index leads to {num_rows} of {before[0]} rollouts" if before else ""
             raise damaged(self._database.path, what)
 

@@ -230,7 +230,7 @@ class Run(StoredRun):
     def plan(self, what: str, number: int) -> None:
         """Note how much there is to be: of `steps`, or of the requests of `phase/NAME`.
 
-        It tells those who look at the run how far it is; a later number replaces it.
+        It shows how far the run is; a later number replaces it.
         """
         planned = self.meta.get("planned") or {}
         if planned.get(what) != number:

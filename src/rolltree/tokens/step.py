@@ -160,7 +160,7 @@ class StepTokens(LazyDict):
         return not self._same(key, self._builders[key](self), value)
 
     def hold(self, tokens: Mapping[str, Any]) -> None:
-        """Make the author's own lists the view's, where they say what was recorded.
+        """Make the author's own lists the view's, if they are equal to the recorded ones.
 
         Whoever built the step may hold its lists and edit them later.
         """

@@ -221,7 +221,7 @@ class TokenTree:
     ) -> int:
         """Add the row of a call whose tokens are in the arena already and whose data was checked.
 
-        For `rolltree.tokens` itself; everybody else calls `insert`.
+        For `rolltree.tokens` itself; other code calls `insert`.
         """
         handle = len(self.calls)
         calls = self.calls

@@ -90,7 +90,7 @@ class Checkpoints:
         """Return the newest whole checkpoint, or None when none was ever saved.
 
         Every file is compared with its checksum. Where the newest checkpoint is damaged, the one
-        before it is returned, and `notify` is told so in one sentence.
+        before it is returned, and `notify` gets a sentence about it.
 
         Raises:
             TrainingError: no checkpoint is whole.

@@ -308,7 +308,7 @@ def _invalid(data: Any, where: str, text: str) -> str:
 
 
 def _choices(names: Sequence[str]) -> list[str]:
-    """Return the values that a setting may have, where those are a few names."""
+    """Return the values that a setting may have, if those are a few names."""
     if len(names) != 2 or names[0] not in _SECTIONS:
         return []
     hint = get_type_hints(_SECTIONS[names[0]]).get(names[1])

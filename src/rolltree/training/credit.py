@@ -70,7 +70,7 @@ class Earnings:
 
     @property
     def rewards(self) -> list[float]:
-        """The reward of each call; the last earns the rollout's where no call has one."""
+        """The reward of each call; the last earns the rollout's if no call has one."""
         rewards = [reward or 0.0 for reward in self.call_rewards]
         if rewards and all(reward is None for reward in self.call_rewards):
             rewards[-1] = self.reward

@@ -87,7 +87,7 @@ class SyncFeed:
         warning: counts groups with and without reward variance.
         notify: gets a notice when the limit of replacements is reached, or the step waits because
             servers or sandboxes fail.
-        on_progress: told how many of the step's rollouts are done.
+        on_progress: called with the number of the step's rollouts that are done.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class StreamFeed:
         run: where rollouts and the ledger are stored.
         warning: counts groups with and without reward variance.
         notify: gets a notice when the step waits because servers or sandboxes fail.
-        on_progress: told how many rollouts of the next step are done.
+        on_progress: called with the number of rollouts of the next step that are done.
     """
 
     def __init__(

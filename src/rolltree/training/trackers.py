@@ -187,8 +187,8 @@ def _package(name: str) -> Any:
 class Trackers:
     """The trackers of `track.to`, opened when training starts.
 
-    The run store has every number, so a tracker that fails never ends a run: `notify` is told once,
-    and the tracker is left alone from then on.
+    The run store has every number, so a tracker that fails never ends a run: `notify` is called
+    once, and the tracker is not used from then on.
 
     Raises:
         UnknownName: `track.to` names a tracker that does not exist.

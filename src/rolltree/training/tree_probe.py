@@ -219,7 +219,7 @@ def first_layers(model: Any) -> Any:
 
 
 def _kind(layer: nn.Module, index: int, config: Any) -> tuple[Any, ...]:
-    """Return what tells one layer from another: its modules, their settings, and its entries."""
+    """Return what distinguishes layers: modules, their settings, and entries."""
     count = config.num_hidden_layers
     listed = [v[index] for v in vars(config).values() if isinstance(v, list) and len(v) == count]
     parts: list[Any] = [repr(listed)]

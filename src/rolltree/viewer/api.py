@@ -71,7 +71,7 @@ def api_response(value: object, status: int = 200) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """A run that stays open; `file` tells whether another one has taken its place."""
+    """A run that stays open; `file` shows whether it has been replaced."""
 
     run: Run
     file: tuple[int, int]
@@ -165,7 +165,7 @@ class Runs:
         return folder
 
     def get(self, name: str) -> Run:
-        """Return a run, open for reading; it closes when nobody uses it any more.
+        """Return a run, open for reading; it closes when it is no longer used.
 
         Raises:
             UnknownName: there is no run of this name.

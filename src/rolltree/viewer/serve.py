@@ -21,7 +21,7 @@ _READ_TIMEOUT_S = 30.0
 def serve_viewer(
     root: Path, *, port: int = 0, browser: bool = True, on_ready: Callable[[str], None]
 ) -> None:
-    """Serve the page on the runs at and below `root`, to this machine only, until told to stop.
+    """Serve the page for the runs at and below `root`, to this machine only, until stopped.
 
     `on_ready(link)` is called when the first request can come. The link carries the token of this
     start after `#`, which browsers keep to themselves; the browser that is opened here gets a code

@@ -267,7 +267,7 @@ def _zeros(size: tuple[int, ...], shape: KvShape) -> torch.Tensor:
     if shape.device.type != "cpu":
         return torch.zeros(size, dtype=shape.dtype, device=shape.device)
     # torch.zeros would touch all of it now. A huge page would cover several heads' shares of a
-    # slot, and take memory for slots that nobody uses.
+    # slot, and take memory for unused slots.
     pages = mmap.mmap(-1, math.prod(size) * shape.dtype.itemsize)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         pages.madvise(mmap.MADV_NOHUGEPAGE)

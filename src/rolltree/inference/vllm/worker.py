@@ -1,6 +1,6 @@
 """Extends vLLM's workers to receive new weights: tied output layers, and transfers.
 
-On a CPU vLLM packs the output layer's weights into its own form. Where they are tied to the
+On a CPU vLLM packs the output layer's weights into its own form. If they are tied to the
 embedding, its `reload_weights` renews the embedding and leaves that packed copy as it was: answers
 then come from half an update. Importing the module also registers the weight-transfer backend
 "rolltree" (`transfer.py`).
